@@ -121,7 +121,12 @@ CASES = {
     "axis": Broken("train --strategy dq2", "axis 'dq' is unknown", "did you mean 'dp'?"),
     "kind": Broken("train --strategy dp2:naiv", "kind 'naiv'", "did you mean 'naive'?"),
     "degree that makes no grid": Broken("train --strategy tp6:2d", "tp6:2d", "nearest is tp4:2d"),
-    "not built": Broken("train --strategy dp2:ps", "dp2:ps is not built yet", "built: ppN"),
+    "servers and tp": Broken(
+        "train --strategy dp2:ps,tp2", "a worker of dp:ps is one process", "write 'dp2:ps'"
+    ),
+    "quorum of too many": Broken(
+        "train --strategy dp2:quorum/3", "a quorum of 3 never comes", "the most is dp2:quorum/2"
+    ),
     "ranks that do not fit": Broken(
         "train --strategy dp4 --nproc 3", "needs 4 ranks, but there are 3", "'dp3' would use them"
     ),
@@ -243,8 +248,8 @@ CASES = {
         "verify dp2 --script leaves.py:job", "ended by sys.exit: exit code 0", "expected a file",
         {"leaves.py": "def job(): raise SystemExit\n"},
     ),
-    "verify a strategy that is not built": Broken(
-        "verify dp2:ps", "dp2:ps is not built", "built: ppN"
+    "verify what depends on who comes first": Broken(
+        "verify dp2:async", "depends on which worker comes first", "the nearest is dp2:ps"
     ),
     "doctor": Broken("doctor --jsn", "option '--jsn' is unknown", "did you mean '--json'?"),
 }  # fmt: skip
@@ -311,7 +316,7 @@ def test_a_name_of_two_lines_is_shown_in_one(
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("words", "pattern"), [
     ("run a.py", "a.py is no Python: invalid syntax .*line 2"),
-    ("run b.py --strategy dp2:ps", "dp2:ps is not built yet; built: ppN"),
+    ("run b.py --strategy dp2:ps", "starts no servers for dp:ps.* The nearest is 'dp2'"),
 ])  # fmt: skip
 def test_a_broken_script(
     words: str, pattern: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -27,7 +27,7 @@ from phalanx.planner.price import timeline
 from phalanx.planner.search import Candidate, Inequality, Question, search
 from phalanx.planner.several import BestPlan, best_on, numbers_of, scaled
 from phalanx.planner.software import software
-from phalanx.strategy import Strategy
+from phalanx.strategy import Strategy, refuse_servers
 
 EXAMPLE: Final = (
     "phalanx plan --model llama3-8b --cluster h100:64 --sequence 8192 --global-batch 128"
@@ -163,6 +163,7 @@ def _given(config: PlanConfig, question: Question) -> dict[str, Any]:
     """Return the answer on one strategy."""
     assert config.strategy is not None
     strategy = Strategy.parse(config.strategy)
+    refuse_servers(strategy, "the planner")
     question.cluster.of(strategy.num_ranks)  # there are as many devices
     answer = priced_strategy(question, strategy, config.microbatch)
     if isinstance(answer, Candidate):

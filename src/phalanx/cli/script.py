@@ -81,6 +81,7 @@ def train(argv: list[str]) -> int:
 def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
     """Return what the command line says, the job, its strategy and how it is run."""
     from phalanx.script.trainer import Options, trainer_of
+    from phalanx.strategy import refuse_servers
     from phalanx.train.job.request import choose
     from phalanx.train.job.run_folder import new_folder
 
@@ -89,6 +90,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
     if config.steps is not None:
         trainer = dataclasses.replace(trainer, steps=config.steps)
     strategy, device = choose(config.strategy, config.nproc, config.device)
+    refuse_servers(strategy, "a script")
     if config.out is not None and config.resume is not None:
         raise ConfigError("out and resume are both given, and resume writes to its own folder")
     name = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}"
@@ -118,13 +120,14 @@ def _judged_job(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], Verdi
     """Return what the command line says, and what judges the job or script."""
     from phalanx.script.loop_proof import prove_script
     from phalanx.script.trainer import trainer_of
-    from phalanx.strategy import Strategy
+    from phalanx.strategy import Strategy, refuse_servers
 
     at = argv.index("--") if "--" in argv else len(argv)
     config = _read(argv[:at], ScriptVerifyConfig, prog="phalanx verify --script")
     if config.strategy is None:
         raise ConfigError("STRATEGY is missing; expected: phalanx verify dp2 --script FILE:JOB")
     strategy, script = Strategy.parse(config.strategy), config.script
+    refuse_servers(strategy, "a script")
     has_loop = ":" not in script and Path(script).is_file()
     if has_loop and config.dtype != "float64":
         raise ConfigError(

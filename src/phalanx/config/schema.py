@@ -116,6 +116,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Parameter servers, of a strategy such as dp3:ps."""
+
+    num_servers: Annotated[int, Use.LOCAL, Range(1, 64, "[]")] = 2
+    """Servers that the weights are spread over; of two or more, each is the backup of another."""
+    grace_s: Annotated[float, Use.LAW, Range(0, 60, "[]")] = 0.0
+    """How long an update of dp:quorum that has its quorum waits for more, in seconds."""
+    outer_lr: Annotated[float, Use.LAW, Range(0, math.inf, "()")] = 0.7
+    """Learning rate by which servers apply the changes of dp:local."""
+    outer_momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9
+    """Nesterov momentum of the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """How a run is carried out, whatever it trains."""
 
@@ -210,3 +224,5 @@ class TrainConfig(JobConfig):
     """The batch law: global_size = microbatch x accumulation x data ranks; two give the third."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, the learning rate and clipping."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Parameter servers, of a strategy such as dp3:ps."""

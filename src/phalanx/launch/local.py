@@ -232,22 +232,22 @@ class Supervisor:
         say_starting: Callable[[], None] | None = None,
     ) -> None:
         """Begin to watch; `signals` is the list to which those that come are added."""
-        self._ranks = ranks
+        self.ranks = ranks
         self._signals = signals
         self._board = Board(timeout_s, here=range(len(ranks)))
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
-        self._going: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
+        self.going: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
         self._is_asked_to_stop = False
         self._begin_s = self._looked_s = time.monotonic()
         self._say_starting = say_starting
 
     def watch(self) -> list[Any]:
         """Return what each rank returned, or raise what `run_ranks` does."""
-        while self._going and not self._failures:
+        while self.going and not self._failures:
             self._receive(TICK_S)
             if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
-                if not self._board.has_begun(len(self._ranks)):
+                if not self._board.has_begun(len(self.ranks)):
                     self._say_starting()
                 self._say_starting = None
             self._obey_signals()
@@ -256,41 +256,48 @@ class Supervisor:
                 self._look()
         if self._failures:
             until_s = time.monotonic() + GRACE_S
-            while self._going and (left_s := until_s - time.monotonic()) > 0:
+            while self.going and (left_s := until_s - time.monotonic()) > 0:
                 self._receive(left_s)
             raise self._advised(self._failure())
-        for _, line in self._ranks:
+        for _, line in self.ranks:
             with suppress(OSError):  # it has ended already: what it returned is here
                 line.send(LEAVE)
-        return [self._results[rank] for rank in range(len(self._ranks))]
+        return [self._results[rank] for rank in range(len(self.ranks))]
 
     def _receive(self, limit_s: float) -> None:
         """Take all that the ranks have sent, or what they send first within some time."""
-        ready: list[Any] = wait(list(self._going), limit_s)
+        ready: list[Any] = wait(list(self.going), limit_s)
         # A signal must not meet a rank as it was several beats ago, on a busy machine.
         while ready:
             for line in ready:
                 self._take(line)
-            ready = wait(list(self._going), 0)
+            ready = wait(list(self.going), 0)
 
     def _take(self, line: Any) -> None:
         """Take one word of a rank."""
-        rank = self._going[line]
+        rank = self.going[line]
         kind: str
         value: Any
         try:
             kind, value = line.recv()
         except (EOFError, ConnectionResetError):
-            kind, value = "failure", death(rank, self._ranks[rank][0], self._board.log(rank))
+            if self.is_replaced(rank):
+                return
+            kind, value = "failure", death(rank, self.ranks[rank][0], self._board.log(rank))
         if kind == "beat":
             self._board.hear(rank, value)
             return
-        del self._going[line]
+        del self.going[line]
         if kind == "failure":
-            self._failures.append(value)
+            self._failures.append(replace(value, rank=rank))
         else:
             self._results[rank] = value
             self._board.leave(rank)
+
+    def is_replaced(self, rank: int) -> bool:
+        """Return whether another process takes the place of a rank that has ended."""
+        del rank
+        return False
 
     def _obey_signals(self) -> None:
         """Ask the ranks to end after their step; those that would not, and at once, by raising."""
@@ -300,7 +307,7 @@ class Supervisor:
         if len(self._signals) > 1 or not self._board.heeds_stop():
             raise Interrupted(signum, self._board.stands())
         self._is_asked_to_stop = True
-        for line in self._going:
+        for line in self.going:
             with suppress(OSError):  # it has ended: the next look finds that out
                 line.send(signum)
         report(
@@ -311,7 +318,7 @@ class Supervisor:
     def _look(self) -> None:
         """Report who holds the others up, and end the job if nobody can continue."""
         self._board.look_up()
-        going = sorted(self._going.values())
+        going = sorted(self.going.values())
         for message in self._board.news(going):
             report(message)
         if words := self._board.over(going) or self._board.uneven(going):
@@ -322,7 +329,7 @@ class Supervisor:
         first = first_of(self._failures)
         if not first.is_lost_peer:
             return first.as_error()
-        silent = self._board.silent(MISSED_S, self._going.values())
+        silent = self._board.silent(MISSED_S, self.going.values())
         words = self._board.in_vain(first.rank, silent)
         return TrainingError(words if silent else f"{words}\n{first.text.rstrip()}")
 

@@ -39,7 +39,7 @@ from phalanx.parallel.skeleton import Skeleton, skeleton_of, skeleton_of_shape
 from phalanx.parallel.split import Row, Split, StateBytes, Target
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.split import TensorSplit
-from phalanx.strategy import Strategy, require_built
+from phalanx.strategy import Strategy, refuse_servers, require_built
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -193,6 +193,7 @@ class Plan(Generic[Model]):
         Returns:
             What runs the model and reduces the gradients.
         """
+        refuse_servers(self.strategy, "a plan")
         model = self.model
         before = dict(model.named_parameters(remove_duplicate=False))
         self.apply(comm)

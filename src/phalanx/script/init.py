@@ -18,7 +18,7 @@ from phalanx.launch.attach import attach, check_end, report_in_one_message
 from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
 from phalanx.script.whole_weights import of_shards
-from phalanx.strategy import Strategy
+from phalanx.strategy import Strategy, refuse_servers
 
 STRATEGY: Final = "PHALANX_STRATEGY"
 """Variable in which `phalanx run --strategy` hands the strategy to the script."""
@@ -91,6 +91,8 @@ def _strategy(given: str | Strategy | None) -> Strategy | None:
             "leave one of them out"
         )
     strategy = Strategy.parse(asked) if asked and strategy is None else strategy
+    if strategy is not None:
+        refuse_servers(strategy, "a loop of one's own")
     for axis, what in (("pp", "a pipeline"), ("cp", "context parallelism")):
         if strategy is not None and getattr(strategy, axis).degree > 1:
             raise StrategyError(

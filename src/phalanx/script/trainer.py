@@ -34,7 +34,7 @@ from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, not_ending
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
-from phalanx.strategy import Strategy
+from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Log
 from phalanx.train.job.request import choose_device
 from phalanx.train.loop import how_to_resume
@@ -140,6 +140,7 @@ class Trainer:
     ) -> Summary:
         """Train as `train`; `command` is the command line that resumes, but for the folder."""
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+        refuse_servers(parsed, "a Trainer")
         options = options or Options(out=Path("runs") / "job")
         is_new = not options.out.exists()
         advice = functools.partial(how_to_resume, options.out, resume_text(options.out, command))
@@ -168,6 +169,7 @@ class Trainer:
 
         check_build("phalanx.Trainer", self.build)
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+        refuse_servers(parsed, "a Trainer")
         if dtype == "float64":
             return proof.prove(self, parsed, steps)
         case = proof.case_of(dataclasses.replace(self, steps=steps))

@@ -1,6 +1,6 @@
 """A strategy: the text form and its value, the catalogue of kinds, and what can run; no torch."""
 
-from phalanx.strategy.advice import check_ranks, require_built
+from phalanx.strategy.advice import check_ranks, refuse_servers, require_built
 from phalanx.strategy.kinds import AXES, KINDS, Kind, built
 from phalanx.strategy.value import Axis, Recompute, Strategy
 
@@ -13,5 +13,6 @@ __all__ = [
     "Strategy",
     "built",
     "check_ranks",
+    "refuse_servers",
     "require_built",
 ]

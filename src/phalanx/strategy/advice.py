@@ -31,11 +31,37 @@ def require_built(strategy: Strategy) -> None:
                 f"be ignored; leave it out, or write {text_of(name, wider)}"
             )
     dp = strategy.dp
+    if strategy.is_served and strategy.of_worker.num_ranks > 1:
+        alone = Strategy(dp=dp, recompute=strategy.recompute)
+        raise StrategyError(
+            f"strategy '{strategy}': a worker of dp:{dp.kind} is one process, and splits nothing "
+            f"itself; write '{alone}'"
+        )
+    if dp.kind == "quorum" and (dp.option or 0) > dp.degree:
+        raise StrategyError(
+            f"strategy '{strategy}': a quorum of {dp.option} never comes of {dp.degree} workers; "
+            f"the most is dp{dp.degree}:quorum/{dp.degree}"
+        )
     if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
         plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
         raise StrategyError(
             f"strategy '{strategy}': beside fsdp, dp adds up the shards as they come, and dp:"
             f"{dp.kind} would be ignored; write '{plain}'"
+        )
+
+
+def refuse_servers(strategy: Strategy, where: str) -> None:
+    """Refuse a strategy that needs parameter servers where nobody starts them.
+
+    Raises:
+        StrategyError: names the nearest without.
+    """
+    if strategy.is_served:
+        dp = strategy.dp
+        plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
+        raise StrategyError(
+            f"strategy '{strategy}': {where} starts no servers for dp:{dp.kind}; `phalanx train` "
+            f"on text does. The nearest is '{plain}'"
         )
 
 

@@ -61,10 +61,11 @@ KINDS: Final = {
     "dp": {
         "bucketed": Kind("each process takes a part of the batch; all hold the model"),
         "naive": Kind("the same, one all-reduce a gradient after backward"),
-        "ps": Kind(),
-        "async": Kind(),
-        "ssp": Kind(option="STALENESS", least=0),
-        "local": Kind(option="STEPS", least=1),
+        "ps": Kind("workers push gradients to parameter servers, which update the weights"),
+        "ssp": Kind("the same; no worker is over STALENESS clocks ahead", "STALENESS", 0),
+        "async": Kind("the same; no worker waits for another"),
+        "quorum": Kind("the same; an update waits for UPDATES workers", "UPDATES", 1),
+        "local": Kind("workers push what STEPS steps of their own changed", "STEPS", 1),
     },
     "fsdp": {
         "zero3": Kind("parameters, gradients and optimizer state are sharded too"),
@@ -105,6 +106,9 @@ KINDS: Final = {
     },
 }
 """The kinds of each axis, outer to inner, and of recompute last; the first kind is the default."""
+
+SERVED: Final = ("ps", "ssp", "async", "quorum", "local")
+"""Kinds of dp whose processes exchange by parameter servers, each a job of one process."""
 
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """The axes, outer to inner."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from phalanx.errors import StrategyError, nearest
-from phalanx.strategy.kinds import AXES, KINDS
+from phalanx.strategy.kinds import AXES, KINDS, SERVED
 
 _PART: Final = re.compile(r"([a-z_]+)([0-9]{1,9})?(?::([^/:]+)(?:/([0-9]{1,9}))?)?")
 _CUT: Final = re.compile(r"[0-9]{1,9}(\+[0-9]{1,9})*")
@@ -161,6 +161,16 @@ class Strategy:
     def num_ranks(self) -> int:
         """Processes that the strategy needs."""
         return math.prod(axis.degree for _, axis in self.axes())
+
+    @property
+    def is_served(self) -> bool:
+        """Whether workers exchange gradients by parameter servers."""
+        return self.dp.kind in SERVED
+
+    @property
+    def of_worker(self) -> Strategy:
+        """How the job of one worker splits the work; all of it where there are no servers."""
+        return dataclasses.replace(self, dp=Strategy.dp) if self.is_served else self
 
     @property
     def data_ranks(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ from phalanx.comm.together import on_first_rank
 from phalanx.config import TrainConfig
 from phalanx.config.schema import RunConfig
 from phalanx.data.survey import Progress
-from phalanx.errors import Interrupted, TrainingError
+from phalanx.errors import ConfigError, Interrupted, TrainingError
 from phalanx.launch import attach, slurm
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
@@ -69,6 +70,11 @@ def run(
     extras: Extras = NOTHING,
 ) -> Summary:
     """Train as is settled; see `train`."""
+    if request.strategy.is_served and is_under_torchrun():
+        raise ConfigError(
+            f"strategy {request.strategy} starts its own workers and servers, on this host; leave "
+            "torchrun out"
+        )
     if is_under_torchrun():
         return run_here(
             lambda: complete(request, progress),
@@ -96,6 +102,11 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary:
     resume_by = f"phalanx train --resume {shlex.quote(str(job.out))}"
     advice = functools.partial(how_to_resume, job.out, resume_by)
     num_ranks = job.strategy.num_ranks
+    if job.strategy.is_served:
+        from phalanx.train.served import run_served
+
+        with _explained(advice):
+            return _finished(run_served(job, extras, functools.partial(_say_starting, num_ranks)))
     return summary_of(train_rank, num_ranks, job, extras, config=job.config, advice=advice)
 
 
@@ -119,11 +130,7 @@ def summary_of(
         PhalanxError: the run is at fault.
         Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
     """
-
-    def say_starting() -> None:
-        Console().print(f"starting {num_ranks} processes ...", highlight=False)
-
-    try:
+    with _explained(advice):
         outcomes: list[Summary | Stopped] = run_ranks(
             function,
             num_ranks,
@@ -131,8 +138,20 @@ def summary_of(
             device=config.device,
             threads=config.threads,
             timeout_s=config.timeout_s,
-            say_starting=say_starting,
+            say_starting=functools.partial(_say_starting, num_ranks),
         )
+    return _finished(outcomes[0])
+
+
+def _say_starting(num_ranks: int) -> None:
+    Console().print(f"starting {num_ranks} processes ...", highlight=False)
+
+
+@contextmanager
+def _explained(advice: Callable[[], str]) -> Generator[None]:
+    """Say of an error of the ranks started inside how the run is resumed."""
+    try:
+        yield
     except BaseException as error:
         if is_under_torchrun():  # what ends the rank says it
             raise
@@ -146,7 +165,6 @@ def summary_of(
         if isinstance(error, TrainingError):
             error.add_note(advice())
         raise
-    return _finished(outcomes[0])
 
 
 def _finished(outcome: Summary | Stopped) -> Summary:

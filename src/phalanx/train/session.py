@@ -143,6 +143,10 @@ class Session(ABC):
     def planned(self) -> PlannedStep | None:
         """Return a step of the run as the planner knows it; None if it cannot be counted."""
 
+    def served_text(self) -> str | None:
+        """Return what this worker sent servers, and how late; None without servers."""
+        return None
+
     def sample(self) -> str:
         """Return text that the model writes; empty if it writes none. All ranks call this."""
         return ""

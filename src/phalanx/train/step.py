@@ -163,13 +163,17 @@ class Step:
         with self.phase("optimizer"):
             for group in groups if self.num_steps is not None else ():
                 group["lr"] = rate
-            if is_finite:
-                if 0 < self.config.clip_norm < found.norm:
-                    scale_to(self.gradients(), found.norm, self.config.clip_norm)
-                self.optimizer.step()
+            self.update(found.norm if is_finite else None)
             self.scaler.update()
         self.steps_done += 1
         return StepResult(found.loss, found.norm, rate, int(found.num_valid), not is_finite)
+
+    def update(self, norm: float | None) -> None:
+        """Change the weights by the gradient of this norm; leave them if it is not finite, None."""
+        if norm is not None:
+            if 0 < self.config.clip_norm < norm:
+                scale_to(self.gradients(), norm, self.config.clip_norm)
+            self.optimizer.step()
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""

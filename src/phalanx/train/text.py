@@ -60,11 +60,13 @@ class TextSession(Session):
         precision: its data types.
         plan: how the model is split.
         model: it; its blocks may be compiled in place.
+        data_rank: whose samples it trains on.
         loader: this rank's microbatches.
         validation: the samples kept aside.
     """
 
     unit = "tokens"
+    step_type: type[Step] = Step
 
     def __init__(self, job: Job, extras: Extras | None = None) -> None:
         """Build everything on this rank, and load the checkpoint that the job resumes.
@@ -72,23 +74,17 @@ class TextSession(Session):
         Raises:
             PhalanxError: the strategy, precision or checkpoint does not fit.
         """
-        self.comm = comm = Ranks(job.strategy, job.device)
-        self.saver = Saver(
-            job.out,
-            keep=job.config.keep_checkpoints,
-            timeout_s=job.config.timeout_s,
-            num_stages=comm.size("pp"),
-        )
-        # Another run may have saved to it, and ended, since the job was resolved.
-        on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
+        self.comm = comm = Ranks(job.strategy.of_worker, job.device)
+        self.data_rank = comm.coord("data")
+        self._claim(job)
         self.precision = precision = resolve(job.config.precision, job.device)
         settled: dict[str, Any] = {"precision": precision.name, "out": str(job.out.absolute())}
         self.config = config = dataclasses.replace(job.config, **settled)
         self.job = job = dataclasses.replace(job, config=config)
         self.strategy, self.out = job.strategy, job.out
-        on_first_rank(lambda: keep_origin(job), f"cannot write to {job.out}")
+        self._keep_origin()
         self.plan = plan_decoder(
-            job.strategy, job.shape, precision.master, precision.compute, comm.coord("pp")
+            job.strategy.of_worker, job.shape, precision.master, precision.compute, comm.coord("pp")
         )
         self.model = model = self.plan.model.train()
         with said_if_long("building the model"):
@@ -97,7 +93,7 @@ class TextSession(Session):
         if job.init is not None:
             with said_if_long(f"reading weights from {job.init.folder}"):
                 state.load_weights(job.init.folder, model)
-        self.step = Step(
+        self.step = self.step_type(
             model,
             build_optimizer(model, config.optimizer),
             NextToken(config.seed, job.shape.dropout),
@@ -113,9 +109,23 @@ class TextSession(Session):
         if config.compile:
             compile_blocks(model)
         _reserve(self.saver, self.step, comm)
-        self.loader = _loader(job, comm, job.done[1])
+        self.loader = loader_of(job, self.data_rank)
         self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
         self._num_rows = 0
+
+    def _claim(self, job: Job) -> None:
+        """Keep others from saving to the folder of the run."""
+        self.saver = Saver(
+            job.out,
+            keep=job.config.keep_checkpoints,
+            timeout_s=job.config.timeout_s,
+            num_stages=self.comm.size("pp"),
+        )
+        # Another run may have saved to it, and ended, since the job was resolved.
+        on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
+
+    def _keep_origin(self) -> None:
+        on_first_rank(lambda: keep_origin(self.job), f"cannot write to {self.job.out}")
 
     def _call(self, extras: Extras) -> None:
         self.called, self.log = Called(extras, self.model), extras.log
@@ -300,13 +310,14 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(dynamic=False)
 
 
-def _loader(job: Job, comm: Comm, consumed: int) -> Loader:
+def loader_of(job: Job, data_rank: int) -> Loader:
+    """Return the loader of a data rank, from where the job begins."""
     return Loader(
         job.samples,
         job.order,
         job.batch,
-        comm.coord("data"),
+        data_rank,
         end=stream_length(job.order, job.config.epochs),
         tail=job.config.corpus.tail,
-        consumed=consumed,
+        consumed=job.done[1],
     )

@@ -302,6 +302,6 @@ def module_cases(
     )
     blocks = functools.partial(_reused, num_stages(strategy) + 1, config.seed)
     found = {"reused": case(blocks, accumulation=accumulation)}
-    if strategy.pp.degree == 1:
+    if strategy.pp.degree == 1 and not strategy.is_served:  # whose workers share no statistics
         found["normed"] = case(functools.partial(_normed, config.seed), batch_norm="global")
     return found

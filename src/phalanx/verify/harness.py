@@ -46,6 +46,7 @@ from phalanx.verify.record import (
     full_tensors,
 )
 from phalanx.verify.reference import RankFacts, StepRecord, in_training
+from phalanx.verify.served_case import check_served
 from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Sent, Verdict, Whereabouts, failed
 
@@ -131,7 +132,8 @@ def compare_cases(
     """
     for case in cases.values():
         check_rows(case, strategy.data_ranks)
-        Plan(strategy, case.build(), roles=case.roles)
+        Plan(strategy.of_worker, case.build(), roles=case.roles)
+    check_served(strategy)
     if dist.is_initialized():
         return verify_on_ranks(cases, strategy, debug_comm, report)
     device = next(iter(cases.values())).device
@@ -233,6 +235,7 @@ def _compare_steps(
             break
     if is_equal:
         differences += _compare_evaluation(case, run, comm, beside)
+    run.close()
     entries = run.ledger.entries()
     sent = _sent(case, strategy, comm, entries) if beside else []
     found = broadcast_object((differences, unequal, facts, entries, sent))

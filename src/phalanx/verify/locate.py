@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,14 +139,15 @@ def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) ->
     )
     steps = run.steps(recorder.phase)
     is_evaluation = first.quantity == EVALUATION
-    for _ in range(first.step + is_evaluation):
+    with closing(run):
+        for _ in range(first.step + is_evaluation):
+            next(steps)
+        recorder.restart()
+        if is_evaluation:
+            run.evaluate(recorder.phase)
+            return recorder, [run.evaluated_rows]
         next(steps)
-    recorder.restart()
-    if is_evaluation:
-        run.evaluate(recorder.phase)
-        return recorder, [run.evaluated_rows]
-    next(steps)
-    return recorder, run.rows(first.step)
+        return recorder, run.rows(first.step)
 
 
 def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:

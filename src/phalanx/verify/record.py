@@ -41,6 +41,7 @@ from phalanx.verify.reference import (
     in_training,
     kept_by,
 )
+from phalanx.verify.served_case import ServedCase
 
 
 def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
@@ -111,8 +112,8 @@ class Witness:
 class StepWitness(Witness):
     """Takes down what a `Step` computes."""
 
-    def __init__(self, step: Step) -> None:
-        super().__init__(step.comm)
+    def __init__(self, step: Step, comm: Comm | None = None) -> None:
+        super().__init__(comm or step.comm)
         self.step = step
 
     @contextmanager
@@ -148,14 +149,14 @@ class SplitRun:
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
         # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        self._case = case
+        self._case, self._comm = case, comm
         self.ledger = Ledger(comm)
         self._shard = comm.coord("data"), comm.size("data"), case.accumulation
         self.model = in_training(case.build()).to(comm.device, case.torch_dtype)
         self._dropout_calls: dict[int, dict[str, int]] = {}
         seed = case.dropout_seed
         self.plan = Plan(
-            strategy,
+            strategy.of_worker,
             self.model,
             roles=case.roles,
             batch_norm=case.batch_norm,
@@ -164,23 +165,28 @@ class SplitRun:
         )
         # Before the optimizer takes the parameters.
         self.runner = self.plan.build(comm)
-        self._step = Step(
-            self.model,
-            build_optimizer(self.model, case.optimizer),
-            case.objective,
-            case.optimizer,
-            comm=comm,
-            num_steps=len(case.batches),
-            run=self.runner,
-            nonfinite="skip",  # a step that is not finite is compared and named
-        )
+        optimizer = build_optimizer(self.model, case.optimizer)
+        given = (self.model, optimizer, case.objective, case.optimizer)
+        more: dict[str, Any] = {"num_steps": len(case.batches), "run": self.runner}
+        more["nonfinite"] = "skip"  # a step that is not finite is compared and named
+        self._served: ServedCase | None = None
+        if strategy.is_served:
+            self._served = ServedCase(strategy, comm.rank, len(case.batches))
+            self._step = self._served.step(*given, **more)
+        else:
+            self._step = Step(*given, comm=comm, **more)
+
+    def close(self) -> None:
+        """End what was started for the steps; every rank calls this together."""
+        if self._served is not None:
+            self._served.close()
 
     def evaluate(self, phase: Phase = no_phase) -> Tensor | None:
         """Return what this rank's rows of the last batch give in `eval()`; all call this.
 
         None on ranks that do not hold the last stage of a pipeline.
         """
-        case, comm, model = self._case, self._step.comm, self.model
+        case, comm, model = self._case, self._comm, self.model
         moved = cast_batch(case.batches[-1], case.torch_dtype, comm.device)
         (own,) = split(moved, comm.coord("data"), comm.size("data"), 1)
         self.runner.microbatch = 0
@@ -211,7 +217,7 @@ class SplitRun:
     def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
         """Take the steps one by one, each watched by `phase`; every rank does so together."""
         case, step = self._case, self._step
-        witness = StepWitness(step)
+        witness = StepWitness(step, self._comm)
         for number, batch in enumerate(case.batches):
             moved = cast_batch(batch, case.torch_dtype, step.comm.device)
             self._dropout_calls.clear()

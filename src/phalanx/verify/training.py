@@ -24,7 +24,7 @@ from phalanx.data.batch import Batch
 from phalanx.data.loader import evaluation_rows
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
-from phalanx.errors import RankFailed
+from phalanx.errors import RankFailed, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Axis, Strategy
@@ -57,6 +57,11 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
 
     In a job that others have started, its ranks take them, and all call this together.
     """
+    if strategy.is_served:
+        raise StrategyError(
+            f"verify --train {strategy}: the workers of a run over parameter servers are no ranks "
+            "of one job, whose states are gathered; leave --train out"
+        )
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
     first = once(lambda: resolve(config))

@@ -68,6 +68,8 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "speed", f"{rates}, {step}"
         terms = sorted(steps.shares.items(), key=lambda item: -item[1])
         yield "step", ", ".join(f"{term} {percent(s)}" for term, s in terms if s >= 0.0005)
+    if summary.served_text is not None:
+        yield "servers", summary.served_text
     if summary.utilization is not None and (brief := summary.utilization.brief()) is not None:
         yield "MFU", brief
     held, memory = "", summary.memory

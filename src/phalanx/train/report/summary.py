@@ -40,6 +40,8 @@ class Summary:
         evaluations: those on validation data, in their order.
         best: which of them is the best, in words; None if they were not judged.
         sent: what one rank sends in one step, as the ledger counted it.
+        served_text: what the first worker sent parameter servers, and how late gradients were
+            applied; None without servers.
         memory: what one rank holds in one step.
         no_memory: why there is no such account; None if there is.
         predicted: what the planner says of the run, beside what was measured; None if it cannot.
@@ -62,6 +64,7 @@ class Summary:
     evaluations: list[Evaluation]
     best: str | None
     sent: list[Entry]
+    served_text: str | None
     memory: MemoryReport | None
     no_memory: str | None
     predicted: Judged | None
@@ -145,6 +148,7 @@ def summarize_run(records: Records) -> Summary:
         evaluations=records.evaluations,
         best=None if session.best is None else session.best.text(),
         sent=records.entries,
+        served_text=session.served_text(),
         memory=memory,
         no_memory=None if memory else f"No account of the memory by kind: {blind_spot}.",
         predicted=_judged(records, steps, memory),

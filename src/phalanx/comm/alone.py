@@ -1,0 +1,23 @@
+"""A rank that has no others, whatever the job its process is in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from phalanx.comm.comm import Comm
+from phalanx.comm.pending import Pending
+
+
+class Alone(Comm):
+    """One rank without others, whatever job its process is in; it sends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__({"dp": 1}, {"dp": 0}, torch.device("cpu"))
+
+    @override
+    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
+        raise AssertionError(f"{op}: there is no other rank on {axis}")

@@ -1,0 +1,79 @@
+"""Run functions on this host, each on the one rank of a job of its own, under one watch.
+
+One that a signal has ended, as `kill -9` does, is started again; one that fails ends all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from phalanx.launch.failure import report
+from phalanx.launch.local import (
+    LEAVING_S,
+    Rank,
+    Supervisor,
+    end_ranks,
+    prepare_server,
+    start_ranks,
+)
+from phalanx.launch.rank import RankInfo, own_sockets
+from phalanx.launch.signals import collected
+
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function, importable by name, and its arguments."""
+
+
+def run_apart(
+    works: Sequence[Work],
+    *,
+    device: str = "cpu",
+    threads: int = 1,
+    timeout_s: float = 600.0,
+    num_again: int = 0,
+    say_starting: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Run each of several functions with its arguments, and return their results.
+
+    Processes that a signal has ended are started again, `num_again` times in all. For the other
+    arguments, and the errors, see `local.run_ranks`.
+    """
+    prepare_server()
+    info = RankInfo(0, 1, 0, device, threads, timeout_s, own_sockets())
+    ranks: list[Rank] = []
+    try:
+        for work in works:
+            start_ranks(ranks, info, *work)
+        with collected() as signals:
+            supervisor = _Replacing(ranks, signals, timeout_s, say_starting)
+            supervisor.works, supervisor.info, supervisor.num_again = works, info, num_again
+            return supervisor.watch()
+    finally:
+        with collected():  # a second Ctrl-C changes nothing
+            end_ranks(ranks)
+
+
+class _Replacing(Supervisor):
+    """Starts a process again that a signal has ended."""
+
+    works: Sequence[Work]
+    info: RankInfo
+    num_again: int
+
+    @override
+    def is_replaced(self, rank: int) -> bool:
+        process, line = self.ranks[rank]
+        process.join(LEAVING_S)
+        if not self.num_again or (process.exitcode or 0) >= 0:
+            return False
+        self.num_again -= 1
+        report(f"process {process.pid} was ended by a signal; another takes its place")
+        del self.going[line]
+        line.close()
+        started: list[Rank] = []
+        start_ranks(started, self.info, *self.works[rank])
+        self.ranks[rank] = started[0]
+        self.going[started[0][1]] = rank
+        return True

@@ -1,0 +1,176 @@
+"""What a worker does with the weights: create, push, pull, and read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.server.message import Message
+from phalanx.server.placement import CHUNK_BYTES, Piece, chunks_of, place
+from phalanx.server.requests import Requests
+from phalanx.server.role import Settings
+from phalanx.server.shared import SharedView, deal
+
+
+class Client(Requests):
+    """A worker's view of the weights.
+
+    Attributes:
+        sent_bytes, received_bytes: of gradients and weights, since the start.
+        applied: updates that every server had applied when it was last asked for totals.
+        done: clocks of each slot that were pushed to all servers by then.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.sent_bytes = self.received_bytes = 0
+        self.applied, self.done = 0, dict[int, int]()
+        self._views: dict[int, tuple[Any, SharedView]] = {}
+        self._is_shared = True
+
+    def lay_out(
+        self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        """Place weights, groups of these numbers of elements, over the servers."""
+        placed = place(chunks_of(sizes, dtype.itemsize, chunk_bytes), self.map["homes"])
+        self._chunks: list[list[list[Piece]]] = [
+            [[chunk for chunk in placed[name] if chunk.group == g] for g in range(len(sizes))]
+            for name in sorted(placed)
+        ]
+        self._dtype = dtype
+
+    def _sizes(self, shard: int) -> list[int]:
+        return [sum(c.end - c.begin for c in chunks) for chunks in self._chunks[shard]]
+
+    def _parts(self, shard: int, flats: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the chunks of a shard in each of some flat tensors."""
+        pairs = zip(flats, self._chunks[shard], strict=True)
+        return [[flat[chunk.begin : chunk.end] for chunk in chunks] for flat, chunks in pairs]
+
+    def create(
+        self, weights: Sequence[Tensor], rule: Settings, p: float, version: int = 0,
+        kept: Sequence[Sequence[Tensor]] = (), steps: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Give the servers the first weights, and what an optimizer keeps of each after steps."""
+        requests: dict[int, Message] = {}
+        for shard in range(self.num_shards):
+            tensors = [torch.cat(parts or [flat[:0]]) for parts, flat in
+                       zip(self._parts(shard, weights), weights, strict=True)]  # fmt: skip
+            for group, flats in enumerate(kept):
+                for flat in flats:
+                    parts = [flat[c.begin : c.end] for c in self._chunks[shard][group]]
+                    tensors.append(torch.cat(parts or [flat[:0]]))
+            dtype = str(self._dtype).removeprefix("torch.")
+            spec = {"sizes": self._sizes(shard), "dtype": dtype, "rule": rule, "p": p}
+            fields = {"spec": {**spec, "law": vars(self.law)}, "version": version, "steps": steps}
+            requests[shard] = Message("init", fields, tensors)
+        self.ask(requests)
+
+    def push(
+        self, clock: int, slot: int, grads: Sequence[Tensor], *, base: int, tokens: float,
+        loss: float, rate: float = 0.0,
+    ) -> int:  # fmt: skip
+        """Push the gradient of a task, the mean over its tokens, computed with version `base`.
+
+        Returns when every server and its backup has it: the number of the update that it is in, of
+        an open law.
+        """
+        fields = {"clock": clock, "slot": slot, "base": base, "tokens": tokens, "loss": loss}
+        fields |= {"rate": rate, "num_live": self.num_live}
+        requests: dict[int, Message] = {}
+        for shard in range(self.num_shards):
+            tensors = [part for parts in self._parts(shard, grads) for part in parts]
+            requests[shard] = Message("push", fields, tensors)
+            self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+        replies = self.ask(requests)
+        self.ask_scheduler("finish", clock=clock, slot=slot)
+        return min(int(reply["update"]) for reply in replies.values())
+
+    def totals(
+        self, needed: int, idle: Callable[[], None] | None = None
+    ) -> dict[int, list[list[float]]]:
+        """Wait until `needed` updates are complete; return the totals of the latest, by version.
+
+        Of each: tokens, loss and norm of each shard. `idle` is called while this waits.
+        """
+        asked = Message("totals", {"needed": needed})
+        replies = self.ask(dict.fromkeys(range(self.num_shards), asked), idle)
+        found: dict[int, list[list[float]]] = {}
+        for reply in replies.values():
+            for version, *numbers in reply["totals"]:
+                found.setdefault(int(version), []).append(numbers)
+        self.applied = min(int(reply["version"]) for reply in replies.values())
+        of_each = [dict(reply["done"]) for reply in replies.values()]
+        self.done = {slot: min(done[slot] for done in of_each) for slot in of_each[0]}
+        return {v: each for v, each in found.items() if len(each) == self.num_shards}
+
+    def pull(
+        self, targets: Sequence[Tensor], needed: int,
+        recipes: Sequence[tuple[int, float, float | None]] = (),
+        idle: Callable[[], None] | None = None,
+    ) -> int:  # fmt: skip
+        """Copy the weights, once they are of version `needed`, into flat tensors.
+
+        The recipes, (version, rate, scale), say how updates are applied before that.
+
+        Returns:
+            The oldest version of a part.
+        """
+        fields = {"needed": needed, "recipes": list(recipes), "shared": self._is_shared}
+        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("pull", fields)), idle)
+        for shard, reply in replies.items():
+            parts = self._parts(shard, targets)
+            if "place" in reply.fields and not self._read(shard, reply["place"], parts):
+                return self.pull(targets, needed, recipes)
+            for flat, each in zip(reply.tensors, parts, strict=False):
+                deal(flat, each)
+                self.received_bytes += flat.nbytes
+        return min(int(reply["version"]) for reply in replies.values())
+
+    def _read(self, shard: int, where: Any, parts: Sequence[Sequence[Tensor]]) -> bool:
+        """Read a shard out of its server's memory; False if that cannot be."""
+        try:
+            if shard not in self._views or self._views[shard][0] != where:
+                view = SharedView(where, self._sizes(shard), self._dtype)
+                self._views[shard] = where, view
+            if self._views[shard][1].read(parts):
+                return True
+        except OSError:
+            pass  # another host, or a server that has gone: over the network then
+        self._is_shared = False
+        return False
+
+    def read(self, flats: Sequence[Sequence[Tensor]]) -> float:
+        """Fill of each group the flat weights and what the optimizer keeps; return its steps.
+
+        Moments are left alone where there is nothing yet.
+        """
+        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("read")))
+        for shard, reply in replies.items():
+            sent = iter(reply.tensors)
+            targets = [(g, each[0]) for g, each in enumerate(flats)]
+            if len(reply.tensors) > len(flats):
+                targets += [(g, flat) for g, each in enumerate(flats) for flat in each[1:]]
+            for group, target in targets:
+                parts = [target[c.begin : c.end] for c in self._chunks[shard][group]]
+                deal(next(sent), parts)
+        return min(float(reply["steps"]) for reply in replies.values())
+
+    def gradient(self, flats: Sequence[Tensor]) -> None:
+        """Fill flat tensors with the sum of the update that is next, each weighted by tokens."""
+        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("gradient")))
+        for shard, reply in replies.items():
+            for flat, parts in zip(reply.tensors, self._parts(shard, flats), strict=True):
+                deal(flat, parts)
+
+    def ages(self) -> dict[int, int]:
+        """Return how many gradients were applied how many versions late, over all servers."""
+        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("stats")))
+        counted: dict[int, int] = {}
+        for reply in replies.values():
+            for age, number in reply["ages"]:
+                counted[int(age)] = counted.get(int(age), 0) + int(number)
+        return dict(sorted(counted.items()))

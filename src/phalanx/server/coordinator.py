@@ -1,0 +1,202 @@
+"""The coordinator: who is in the job, and which server holds which shard.
+
+It keeps both in a journal on disk (SQLite, write-ahead log) before anyone hears of it. Every change
+begins a new epoch. A coordinator begins a new term of the journal; an older one finds that at its
+next change, and ends, and members ignore a map of an older term. A member that is not heard of for
+`LEASE_S` is lost: the backup of each shard that it held takes over, and another server becomes
+backup.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from typing_extensions import override
+
+from phalanx.server.message import Message, WireError
+from phalanx.server.placement import ranked
+from phalanx.server.role import BEAT_S, Role, Settings
+from phalanx.server.tasks import LEASE_S
+
+PROTOCOL: Final = 1
+"""Of the messages; who speaks another is refused."""
+
+
+class Fenced(Exception):
+    """A later coordinator keeps the journal."""
+
+
+class Journal:
+    """The state of a coordinator on disk.
+
+    Attributes:
+        term: of this coordinator, one above the last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=FULL")
+        self._file.execute("CREATE TABLE IF NOT EXISTS state (name TEXT PRIMARY KEY, value TEXT)")
+        self._file.execute("BEGIN IMMEDIATE")
+        self.term = int(self._read("term") or 0) + 1
+        self._write("term", self.term)
+        self._file.execute("COMMIT")
+
+    def load(self) -> Settings | None:
+        """Return what was saved last."""
+        return self._read("job")
+
+    def save(self, job: Settings) -> None:
+        """Keep a state.
+
+        Raises:
+            Fenced: a later coordinator has begun.
+        """
+        self._file.execute("BEGIN IMMEDIATE")
+        if self._read("term") != self.term:
+            self._file.execute("ROLLBACK")
+            raise Fenced(f"term {self.term} is over")
+        self._write("job", job)
+        self._file.execute("COMMIT")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _read(self, name: str) -> Any:
+        found = self._file.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
+        return None if found is None else json.loads(found[0])
+
+    def _write(self, name: str, value: Any) -> None:
+        text = json.dumps(value)
+        self._file.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (name, text))
+
+
+class Coordinator(Role):
+    """Keeps the map of a job.
+
+    The map has `term`, `epoch`, `homes` (weight by name of the first servers: chunks are placed
+    over them), `addresses` by name, `holders` (of each shard the primary, then its backup) and
+    `scheduler`.
+    """
+
+    def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
+        super().__init__("coordinator", *args, **more)
+        self._journal = Journal(journal)
+        self._num_servers = num_servers
+        self.map: Settings = self._journal.load() or {
+            "job": job, "epoch": 0, "homes": {}, "addresses": {}, "incarnations": {},
+            "holders": [], "scheduler": "", "ended": False,
+        }  # fmt: skip
+        self.map["term"] = self._journal.term
+        if self.map["job"] != job:
+            raise WireError(f"the journal is of job {self.map['job']}, and this is job {job}")
+        self._heard_s = dict.fromkeys(self.map["addresses"], time.monotonic())
+        self._synced = set[tuple[int, str]]()
+        self._ended_s = 0.0
+        self._change(f"term {self._journal.term} begins")
+
+    @override
+    def handle(self, peer: bytes, message: Message) -> None:
+        if message.kind == "beat":
+            facts = (message.fields.get("protocol", PROTOCOL), message.fields.get("job"))
+            if facts != (PROTOCOL, self.map["job"]):
+                self.log(f"refused: {message['name']} is of job {facts[1]}, protocol {facts[0]}")
+                self.reply(peer, message, "refused", why=f"this is job {self.map['job']}")
+                return
+            self._hear(message)
+        elif message.kind == "end":
+            self.map["ended"] = True
+            self._change("the job has ended")
+        self.reply(peer, message, "map", **self.map)
+
+    def _hear(self, message: Message) -> None:
+        name, address = str(message["name"]), str(message["address"])
+        if message["role"] == "scheduler":
+            if self.map["scheduler"] != address:
+                self.map["scheduler"] = address
+                self._change(f"the scheduler is at {address}")
+            return
+        if self.map["incarnations"].get(name) != message["incarnation"]:
+            self._lose([name])
+            self.map["incarnations"][name] = message["incarnation"]
+            self.map["addresses"][name] = address
+            if len(self.map["homes"]) < self._num_servers:
+                self.map["homes"][name] = float(message.fields.get("weight", 1.0))
+            self._place()
+            self._change(f"{name} has joined at {address}")
+        self._heard_s[name] = time.monotonic()
+        for shard in message["synced"]:
+            self._synced.add((int(shard), name))
+        self._balance()
+
+    def _balance(self) -> None:
+        """Give a server without a primary one of a server that has several, once it has a copy."""
+        holders = self.map["holders"]
+        for shard, names in enumerate(holders):
+            if len(names) == 2 and (shard, names[1]) in self._synced:
+                primaries = [each[0] for each in holders]
+                if primaries.count(names[0]) > 1 and names[1] not in primaries:
+                    holders[shard] = [names[1], names[0]]
+                    self._change(f"shard {shard} moves to {names[1]}")
+
+    def _place(self) -> None:
+        """Give every shard a primary and, where there is a server for it, a backup."""
+        homes, live = self.map["homes"], dict.fromkeys(self.map["addresses"], 1.0)
+        if len(homes) < self._num_servers:
+            return
+        if not self.map["holders"]:
+            self.map["holders"] = [[name] for name in sorted(homes)]
+        for shard, names in enumerate(self.map["holders"]):
+            for name in ranked(f"backup of {shard}", live):
+                if names and len(names) < 2 and name not in names:
+                    names.append(name)
+                    self._synced.discard((shard, name))
+
+    def _lose(self, lost: list[str]) -> None:
+        """Take servers out of the map; what they held is their backups'."""
+        for name in lost:
+            self.map["addresses"].pop(name, None)
+            self.map["incarnations"].pop(name, None)
+            self._heard_s.pop(name, None)
+            for shard, names in enumerate(self.map["holders"]):
+                if names == [name]:
+                    self.log(f"shard {shard} is lost with {name}: nobody else has a copy")
+                if names[:1] == [name] and names[1:] and (shard, names[1]) not in self._synced:
+                    self.log(f"shard {shard} is lost with {name}: {names[1]} has no whole copy yet")
+                    names[:] = [name]
+                if name in names and names != [name]:
+                    names.remove(name)
+        self._place()
+
+    @override
+    def tick(self) -> None:
+        now_s = time.monotonic()
+        if self.map["ended"]:  # members hear of it at their next beat
+            self._ended_s = self._ended_s or now_s
+            self.is_over = now_s - self._ended_s > 2 * BEAT_S
+            return
+        lost = [name for name, at_s in self._heard_s.items() if now_s - at_s > LEASE_S]
+        if lost:
+            self._lose(lost)
+            self._change(f"{', '.join(lost)} lost")
+
+    def _change(self, why: str) -> None:
+        self.map["epoch"] += 1
+        try:
+            self._journal.save(self.map)
+        except Fenced as error:
+            self.log(f"a later coordinator keeps the journal: {error}")
+            self.is_over = True
+            return
+        self.log(f"epoch {self.map['epoch']}: {why}; holders {self.map['holders']}")
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._journal.close()

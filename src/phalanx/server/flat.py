@@ -1,0 +1,69 @@
+"""Parameters as flat tensors, a tensor for each group of an optimizer: what servers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam keeps of each parameter."""
+
+
+class Flat:
+    """The parameters of an optimizer's groups, each group one after the other in flat memory.
+
+    Attributes:
+        groups: the parameters.
+        weights: the memory that they are views of, a tensor for each group.
+        grads: likewise, for gradients to push.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the parameters of an optimizer to flat memory."""
+        self.groups: list[list[nn.Parameter]] = [g["params"] for g in optimizer.param_groups]
+        self._state = optimizer.state
+        self.weights = [torch.cat([p.detach().reshape(-1) for p in group]) for group in self.groups]
+        self.grads = [torch.zeros_like(each) for each in self.weights]
+        for parameter, view in self._views(self.weights):
+            parameter.data = view
+
+    def _views(self, flats: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with what has its shape in flat tensors."""
+        for flat, group in zip(flats, self.groups, strict=True):
+            pieces = flat.split([p.numel() for p in group])
+            for parameter, piece in zip(group, pieces, strict=True):
+                yield parameter, piece.view(parameter.shape)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Copy the parameters' gradients to flat memory; of one without, zeros."""
+        for parameter, view in self._views(self.grads):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+
+    def give_gradients(self, flats: Sequence[Tensor]) -> None:
+        """Have the parameters' gradients be these."""
+        for parameter, view in self._views(flats):
+            parameter.grad = view
+
+    def moments(self) -> tuple[list[list[Tensor]], float]:
+        """Return what the optimizer keeps of each group, and its steps; nothing before one."""
+        if not self._state:
+            return [], 0.0
+        steps = float(self._state[self.groups[0][0]]["step"])
+        kept = [
+            [torch.cat([self._state[p][name].reshape(-1) for p in group]) for name in MOMENTS]
+            for group in self.groups
+        ]
+        return kept, steps
+
+    def give_moments(self, kept: Sequence[Sequence[Tensor]], steps: float) -> None:
+        """Have the optimizer keep these."""
+        for number, name in enumerate(MOMENTS):
+            for parameter, view in self._views([of_group[number] for of_group in kept]):
+                self._state[parameter][name] = view
+                self._state[parameter]["step"] = torch.tensor(steps)

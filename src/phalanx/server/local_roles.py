@@ -1,0 +1,76 @@
+"""The roles of a job as threads of this process: for a proof on one host, and for tests."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from phalanx.server.processes import address_of, make_role, meeting_of, names_of
+from phalanx.server.requests import JobAddress
+from phalanx.server.role import Role
+from phalanx.server.secret import Secret
+from phalanx.server.wire import Faults
+
+
+@dataclass
+class LocalRoles:
+    """A coordinator, a scheduler and servers that run in this process.
+
+    Attributes:
+        folder: of their sockets, their journal and their log.
+        meeting: where workers find them.
+        roles: they, by name.
+    """
+
+    folder: Path
+    meeting: JobAddress
+    num_servers: int
+    roles: dict[str, Role] = field(default_factory=dict[str, Role])
+    _stops: dict[str, tuple[threading.Event, threading.Thread]] = field(
+        default_factory=dict[str, tuple[threading.Event, threading.Thread]]
+    )
+
+    @property
+    def log(self) -> Path:
+        """The file that all roles write to."""
+        return self.folder / "log"
+
+    def start(self, name: str) -> None:
+        """Start a role of `roles.names_of`."""
+        place = (self.meeting, address_of(self.folder, name), self.folder / "journal")
+        self.roles[name] = role = make_role(name, "job", *place, self.num_servers, self.log)
+        stop = threading.Event()
+        thread = threading.Thread(target=role.run, args=(stop,), name=name, daemon=True)
+        thread.start()
+        self._stops[name] = stop, thread
+
+    def stop(self, name: str) -> None:
+        """End a role without a word to the others."""
+        stop, thread = self._stops.pop(name)
+        stop.set()
+        thread.join()
+
+    def close(self) -> None:
+        """End all roles."""
+        for name in list(self._stops):
+            self.stop(name)
+
+
+@contextmanager
+def local_roles(num_servers: int = 2, faults: Faults | None = None) -> Generator[LocalRoles]:
+    """Run the roles of a job inside."""
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-ps-"))
+    meeting = replace(meeting_of(folder, Secret.new()), faults=faults)
+    made = LocalRoles(folder, meeting, num_servers)
+    try:
+        for name in names_of(num_servers):
+            made.start(name)
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(folder)

@@ -1,0 +1,102 @@
+"""What a message is: a frame of JSON, and a frame for each tensor, whose bytes are not copied.
+
+Nothing is pickled, and anything else is refused before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import PhalanxError
+
+MOST_HEADER_BYTES: Final = 1 << 20
+MOST_FRAMES: Final = 1 << 14
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+}
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class WireError(PhalanxError):
+    """Bytes that are no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one end sends another.
+
+    Attributes:
+        kind: what it is.
+        fields: values that JSON knows.
+        tensors: flat and contiguous, of a data type in `DTYPES`.
+    """
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tensors: Sequence[Tensor] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.fields:
+            raise WireError(f"a message '{self.kind}' lacks '{name}'")
+        return self.fields[name]
+
+
+def encode(message: Message) -> list[Any]:
+    """Return the frames of a message; the bytes of its tensors are not copied."""
+    shapes = [[NAMES[tensor.dtype], tensor.numel()] for tensor in message.tensors]
+    header = {"kind": message.kind, "fields": dict(message.fields), "tensors": shapes}
+    return [json.dumps(header).encode(), *(_bytes_of(tensor) for tensor in message.tensors)]
+
+
+def decode(frames: Sequence[Any]) -> Message:
+    """Return the message of some frames, whose tensors are views of them.
+
+    Raises:
+        WireError: they are no message.
+    """
+    if not 1 <= len(frames) <= MOST_FRAMES:
+        raise WireError(f"a message of {len(frames)} frames; expected 1 to {MOST_FRAMES}")
+    first = memoryview(frames[0])
+    if first.nbytes > MOST_HEADER_BYTES:
+        raise WireError(f"a header of {first.nbytes} bytes; at most {MOST_HEADER_BYTES}")
+    try:
+        header = json.loads(bytes(first))
+        kind, fields, shapes = header["kind"], header["fields"], header["tensors"]
+        sizes = [(DTYPES[name], int(size)) for name, size in shapes]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"a header that cannot be read: {type(error).__name__}") from None
+    if not isinstance(kind, str) or not isinstance(fields, dict):
+        raise WireError("a header whose kind is no text, or whose fields are none")
+    if len(sizes) != len(frames) - 1:
+        raise WireError(f"{len(frames) - 1} tensors came; the header has {len(sizes)}")
+    tensors: list[Tensor] = []
+    for (dtype, size), frame in zip(sizes, frames[1:], strict=True):
+        view = memoryview(frame)
+        if view.nbytes != size * dtype.itemsize:
+            raise WireError(f"a tensor of {view.nbytes} bytes; expected {size} x {dtype.itemsize}")
+        tensors.append(_tensor_of(view, dtype))
+    return Message(kind, fields, tensors)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    raw: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def _tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:
+    if view.nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    writable = bytearray(view) if view.readonly else view
+    return torch.frombuffer(writable, dtype=dtype)

@@ -1,0 +1,215 @@
+"""Shards of a server, and their copies: a backup has each operation before anyone hears of it.
+
+A primary sends its backup each operation that changes a shard, in order, and a new backup a copy of
+the whole first. An operation of an older epoch is refused, so that a primary that has been
+replaced, and does not know it, can acknowledge nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from typing_extensions import override
+
+from phalanx.server.coordinator import PROTOCOL
+from phalanx.server.message import Message
+from phalanx.server.role import Member, Settings
+from phalanx.server.shard import Shard
+from phalanx.server.wire import Connection
+
+AGAIN_S: Final = 1.0
+"""Seconds after which an operation that a backup has not acknowledged is sent again."""
+
+
+@dataclass
+class Backup:
+    """The backup of a shard that this server is the primary of.
+
+    Attributes:
+        name: of the server.
+        link: to it.
+        has_copy: whether it has acknowledged its first copy.
+        sent: operations that it has not acknowledged, by number.
+        sent_s: when something was sent to it last.
+        waiting: what to do once it has an operation.
+    """
+
+    name: str
+    link: Connection
+    has_copy: bool = False
+    sent: dict[int, Message] = field(default_factory=dict[int, Message])
+    sent_s: float = 0.0
+    waiting: deque[tuple[int, Callable[[], None]]] = field(
+        default_factory=deque[tuple[int, Callable[[], None]]]
+    )
+
+
+class HeldShards(Member):
+    """Holds shards as a primary or as a backup.
+
+    Attributes:
+        shards: held, by number.
+    """
+
+    kind = "server"
+
+    def __init__(self, job: str, *args: Any, weight: float = 1.0, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._job, self._weight = job, weight
+        self.shards: dict[int, Shard] = {}
+        self._backups: dict[int, Backup] = {}
+        self._backed = set[int]()
+        self._synced: dict[int, int] = {}  # of each shard that this is the backup of: since when
+
+    @override
+    def facts(self) -> Settings:
+        synced = sorted(self._synced)
+        return {"job": self._job, "protocol": PROTOCOL, "weight": self._weight, "synced": synced}
+
+    # The map.
+
+    @override
+    def changed(self) -> None:
+        backed = {s for s, names in enumerate(self.map["holders"]) if self.name in names[1:]}
+        kept = backed & self._backed
+        self._synced = {s: epoch for s, epoch in self._synced.items() if s in kept}
+        self._backed = backed
+        for shard in list(self.shards):
+            if self.name not in self.map["holders"][shard]:
+                self.shards.pop(shard).close()
+        for shard, names in enumerate(self.map["holders"]):
+            due = names[1] if names[0] == self.name and names[1:] else None
+            address = None if due is None else self.map["addresses"].get(due)
+            held = self._backups.get(shard)
+            if held is not None and (due != held.name or address != held.link.address):
+                self._drop_backup(shard)
+            if address is not None and due is not None and shard not in self._backups:
+                self._backups[shard] = Backup(due, self.link(address))
+                self._copy(shard)
+
+    def _drop_backup(self, shard: int) -> None:
+        backup = self._backups.pop(shard)
+        self.unlink(backup.link)
+        for _, act in backup.waiting:
+            act()
+
+    def _copy(self, number: int) -> None:
+        """Send the backup the whole of a shard."""
+        backup, shard = self._backups[number], self.shards.get(number)
+        backup.sent_s = time.monotonic()
+        if shard is not None:
+            state, tensors = shard.state()
+            backup.sent.clear()
+            fields = {"shard": number, "epoch": self.map["epoch"], "state": state}
+            backup.link.send(Message("copy", fields, tensors))
+
+    def is_primary(self, number: int) -> bool:
+        """Return whether this server is the primary of a shard."""
+        holders = self.map.get("holders", [])
+        return 0 <= number < len(holders) and holders[number][0] == self.name
+
+    # What a backup gets.
+
+    def begin(self, number: int) -> None:
+        """Send the backup of a shard that is new the whole of it."""
+        if number in self._backups:
+            self._copy(number)
+
+    @override
+    def tick(self) -> None:
+        super().tick()
+        for number, backup in self._backups.items():
+            if time.monotonic() - backup.sent_s > AGAIN_S:
+                self._send_again(number, backup)
+
+    def change(self, number: int, op: str, fields: Settings, tensors: Any = ()) -> None:
+        """Do an operation here, and send it to the backup."""
+        shard = self.shards[number]
+        perform(shard, op, fields, tensors)
+        backup = self._backups.get(number)
+        if backup is not None:
+            more = {"shard": number, "epoch": self.map["epoch"], "index": shard.index, "op": op}
+            message = Message("op", {**more, "fields": fields}, tensors)
+            backup.sent[shard.index] = message
+            backup.sent_s = time.monotonic()
+            backup.link.send(message)
+
+    def after(self, number: int, act: Callable[[], None]) -> None:
+        """Act once the backup has all operations so far."""
+        backup = self._backups.get(number)
+        if backup is None or (backup.has_copy and not backup.sent):
+            act()
+        else:
+            backup.waiting.append((self.shards[number].index, act))
+
+    def _send_again(self, number: int, backup: Backup) -> None:
+        backup.sent_s = time.monotonic()
+        if not backup.has_copy:
+            self._copy(number)
+        for message in backup.sent.values():
+            backup.link.send(message)
+
+    @override
+    def hear(self) -> None:
+        super().hear()
+        for number, backup in list(self._backups.items()):
+            for message in backup.link.receive():
+                self._take_word(number, backup, message)
+
+    def _take_word(self, number: int, backup: Backup, message: Message) -> None:
+        """Take what a backup says of its copy."""
+        if message.kind == "gap":  # something was lost, or a new process is there
+            backup.has_copy = False
+            self._copy(number)
+        elif message.kind == "has":
+            backup.has_copy = True
+            index = int(message["index"])
+            for each in [each for each in backup.sent if each <= index]:
+                del backup.sent[each]
+            while backup.waiting and backup.waiting[0][0] <= index:
+                backup.waiting.popleft()[1]()
+
+    def back(self, peer: bytes, message: Message) -> None:
+        """Do as a primary has done, if it still is one."""
+        number, epoch = int(message["shard"]), int(message["epoch"])
+        is_old = epoch < self._synced.get(number, 0)
+        if is_old or (epoch < self.map["epoch"] and number not in self._backed):
+            self.reply(peer, message, "fenced", shard=number)
+            return
+        shard = self.shards.get(number)
+        if message.kind == "copy":
+            state = message["state"]
+            if shard is None or shard.index <= state["index"] or number not in self._synced:
+                if shard is not None:
+                    shard.close()
+                shard = self.shards[number] = Shard.of_state(state, message.tensors)
+            self._synced[number] = epoch
+        elif shard is None or number not in self._synced or int(message["index"]) > shard.index + 1:
+            self.reply(peer, message, "gap", shard=number)
+            return
+        elif int(message["index"]) == shard.index + 1:
+            perform(shard, str(message["op"]), message["fields"], list(message.tensors))
+        self.reply(peer, message, "has", shard=number, index=shard.index)
+
+    @override
+    def close(self) -> None:
+        for number in list(self._backups):
+            self.unlink(self._backups.pop(number).link)
+        for shard in self.shards.values():
+            shard.close()
+        super().close()
+
+
+def perform(shard: Shard, op: str, fields: Settings, tensors: Any) -> None:
+    """Do an operation; the same on a primary and on its backup."""
+    if op == "push":
+        shard.push(fields, tensors)
+    elif op == "apply":
+        shard.apply(int(fields["version"]), float(fields["rate"]), fields["scale"])
+    else:
+        shard.close_open()
+    shard.index += 1

@@ -1,0 +1,236 @@
+"""Requests of a worker to its servers and its scheduler.
+
+Every request is sent again until it is answered, to whoever holds the shard by then; requests may
+be answered twice, and change nothing the second time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import zmq
+
+from phalanx.errors import TrainingError
+from phalanx.server.consistency import Consistency
+from phalanx.server.message import Message
+from phalanx.server.role import BEAT_S, Settings
+from phalanx.server.secret import Secret
+from phalanx.server.wire import Connection, Faults
+
+AGAIN_S: Final = 0.5
+"""Seconds after which a request is sent again, the first time; each time twice as many."""
+
+LONGEST_AGAIN_S: Final = 4.0
+
+SCHEDULER: Final = -1
+"""The scheduler, where a shard has its number."""
+
+
+@dataclass(frozen=True)
+class JobAddress:
+    """Where a job's processes find each other.
+
+    Attributes:
+        coordinator: its address.
+        secret: of the job.
+        faults: what happens to messages, in a test.
+    """
+
+    coordinator: str
+    secret: Secret
+    faults: Faults | None = None
+
+
+@dataclass
+class _Asked:
+    """A request that is not answered yet."""
+
+    shard: int
+    message: Message
+    sent_s: float
+    again_s: float = AGAIN_S
+
+
+class Requests:
+    """A worker's connections.
+
+    Attributes:
+        worker: its number.
+        law: of the job.
+        map: what the coordinator said last.
+        num_live: workers that are there.
+    """
+
+    def __init__(
+        self,
+        meeting: JobAddress,
+        worker: int,
+        law: Consistency,
+        tasks: tuple[int, int],
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Connect; the job has tasks of the clocks from tasks[0] until tasks[1]."""
+        self.worker, self.law = worker, law
+        self._meeting, self._tasks, self._timeout_s = meeting, tasks, timeout_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._numbers = itertools.count(1)
+        self._links: dict[str, Connection] = {}
+        self._inbox: dict[int, Message] = {}
+        self._coordinator = self._link(meeting.coordinator)
+        self._asked_map_s = 0.0
+        self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
+        self.num_live = law.num_slots
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="worker beats", daemon=True)
+        self._wait_for(lambda: bool(self.map["holders"] and self.map["scheduler"]), "the servers")
+        self._beats.start()
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that the weights are in."""
+        return len(self.map["holders"])
+
+    def ask_scheduler(self, kind: str, **fields: Any) -> Message:
+        """Ask the scheduler, and note how many workers there are."""
+        more = {"worker": self.worker, "tasks": [self.law.num_slots, *self._tasks]}
+        asked = Message(kind, {**more, "is_open": self.law.is_open, **fields})
+        reply = self.ask({SCHEDULER: asked})[SCHEDULER]
+        before, self.num_live = self.num_live, int(reply["num_live"])
+        if self.num_live != before and self.law.is_open:
+            live = Message("live", {"num_live": self.num_live})
+            self.ask(dict.fromkeys(range(self.num_shards), live))
+        return reply
+
+    def end(self) -> None:
+        """End the job: all roles leave."""
+        self._coordinator.send(Message("end", {"q": next(self._numbers)}))
+        self._wait_for(lambda: bool(self.map.get("ended")), "the coordinator")
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._ended.set()
+        self._beats.join()
+        for link in self._links.values():
+            link.close()
+        self._context.destroy(linger=200)
+
+    def ask(
+        self, asked: Mapping[int, Message], idle: Callable[[], None] | None = None
+    ) -> dict[int, Message]:
+        """Send requests, one a shard; return the answers when all have come.
+
+        Raises:
+            TrainingError: a request is refused, or not answered for the job's timeout.
+        """
+        waiting: dict[int, _Asked] = {}
+        for shard, message in asked.items():
+            number = next(self._numbers)
+            fields = {**message.fields, "q": number, "shard": shard}
+            waiting[number] = _Asked(shard, Message(message.kind, fields, message.tensors), 0.0)
+        found: dict[int, Message] = {}
+        until_s = time.monotonic() + self._timeout_s
+        for each in waiting.values():
+            self._send(each)
+        while waiting:
+            self._hear()
+            for number in [number for number in waiting if number in self._inbox]:
+                self._judge(number, waiting, found)
+            self._urge(waiting)
+            if idle is not None and waiting:
+                idle()
+            if time.monotonic() > until_s:
+                kinds = sorted({each.message.kind for each in waiting.values()})
+                raise TrainingError(
+                    f"worker {self.worker} has waited {self._timeout_s:g} s for an answer to "
+                    f"{', '.join(kinds)}; the log of the servers says what they do"
+                )
+        return found
+
+    def _judge(self, number: int, waiting: dict[int, _Asked], found: dict[int, Message]) -> None:
+        """Take an answer: it may be that another server has to be asked."""
+        reply, each = self._inbox.pop(number), waiting[number]
+        if reply.kind == "refused":
+            raise TrainingError(f"a server refuses '{each.message.kind}': {reply['why']}")
+        if reply.kind == "moved":
+            self._ask_map()
+            each.sent_s, each.again_s = time.monotonic(), AGAIN_S / 5
+            return
+        del waiting[number]
+        found[each.shard] = reply
+
+    def _urge(self, waiting: dict[int, _Asked]) -> None:
+        """Send again what was not answered for some time, by the latest map."""
+        now_s = time.monotonic()
+        for each in waiting.values():
+            if now_s - each.sent_s > each.again_s:
+                each.again_s = min(LONGEST_AGAIN_S, 2 * each.again_s)
+                self._send(each)
+        if waiting and now_s - self._asked_map_s > AGAIN_S:
+            epoch = self.map["epoch"]
+            self._ask_map()
+            self._hear()
+            if self.map["epoch"] != epoch:
+                for each in waiting.values():
+                    self._send(each)
+
+    def _send(self, each: _Asked) -> None:
+        each.sent_s = time.monotonic()
+        if each.shard == SCHEDULER:
+            address = self.map["scheduler"]
+        else:
+            address = self.map["addresses"].get(self.map["holders"][each.shard][0])
+        if address:
+            self._link(address).send(each.message)
+
+    def _link(self, address: str) -> Connection:
+        if address not in self._links:
+            meeting = self._meeting
+            link = Connection(self._context, meeting.secret, address, meeting.faults)
+            self._links[address] = link
+            self._poller.register(link.socket, zmq.POLLIN)
+        return self._links[address]
+
+    def _ask_map(self) -> None:
+        self._asked_map_s = time.monotonic()
+        self._coordinator.send(Message("map"))
+
+    def _hear(self, limit_s: float = 0.02) -> None:
+        self._poller.poll(round(limit_s * 1000))
+        for link in list(self._links.values()):
+            for message in link.receive():
+                if message.kind == "map":
+                    found = dict(message.fields)
+                    newer = (found["term"], found["epoch"]) > (self.map["term"], self.map["epoch"])
+                    self.map = found if newer else self.map
+                elif isinstance(message.fields.get("q"), int):
+                    self._inbox[message["q"]] = message
+
+    def _wait_for(self, is_so: Callable[[], bool], whom: str) -> None:
+        until_s = time.monotonic() + self._timeout_s
+        while not is_so():
+            if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
+                self._ask_map()
+            self._hear()
+            if time.monotonic() > until_s:
+                raise TrainingError(f"worker {self.worker} has waited in vain for {whom}")
+
+    def _beat(self) -> None:
+        """Say to the scheduler that this worker is there, also while it computes."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        links: dict[str, Connection] = {}
+        more = {"worker": self.worker, "tasks": [self.law.num_slots, *self._tasks]}
+        while not self._ended.wait(BEAT_S):
+            address = self.map["scheduler"]
+            if address not in links:
+                links[address] = Connection(context, self._meeting.secret, address)
+            links[address].receive()
+            links[address].send(Message("beat", {**more, "is_open": self.law.is_open}))
+        for link in links.values():
+            link.close()
+        context.destroy(linger=0)

@@ -1,0 +1,157 @@
+"""What coordinator, servers and scheduler have in common: a loop over messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Final
+
+import zmq
+
+from phalanx.server.message import Message, WireError
+from phalanx.server.secret import Secret
+from phalanx.server.wire import Connection, Faults, Listener, Log
+
+TICK_S: Final = 0.05
+"""How often a role looks up without a message, in seconds."""
+
+BEAT_S: Final = 0.5
+"""How often a member of the job says that it is there, in seconds."""
+
+Settings = dict[str, Any]
+
+
+class Role:
+    """A process that answers messages, one after the other, until the job has ended.
+
+    Attributes:
+        name: in the job.
+        is_over: whether it is to end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        secret: Secret,
+        address: str,
+        log: Log,
+        faults: Faults | None = None,
+        is_encrypted: bool | None = None,
+    ) -> None:
+        self.name = name
+        self.secret, self.log, self.faults = secret, log, faults
+        self.is_encrypted = is_encrypted
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.listener = Listener(self.context, secret, address, log, faults, is_encrypted)
+        self.is_over = False
+        self._poller = zmq.Poller()
+        self._poller.register(self.listener.socket, zmq.POLLIN)
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self.listener.address
+
+    def link(self, address: str) -> Connection:
+        """Return a connection to another role, by whose messages the loop wakes."""
+        link = Connection(self.context, self.secret, address, self.faults, self.is_encrypted)
+        self._poller.register(link.socket, zmq.POLLIN)
+        return link
+
+    def unlink(self, link: Connection) -> None:
+        """Close such a connection."""
+        self._poller.unregister(link.socket)
+        link.close()
+
+    def reply(
+        self, peer: bytes, request: Message, kind: str, tensors: Any = (), **more: Any
+    ) -> None:
+        """Answer a request, whose number goes with it."""
+        fields = {"q": request.fields.get("q"), **more}
+        self.listener.send(peer, Message(kind, fields, tensors))
+
+    def run(self, stop: threading.Event | None = None) -> None:
+        """Answer until the job has ended, or `stop` is set."""
+        looked_s = 0.0
+        try:
+            while not self.is_over and not (stop is not None and stop.is_set()):
+                self._poller.poll(round(TICK_S * 1000))
+                for peer, message in self.listener.receive():
+                    try:
+                        self.handle(peer, message)
+                    except (WireError, KeyError, TypeError, ValueError, IndexError) as error:
+                        self.log(f"refused: '{message.kind}': {type(error).__name__}: {error}")
+                        self.reply(peer, message, "refused", why=str(error))
+                self.hear()
+                if time.monotonic() - looked_s > TICK_S:
+                    looked_s = time.monotonic()
+                    self.tick()
+        finally:
+            self.close()
+
+    def handle(self, peer: bytes, message: Message) -> None:
+        """Do what a message asks for."""
+        raise NotImplementedError
+
+    def hear(self) -> None:
+        """Take what has come over connections of its own."""
+
+    def tick(self) -> None:
+        """Do work that is due by the clock."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.listener.close()
+        self.context.destroy(linger=200)
+
+
+class Member(Role):
+    """A role that the coordinator knows.
+
+    Attributes:
+        map: what the coordinator said last.
+    """
+
+    kind = "member"
+
+    def __init__(self, coordinator: str, incarnation: str, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.incarnation = incarnation
+        self.map: Settings = {"epoch": 0, "term": 0}
+        self._coordinator = self.link(coordinator)
+        self._beat_s = 0.0
+
+    def facts(self) -> Settings:
+        """Return what goes with a beat."""
+        return {}
+
+    def hear(self) -> None:
+        """Take the coordinator's answers."""
+        for message in self._coordinator.receive():
+            if message.kind == "refused":
+                self.log(f"the coordinator refuses {self.name}: {message['why']}")
+                self.is_over = True
+            elif message.kind == "map":
+                self._take(dict(message.fields))
+
+    def _take(self, found: Settings) -> None:
+        """Take a map that is not older than the one there is."""
+        if (found["term"], found["epoch"]) < (self.map["term"], self.map["epoch"]):
+            self.log(f"ignored a map of term {found['term']}, epoch {found['epoch']}")
+            return
+        is_new = found["epoch"] != self.map["epoch"]
+        self.map = found
+        self.is_over = self.is_over or bool(found.get("ended"))
+        if is_new:
+            self.changed()
+
+    def changed(self) -> None:
+        """Do what follows from a new epoch."""
+
+    def tick(self) -> None:
+        """Say now and then that this one is there."""
+        if time.monotonic() - self._beat_s > BEAT_S:
+            self._beat_s = time.monotonic()
+            fields = {"name": self.name, "role": self.kind, "address": self.address}
+            more = {"incarnation": self.incarnation, **self.facts()}
+            self._coordinator.send(Message("beat", {**fields, **more}))

@@ -1,0 +1,57 @@
+"""The scheduler of a worker group: it hands out tasks, and watches who computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from phalanx.server.message import Message
+from phalanx.server.role import Member
+from phalanx.server.tasks import Tasks
+
+
+class Scheduler(Member):
+    """Answers workers.
+
+    Nothing is kept on disk: after a restart it takes from the first worker that asks which tasks
+    there are, and from the workers, who say after each update what the servers have.
+    """
+
+    kind = "scheduler"
+
+    def __init__(self, job: str, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._job = job
+        self._tasks: Tasks | None = None
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        return {"job": self._job}
+
+    @override
+    def handle(self, peer: bytes, message: Message) -> None:
+        worker = int(message["worker"])
+        if self._tasks is None:
+            size, begin, end = message["tasks"]
+            self._tasks = Tasks(size, begin, end, bool(message["is_open"]))
+        tasks = self._tasks
+        if message.kind == "leave":
+            tasks.leave(worker)
+        elif message.kind == "beat":
+            tasks.beat(worker)
+        elif message.kind != "stats":
+            tasks.hear(worker)
+        for slot, done in message.fields.get("done", ()):  # what the servers have
+            for clock in range(tasks.done[slot], done):
+                tasks.finish(clock, slot)
+        more: dict[str, Any] = {}
+        if message.kind == "own":
+            more["is_mine"] = tasks.own(worker, int(message["clock"]))
+        elif message.kind == "help":
+            through = bool(message["is_through"])
+            more["task"] = tasks.help(worker, int(message["limit"]), is_through=through)
+        elif message.kind == "finish":
+            tasks.finish(int(message["clock"]), int(message["slot"]))
+        live = tasks.num_live
+        self.reply(peer, message, "ok", is_over=tasks.is_over, num_live=live, **more)

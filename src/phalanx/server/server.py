@@ -1,0 +1,134 @@
+"""A server: it answers workers.
+
+push     the gradient of a task; acknowledged when the backup has it too
+totals   tokens, loss and norm of the updates that are complete; waits for one
+pull     the weights, once they are of a version; with the rate and the scale by which updates
+that are complete are to be applied first, which all workers work out alike
+read     weights, and the moments that the optimizer keeps of them
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from phalanx.server.message import Message
+from phalanx.server.replica import HeldShards
+from phalanx.server.shard import Shard
+
+
+class Server(HeldShards):
+    """Answers requests about shards; one that comes too early is answered later."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._parked: dict[tuple[bytes, int], Message] = {}
+        self._num_workers = 1 << 30
+
+    @override
+    def handle(self, peer: bytes, message: Message) -> None:
+        if message.kind in ("op", "copy"):
+            self.back(peer, message)
+            return
+        number = int(message["shard"])
+        if not self.is_primary(number):
+            self.reply(peer, message, "moved", epoch=self.map["epoch"])
+            return
+        if message.kind == "init":
+            self._init(peer, message, number)
+        elif not self._answer(peer, message, number):
+            self._parked[peer, int(message["q"])] = message
+        else:
+            self._parked.pop((peer, int(message["q"])), None)
+
+    def _init(self, peer: bytes, message: Message, number: int) -> None:
+        shard = self.shards.get(number)
+        if shard is None:
+            spec, num = message["spec"], len(message["spec"]["sizes"])
+            parts = message.tensors[:num], message.tensors[num:]
+            shard = Shard(spec, *parts, int(message["version"]), float(message["steps"]))
+            self.shards[number] = shard
+            self.begin(number)
+        elif shard.spec != message["spec"]:
+            raise ValueError("the shard is of another model, optimizer or strategy")
+        self.after(number, lambda: self.reply(peer, message, "ok", version=shard.version))
+
+    def _answer(self, peer: bytes, message: Message, number: int) -> bool:
+        """Answer a request, or return False if it is too early."""
+        shard = self.shards.get(number)
+        if shard is None:
+            return False
+        if message.kind == "push":
+            self._push(peer, message, number, shard)
+        elif message.kind == "totals":
+            if shard.completed() < int(message["needed"]):
+                return False
+            done = list(shard.done.items())
+            more = {"version": shard.version, "done": done}
+            self.reply(peer, message, "ok", totals=shard.totals(), **more)
+        elif message.kind == "pull":
+            for version, rate, scale in message["recipes"]:
+                if version == shard.version and shard.completed() > version:
+                    self.change(number, "apply", {"version": version, "rate": rate, "scale": scale})
+            if shard.version < int(message["needed"]):
+                return False
+            self.after(number, lambda: self._give(peer, message, shard))
+        else:
+            self._report(peer, message, number, shard)
+        return True
+
+    def _report(self, peer: bytes, message: Message, number: int, shard: Shard) -> None:
+        """Answer a request that changes nothing."""
+        if message.kind == "gradient":
+            self.reply(peer, message, "ok", [flat.clone() for flat in shard.gradient()])
+        elif message.kind == "read":
+            kept = [flat.clone() for flat in shard.kept()]
+            self.reply(peer, message, "ok", [*shard.published(), *kept], steps=shard.steps)
+        elif message.kind == "live":
+            self._num_workers = int(message["num_live"])
+            self._close_due(number)
+            self.reply(peer, message, "ok")
+        elif message.kind == "stats":
+            self.reply(peer, message, "ok", ages=list(shard.ages.items()), version=shard.version)
+        else:
+            raise ValueError(f"no request '{message.kind}' is known")
+
+    def _push(self, peer: bytes, message: Message, number: int, shard: Shard) -> None:
+        self._num_workers = int(message.fields.get("num_live", 1 << 30))
+        update = shard.version
+        if not shard.has(int(message["clock"]), int(message["slot"])):
+            self.change(number, "push", dict(message.fields), list(message.tensors))
+        self.after(number, lambda: self.reply(peer, message, "ok", update=update))
+        self._close_due(number)
+        self._look_at_parked()
+
+    def _give(self, peer: bytes, message: Message, shard: Shard) -> None:
+        place = shard.place if message.fields.get("shared") else None
+        if place is not None:
+            self.reply(peer, message, "ok", version=shard.version, place=place)
+        else:
+            self.reply(peer, message, "ok", shard.published(), version=shard.version)
+
+    def _look_at_parked(self) -> None:
+        for key, message in list(self._parked.items()):
+            number = int(message["shard"])
+            if not self.is_primary(number):
+                del self._parked[key]
+                self.reply(key[0], message, "moved", epoch=self.map["epoch"])
+            elif self._answer(key[0], message, number):
+                self._parked.pop(key, None)
+
+    def _close_due(self, number: int) -> None:
+        """Apply the update of an open law once it is due."""
+        shard = self.shards[number]
+        if shard.law.is_open and shard.completed(self._num_workers) > shard.version:
+            self.change(number, "close", {"version": shard.version})
+
+    @override
+    def tick(self) -> None:
+        super().tick()
+        for number, shard in self.shards.items():
+            if shard.law.is_open and self.is_primary(number):
+                self._close_due(number)
+        self._look_at_parked()

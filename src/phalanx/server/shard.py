@@ -1,0 +1,289 @@
+"""A shard: a part of the weights, and all that decides how pushes change it.
+
+It is a state machine: the same operations in the same order leave a primary and its backup with the
+same bits. A push is known by its task, (clock, slot), whoever sends it and however often: the
+second is acknowledged and changes nothing.
+
+[Note: Order of a sum] The gradients of a clock are added in the order of their slots, in whatever
+order they come, so that a run computes the same to the bit each time. One that comes before
+gradients of lower slots waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from phalanx.server.consistency import Consistency
+from phalanx.server.message import DTYPES
+from phalanx.server.rule import KEPT, Settings, optimizer_of
+from phalanx.server.shared import IS_POSSIBLE, SharedTensors
+
+MOST_TOTALS: Final = 16
+"""Updates of which the totals are kept, for workers that ask late."""
+
+
+@dataclass
+class Pushed:
+    """What has come of one update.
+
+    Attributes:
+        tokens: weight of each task's gradient in the mean, by slot.
+        bases: version of the weights that each was computed with.
+        losses: sum of the losses of each.
+        total: the weighted sum of the gradients of the first slots.
+        num_added: how many slots those are.
+        waiting: gradients of later slots.
+        rates: of each, in updates that belong to no clock.
+        since_s: when the first came.
+    """
+
+    tokens: dict[int, float] = field(default_factory=dict[int, float])
+    bases: dict[int, int] = field(default_factory=dict[int, int])
+    losses: dict[int, float] = field(default_factory=dict[int, float])
+    total: list[Tensor] = field(default_factory=list[Tensor])
+    num_added: int = 0
+    waiting: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
+    rates: dict[int, float] = field(default_factory=dict[int, float])
+    since_s: float = field(default_factory=time.monotonic)
+
+    def add(self, slot: int, tokens: float, grads: Sequence[Tensor], empty: list[Tensor]) -> None:
+        """Add one gradient, the mean over its tokens, see [Note: Order of a sum].
+
+        `empty` is memory for the sum of a first one, and `grads` its chunks, one after the other.
+        """
+        self.tokens[slot], self.waiting[slot] = tokens, list(grads)
+        while self.num_added in self.waiting:
+            ready, weight = self.waiting.pop(self.num_added), self.tokens[self.num_added]
+            self.total, is_first = self.total or empty, not self.total
+            chunks = iter(ready)
+            for flat in self.total:
+                at = 0
+                while at < flat.numel():
+                    chunk = next(chunks)
+                    part = flat[at : at + chunk.numel()]
+                    at += chunk.numel()
+                    if is_first:
+                        part.copy_(chunk).mul_(weight)
+                    else:
+                        part.add_(chunk, alpha=weight)
+            self.num_added += 1
+
+
+class Shard:
+    """A part of the weights.
+
+    Attributes:
+        spec: what it is made of: `sizes` of the flat weights, `dtype`, `rule` and `law`.
+        version: updates applied.
+        index: operations done, of those that change it.
+        ages: how many versions the weights had moved on when a gradient was applied, counted.
+    """
+
+    def __init__(
+        self, spec: Settings, weights: Sequence[Tensor], kept: Sequence[Tensor] = (),
+        version: int = 0, steps: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Begin with weights, and with what the optimizer keeps of them after `steps`."""
+        self.spec = spec
+        self.law = Consistency.of(spec["law"])
+        self.version, self.index = version, 0
+        self.first = version
+        self.ages = Counter[int]()
+        self.done = {slot: version for slot in range(self.law.num_slots)}
+        self.ahead = set[tuple[int, int]]()
+        self.open: dict[int, Pushed] = {}
+        self._totals: dict[int, list[float]] = {}
+        self.dtype = DTYPES[spec["dtype"]]
+        self._memory = SharedTensors(spec["sizes"], self.dtype) if IS_POSSIBLE else None
+        shared = None if self._memory is None else self._memory.tensors
+        self.weights = shared or [torch.empty(n, dtype=self.dtype) for n in spec["sizes"]]
+        torch._foreach_copy_(self.weights, list(weights))  # pyright: ignore[reportPrivateUsage]
+        self._optimizer = optimizer_of(spec["rule"], self.weights)
+        self._params = [group["params"][0] for group in self._optimizer.param_groups]
+        self._restore(kept, steps)
+        self._published: tuple[int, list[Tensor]] | None = None
+
+    def _restore(self, kept: Sequence[Tensor], steps: float) -> None:
+        names = KEPT[self.spec["rule"]["name"]]
+        parts = iter(kept)
+        for param in self._params if kept else ():
+            state = self._optimizer.state[param]
+            state.update({name: next(parts).clone() for name in names})
+            if self.spec["rule"]["name"] == "adamw":
+                state["step"] = torch.tensor(steps)
+
+    @property
+    def place(self) -> list[Any] | None:
+        """Where workers of this host find the weights."""
+        return None if self._memory is None else self._memory.place
+
+    # Operations.
+
+    def has(self, clock: int, slot: int) -> bool:
+        """Return whether a task has been pushed."""
+        return clock < self.done[slot] or (clock, slot) in self.ahead
+
+    def push(self, fields: Any, grads: Sequence[Tensor]) -> bool:
+        """Take the gradient of a task; False if it had come before."""
+        clock, slot = int(fields["clock"]), int(fields["slot"])
+        if self.has(clock, slot):
+            return False
+        self.ahead.add((clock, slot))
+        while (self.done[slot], slot) in self.ahead:
+            self.ahead.remove((self.done[slot], slot))
+            self.done[slot] += 1
+        update = self.open.setdefault(self.version if self.law.is_open else clock, Pushed())
+        # Of an open update the slots are numbered as they come.
+        number = len(update.tokens) if self.law.is_open else slot
+        update.bases[number] = int(fields["base"])
+        update.losses[number] = float(fields["loss"])
+        update.rates[number] = float(fields.get("rate", 0.0))
+        empty = [] if update.total else [torch.empty_like(flat) for flat in self.weights]
+        update.add(number, float(fields["tokens"]), grads, empty)
+        return True
+
+    def completed(self, num_workers: int = 1) -> int:
+        """Return how many updates could be applied now, those applied among them."""
+        version = self.version
+        while (update := self.open.get(version)) is not None:
+            waited_s = time.monotonic() - update.since_s
+            if not self.law.is_due(len(update.tokens), waited_s, num_workers):
+                break
+            version += 1
+        return version
+
+    def totals(self) -> list[list[float]]:
+        """Return of the latest updates that are complete: version, tokens, loss and norm.
+
+        The norm is the sum of |x|^p over this shard's summed gradient, or the largest |x|.
+        """
+        for version in range(self.version, self.completed()):
+            self._note(version)
+        return [[version, *numbers] for version, numbers in self._totals.items()]
+
+    def _note(self, version: int) -> None:
+        if version in self._totals:
+            return
+        update, p, power = self.open[version], self.spec["p"], 0.0
+        for grad in update.total:
+            norm = float(torch.linalg.vector_norm(grad, p, dtype=torch.float64))
+            power = max(power, norm) if math.isinf(p) else power + norm**p
+        tokens, loss = sum(update.tokens.values()), sum(update.losses.values())
+        self._totals[version] = [tokens, loss, power]
+        while len(self._totals) > MOST_TOTALS + self.law.staleness:
+            del self._totals[next(iter(self._totals))]
+
+    def apply(self, version: int, rate: float, scale: float | None) -> bool:
+        """Apply the update that follows `version`; False if it has been.
+
+        Its gradient, the mean over all tokens, is scaled; without a scale the weights are left.
+        """
+        if version != self.version:
+            return False
+        self._note(version)
+        update = self.open.pop(version)
+        for base in update.bases.values():
+            self.ages[max(0, version - base)] += 1
+        tokens = sum(update.tokens.values())
+        if scale is not None and update.total:
+            torch._foreach_mul_(update.total, scale / max(tokens, 1.0))  # pyright: ignore[reportPrivateUsage]
+            if self._memory is None:
+                self._step(update.total, rate)
+            else:
+                with self._memory.changing():
+                    self._step(update.total, rate)
+        self.version += 1
+        return True
+
+    def close_open(self) -> None:
+        """Apply the update of an open law; its rate is by how much of a clock it has."""
+        update = self.open[self.version]
+        share = len(update.tokens) / self.law.num_slots
+        self.apply(self.version, max(update.rates.values()) * share, 1.0)
+
+    def _step(self, grads: list[Tensor], rate: float) -> None:
+        for group, grad in zip(self._optimizer.param_groups, grads, strict=True):
+            group["lr"] = rate
+            group["params"][0].grad = grad
+        self._optimizer.step()
+        for param in self._params:
+            param.grad = None
+
+    # Reading.
+
+    def published(self) -> list[Tensor]:
+        """Return a copy of the weights, which stays as it is while it is sent; one a version."""
+        if self._published is None or self._published[0] != self.version:
+            self._published = self.version, [flat.clone() for flat in self.weights]
+        return self._published[1]
+
+    def kept(self) -> list[Tensor]:
+        """Return what the optimizer keeps: of each flat weight all that it keeps, in order."""
+        names = KEPT[self.spec["rule"]["name"]]
+        states = [self._optimizer.state.get(param, {}) for param in self._params]
+        return [state[name] for state in states if state for name in names]
+
+    @property
+    def steps(self) -> float:
+        """How many steps of Adam were taken."""
+        states = self._optimizer.state.values()
+        return next((float(state["step"]) for state in states if "step" in state), 0.0)
+
+    def gradient(self) -> list[Tensor]:
+        """Return the sum of the update that is next, weighted by tokens."""
+        update = self.open.get(self.version)
+        return [] if update is None else update.total
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._memory is not None:
+            self._memory.close()
+
+    # The whole of it, for a new backup.
+
+    def state(self) -> tuple[Settings, list[Tensor]]:
+        """Return all that a copy is made of."""
+        kept, tensors = self.kept(), [flat.clone() for flat in self.weights]
+        fields: Settings = {
+            "spec": self.spec, "version": self.version, "first": self.first, "index": self.index,
+            "num_kept": len(kept), "ages": list(self.ages.items()), "done": list(self.done.items()),
+            "ahead": list(self.ahead), "open": [],
+            "steps": self.steps,
+        }  # fmt: skip
+        tensors += [each.clone() for each in kept]
+        for number, update in self.open.items():
+            parts = [*update.total, *(t for each in update.waiting.values() for t in each)]
+            tensors += [part.clone() for part in parts]
+            fields["open"].append([
+                number, list(update.tokens.items()), list(update.bases.items()),
+                list(update.losses.items()), list(update.rates.items()), update.num_added,
+                len(update.total), [(slot, len(each)) for slot, each in update.waiting.items()],
+            ])  # fmt: skip
+        return fields, tensors
+
+    @classmethod
+    def of_state(cls, fields: Settings, tensors: Sequence[Tensor]) -> Shard:
+        """Make the copy."""
+        num = len(fields["spec"]["sizes"])
+        parts = iter(tensors[num + fields["num_kept"] :])
+        kept = tensors[num : num + fields["num_kept"]]
+        shard = cls(fields["spec"], tensors[:num], kept, fields["version"], fields["steps"])
+        shard.first, shard.index = fields["first"], fields["index"]
+        shard.ages = Counter(dict(fields["ages"]))
+        shard.done = dict(fields["done"])
+        shard.ahead = {(clock, slot) for clock, slot in fields["ahead"]}
+        for number, tokens, bases, losses, rates, num_added, num_total, waiting in fields["open"]:
+            update = Pushed(dict(tokens), dict(bases), dict(losses))
+            update.rates, update.num_added = dict(rates), num_added
+            update.total = [next(parts).clone() for _ in range(num_total)]
+            update.waiting = {s: [next(parts).clone() for _ in range(n)] for s, n in waiting}
+            shard.open[number] = update
+        return shard

@@ -1,0 +1,107 @@
+"""Memory of a server that the workers of its host read, and cannot write.
+
+It is a file without a name (memfd), which workers open by the number of the server's process, so
+nobody has to remove it after a crash. A word before the weights counts their changes,
+and is odd while they do: a reader that has met a change reads again (a seqlock). Weights are read
+so on Linux alone, on x86, which keeps the order of writes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_HEAD: Final = 4096
+"""Bytes before the tensors: the number of changes."""
+
+_NUM_TRIES: Final = 8
+
+IS_POSSIBLE: Final = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+def deal(flat: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy a flat tensor into parts, one after the other."""
+    if parts:
+        pieces = flat.split([part.numel() for part in parts])
+        torch._foreach_copy_(list(parts), list(pieces))  # pyright: ignore[reportPrivateUsage]
+
+
+class SharedTensors:
+    """Tensors of one data type in memory that others may read."""
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        num_bytes = _HEAD + max(1, sum(sizes)) * dtype.itemsize
+        self._file = os.memfd_create("phalanx-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, num_bytes)
+        memory = mmap.mmap(self._file, num_bytes)
+        head = torch.frombuffer(memory, dtype=torch.int64, count=2)
+        # The number of a file is that of another one after it is closed; this one is not.
+        head[1] = self._mark = secrets.randbits(62)
+        self._changes = head[:1]
+        flat = torch.frombuffer(memory, dtype=dtype, offset=_HEAD)
+        self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
+        self.place = [os.getpid(), self._file, _boot(), self._mark]
+
+    @contextmanager
+    def changing(self) -> Generator[None]:
+        """Mark that the tensors change inside."""
+        self._changes += 1
+        yield
+        self._changes += 1
+
+    def close(self) -> None:
+        """Let go of the file; those who read it keep theirs."""
+        with suppress(OSError):
+            os.close(self._file)
+
+
+class SharedView:
+    """The tensors of a server of this host, to be read."""
+
+    def __init__(
+        self, place: Sequence[int | str], sizes: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """Open the memory.
+
+        Raises:
+            OSError: it is on another host, or of another user.
+        """
+        process, number, boot, mark = place
+        if boot != _boot():
+            raise OSError("the server is on another host")
+        with open(f"/proc/{process}/fd/{number}", "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        with warnings.catch_warnings(action="ignore"):  # torch warns that nobody may write to it
+            raw = torch.frombuffer(memory, dtype=torch.uint8)
+        self._changes, found = raw[:8].view(torch.int64), int(raw[8:16].view(torch.int64))
+        if found != mark:
+            raise OSError("the server has replaced these weights")
+        flat = raw[_HEAD:].view(dtype)
+        self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
+
+    def read(self, targets: Sequence[Sequence[Tensor]]) -> bool:
+        """Copy each tensor into its targets; False if it would not hold still."""
+        for _ in range(_NUM_TRIES):
+            before = int(self._changes)
+            if before % 2 == 0:
+                for tensor, parts in zip(self.tensors, targets, strict=True):
+                    deal(tensor, parts)
+                if int(self._changes) == before:
+                    return True
+        return False
+
+
+def _boot() -> str:
+    """Return what no two hosts, nor one before and after a restart, have alike."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,246 @@
+"""A run whose workers exchange by parameter servers: each worker is a job of one process.
+
+The first worker evaluates, saves, and keeps the records, as the first rank of any run does. One
+that is started again in place of a lost one takes from the servers how far the run is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final, cast
+
+from typing_extensions import override
+
+from phalanx.checkpoint.saver import Saver
+from phalanx.data.batch import Batch
+from phalanx.data.loader import Loader
+from phalanx.errors import ConfigError
+from phalanx.launch import rank_log
+from phalanx.launch.apart import Work, run_apart
+from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.local import num_cores
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
+from phalanx.server.processes import meeting_of, names_of, serve
+from phalanx.server.requests import JobAddress
+from phalanx.server.secret import Secret
+from phalanx.train.callback import Extras
+from phalanx.train.job.resolve import Job
+from phalanx.train.loop import Stopped, Watcher, take_steps
+from phalanx.train.loop import train as train_session
+from phalanx.train.report.summary import Summary
+from phalanx.train.served_step import STEPS, ServedStep
+from phalanx.train.text import TextSession, loader_of
+
+
+def law_of(job: Job) -> Consistency:
+    """Return the consistency that a job's strategy asks for."""
+    dp = job.strategy.dp
+    return Consistency(dp.kind, dp.degree, dp.option or 0, job.config.server.grace_s)
+
+
+def check(job: Job) -> None:
+    """Refuse what a run over parameter servers cannot do.
+
+    Raises:
+        ConfigError: says which setting, and the nearest that can be.
+    """
+    config, law = job.config, law_of(job)
+    if job.device == "cuda":
+        raise ConfigError(f"strategy {job.strategy} runs on the CPU; the nearest is --device cpu")
+    if config.debug_comm:
+        raise ConfigError(
+            f"debug_comm compares collectives, of which {job.strategy} has none; leave it out"
+        )
+    size = law.num_local_steps
+    for name, steps in (("steps", job.num_steps), ("save_every", config.save_every)):
+        if steps % size:
+            raise ConfigError(
+                f"{name} is {steps}, but the workers of {job.strategy} agree after every {size} "
+                f"steps; the nearest is {max(1, round(steps / size)) * size}"
+            )
+
+
+class NoSaver:
+    """Saves nothing: the first worker does."""
+
+    is_writing = False
+
+    def reserve(self, *_: object) -> None:
+        """Do nothing."""
+
+    def poll(self) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+
+class _Unwatched(Watcher):
+    """Keeps no records: the first worker does."""
+
+
+class ServedSession(TextSession):
+    """A worker's part of a run.
+
+    Attributes:
+        client: of the servers.
+    """
+
+    step: ServedStep
+
+    def __init__(
+        self, job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
+    ) -> None:
+        self.worker, self._meeting = worker, meeting
+        self.law = law_of(job)
+        self.step_type = STEPS[self.law.kind]
+        super().__init__(job, extras)
+        size = self.law.num_local_steps
+        clocks = (job.done[0] // size, job.num_steps // size)
+        self.client = Client(meeting, worker, self.law, clocks, job.config.timeout_s)
+        self.step.join(self.client, job.config.server, is_first=self.is_first)
+        self._loaders: dict[int, Loader] = {}
+        self.loader = loader_of(job, worker)
+        self.loader.consumed = self._consumed(self.step.steps_done)
+        if self.law.kind != "local":
+            self.step.batch_of = self._batch_of
+
+    @property
+    @override
+    def is_first(self) -> bool:
+        return self.worker == 0
+
+    @override
+    def _claim(self, job: Job) -> None:
+        self.data_rank = self.worker
+        if not self.is_first:
+            self.saver = cast(Saver, NoSaver())
+        elif self._is_again(job.out / STARTED):  # in place of a worker that was lost
+            self.saver = Saver(
+                job.out, keep=job.config.keep_checkpoints, timeout_s=job.config.timeout_s
+            )
+        else:
+            super()._claim(job)
+
+    @override
+    def _keep_origin(self) -> None:
+        if self.is_first:
+            super()._keep_origin()
+            (self.out / STARTED).write_text(self._meeting.coordinator)
+
+    def _is_again(self, mark: Path) -> bool:
+        return mark.exists() and mark.read_text() == self._meeting.coordinator
+
+    def _consumed(self, steps: int) -> int:
+        """Return where in the stream the samples of a step begin."""
+        done, consumed = self.job.done
+        end = self.loader.end
+        at = consumed + (steps - done) * self.job.batch.global_size
+        return at if end is None else min(at, end)
+
+    def _batch_of(self, clock: int, slot: int) -> Sequence[Batch]:
+        if slot not in self._loaders:
+            self._loaders[slot] = loader_of(self.job, slot)
+        return self._loaders[slot].step_at(self._consumed(clock))
+
+    @override
+    def validation_batches(self) -> Iterable[Batch] | None:
+        return super().validation_batches() if self.is_first else None
+
+    @override
+    def begin_save(self, *, is_passing: bool = False) -> None:
+        if self.is_first:
+            self.step.before_save()
+            super().begin_save(is_passing=is_passing)
+            if self.law.kind != "local":
+                self.step.optimizer.state.clear()
+
+    @override
+    def sample(self) -> str:
+        return super().sample() if self.is_first else ""
+
+    @override
+    def served_text(self) -> str:
+        ages, client = self.client.ages(), self.client
+        steps = max(1, self.step.steps_done - self.job.done[0])
+        total = max(1, sum(ages.values()))
+        shares = [f"{age} {100 * count / total:.0f} %" for age, count in ages.items()]
+        late = ", ".join(shares[:MOST_AGES]) + (" ..." if len(shares) > MOST_AGES else "")
+        return (
+            f"{client.sent_bytes / steps / 2**20:.3f} MiB pushed and "
+            f"{client.received_bytes / steps / 2**20:.3f} pulled over sockets a step and worker; "
+            f"versions by which gradients came late: {late}"
+        )
+
+    @override
+    def close(self) -> None:
+        super().close()
+        for loader in self._loaders.values():
+            loader.close()
+
+
+MOST_AGAIN: Final = 100
+"""Processes that are started again in a run, at most."""
+
+MOST_AGES: Final = 12
+"""Ages of gradients that the summary shows."""
+
+STARTED: Final = ".served"
+"""In the folder of a run whose first worker has begun."""
+
+
+def train_worker(
+    job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
+) -> Summary | Stopped | None:
+    """Train as one worker; the first returns what came of it, when all others have left."""
+    session = ServedSession(job, worker, meeting, extras)
+    client = session.client
+    if worker == 0:
+        outcome = train_session(session)
+        client.ask_scheduler("leave")
+        with PULSE.waiting("the end of the other workers"):
+            while int(client.ask_scheduler("stats")["num_live"]) > 0:
+                pass
+        client.end()
+    else:
+        outcome = None
+        with rank_log.kept(session.out, worker), session, PULSE.heeding():
+            with session.step.watched(PULSE.phase):
+                take_steps(session, _Unwatched())
+        client.ask_scheduler("leave")
+    client.close()
+    return outcome
+
+
+def run_served(job: Job, extras: Extras, say_starting: Callable[[], None]) -> Summary | Stopped:
+    """Start the roles and the workers of a job on this host; return what came of the run."""
+    check(job)
+    config, num_workers = job.config, job.strategy.num_ranks
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
+    meeting = meeting_of(folder, Secret.new())
+    name, num_servers = secrets.token_hex(8), config.server.num_servers
+    works: list[Work] = [
+        (train_worker, (job, worker, meeting, extras)) for worker in range(num_workers)
+    ]
+    for role in names_of(num_servers):
+        log = job.out / rank_log.FOLDER / f"{role}.log"
+        works.append((serve, (role, name, meeting, folder, num_servers, log)))
+    try:
+        return run_apart(
+            works,
+            device=job.device,
+            threads=config.threads or max(1, num_cores() // num_workers),
+            timeout_s=config.timeout_s,
+            num_again=MOST_AGAIN,
+            say_starting=say_starting,
+        )[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

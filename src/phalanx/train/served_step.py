@@ -1,0 +1,296 @@
+"""The step of a worker of a parameter server: the one step, whose gradients servers add up.
+
+    ps, ssp/S      push the gradient, wait for the totals, say how it is to be applied, pull
+    async, quorum  clip the gradient by its own norm, push, pull
+    local/H        the step of one process; after every H of them push the difference, pull
+
+While a worker waits it computes what a lost worker has left. Servers keep the moments of Adam; the
+worker's own optimizer has them while a checkpoint is written, and in `local`.
+
+[Note: Rates without a clock] An update of k of N workers moves the weights by k/N of the learning
+rate, so that the samples of a synchronous step move them as far as that step does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from phalanx.config.schema import ServerConfig
+from phalanx.server.client import Client
+from phalanx.server.flat import MOMENTS, Flat
+from phalanx.train.clip import scale_to
+from phalanx.train.optimizer import learning_rate
+from phalanx.train.step import Step, StepResult
+
+BatchOf = Callable[[int, int], Sequence[Any]]
+"""Returns the microbatches of a task, of a clock and a slot."""
+
+Recipe = tuple[int, float, float | None]
+"""Version, rate, and scale of the gradient, of an update; no scale leaves the weights."""
+
+HELP_S: Final = 0.25
+"""Seconds between two questions of a waiting worker for what others have left."""
+
+
+class ServedStep(Step):
+    """Takes the steps of one worker; the base of the three below.
+
+    Attributes:
+        client: of the servers.
+        version: of this worker's weights.
+        batch_of: gives the samples of another's task; None where nobody is helped.
+    """
+
+    client: Client
+    version: int
+    batch_of: BatchOf | None = None
+    steps_a_task = 1
+
+    def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
+        """Meet the servers, which the first worker gives the first weights; then pull."""
+        self.client, self.law, self.server = client, client.law, server
+        self._helped_s, self._is_over = 0.0, False
+        self.flat = Flat(self.optimizer)
+        client.lay_out([len(each) for each in self.flat.weights], self.flat.weights[0].dtype)
+        if is_first:
+            kept, steps = self.kept()
+            first = (self.flat.weights, self.rule(), self.config.clip_p)
+            client.create(*first, self.steps_done // self.steps_a_task, kept, steps)
+        client.pull(self.flat.weights, 0)
+        client.totals(0)
+        self.steps_done = client.done[client.worker] * self.steps_a_task
+        self.version = client.pull(self.flat.weights, self.law.needs(client.done[client.worker]))
+
+    def rule(self) -> dict[str, Any]:
+        """Return how servers change the weights."""
+        config = self.config
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        betas = [config.beta1, config.beta2]
+        return {"name": "adamw", "betas": betas, "eps": config.eps, "decays": decays}
+
+    def kept(self) -> tuple[list[list[Tensor]], float]:
+        """Return what servers are to keep to begin with, which this optimizer then does not."""
+        kept = self.flat.moments()
+        self.optimizer.state.clear()
+        return kept
+
+    def before_save(self) -> None:
+        """Have the optimizer keep what the servers do, as a checkpoint has it."""
+        flats = [[flat, *(torch.empty_like(flat) for _ in MOMENTS)] for flat in self.flat.weights]
+        steps = self.client.read(flats)
+        if steps:
+            self.flat.give_moments([of_group[1:] for of_group in flats], steps)
+
+    def rate(self, clock: int) -> float:
+        """Return the learning rate of a clock."""
+        if self.num_steps is None:
+            return float(self.optimizer.param_groups[0]["lr"])
+        return learning_rate(self.config, clock, self.num_steps)
+
+    def push(self, clock: int, slot: int, loss: Tensor, tokens: Tensor) -> int:
+        """Push what flat memory has of a task."""
+        num = float(tokens)
+        numbers: dict[str, Any] = {"base": self.version, "tokens": num, "loss": float(loss) * num}
+        return self.client.push(clock, slot, self.flat.grads, rate=self.rate(clock), **numbers)
+
+    def take_task(
+        self, clock: int, slot: int, microbatches: Sequence[Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute and push a task; return its loss and its tokens."""
+        before, self.steps_done = self.steps_done, clock
+        try:
+            loss, tokens = super().compute_gradients(microbatches)
+            with self.phase("reduce"):
+                self.finish_gradients()
+                self.flat.take_gradients()
+                self.push(clock, slot, loss, tokens)
+        finally:
+            self.steps_done = before
+        return loss, tokens
+
+    def finish_gradients(self) -> None:
+        """Do what a worker does with gradients of its own before it pushes them."""
+
+    def help(self, *, is_through: bool = False) -> None:
+        """Compute a task that a lost worker has left, if there is one."""
+        now_s = time.monotonic()
+        if self.batch_of is None or now_s - self._helped_s < HELP_S:
+            return
+        limit = self.version + self.law.staleness
+        if self.law.is_open:
+            limit = 1 << 62
+        reply = self.client.ask_scheduler("help", limit=limit, is_through=is_through)
+        self._helped_s, self._is_over = time.monotonic(), bool(reply["is_over"])
+        if reply["task"] is not None:
+            clock, slot = reply["task"]
+            self.take_task(clock, slot, self.batch_of(clock, slot))
+            self._helped_s = 0.0
+
+
+class ClockedStep(ServedStep):
+    """Steps whose updates belong to a clock: `ps` and `ssp`."""
+
+    _found: tuple[float, float, float] | None = None
+
+    @override
+    def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        clock, own = self.steps_done, self.client.worker
+        loss, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+        if self.client.ask_scheduler("own", clock=clock)["is_mine"]:
+            loss, tokens = self.take_task(clock, own, microbatches)
+        with self.phase("reduce"):
+            self._totals = self.client.totals(self.law.needs(clock + 1), self.help)
+        latest = max((v for v in self._totals if v <= clock), default=None)
+        self._found = None if latest is None else self._of(latest)
+        if self._found is None:  # with staleness, before everyone has come so far
+            return loss, tokens
+        num_valid, loss_sum, _ = self._found
+        mean = torch.tensor(loss_sum / max(num_valid, 1), dtype=torch.float64)
+        return mean, torch.tensor(int(num_valid))
+
+    def _of(self, version: int) -> tuple[float, float, float]:
+        """Return tokens, sum of the losses, and norm of the mean gradient, of an update."""
+        parts, p = self._totals[version], self.config.clip_p
+        tokens, loss = parts[0][0], parts[0][1]
+        powers = [power for _, _, power in parts]
+        norm = max(powers) if math.isinf(p) else sum(powers) ** (1 / p)
+        return tokens, loss, norm / max(tokens, 1)
+
+    @override
+    def norm(self, p: float) -> Tensor:
+        if self._found is None or p != self.config.clip_p:
+            return super().norm(p)
+        return torch.tensor(self._found[2], dtype=torch.float64)
+
+    @override
+    def update(self, norm: float | None) -> None:
+        recipes: list[Recipe] = []
+        for version in sorted(v for v in self._totals if v >= self.client.applied):
+            _, loss, found = self._of(version)
+            scale, limit = 1.0, self.config.clip_norm
+            if 0 < limit < found:
+                scale = min(1.0, limit / (found + 1e-6))
+            is_finite = math.isfinite(found) and math.isfinite(loss)
+            recipes.append((version, self.rate(version), scale if is_finite else None))
+        needed = self.law.needs(self.steps_done + 1)
+        self.version = self.client.pull(self.flat.weights, needed, recipes)
+
+
+class OpenStep(ServedStep):
+    """Steps whose updates belong to no clock: `async` and `quorum`."""
+
+    _made = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+
+    @override
+    def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        self._is_mine = bool(self.client.ask_scheduler("own", clock=self.steps_done)["is_mine"])
+        if not self._is_mine:  # another has helped; the records repeat what this one did last
+            self.optimizer.zero_grad()
+            return self._made
+        self._made = super().compute_gradients(microbatches)
+        return self._made
+
+    @override
+    def finish_gradients(self) -> None:
+        norm = float(self.norm(self.config.clip_p))
+        if 0 < self.config.clip_norm < norm:
+            scale_to(self.gradients(), norm, self.config.clip_norm)
+
+    @override
+    def update(self, norm: float | None) -> None:
+        needed = 0
+        if self._is_mine:
+            loss, tokens = self._made
+            if norm is None:
+                self.optimizer.zero_grad()
+                loss, tokens = torch.zeros_like(loss), torch.zeros_like(tokens)
+            else:
+                self.finish_gradients()
+            self.flat.take_gradients()
+            update = self.push(self.steps_done, self.client.worker, loss, tokens)
+            needed = update + 1 if self.law.kind == "quorum" else 0
+        self.version = self.client.pull(self.flat.weights, needed, idle=self.help)
+
+    @override
+    def __call__(self, microbatches: Sequence[Any]) -> StepResult:
+        result = super().__call__(microbatches)
+        if self.steps_done == self.num_steps:  # every task that is left is for all
+            while not self._is_over:
+                self._helped_s = 0.0
+                self.help(is_through=True)
+                if self.batch_of is None:
+                    break
+                time.sleep(HELP_S / 10)
+            self.version = self.client.pull(self.flat.weights, 0)
+        return result
+
+
+class LocalStep(ServedStep):
+    """Steps of a worker's own, whose difference is pushed after every H of them (DiLoCo).
+
+    (Douillard et al., DiLoCo, arXiv 2311.08105.) Differences of float32 weights are pushed in
+    bfloat16.
+    """
+
+    @override
+    def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
+        self.steps_a_task = client.law.num_local_steps
+        super().join(client, server, is_first=is_first)
+        self._begin = [flat.clone() for flat in self.flat.weights]
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    @override
+    def rule(self) -> dict[str, Any]:
+        return {"name": "nesterov", "momentum": self.server.outer_momentum}
+
+    @override
+    def kept(self) -> tuple[list[list[Tensor]], float]:
+        return [], 0.0
+
+    @override
+    def before_save(self) -> None:
+        return
+
+    @override
+    def rate(self, clock: int) -> float:
+        return self.server.outer_lr
+
+    @override
+    def __call__(self, microbatches: Sequence[Any]) -> StepResult:
+        result = super().__call__(microbatches)
+        self._sums += torch.tensor([result.loss * result.num_valid_tokens, result.num_valid_tokens])
+        if self.steps_done % self.steps_a_task == 0:
+            with self.phase("reduce"):
+                self._exchange(self.steps_done // self.steps_a_task - 1)
+        return result
+
+    def _exchange(self, clock: int) -> None:
+        """Push how far the weights have moved in this round, and pull where all have moved to."""
+        client, loss, tokens = self.client, *self._sums.tolist()
+        wire = torch.bfloat16 if self._begin[0].dtype == torch.float32 else self._begin[0].dtype
+        moved = [(b - now).to(wire) for b, now in zip(self._begin, self.flat.weights, strict=True)]
+        client.ask_scheduler("own", clock=clock)
+        client.push(clock, client.worker, moved, base=self.version, tokens=tokens, loss=loss)
+        client.totals(clock + 1)
+        recipes: list[Recipe] = [(clock, self.rate(clock), 1.0)]
+        self.version = client.pull(self.flat.weights, clock + 1, recipes)
+        for begin, now in zip(self._begin, self.flat.weights, strict=True):
+            begin.copy_(now)
+        self._sums.zero_()
+
+
+STEPS: Final[dict[str, type[ServedStep]]] = {
+    "ps": ClockedStep,
+    "ssp": ClockedStep,
+    "async": OpenStep,
+    "quorum": OpenStep,
+    "local": LocalStep,
+}
+"""The step of each kind of dp that is served."""

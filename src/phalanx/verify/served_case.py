@@ -1,0 +1,80 @@
+"""The steps of a case over parameter servers, which run as threads of the first rank.
+
+What the servers sum and keep is brought back after each step, so that it is compared as under any
+other strategy.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from phalanx.comm.alone import Alone
+from phalanx.comm.together import barrier, broadcast_object
+from phalanx.config.schema import ServerConfig
+from phalanx.errors import StrategyError
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
+from phalanx.server.local_roles import local_roles
+from phalanx.strategy import Strategy
+from phalanx.train.served_step import ClockedStep
+from phalanx.train.step import Step, StepResult
+
+
+def check_served(strategy: Strategy) -> None:
+    """Refuse a strategy whose updates depend on who comes first.
+
+    Raises:
+        StrategyError: names the nearest that can be compared.
+    """
+    dp = strategy.dp
+    if strategy.is_served and dp.kind != "ps" and (dp.kind, dp.option) != ("ssp", 0):
+        raise StrategyError(
+            f"strategy '{strategy}': what dp:{dp.kind} computes depends on which worker comes "
+            f"first, so nothing on one process equals it; the nearest is dp{dp.degree}:ps"
+        )
+
+
+class ServedCase:
+    """One rank's part of the steps of a case over servers."""
+
+    def __init__(self, strategy: Strategy, rank: int, num_steps: int) -> None:
+        """Start the servers on rank 0, and connect; every rank calls this together."""
+        check_served(strategy)
+        self._open = ExitStack()
+        meeting = self._open.enter_context(local_roles()).meeting if rank == 0 else None
+        self._rank, meeting = rank, broadcast_object(meeting)
+        law = Consistency(strategy.dp.kind, strategy.dp.degree, strategy.dp.option or 0)
+        self._client = Client(meeting, rank, law, (0, num_steps))
+
+    def step(self, *args: Any, **more: Any) -> Step:
+        """Return what takes the steps, of the arguments of `Step`."""
+        self._step = _Witnessed(*args, **more, comm=Alone())
+        self._step.join(self._client, ServerConfig(), is_first=self._rank == 0)
+        return self._step
+
+    def close(self) -> None:
+        """End the servers; every rank calls this together."""
+        self._client.close()
+        barrier()
+        self._open.close()
+
+
+class _Witnessed(ClockedStep):
+    """Brings gradients and moments of each step back."""
+
+    def compute_gradients(self, microbatches: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made = super().compute_gradients(microbatches)
+        flats = [torch.empty_like(flat) for flat in self.flat.weights]
+        self.client.gradient(flats)
+        self.flat.give_gradients([flat / made[1].clamp(min=1) for flat in flats])
+        barrier()  # the first that pulls has the sum applied
+        return made
+
+    def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
+        result = super().apply_gradients(loss, num_valid)
+        self.before_save()
+        barrier()
+        return result

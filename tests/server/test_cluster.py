@@ -1,0 +1,138 @@
+"""A whole job in threads: servers that are lost, and messages that are lost, doubled, reordered."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.errors import TrainingError
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
+from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.server.wire import Faults
+
+SIZES = [700, 37]
+
+
+def flats() -> list[torch.Tensor]:
+    return [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+
+
+def work(
+    made: LocalRoles,
+    worker: int,
+    law: Consistency,
+    num_steps: int,
+    out: dict[int, Any],
+    at: dict[int, Any],
+) -> None:
+    """Push whole numbers, so that sums are exact; the action `at` a clock comes before it."""
+    try:
+        client = Client(made.meeting, worker, law, (0, num_steps), timeout_s=60)
+        client.lay_out(SIZES, torch.float64, chunk_bytes=800)
+        weights = flats()
+        if worker == 0:
+            client.create(weights, {"name": "sgd"}, 2.0)
+        version = client.pull(weights, 0)
+        for clock in range(num_steps):
+            if worker == 0 and clock in at:
+                at[clock]()
+            assert client.ask_scheduler("own", clock=clock)["is_mine"]
+            grads = [torch.full_like(flat, float(3**worker + clock)) for flat in weights]
+            numbers = {"base": version, "tokens": 1.0, "loss": 1.0, "rate": -float(law.num_slots)}
+            client.push(clock, worker, grads, **numbers)
+            needed = law.needs(clock + 1)
+            recipes = [
+                (v, -float(law.num_slots), 1.0)
+                for v in sorted(client.totals(needed) if not law.is_open else ())
+                if v >= client.applied
+            ]
+            version = client.pull(weights, needed, recipes)
+        client.ask_scheduler("leave")
+        out[worker] = client, weights
+    except BaseException:
+        out[worker] = traceback.format_exc()
+
+
+def run(
+    made: LocalRoles, law: Consistency, num_steps: int, at: dict[int, Callable[[], Any]]
+) -> list[Client]:
+    """Run the workers; check that each push is in the weights once."""
+    out: dict[int, Any] = {}
+    given = [(made, worker, law, num_steps, out, at) for worker in range(law.num_slots)]
+    threads = [threading.Thread(target=work, args=each) for each in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(isinstance(each, tuple) for each in out.values()), out
+    clients: list[Client] = [out[worker][0] for worker in sorted(out)]
+    weights = flats()
+    totals = clients[0].totals(0)
+    clients[0].pull(weights, 0, [(v, -float(law.num_slots), 1.0) for v in sorted(totals)])
+    workers, clocks = range(law.num_slots), range(num_steps)
+    due = sum(3**worker + clock for worker in workers for clock in clocks)
+    for flat in weights:
+        assert flat.unique().tolist() == [float(due)], made.log.read_text()
+    return clients
+
+
+def end(clients: list[Client]) -> None:
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "law", [Consistency("ps", 3), Consistency("ssp", 3, 2), Consistency("async", 3)]
+)
+def test_whole_numbers_survive_lost_doubled_and_reordered_messages(law: Consistency) -> None:
+    with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=3)) as made:
+        end(run(made, law, 4, {}))
+
+
+def test_a_server_that_is_lost_is_replaced_by_its_backup_and_comes_back() -> None:
+    with local_roles(2) as made:
+        at = {3: lambda: made.stop("server1"), 6: lambda: made.start("server1")}
+        end(run(made, Consistency("ps", 2), 9, at))
+        assert "shard 1 is lost" not in made.log.read_text()
+
+
+def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
+    with local_roles(2) as made:
+
+        def again(name: str) -> None:
+            made.stop(name)
+            made.start(name)
+
+        at = {2: lambda: again("coordinator"), 4: lambda: again("scheduler")}
+        end(run(made, Consistency("ps", 2), 7, at))
+        assert "term 2 begins" in made.log.read_text()
+
+
+def test_a_server_of_another_job_is_refused() -> None:
+    from phalanx.server.server import Server
+
+    with local_roles(1) as made:
+        common = ("x", made.meeting.secret, f"ipc://{made.folder}/x", lambda _: None)
+        other = Server("another job", made.meeting.coordinator, "1", *common)
+        thread = threading.Thread(target=other.run)
+        thread.start()
+        thread.join(20)
+        assert other.is_over
+        assert "is of job another job" in made.log.read_text()
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    with local_roles(1) as made:
+        client = Client(made.meeting, 0, Consistency("ps", 1), (0, 1), timeout_s=20)
+        client.lay_out([10], torch.float64)
+        client.create([torch.zeros(10, dtype=torch.float64)], {"name": "sgd"}, 2.0)
+        client.lay_out([11], torch.float64)
+        with pytest.raises(TrainingError, match="of another model, optimizer or strategy"):
+            client.create([torch.zeros(11, dtype=torch.float64)], {"name": "sgd"}, 2.0)
+        client.close()

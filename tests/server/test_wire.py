@@ -1,0 +1,156 @@
+"""Messages, and bytes that are none."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import ConfigError
+from phalanx.server import wire
+from phalanx.server.message import NAMES, Message, WireError, decode, encode
+from phalanx.server.secret import Secret
+from phalanx.server.wire import Connection, Listener
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_tensors_come_as_they_went(dtype: torch.dtype) -> None:
+    sent = [torch.arange(5).to(dtype), torch.empty(0, dtype=dtype)]
+    frames = [bytearray(frame) for frame in encode(Message("push", {"clock": 3}, sent))]
+    found = decode(frames)
+    assert found.kind == "push" and found["clock"] == 3
+    for ours, theirs in zip(found.tensors, sent, strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+def test_a_tensor_is_sent_from_where_it_lies() -> None:
+    tensor = torch.arange(4.0)
+    frame = encode(Message("push", {}, [tensor]))[1]
+    tensor[0] = 9.0
+    assert torch.frombuffer(bytearray(frame), dtype=torch.float32)[0] == 9.0
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+@settings(max_examples=200)
+def test_random_bytes_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        decode(frames)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1, 2],
+        {"kind": "push"},
+        {"kind": 3, "fields": {}, "tensors": []},
+        {"kind": "push", "fields": {}, "tensors": [["float32", 3]]},
+        {"kind": "push", "fields": {}, "tensors": [["complex64", 1]]},
+    ],
+)
+def test_a_header_that_is_none_is_refused(header: object) -> None:
+    with pytest.raises(WireError):
+        decode([json.dumps(header).encode()])
+
+
+def test_a_truncated_tensor_is_refused() -> None:
+    frames = [bytes(frame) for frame in encode(Message("push", {}, [torch.ones(4)]))]
+    with pytest.raises(WireError, match="15 bytes; expected 4 x 4"):
+        decode([frames[0], frames[1][:-1]])
+
+
+def test_a_secret_is_read_back_and_nothing_else_is() -> None:
+    secret = Secret.new()
+    assert Secret.of_text(secret.text() + "\n") == secret
+    with pytest.raises(ConfigError, match="32 bytes"):
+        Secret.of_text("hello")
+
+
+class Ends:
+    """A listener, and what speaks to it."""
+
+    def __init__(self, address: str, is_encrypted: bool) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.secret, self.lines = Secret.new(), list[str]()
+        own = (self.context, self.secret, address, self.lines.append)
+        self.listener = Listener(*own, is_encrypted=is_encrypted)
+        self.links: list[Connection] = []
+
+    def link(self, secret: Secret | None = None, is_encrypted: bool = False) -> Connection:
+        made = Connection(
+            self.context, secret or self.secret, self.listener.address, None, is_encrypted
+        )
+        self.links.append(made)
+        return made
+
+    def hear(self, num: int, seconds: float = 20.0) -> list[Message]:
+        """Let both ends speak until the messages have come."""
+        found: list[Message] = []
+        until_s = time.monotonic() + seconds
+        while len(found) < num and time.monotonic() < until_s:
+            self.listener.socket.poll(5)
+            found += [message for _, message in self.listener.receive()]
+            for link in self.links:
+                link.receive()
+        return found
+
+    def close(self) -> None:
+        self.listener.close()
+        for link in self.links:
+            link.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_strangers_are_refused_and_named_and_nobody_else_notices(is_encrypted: bool) -> None:
+    ends = Ends("tcp://127.0.0.1:*", is_encrypted)
+    try:
+        known = ends.link(is_encrypted=is_encrypted)
+        known.send(Message("push", {"q": 1}, [torch.ones(70_000)]))
+        assert len(ends.hear(1)) == 1
+        strange = ends.link(Secret.new(), is_encrypted=is_encrypted)
+        strange.send(Message("push", {"q": 2}))
+        raw = ends.context.socket(zmq.DEALER)
+        raw.setsockopt(zmq.LINGER, 0)
+        if is_encrypted:
+            raw.curve_publickey, raw.curve_secretkey = ends.secret.curve("link")
+            raw.curve_serverkey = ends.secret.curve("listener")[0]
+        raw.connect(ends.listener.address)
+        for frames in ([b"\x80garbage"], [b"{}", b"x"], encode(Message("push", {"q": 3}))):
+            raw.send_multipart(frames)
+        host, port = ends.listener.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 300)
+            until_s = time.monotonic() + 20
+            while ends.listener.num_refused < 4 and time.monotonic() < until_s:
+                assert ends.hear(1, 0.1) == []
+        raw.close()
+        assert ends.listener.num_refused >= 4, ends.lines
+        assert any("header that cannot be read" in line for line in ends.lines)
+        assert "does not speak as it should" in " ".join(ends.lines)
+        known.send(Message("pull", {"q": 4}))
+        (heard,) = ends.hear(1)
+        assert heard.kind == "pull"
+    finally:
+        ends.close()
+
+
+def test_a_message_above_the_limit_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MOST_FRAME_BYTES", 1 << 16)
+    ends = Ends(f"ipc://{tmp_path}/socket", False)
+    try:
+        ends.link().send(Message("push", {"q": 1}, [torch.ones(1 << 15)]))
+        assert ends.hear(1, 1.0) == []
+        other = ends.link()
+        other.send(Message("pull", {"q": 2}))
+        assert [m.kind for m in ends.hear(1)] == ["pull"]
+    finally:
+        ends.close()

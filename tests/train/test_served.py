@@ -1,0 +1,105 @@
+"""Runs over parameter servers, end to end: as one process computes, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.checkpoint import manifest
+from phalanx.config import BatchConfig, TrainConfig
+from phalanx.errors import ConfigError
+from phalanx.train.run import train
+from small_run import losses, small_run
+
+
+def run(folder: Path, strategy: str, name: str, **settings: object) -> list[float]:
+    """Train on 12 rows a step, and return the losses."""
+    batch = BatchConfig(global_size=12, microbatch=2)
+    given = {"strategy": strategy, "out": str(folder / name), "batch": batch, **settings}
+    train(small_run(folder, **given))
+    return losses(folder / name)
+
+
+@pytest.mark.fresh_ranks
+def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: Path) -> None:
+    alone = run(tmp_path, "dp1", "alone", steps=6)
+    ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3)
+    torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
+    middle = manifest.whole(tmp_path / "served")[3]
+    for strategy in ("dp3:ps", "dp2"):
+        again = run(tmp_path, strategy, strategy[:3] + "again", steps=6, resume=str(middle))
+        torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.fresh_ranks
+@pytest.mark.parametrize("strategy", ["dp3:ssp/2", "dp3:async", "dp3:quorum/2", "dp2:local/4"])
+def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
+    found = run(tmp_path, strategy, "run", steps=40)
+    assert sum(found[-5:]) < 0.9 * sum(found[:5])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "words"),
+    [
+        ("dp2:local/4", {"steps": 6}, "agree after every 4 steps; the nearest is 8"),
+        ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave it out"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused(
+    strategy: str, settings: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        run(tmp_path, strategy, "run", **settings)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Return the folder and the losses of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("clean")
+    return folder, run(folder, "dp3:ps", "run", steps=60)
+
+
+@pytest.mark.slow
+@pytest.mark.fresh_ranks
+@pytest.mark.parametrize("role", ["server0", "scheduler", "coordinator", "rank 0", "rank 1"])
+def test_training_resumes_where_a_process_is_killed(
+    role: str, clean: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    """The losses are equal to the bit: no update is lost or doubled, and each sample is in once."""
+    config = small_run(tmp_path, batch=BatchConfig(global_size=12, microbatch=2))
+    out = Path(str(config.out))
+    (tmp_path / "go.py").write_text(
+        "import pickle, sys\n"
+        "from phalanx.train.run import train\n"
+        "if __name__ == '__main__':\n"
+        "    train(pickle.load(open(sys.argv[1], 'rb')))\n"
+    )
+    given = TrainConfig(**{**vars(config), "strategy": "dp3:ps", "steps": 60})
+    (tmp_path / "config").write_bytes(pickle.dumps(given))
+    process = subprocess.Popen([sys.executable, tmp_path / "go.py", tmp_path / "config"])
+
+    def num_steps() -> int:
+        return len(losses(out)) if (out / "metrics.jsonl").exists() else 0
+
+    while num_steps() < 8 and process.poll() is None:
+        time.sleep(0.05)
+    text = "".join(file.read_text() for file in (out / "logs").glob("*.log"))
+    number = re.findall(rf"{role}[:,] process (\d+)", text)[-1]
+    os.kill(int(number), signal.SIGKILL)
+    assert process.wait(120) == 0
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["loss"] for line in steps if line["kind"] == "step"}
+    due = dict(enumerate(clean[1], 1))
+    assert {step: found[step] for step in found} == {step: due[step] for step in found}
+    assert max(found) == 60
