@@ -46,7 +46,7 @@ class SharedTensors:
         os.ftruncate(self._file, num_bytes)
         memory = mmap.mmap(self._file, num_bytes)
         head = torch.frombuffer(memory, dtype=torch.int64, count=2)
-        # The number of a file is that of another one after it is closed; this one is not.
+        # A closed file leaves its number to the next; nobody else gets this mark.
         head[1] = self._mark = secrets.randbits(62)
         self._changes = head[:1]
         flat = torch.frombuffer(memory, dtype=dtype, offset=_HEAD)
