@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
 from phalanx.server import wire
-from phalanx.server.message import NAMES, Message, WireError, decode, encode
+from phalanx.server.message import NAMES, WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Listener
 
@@ -23,7 +23,7 @@ from phalanx.server.wire import Connection, Listener
 @pytest.mark.parametrize("dtype", NAMES)
 def test_tensors_come_as_they_went(dtype: torch.dtype) -> None:
     sent = [torch.arange(5).to(dtype), torch.empty(0, dtype=dtype)]
-    frames = [bytearray(frame) for frame in encode(Message("push", {"clock": 3}, sent))]
+    frames = [bytearray(frame) for frame in encode(WireMessage("push", {"clock": 3}, sent))]
     found = decode(frames)
     assert found.kind == "push" and found["clock"] == 3
     for ours, theirs in zip(found.tensors, sent, strict=True):
@@ -32,7 +32,7 @@ def test_tensors_come_as_they_went(dtype: torch.dtype) -> None:
 
 def test_a_tensor_is_sent_from_where_it_lies() -> None:
     tensor = torch.arange(4.0)
-    frame = encode(Message("push", {}, [tensor]))[1]
+    frame = encode(WireMessage("push", {}, [tensor]))[1]
     tensor[0] = 9.0
     assert torch.frombuffer(bytearray(frame), dtype=torch.float32)[0] == 9.0
 
@@ -60,7 +60,7 @@ def test_a_header_that_is_none_is_refused(header: object) -> None:
 
 
 def test_a_truncated_tensor_is_refused() -> None:
-    frames = [bytes(frame) for frame in encode(Message("push", {}, [torch.ones(4)]))]
+    frames = [bytes(frame) for frame in encode(WireMessage("push", {}, [torch.ones(4)]))]
     with pytest.raises(WireError, match="15 bytes; expected 4 x 4"):
         decode([frames[0], frames[1][:-1]])
 
@@ -89,9 +89,9 @@ class Ends:
         self.links.append(made)
         return made
 
-    def hear(self, num: int, seconds: float = 20.0) -> list[Message]:
+    def hear(self, num: int, seconds: float = 20.0) -> list[WireMessage]:
         """Let both ends speak until the messages have come."""
-        found: list[Message] = []
+        found: list[WireMessage] = []
         until_s = time.monotonic() + seconds
         while len(found) < num and time.monotonic() < until_s:
             self.listener.socket.poll(5)
@@ -112,17 +112,17 @@ def test_strangers_are_refused_and_named_and_nobody_else_notices(is_encrypted: b
     ends = Ends("tcp://127.0.0.1:*", is_encrypted)
     try:
         known = ends.link(is_encrypted=is_encrypted)
-        known.send(Message("push", {"q": 1}, [torch.ones(70_000)]))
+        known.send(WireMessage("push", {"q": 1}, [torch.ones(70_000)]))
         assert len(ends.hear(1)) == 1
         strange = ends.link(Secret.new(), is_encrypted=is_encrypted)
-        strange.send(Message("push", {"q": 2}))
+        strange.send(WireMessage("push", {"q": 2}))
         raw = ends.context.socket(zmq.DEALER)
         raw.setsockopt(zmq.LINGER, 0)
         if is_encrypted:
             raw.curve_publickey, raw.curve_secretkey = ends.secret.curve("link")
             raw.curve_serverkey = ends.secret.curve("listener")[0]
         raw.connect(ends.listener.address)
-        for frames in ([b"\x80garbage"], [b"{}", b"x"], encode(Message("push", {"q": 3}))):
+        for frames in ([b"\x80garbage"], [b"{}", b"x"], encode(WireMessage("push", {"q": 3}))):
             raw.send_multipart(frames)
         host, port = ends.listener.address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port))) as plain:
@@ -134,7 +134,7 @@ def test_strangers_are_refused_and_named_and_nobody_else_notices(is_encrypted: b
         assert ends.listener.num_refused >= 4, ends.lines
         assert any("header that cannot be read" in line for line in ends.lines)
         assert "does not speak as it should" in " ".join(ends.lines)
-        known.send(Message("pull", {"q": 4}))
+        known.send(WireMessage("pull", {"q": 4}))
         (heard,) = ends.hear(1)
         assert heard.kind == "pull"
     finally:
@@ -147,10 +147,10 @@ def test_a_message_above_the_limit_does_not_come(
     monkeypatch.setattr(wire, "MOST_FRAME_BYTES", 1 << 16)
     ends = Ends(f"ipc://{tmp_path}/socket", False)
     try:
-        ends.link().send(Message("push", {"q": 1}, [torch.ones(1 << 15)]))
+        ends.link().send(WireMessage("push", {"q": 1}, [torch.ones(1 << 15)]))
         assert ends.hear(1, 1.0) == []
         other = ends.link()
-        other.send(Message("pull", {"q": 2}))
+        other.send(WireMessage("pull", {"q": 2}))
         assert [m.kind for m in ends.hear(1)] == ["pull"]
     finally:
         ends.close()

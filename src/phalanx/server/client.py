@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.server.message import Message
-from phalanx.server.placement import CHUNK_BYTES, Piece, chunks_of, place
+from phalanx.server.message import WireMessage
+from phalanx.server.placement import CHUNK_BYTES, WeightRange, chunks_of, place
 from phalanx.server.requests import Requests
 from phalanx.server.role import Settings
 from phalanx.server.shared import SharedView, deal
@@ -36,7 +36,7 @@ class Client(Requests):
     ) -> None:
         """Place weights, groups of these numbers of elements, over the servers."""
         placed = place(chunks_of(sizes, dtype.itemsize, chunk_bytes), self.map["homes"])
-        self._chunks: list[list[list[Piece]]] = [
+        self._chunks: list[list[list[WeightRange]]] = [
             [[chunk for chunk in placed[name] if chunk.group == g] for g in range(len(sizes))]
             for name in sorted(placed)
         ]
@@ -55,7 +55,7 @@ class Client(Requests):
         kept: Sequence[Sequence[Tensor]] = (), steps: float = 0.0,
     ) -> None:  # fmt: skip
         """Give the servers the first weights, and what an optimizer keeps of each after steps."""
-        requests: dict[int, Message] = {}
+        requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
             tensors = [torch.cat(parts or [flat[:0]]) for parts, flat in
                        zip(self._parts(shard, weights), weights, strict=True)]  # fmt: skip
@@ -66,7 +66,7 @@ class Client(Requests):
             dtype = str(self._dtype).removeprefix("torch.")
             spec = {"sizes": self._sizes(shard), "dtype": dtype, "rule": rule, "p": p}
             fields = {"spec": {**spec, "law": vars(self.law)}, "version": version, "steps": steps}
-            requests[shard] = Message("init", fields, tensors)
+            requests[shard] = WireMessage("init", fields, tensors)
         self.ask(requests)
 
     def push(
@@ -80,10 +80,10 @@ class Client(Requests):
         """
         fields = {"clock": clock, "slot": slot, "base": base, "tokens": tokens, "loss": loss}
         fields |= {"rate": rate, "num_live": self.num_live}
-        requests: dict[int, Message] = {}
+        requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
             tensors = [part for parts in self._parts(shard, grads) for part in parts]
-            requests[shard] = Message("push", fields, tensors)
+            requests[shard] = WireMessage("push", fields, tensors)
             self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         replies = self.ask(requests)
         self.ask_scheduler("finish", clock=clock, slot=slot)
@@ -96,7 +96,7 @@ class Client(Requests):
 
         Of each: tokens, loss and norm of each shard. `idle` is called while this waits.
         """
-        asked = Message("totals", {"needed": needed})
+        asked = WireMessage("totals", {"needed": needed})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked), idle)
         found: dict[int, list[list[float]]] = {}
         for reply in replies.values():
@@ -120,7 +120,7 @@ class Client(Requests):
             The oldest version of a part.
         """
         fields = {"needed": needed, "recipes": list(recipes), "shared": self._is_shared}
-        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("pull", fields)), idle)
+        replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("pull", fields)), idle)
         for shard, reply in replies.items():
             parts = self._parts(shard, targets)
             if "place" in reply.fields and not self._read(shard, reply["place"], parts):
@@ -148,7 +148,7 @@ class Client(Requests):
 
         Moments are left alone where there is nothing yet.
         """
-        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("read")))
+        replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("read")))
         for shard, reply in replies.items():
             sent = iter(reply.tensors)
             targets = [(g, each[0]) for g, each in enumerate(flats)]
@@ -161,14 +161,14 @@ class Client(Requests):
 
     def gradient(self, flats: Sequence[Tensor]) -> None:
         """Fill flat tensors with the sum of the update that is next, each weighted by tokens."""
-        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("gradient")))
+        replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("gradient")))
         for shard, reply in replies.items():
             for flat, parts in zip(reply.tensors, self._parts(shard, flats), strict=True):
                 deal(flat, parts)
 
     def ages(self) -> dict[int, int]:
         """Return how many gradients were applied how many versions late, over all servers."""
-        replies = self.ask(dict.fromkeys(range(self.num_shards), Message("stats")))
+        replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("stats")))
         counted: dict[int, int] = {}
         for reply in replies.values():
             for age, number in reply["ages"]:

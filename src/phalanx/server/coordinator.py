@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from phalanx.server.message import Message, WireError
+from phalanx.server.message import WireError, WireMessage
 from phalanx.server.placement import ranked
 from phalanx.server.role import BEAT_S, Role, Settings
 from phalanx.server.tasks import LEASE_S
@@ -30,7 +30,7 @@ class Fenced(Exception):
     """A later coordinator keeps the journal."""
 
 
-class Journal:
+class JobJournal:
     """The state of a coordinator on disk.
 
     Attributes:
@@ -87,7 +87,7 @@ class Coordinator(Role):
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
         super().__init__("coordinator", *args, **more)
-        self._journal = Journal(journal)
+        self._journal = JobJournal(journal)
         self._num_servers = num_servers
         self.map: Settings = self._journal.load() or {
             "job": job, "epoch": 0, "homes": {}, "addresses": {}, "incarnations": {},
@@ -102,7 +102,7 @@ class Coordinator(Role):
         self._change(f"term {self._journal.term} begins")
 
     @override
-    def handle(self, peer: bytes, message: Message) -> None:
+    def handle(self, peer: bytes, message: WireMessage) -> None:
         if message.kind == "beat":
             facts = (message.fields.get("protocol", PROTOCOL), message.fields.get("job"))
             if facts != (PROTOCOL, self.map["job"]):
@@ -115,7 +115,7 @@ class Coordinator(Role):
             self._change("the job has ended")
         self.reply(peer, message, "map", **self.map)
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: WireMessage) -> None:
         name, address = str(message["name"]), str(message["address"])
         if message["role"] == "scheduler":
             if self.map["scheduler"] != address:

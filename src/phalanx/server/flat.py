@@ -11,7 +11,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam keeps of each parameter."""
 
 
-class Flat:
+class FlatParameters:
     """The parameters of an optimizer's groups, each group one after the other in flat memory.
 
     Attributes:

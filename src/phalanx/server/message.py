@@ -32,7 +32,7 @@ class WireError(PhalanxError):
 
 
 @dataclass(frozen=True)
-class Message:
+class WireMessage:
     """What one end sends another.
 
     Attributes:
@@ -51,14 +51,14 @@ class Message:
         return self.fields[name]
 
 
-def encode(message: Message) -> list[Any]:
+def encode(message: WireMessage) -> list[Any]:
     """Return the frames of a message; the bytes of its tensors are not copied."""
     shapes = [[NAMES[tensor.dtype], tensor.numel()] for tensor in message.tensors]
     header = {"kind": message.kind, "fields": dict(message.fields), "tensors": shapes}
     return [json.dumps(header).encode(), *(_bytes_of(tensor) for tensor in message.tensors)]
 
 
-def decode(frames: Sequence[Any]) -> Message:
+def decode(frames: Sequence[Any]) -> WireMessage:
     """Return the message of some frames, whose tensors are views of them.
 
     Raises:
@@ -85,7 +85,7 @@ def decode(frames: Sequence[Any]) -> Message:
         if view.nbytes != size * dtype.itemsize:
             raise WireError(f"a tensor of {view.nbytes} bytes; expected {size} x {dtype.itemsize}")
         tensors.append(_tensor_of(view, dtype))
-    return Message(kind, fields, tensors)
+    return WireMessage(kind, fields, tensors)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

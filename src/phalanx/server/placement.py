@@ -20,7 +20,7 @@ CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightRange:
     """A range of the elements of a group of parameters, which lie one after the other."""
 
     group: int
@@ -28,11 +28,13 @@ class Piece:
     end: int
 
 
-def chunks_of(sizes: Sequence[int], itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
+def chunks_of(
+    sizes: Sequence[int], itemsize: int, chunk_bytes: int = CHUNK_BYTES
+) -> list[WeightRange]:
     """Cut groups of these numbers of elements; only the last chunk of each may be smaller."""
     most = max(1, chunk_bytes // itemsize)
     return [
-        Piece(group, begin, min(begin + most, size))
+        WeightRange(group, begin, min(begin + most, size))
         for group, size in enumerate(sizes)
         for begin in range(0, size, most)
     ]
@@ -49,9 +51,11 @@ def _score(key: str, name: str, weight: float) -> float:
     return -weight / math.log(share)
 
 
-def place(chunks: Sequence[Piece], weights: Mapping[str, float]) -> dict[str, list[Piece]]:
+def place(
+    chunks: Sequence[WeightRange], weights: Mapping[str, float]
+) -> dict[str, list[WeightRange]]:
     """Return the chunks of each server, in their order."""
-    placed: dict[str, list[Piece]] = {name: [] for name in weights}
+    placed: dict[str, list[WeightRange]] = {name: [] for name in weights}
     for number, chunk in enumerate(chunks):
         placed[ranked(f"chunk {number}", weights)[0]].append(chunk)
     return placed

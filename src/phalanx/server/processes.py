@@ -12,9 +12,9 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.requests import JobAddress
 from phalanx.server.role import Role
-from phalanx.server.scheduler import Scheduler
 from phalanx.server.secret import Secret
 from phalanx.server.server import Server
+from phalanx.server.task_scheduler import TaskScheduler
 
 
 def names_of(num_servers: int) -> Sequence[str]:
@@ -51,7 +51,7 @@ def make_role(
     if name == "coordinator":
         return Coordinator(num_servers, job, journal, *own[1:])
     member = (meeting.coordinator, secrets.token_hex(8), *own)
-    return Scheduler(job, *member) if name == "scheduler" else Server(job, *member)
+    return TaskScheduler(job, *member) if name == "scheduler" else Server(job, *member)
 
 
 def serve(

@@ -16,7 +16,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from phalanx.server.coordinator import PROTOCOL
-from phalanx.server.message import Message
+from phalanx.server.message import WireMessage
 from phalanx.server.role import Member, Settings
 from phalanx.server.shard import Shard
 from phalanx.server.wire import Connection
@@ -41,7 +41,7 @@ class Backup:
     name: str
     link: Connection
     has_copy: bool = False
-    sent: dict[int, Message] = field(default_factory=dict[int, Message])
+    sent: dict[int, WireMessage] = field(default_factory=dict[int, WireMessage])
     sent_s: float = 0.0
     waiting: deque[tuple[int, Callable[[], None]]] = field(
         default_factory=deque[tuple[int, Callable[[], None]]]
@@ -105,7 +105,7 @@ class HeldShards(Member):
             state, tensors = shard.state()
             backup.sent.clear()
             fields = {"shard": number, "epoch": self.map["epoch"], "state": state}
-            backup.link.send(Message("copy", fields, tensors))
+            backup.link.send(WireMessage("copy", fields, tensors))
 
     def is_primary(self, number: int) -> bool:
         """Return whether this server is the primary of a shard."""
@@ -133,7 +133,7 @@ class HeldShards(Member):
         backup = self._backups.get(number)
         if backup is not None:
             more = {"shard": number, "epoch": self.map["epoch"], "index": shard.index, "op": op}
-            message = Message("op", {**more, "fields": fields}, tensors)
+            message = WireMessage("op", {**more, "fields": fields}, tensors)
             backup.sent[shard.index] = message
             backup.sent_s = time.monotonic()
             backup.link.send(message)
@@ -160,7 +160,7 @@ class HeldShards(Member):
             for message in backup.link.receive():
                 self._take_word(number, backup, message)
 
-    def _take_word(self, number: int, backup: Backup, message: Message) -> None:
+    def _take_word(self, number: int, backup: Backup, message: WireMessage) -> None:
         """Take what a backup says of its copy."""
         if message.kind == "gap":  # something was lost, or a new process is there
             backup.has_copy = False
@@ -173,7 +173,7 @@ class HeldShards(Member):
             while backup.waiting and backup.waiting[0][0] <= index:
                 backup.waiting.popleft()[1]()
 
-    def back(self, peer: bytes, message: Message) -> None:
+    def back(self, peer: bytes, message: WireMessage) -> None:
         """Do as a primary has done, if it still is one."""
         number, epoch = int(message["shard"]), int(message["epoch"])
         is_old = epoch < self._synced.get(number, 0)

@@ -17,7 +17,7 @@ import zmq
 
 from phalanx.errors import TrainingError
 from phalanx.server.consistency import Consistency
-from phalanx.server.message import Message
+from phalanx.server.message import WireMessage
 from phalanx.server.role import BEAT_S, Settings
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Faults
@@ -51,7 +51,7 @@ class _Asked:
     """A request that is not answered yet."""
 
     shard: int
-    message: Message
+    message: WireMessage
     sent_s: float
     again_s: float = AGAIN_S
 
@@ -81,7 +81,7 @@ class Requests:
         self._poller = zmq.Poller()
         self._numbers = itertools.count(1)
         self._links: dict[str, Connection] = {}
-        self._inbox: dict[int, Message] = {}
+        self._inbox: dict[int, WireMessage] = {}
         self._coordinator = self._link(meeting.coordinator)
         self._asked_map_s = 0.0
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
@@ -96,20 +96,20 @@ class Requests:
         """Shards that the weights are in."""
         return len(self.map["holders"])
 
-    def ask_scheduler(self, kind: str, **fields: Any) -> Message:
+    def ask_scheduler(self, kind: str, **fields: Any) -> WireMessage:
         """Ask the scheduler, and note how many workers there are."""
         more = {"worker": self.worker, "tasks": [self.law.num_slots, *self._tasks]}
-        asked = Message(kind, {**more, "is_open": self.law.is_open, **fields})
+        asked = WireMessage(kind, {**more, "is_open": self.law.is_open, **fields})
         reply = self.ask({SCHEDULER: asked})[SCHEDULER]
         before, self.num_live = self.num_live, int(reply["num_live"])
         if self.num_live != before and self.law.is_open:
-            live = Message("live", {"num_live": self.num_live})
+            live = WireMessage("live", {"num_live": self.num_live})
             self.ask(dict.fromkeys(range(self.num_shards), live))
         return reply
 
     def end(self) -> None:
         """End the job: all roles leave."""
-        self._coordinator.send(Message("end", {"q": next(self._numbers)}))
+        self._coordinator.send(WireMessage("end", {"q": next(self._numbers)}))
         self._wait_for(lambda: bool(self.map.get("ended")), "the coordinator")
 
     def close(self) -> None:
@@ -121,8 +121,8 @@ class Requests:
         self._context.destroy(linger=200)
 
     def ask(
-        self, asked: Mapping[int, Message], idle: Callable[[], None] | None = None
-    ) -> dict[int, Message]:
+        self, asked: Mapping[int, WireMessage], idle: Callable[[], None] | None = None
+    ) -> dict[int, WireMessage]:
         """Send requests, one a shard; return the answers when all have come.
 
         Raises:
@@ -132,8 +132,8 @@ class Requests:
         for shard, message in asked.items():
             number = next(self._numbers)
             fields = {**message.fields, "q": number, "shard": shard}
-            waiting[number] = _Asked(shard, Message(message.kind, fields, message.tensors), 0.0)
-        found: dict[int, Message] = {}
+            waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors), 0.0)
+        found: dict[int, WireMessage] = {}
         until_s = time.monotonic() + self._timeout_s
         for each in waiting.values():
             self._send(each)
@@ -152,7 +152,9 @@ class Requests:
                 )
         return found
 
-    def _judge(self, number: int, waiting: dict[int, _Asked], found: dict[int, Message]) -> None:
+    def _judge(
+        self, number: int, waiting: dict[int, _Asked], found: dict[int, WireMessage]
+    ) -> None:
         """Take an answer: it may be that another server has to be asked."""
         reply, each = self._inbox.pop(number), waiting[number]
         if reply.kind == "refused":
@@ -198,7 +200,7 @@ class Requests:
 
     def _ask_map(self) -> None:
         self._asked_map_s = time.monotonic()
-        self._coordinator.send(Message("map"))
+        self._coordinator.send(WireMessage("map"))
 
     def _hear(self, limit_s: float = 0.02) -> None:
         self._poller.poll(round(limit_s * 1000))
@@ -230,7 +232,7 @@ class Requests:
             if address not in links:
                 links[address] = Connection(context, self._meeting.secret, address)
             links[address].receive()
-            links[address].send(Message("beat", {**more, "is_open": self.law.is_open}))
+            links[address].send(WireMessage("beat", {**more, "is_open": self.law.is_open}))
         for link in links.values():
             link.close()
         context.destroy(linger=0)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import zmq
 
-from phalanx.server.message import Message, WireError
+from phalanx.server.message import WireError, WireMessage
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Faults, Listener, Log
 
@@ -64,11 +64,11 @@ class Role:
         link.close()
 
     def reply(
-        self, peer: bytes, request: Message, kind: str, tensors: Any = (), **more: Any
+        self, peer: bytes, request: WireMessage, kind: str, tensors: Any = (), **more: Any
     ) -> None:
         """Answer a request, whose number goes with it."""
         fields = {"q": request.fields.get("q"), **more}
-        self.listener.send(peer, Message(kind, fields, tensors))
+        self.listener.send(peer, WireMessage(kind, fields, tensors))
 
     def run(self, stop: threading.Event | None = None) -> None:
         """Answer until the job has ended, or `stop` is set."""
@@ -89,7 +89,7 @@ class Role:
         finally:
             self.close()
 
-    def handle(self, peer: bytes, message: Message) -> None:
+    def handle(self, peer: bytes, message: WireMessage) -> None:
         """Do what a message asks for."""
         raise NotImplementedError
 
@@ -154,4 +154,4 @@ class Member(Role):
             self._beat_s = time.monotonic()
             fields = {"name": self.name, "role": self.kind, "address": self.address}
             more = {"incarnation": self.incarnation, **self.facts()}
-            self._coordinator.send(Message("beat", {**fields, **more}))
+            self._coordinator.send(WireMessage("beat", {**fields, **more}))

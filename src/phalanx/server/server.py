@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from phalanx.server.message import Message
+from phalanx.server.message import WireMessage
 from phalanx.server.replica import HeldShards
 from phalanx.server.shard import Shard
 
@@ -23,11 +23,11 @@ class Server(HeldShards):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._parked: dict[tuple[bytes, int], Message] = {}
+        self._parked: dict[tuple[bytes, int], WireMessage] = {}
         self._num_workers = 1 << 30
 
     @override
-    def handle(self, peer: bytes, message: Message) -> None:
+    def handle(self, peer: bytes, message: WireMessage) -> None:
         if message.kind in ("op", "copy"):
             self.back(peer, message)
             return
@@ -42,7 +42,7 @@ class Server(HeldShards):
         else:
             self._parked.pop((peer, int(message["q"])), None)
 
-    def _init(self, peer: bytes, message: Message, number: int) -> None:
+    def _init(self, peer: bytes, message: WireMessage, number: int) -> None:
         shard = self.shards.get(number)
         if shard is None:
             spec, num = message["spec"], len(message["spec"]["sizes"])
@@ -54,7 +54,7 @@ class Server(HeldShards):
             raise ValueError("the shard is of another model, optimizer or strategy")
         self.after(number, lambda: self.reply(peer, message, "ok", version=shard.version))
 
-    def _answer(self, peer: bytes, message: Message, number: int) -> bool:
+    def _answer(self, peer: bytes, message: WireMessage, number: int) -> bool:
         """Answer a request, or return False if it is too early."""
         shard = self.shards.get(number)
         if shard is None:
@@ -78,7 +78,7 @@ class Server(HeldShards):
             self._report(peer, message, number, shard)
         return True
 
-    def _report(self, peer: bytes, message: Message, number: int, shard: Shard) -> None:
+    def _report(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
         """Answer a request that changes nothing."""
         if message.kind == "gradient":
             self.reply(peer, message, "ok", [flat.clone() for flat in shard.gradient()])
@@ -94,7 +94,7 @@ class Server(HeldShards):
         else:
             raise ValueError(f"no request '{message.kind}' is known")
 
-    def _push(self, peer: bytes, message: Message, number: int, shard: Shard) -> None:
+    def _push(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
         self._num_workers = int(message.fields.get("num_live", 1 << 30))
         update = shard.version
         if not shard.has(int(message["clock"]), int(message["slot"])):
@@ -103,7 +103,7 @@ class Server(HeldShards):
         self._close_due(number)
         self._look_at_parked()
 
-    def _give(self, peer: bytes, message: Message, shard: Shard) -> None:
+    def _give(self, peer: bytes, message: WireMessage, shard: Shard) -> None:
         place = shard.place if message.fields.get("shared") else None
         if place is not None:
             self.reply(peer, message, "ok", version=shard.version, place=place)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from phalanx.server.message import Message, WireError, decode, encode
+from phalanx.server.message import WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
 
 MOST_FRAME_BYTES: Final = 1 << 28
@@ -125,9 +125,9 @@ class Listener:
         self._known = set[bytes]()
         self._greeting = OrderedDict[bytes, tuple[str, str]]()
 
-    def receive(self) -> list[tuple[bytes, Message]]:
+    def receive(self) -> list[tuple[bytes, WireMessage]]:
         """Return what has come from peers that are known, each with its sender; never waits."""
-        found: list[tuple[bytes, Message]] = []
+        found: list[tuple[bytes, WireMessage]] = []
         while self._monitor.poll(0):
             event: Any = recv_monitor_message(self._monitor)
             self._watch(int(event["event"]))
@@ -145,7 +145,7 @@ class Listener:
             except WireError as error:
                 self._refuse(str(error))
 
-    def send(self, peer: bytes, message: Message) -> None:
+    def send(self, peer: bytes, message: WireMessage) -> None:
         """Send to a peer, or nothing if it has gone."""
         frames = [peer, *encode(message)]
         for each in [frames] if self._faults is None else self._faults.passed(frames):
@@ -171,24 +171,24 @@ class Listener:
         self.num_refused += 1
         self._log(f"refused: {why}")
 
-    def _greet(self, peer: bytes, message: Message) -> None:
+    def _greet(self, peer: bytes, message: WireMessage) -> None:
         """Take a step of a greeting; say to anyone else that they are not known."""
-        reply = Message("who")
+        reply = WireMessage("who")
         if message.kind == "hello":
             numbers = (str(message["number"])[:64], secrets.token_hex(16))
             self._greeting[peer] = numbers
             if len(self._greeting) > MOST_GREETINGS:
                 self._greeting.popitem(last=False)
             proof = self._secret.proof("listener", *numbers)
-            reply = Message("challenge", {"number": numbers[1], "proof": proof})
+            reply = WireMessage("challenge", {"number": numbers[1], "proof": proof})
         elif message.kind == "proof" and peer in self._known:  # its welcome was lost
-            reply = Message("welcome")
+            reply = WireMessage("welcome")
         elif message.kind == "proof" and peer in self._greeting:
             numbers = self._greeting.pop(peer)
             due = self._secret.proof("link", *numbers)
             if hmac.compare_digest(str(message["proof"]).encode(), due.encode()):
                 self._known.add(peer)
-                reply = Message("welcome")
+                reply = WireMessage("welcome")
             else:
                 self._refuse("a peer that does not know the job's secret")
         else:
@@ -217,13 +217,13 @@ class Connection:
             self.socket.curve_publickey, self.socket.curve_secretkey = public, own
             self.socket.curve_serverkey = secret.curve("listener")[0]
         self.socket.connect(address)
-        self._waiting: dict[Any, Message] = {}
+        self._waiting: dict[Any, WireMessage] = {}
         self._is_welcome = False
         self._number = ""
         self._greeted_s = -math.inf
         self._greet()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Send a message, or keep it until this end is welcome; one of the same number once."""
         if self._is_welcome:
             self._send(message)
@@ -231,13 +231,13 @@ class Connection:
             self._waiting[message.fields.get("q", message.kind)] = message
             self._greet()
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[WireMessage]:
         """Return what has come; never waits.
 
         Raises:
             WireError: the listener does not know the secret.
         """
-        found: list[Message] = []
+        found: list[WireMessage] = []
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -255,7 +255,7 @@ class Connection:
         """Let go of the connection."""
         self.socket.close()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: WireMessage) -> None:
         frames = encode(message)
         for each in [frames] if self._faults is None else self._faults.passed(frames):
             try:
@@ -267,9 +267,9 @@ class Connection:
         if time.monotonic() - self._greeted_s > HELLO_S:
             self._greeted_s = time.monotonic()
             self._number = secrets.token_hex(16)
-            self._send(Message("hello", {"number": self._number}))
+            self._send(WireMessage("hello", {"number": self._number}))
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: WireMessage) -> None:
         if message.kind == "who":  # a new process listens there, or a message was lost
             self._is_welcome = False
             self._greet()
@@ -278,7 +278,7 @@ class Connection:
             due = self._secret.proof("listener", *numbers)
             if not hmac.compare_digest(str(message["proof"]).encode(), due.encode()):
                 return  # of an older greeting, or of somebody else: it is not answered
-            self._send(Message("proof", {"proof": self._secret.proof("link", *numbers)}))
+            self._send(WireMessage("proof", {"proof": self._secret.proof("link", *numbers)}))
         else:
             self._is_welcome = True
             waiting, self._waiting = self._waiting, {}

@@ -103,7 +103,7 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary:
     advice = functools.partial(how_to_resume, job.out, resume_by)
     num_ranks = job.strategy.num_ranks
     if job.strategy.is_served:
-        from phalanx.train.served import run_served
+        from phalanx.train.served_run import run_served
 
         with _explained(advice):
             return _finished(run_served(job, extras, functools.partial(_say_starting, num_ranks)))

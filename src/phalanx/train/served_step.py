@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
-from phalanx.server.flat import MOMENTS, Flat
+from phalanx.server.flat import MOMENTS, FlatParameters
 from phalanx.train.clip import scale_to
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.step import Step, StepResult
@@ -57,7 +57,7 @@ class ServedStep(Step):
         """Meet the servers, which the first worker gives the first weights; then pull."""
         self.client, self.law, self.server = client, client.law, server
         self._helped_s, self._is_over = 0.0, False
-        self.flat = Flat(self.optimizer)
+        self.flat = FlatParameters(self.optimizer)
         client.lay_out([len(each) for each in self.flat.weights], self.flat.weights[0].dtype)
         if is_first:
             kept, steps = self.kept()

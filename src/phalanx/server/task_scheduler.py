@@ -6,12 +6,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from phalanx.server.message import Message
+from phalanx.server.message import WireMessage
 from phalanx.server.role import Member
 from phalanx.server.tasks import Tasks
 
 
-class Scheduler(Member):
+class TaskScheduler(Member):
     """Answers workers.
 
     Nothing is kept on disk: after a restart it takes from the first worker that asks which tasks
@@ -30,7 +30,7 @@ class Scheduler(Member):
         return {"job": self._job}
 
     @override
-    def handle(self, peer: bytes, message: Message) -> None:
+    def handle(self, peer: bytes, message: WireMessage) -> None:
         worker = int(message["worker"])
         if self._tasks is None:
             size, begin, end = message["tasks"]
