@@ -1,6 +1,6 @@
 """A strategy: the text form and its value, the catalogue of kinds, and what can run; no torch."""
 
-from phalanx.strategy.advice import check_ranks, refuse_servers, require_built
+from phalanx.strategy.advice import check_ranks, refuse_first_come, refuse_servers, require_built
 from phalanx.strategy.kinds import AXES, KINDS, Kind, built
 from phalanx.strategy.value import Axis, Recompute, Strategy
 
@@ -13,6 +13,7 @@ __all__ = [
     "Strategy",
     "built",
     "check_ranks",
+    "refuse_first_come",
     "refuse_servers",
     "require_built",
 ]

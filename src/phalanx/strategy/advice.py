@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 
 from phalanx.errors import StrategyError
 from phalanx.strategy.kinds import AXES, KINDS, built
@@ -31,6 +32,11 @@ def require_built(strategy: Strategy) -> None:
                 f"be ignored; leave it out, or write {text_of(name, wider)}"
             )
     dp = strategy.dp
+    if strategy.is_served and find_spec("zmq") is None:
+        raise StrategyError(
+            f"strategy '{strategy}': dp:{dp.kind} needs pyzmq, which is not installed: "
+            "pip install 'phalanx-train[server]'"
+        )
     if strategy.is_served and strategy.of_worker.num_ranks > 1:
         alone = Strategy(dp=dp, recompute=strategy.recompute)
         raise StrategyError(
@@ -62,6 +68,20 @@ def refuse_servers(strategy: Strategy, where: str) -> None:
         raise StrategyError(
             f"strategy '{strategy}': {where} starts no servers for dp:{dp.kind}; `phalanx train` "
             f"on text does. The nearest is '{plain}'"
+        )
+
+
+def refuse_first_come(strategy: Strategy) -> None:
+    """Refuse a strategy whose updates depend on who comes first.
+
+    Raises:
+        StrategyError: names the nearest that can be compared.
+    """
+    dp = strategy.dp
+    if strategy.is_served and dp.kind != "ps" and (dp.kind, dp.option) != ("ssp", 0):
+        raise StrategyError(
+            f"strategy '{strategy}': what dp:{dp.kind} computes depends on which worker comes "
+            f"first, so nothing on one process equals it; the nearest is dp{dp.degree}:ps"
         )
 
 

@@ -32,7 +32,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import copied_on_meta
-from phalanx.strategy import Strategy, require_built
+from phalanx.strategy import Strategy, refuse_first_come, require_built
 from phalanx.train.objective import Objective, check_build
 from phalanx.verify.batches import split
 from phalanx.verify.causes import likely_causes
@@ -46,7 +46,6 @@ from phalanx.verify.record import (
     full_tensors,
 )
 from phalanx.verify.reference import RankFacts, StepRecord, in_training
-from phalanx.verify.served_case import check_served
 from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Sent, Verdict, Whereabouts, failed
 
@@ -133,7 +132,7 @@ def compare_cases(
     for case in cases.values():
         check_rows(case, strategy.data_ranks)
         Plan(strategy.of_worker, case.build(), roles=case.roles)
-    check_served(strategy)
+    refuse_first_come(strategy)
     if dist.is_initialized():
         return verify_on_ranks(cases, strategy, debug_comm, report)
     device = next(iter(cases.values())).device

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,9 @@ from phalanx.verify.reference import (
     in_training,
     kept_by,
 )
-from phalanx.verify.served_case import ServedCase
+
+if TYPE_CHECKING:
+    from phalanx.verify.served_case import ServedCase
 
 
 def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
@@ -171,6 +173,8 @@ class SplitRun:
         more["nonfinite"] = "skip"  # a step that is not finite is compared and named
         self._served: ServedCase | None = None
         if strategy.is_served:
+            from phalanx.verify.served_case import ServedCase  # it needs pyzmq
+
             self._served = ServedCase(strategy, comm.rank, len(case.batches))
             self._step = self._served.step(*given, **more)
         else:

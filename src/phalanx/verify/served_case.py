@@ -14,7 +14,6 @@ import torch
 from phalanx.comm.alone import Alone
 from phalanx.comm.together import barrier, broadcast_object
 from phalanx.config.schema import ServerConfig
-from phalanx.errors import StrategyError
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import local_roles
@@ -23,26 +22,11 @@ from phalanx.train.served_step import ClockedStep
 from phalanx.train.step import Step, StepResult
 
 
-def check_served(strategy: Strategy) -> None:
-    """Refuse a strategy whose updates depend on who comes first.
-
-    Raises:
-        StrategyError: names the nearest that can be compared.
-    """
-    dp = strategy.dp
-    if strategy.is_served and dp.kind != "ps" and (dp.kind, dp.option) != ("ssp", 0):
-        raise StrategyError(
-            f"strategy '{strategy}': what dp:{dp.kind} computes depends on which worker comes "
-            f"first, so nothing on one process equals it; the nearest is dp{dp.degree}:ps"
-        )
-
-
 class ServedCase:
     """One rank's part of the steps of a case over servers."""
 
     def __init__(self, strategy: Strategy, rank: int, num_steps: int) -> None:
         """Start the servers on rank 0, and connect; every rank calls this together."""
-        check_served(strategy)
         self._open = ExitStack()
         meeting = self._open.enter_context(local_roles()).meeting if rank == 0 else None
         self._rank, meeting = rank, broadcast_object(meeting)
