@@ -176,6 +176,20 @@ def test_siblings_compute_their_prompt_once_and_part_at_its_last_token(num_block
     assert scheduler.pool.num_held == 0
 
 
+def test_forks_that_wait_hold_up_nobody() -> None:
+    scheduler = scheduler_of(num_blocks=6, size=4, slots=1)
+    first, *forks = [request(8, 4) for _ in range(3)]
+    first.siblings = list(forks)
+    scheduler.add(first)
+    scheduler.schedule()
+    assert all(fork.table.blocks for fork in forks)
+    scheduler.finish(first, "abort")
+    scheduler.waiting.appendleft(large := request(20, 4, 100))  # as if it had been preempted
+    run(scheduler, lambda step, served: None)
+    assert [each.finished for each in (large, *forks)] == ["length"] * 3
+    assert scheduler.pool.num_held == 0
+
+
 def test_a_request_that_never_fits_is_refused() -> None:
     scheduler = scheduler_of(num_blocks=3, size=4)
     with pytest.raises(ConfigError, match="10 tokens and 3 more are 13; the cache has room for 12"):

@@ -57,6 +57,7 @@ class Answer(ABC):
     ) -> AsyncGenerator[str]:
         """Yield the events of an answer."""
         begun: set[int] = set()
+        num_left = len(tickets)
         about = envelope(self._id, self.piece_kind, self._model)
         try:
             async for number, piece, finished in updates:
@@ -69,7 +70,10 @@ class Answer(ABC):
                 if piece.score is not None:
                     content["logprobs"] = self.scores([piece.token], [piece.score])
                 begun.add(number)
+                num_left -= finished is not None
                 yield _event({**about, "choices": [content]})
+            if num_left:  # the client has left
+                return
             if has_usage:
                 yield _event({**about, "choices": [], "usage": _usage(tickets)})
             yield "data: [DONE]\n\n"

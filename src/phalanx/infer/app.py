@@ -137,10 +137,12 @@ class Gateway:
         if body.stream:
             pieces = answer.stream(found, tickets, has_usage=body.has_usage)
             return StreamingResponse(pieces, media_type="text/event-stream")
+        num_left = len(tickets)
         async for update in found:
+            num_left -= update.finished is not None
             if update.finished == "error":
                 raise EngineFailed(self.thread.failure or "the model computes NaN")
-        return JSONResponse(answer.whole(tickets))
+        return Response(status_code=499) if num_left else JSONResponse(answer.whole(tickets))
 
     async def _watch(
         self, request: Request, tickets: list[Ticket], updates: asyncio.Queue[Update]

@@ -228,11 +228,12 @@ class Scheduler:
             request.table = self.pool.match(request.tokens)
             request.num_computed = len(request.table.blocks) * self.pool.block_size
         start, stop = request.num_computed, self._stop(request, step)
-        missing = self.pool.blocks_for(stop) - len(request.table.blocks)
-        spare = int(WATERMARK * self.pool.num_blocks) if self.running else 0
-        copies = None
-        if stop > start and missing + spare <= self.pool.num_free:
-            copies = self.pool.reserve(request.table, start, stop)
+        copies = self._reserve_beside_others(request, start, stop)
+        if copies is None and not self.running:  # forks that wait hold what is missing
+            for other in self.waiting:
+                if other is not request:
+                    self._drop(other)
+            copies = self._reserve_beside_others(request, start, stop)
         if copies is None:
             self._drop(request)
             return False
@@ -243,6 +244,16 @@ class Scheduler:
         self._num_admissible -= 1
         self._put(Part(request, start, stop), copies, step)
         return True
+
+    def _reserve_beside_others(
+        self, request: GenerationRequest, start: int, stop: int
+    ) -> list[BlockCopy] | None:
+        """Reserve for a waiting request, if some blocks stay free for those that run."""
+        missing = self.pool.blocks_for(stop) - len(request.table.blocks)
+        spare = int(WATERMARK * self.pool.num_blocks) if self.running else 0
+        if stop == start or missing + spare > self.pool.num_free:
+            return None
+        return self.pool.reserve(request.table, start, stop)
 
     def _stop(self, request: GenerationRequest, step: ScheduledStep) -> int:
         """Return where the tokens of a request end that fit into the step."""
