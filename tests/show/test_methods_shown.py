@@ -10,7 +10,7 @@ from phalanx.comm.algorithms.catalogue import COLLECTIVES, algorithms_of, list_s
 from phalanx.show import main_device, one_step, owner
 from phalanx.show.collective import ShowCollective, show_collective
 from phalanx.show.point_to_point import show_messages
-from phalanx.show.shown import Frame, Grid, Shown, ShowRun, Strip
+from phalanx.show.shown import Frame, Grid, Shown, ShowRun, ShowTopic, Strip
 from phalanx.show.strategies import ON_CUBES, STRATEGIES
 from phalanx.show.tables import printed
 from phalanx.show.topics import RUN
@@ -120,7 +120,7 @@ def test_owners_give_the_gradients_of_autograd() -> None:
 def test_every_topic_can_be_loaded_and_has_a_short_line() -> None:
     for topic in RUN.values():
         settings, _ = topic.load()
-        assert issubclass(settings, ShowRun)
+        assert issubclass(settings, ShowTopic)
         assert len(topic.about) <= 70
 
 

@@ -22,7 +22,7 @@ from phalanx.planner.machine import Chip, Cluster, Device, Level
 from phalanx.show import topics
 
 if TYPE_CHECKING:
-    from phalanx.show.shown import Shown, ShowRun
+    from phalanx.show.shown import Shown, ShowTopic
 
 BESIDE: Final = ("v100", "a100-40", "a100", "h100", "h200", "b200", "mi300x", "tpu-v5p")
 """Devices that stand beside the one that is shown."""
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _show_run(config: ShowRun, show: Callable[[Any], Shown]) -> Any:
+def _show_run(config: ShowTopic, show: Callable[[Any], Shown]) -> Any:
     """Run a topic, print it, and draw it if asked; return it for JSON."""
     from phalanx.show.animation import draw
     from phalanx.show.tables import printed

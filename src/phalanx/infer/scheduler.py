@@ -229,7 +229,7 @@ class Scheduler:
             request.num_computed = len(request.table.blocks) * self.pool.block_size
         start, stop = request.num_computed, self._stop(request, step)
         copies = self._reserve_beside_others(request, start, stop)
-        if copies is None and not self.running:  # forks that wait hold what is missing
+        if copies is None and not self.running:  # forks that wait hold the blocks
             for other in self.waiting:
                 if other is not request:
                     self._drop(other)

@@ -15,15 +15,21 @@ MOST_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowRun:
-    """Run a method on processes of this host, with small tensors, and print it step by step."""
+class ShowTopic:
+    """Run a method and print it step by step."""
 
-    ranks: Annotated[int, Range(1, MOST_RANKS, "[]")] = 4
-    """Ranks, processes of this host."""
     svg: str | None = None
     """Draw it into this file too, as an animated SVG."""
     json: bool = False
     """Make the last line of standard output one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowRun(ShowTopic):
+    """Run a method on processes of this host, with small tensors, and print it step by step."""
+
+    ranks: Annotated[int, Range(1, MOST_RANKS, "[]")] = 4
+    """Ranks, processes of this host."""
 
 
 class MessageSent(NamedTuple):

@@ -91,5 +91,13 @@ RUN: Final[Mapping[str, Topic]] = {
         for kind, about in _SCHEDULES.items()
     },
     **_steps(*STRATEGIES),  # those that are left
+    "rolling-batch": Topic(
+        "requests in slots: static batches, and rolling ones",
+        "generation ShowGeneration show_rolling_batch",
+    ),
+    "paged-attention": Topic(
+        "block tables of two sequences that begin alike, and their waste",
+        "generation ShowGeneration show_paged_attention",
+    ),
 }
 """Name -> topic, in the order of the list."""
