@@ -40,7 +40,10 @@ def draw(shown: Shown, path: Path) -> None:
         OSError: the file cannot be written.
     """
     about = [*shown.about, *([f"in torch: {shown.in_torch}"] if shown.in_torch else [])]
-    parts: list[Part] = [shown.title, *about, *shown.parts]
+    drawn = shown.parts
+    if any(isinstance(part, Lanes) for part in drawn):  # they say what lists and tables do
+        drawn = [part for part in drawn if not isinstance(part, Grid)]
+    parts: list[Part] = [shown.title, *about, *drawn]
     tops, top = list[float](), float(MARGIN)
     for part in parts:
         tops.append(top)
@@ -146,6 +149,7 @@ def _draw_strip(drawing: SvgDrawing, strip: Strip, top: float) -> None:
             drawing.texts([(MARGIN, top + 12 + ROW, frame.title)])
             _draw_arrows(drawing, frame, place, top + 3 * ROW)
             _draw_ranks(drawing, strip.heads, frame, before, place, top + 3 * ROW)
+            _draw_labels(drawing, frame, place, top + 3 * ROW)
         before = frame
 
 
@@ -174,14 +178,18 @@ def _draw_ranks(
 
 
 def _draw_arrows(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) -> None:
-    ends = dict.fromkeys((sent.source, sent.target) for sent in frame.sent)
-    for source, target in ends:
-        alike = [s for s in frame.sent if (s.source, s.target) == (source, target)]
-        what = sent_text(alike).rpartition(" to ")[0]
+    for source, target in dict.fromkeys((sent.source, sent.target) for sent in frame.sent):
         arrow = _arrow(place, source, target, top)
         drawing.arrow(arrow.begin, arrow.end, ARROW)
-        text = f"{what}: {sum(sent.num_bytes for sent in alike)} B"
-        x, y = arrow.label
+
+
+def _draw_labels(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) -> None:
+    """Name the messages of each arrow, above boxes that may be near."""
+    for source, target in dict.fromkeys((sent.source, sent.target) for sent in frame.sent):
+        alike = [s for s in frame.sent if (s.source, s.target) == (source, target)]
+        what = sent_text(alike).rpartition(" to ")[0]
+        text = f"{what}: {sum(sent.num_bytes for sent in alike):,} B"
+        x, y = _arrow(place, source, target, top).label
         width = LETTER * 0.85 * len(text)
         drawing.boxes([(x - width / 2, y - 9, width, 12)], "#ffffff")
         drawing.texts([(x, y, text)], 9, "middle")
