@@ -16,6 +16,7 @@ from phalanx.cli.screen import print_json, say, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError, nearest
+from phalanx.launch.local import prepare_server
 from phalanx.planner import hardware
 from phalanx.planner.chart import draw_devices
 from phalanx.planner.machine import Chip, Cluster, Device, Level
@@ -76,8 +77,10 @@ def run(argv: list[str]) -> int:
             f"{', '.join(known)}"
         )
     is_run = topic in topics.RUN
-    schema, show = topics.RUN[topic].load() if is_run else CATALOGUE[topic]
     words = ["--help"] if words[:1] == ["help"] else words
+    if is_run and not {"-h", "--help"}.intersection(words):
+        prepare_server()  # it loads torch while this process does
+    schema, show = topics.RUN[topic].load() if is_run else CATALOGUE[topic]
     config = read_command_line(words, schema, prog=f"phalanx show {topic}")
     document = (_show_run if is_run else show)(config, *([show] if is_run else []))
     if config.json:
