@@ -53,6 +53,8 @@ class Activations:
     """What passes in a ring while backward is at attention, beyond what it has freed by then."""
     head_at_work: int = 0
     """The most while the head works, `head` included."""
+    tied: int = 0
+    """Of `block_at_work`, the head's gradient of a tied embedding, which waits for the other."""
     block_at_work: int = 0
     """The most in the backward of a block, beyond what blocks keep; `recomputed` and `gradient`
     included."""
@@ -134,6 +136,7 @@ def _of_blocks(case: Case, recompute: Recompute) -> Activations:
         gradient=first.stream,
         passing=_passing(case),
         head_at_work=max(first.head, at_work.head),
+        tied=_tied_bytes(case),
         block_at_work=block_at_work,
     )
 
@@ -148,6 +151,12 @@ def _count_blocks(case: Case) -> list[Counted]:
 
 def _of_window(case: Case, window: int | None) -> Case:
     return dataclasses.replace(case, shape=kind_of(case.shape, window, case.seq_len))
+
+
+def _tied_bytes(case: Case) -> int:
+    wide = max(4, getattr(torch, case.precision).itemsize)
+    shape = case.shape
+    return shape.vocab_size * shape.hidden * wide // case.strategy.tp.degree if shape.tied else 0
 
 
 def _passing(case: Case) -> int:
@@ -184,14 +193,36 @@ def held_by(
     if cut is None or schedule is None:
         return of.most
     kept = [_kept(links, num_layers, of) for links in cut]
+    heads = [*[0] * (len(cut) - 1), of.head]
+    at_work = [
+        held - head + max(of.head_at_work, of.block_at_work + of.passing)
+        if head
+        else held + of.block_at_work - of.tied + of.passing
+        for held, head in zip(kept, heads, strict=True)
+    ]
+    return in_flight(kept, at_work, schedule, pp_rank)
+
+
+def in_flight(
+    kept: Sequence[int], at_work: Sequence[int], schedule: Schedule | None, pp_rank: int
+) -> int:
+    """Return the most bytes that the microbatches of a rank hold.
+
+    Args:
+        kept: by each stage of one microbatch, until its backward is over.
+        at_work: the same at the most, while backward works.
+        schedule: of a step; None where there is one stage.
+        pp_rank: coordinate of the rank on pp.
+    """
+    if schedule is None:
+        return at_work[0]
     held = peak = 0
     for op, stage, _ in schedule.orders[pp_rank]:
-        head = of.head if stage == len(cut) - 1 else 0
         if op == "F":
             held += kept[stage]
-            peak = max(peak, held - head + (of.head_at_work if head else 0))
+            peak = max(peak, held)
         elif op != "W":
-            peak = max(peak, held - head + of.block_at_work + of.passing)
+            peak = max(peak, held - kept[stage] + at_work[stage])
         if op in ("B", "W"):
             held -= kept[stage]
     return peak

@@ -190,34 +190,20 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        packet = func.overloadpacket
         out = func(*args, **kwargs)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        name = str(packet).split(".", 1)[-1]
-        known = {storage_id(x) for x in inputs}
-        is_view = not func._schema.is_mutable and all(storage_id(x) in known for x in outputs)
-        if name in _FREE or is_view or not any(x.ndim for x in outputs):
+        found = operation_of(func, args, kwargs, out)
+        if found is None:
             return out
-        num_bytes, product = sum(map(_nbytes, (*inputs, *outputs))), (0, 0, 0)
-        flops = scores = 0
-        if "embedding" in name or "index_add" in name:  # reads and writes the rows alone
-            num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            if "attention" in name:
-                flops = int(flops * self._seen)
-                scores = self._num_scores
-            else:
-                inner = inputs[0].shape[-1]
-                rows = max(x.shape[:-1].numel() for x in (inputs[0], outputs[0]))
-                product = rows, flops // (2 * rows * inner), inner
+        if "attention" in found.name:
+            flops = int(found.flops * self._seen)
+            found = found._replace(flops=flops, scores=self._num_scores)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         is_of_weights = all(storage_id(x) in self._of_weights for x in inputs if x.ndim)
-        rows, _, inner = product
+        rows, _, inner = found.product
         if is_of_weights or (inner == self._num_tokens and rows != inner):  # a weight's gradient
             self.know(outputs)
         of_weights = is_of_weights and bool(inputs)
-        self.parts[self.part].append(Operation(name, flops, num_bytes, product, scores, of_weights))
+        self.parts[self.part].append(found._replace(is_of_weights=of_weights))
         return out
 
 
@@ -231,6 +217,36 @@ def _seen(seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *arg
             return Block.forward(block, x, *args)
     finally:
         seen.enter("backward")
+
+
+def operation_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Operation | None:
+    """Return what an operator does that has run; None if it has no kernel worth counting."""
+    packet = func.overloadpacket
+    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+    name = str(packet).split(".", 1)[-1]
+    known = {storage_id(x) for x in inputs}
+    is_view = not func._schema.is_mutable and all(storage_id(x) in known for x in outputs)
+    if name in _FREE or is_view or not any(x.ndim for x in outputs):
+        return None
+    num_bytes, product = sum(map(_nbytes, (*inputs, *outputs))), (0, 0, 0)
+    flops = scores = 0
+    if "embedding" in name or "index_add" in name:  # reads and writes the rows alone
+        num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
+    elif packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        if "attention" in name:
+            scores = inputs[0].shape[:-1].numel() * inputs[1].shape[-2]
+        elif flops:
+            inner = inputs[0].shape[-1]
+            rows = max(x.shape[:-1].numel() for x in (inputs[0], outputs[0]))
+            product = rows, max(1, flops // (2 * rows * inner)), inner
+    return Operation(name, flops, num_bytes, product, scores)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _nbytes(x: Tensor) -> int:

@@ -72,7 +72,11 @@ class Spans(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.ndim and storage_id(x) not in given:
                 self._add(x.untyped_storage())
+        self.see(func, args, kwargs, out)
         return out
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Be shown an operator that has run."""
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = cast(Any, storage)._cdata

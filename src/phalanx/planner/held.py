@@ -15,6 +15,7 @@ All but the last are the plan's own (`Plan.holds`) and the account's (account/ac
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -23,10 +24,12 @@ import torch
 from phalanx.account.activations import Activations, activations, held_by
 from phalanx.measure.memory import Kind
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.reduce import BUCKET_BYTES
 from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import DEFAULT, Software
+from phalanx.strategy import Strategy
 
 _LIBRARIES_BYTES: Final = 1 << 30
 """CUDA's context, kernels and workspaces of matrix products."""
@@ -40,7 +43,12 @@ _UNUSABLE: Final = 0.04
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank of one stage holds at its peak, by cause; see above."""
+    """Bytes that a rank of one stage holds at its peak, by cause; see above.
+
+    Attributes:
+        early: bytes of the gradients that are there when activations are the most; all where
+            microbatches are accumulated, none or a first bucket where not.
+    """
 
     stage: int
     weights: int
@@ -51,16 +59,21 @@ class Memory:
     activations: int
     logits: int
     margin: int
+    early: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return sum(self.causes().values())
+        """What it holds at one time: gradients come as activations go."""
+        passing = self.casts + self.activations + self.logits
+        all_of_it = sum(self.causes().values())
+        return all_of_it - min(self.gradients - self.early, passing)
 
     def causes(self) -> dict[str, int]:
         """Return bytes by cause, in the order in which they are printed."""
         return {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "stage"
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("stage", "early")
         }
 
     def kinds(self) -> dict[Kind, int]:
@@ -75,8 +88,9 @@ class Memory:
         }
 
 
+@functools.singledispatch
 def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -> list[Memory]:
-    """Return what the ranks of each coordinate on pp hold.
+    """Return what the ranks of each coordinate on pp hold; of a module by any_module.py.
 
     Raises:
         StrategyError: the strategy does not split the model.
@@ -97,17 +111,22 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
         )
         logits = without_casts - without_logits
         of_head = min(logits, _head_cast_bytes(planned))
+        casts_in_backward = of_one.block_at_work - uncast.block_at_work
         causes = {
             "weights": held.parameter_bytes,
             "gathered": held.gathered_bytes,
-            "gradients": held.gradient_bytes + held.unreduced_bytes,
+            "gradients": _gradient_bytes(planned, held),
             "optimizer": held.optimizer_bytes,
-            "casts": most - without_casts + of_head,
+            "casts": max(most - without_casts + of_head, casts_in_backward),
             "activations": without_logits,
             "logits": logits - of_head,
         }
-        margin = _margin(planned, sum(causes.values())) if where == "cuda" else 0
-        found.append(Memory(stage=pp_rank, margin=margin, **causes))
+        beside = margin(strategy, sum(causes.values())) if where == "cuda" else 0
+        early = causes["gradients"]
+        if planned.accumulation == 1:
+            has_buckets = strategy.fsdp.degree == 1 < strategy.dp.degree * strategy.sample_shards
+            early = min(early, BUCKET_BYTES if has_buckets else 0)
+        found.append(Memory(stage=pp_rank, margin=beside, early=early, **causes))
     return found
 
 
@@ -129,6 +148,21 @@ def _activations(
         head = of.head + tokens * vocabulary * software.logit_bytes
     blocks, recomputed = int(of.blocks * scale), int(of.recomputed * scale)
     return dataclasses.replace(of, blocks=blocks, recomputed=recomputed, head_at_work=head)
+
+
+def _gradient_bytes(planned: PlannedStep, held: StateBytes) -> int:
+    """Return the bytes of gradients at the most.
+
+    Of one microbatch the gradient of a tied embedding is none until the last block's are reduced:
+    what the head has made of it counts as an activation (`Activations.tied`).
+    """
+    num_bytes = held.gradient_bytes + held.unreduced_bytes
+    strategy, shape = planned.strategy, planned.shape
+    if not shape.tied or planned.accumulation > 1 or strategy.fsdp.degree == 1:
+        return num_bytes
+    tied = shape.vocab_size * shape.hidden * 4 // strategy.tp.degree
+    at_end = held.gradient_bytes + tied - tied // strategy.num_shards
+    return min(num_bytes, max(num_bytes - tied, at_end))
 
 
 def _head_cast_bytes(planned: PlannedStep) -> int:
@@ -161,11 +195,12 @@ def heaviest(stages: list[Memory]) -> Memory:
     return max(stages, key=lambda each: each.total)
 
 
-def of_libraries(planned: PlannedStep) -> int:
+def of_libraries(strategy: Strategy) -> int:
     """Return the bytes that libraries take beside the allocator of PyTorch."""
-    axes = sum(degree > 1 for degree in planned.strategy.mesh_axes().values())
+    axes = sum(degree > 1 for degree in strategy.mesh_axes().values())
     return _LIBRARIES_BYTES + axes * _BUFFERS_BYTES
 
 
-def _margin(planned: PlannedStep, num_bytes: int) -> int:
-    return of_libraries(planned) + int(_UNUSABLE * num_bytes)
+def margin(strategy: Strategy, num_bytes: int) -> int:
+    """Return what a GPU must have beside the bytes that a rank holds."""
+    return of_libraries(strategy) + int(_UNUSABLE * num_bytes)

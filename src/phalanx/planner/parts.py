@@ -8,11 +8,12 @@ from collections import Counter
 from typing import Final, NamedTuple
 
 from phalanx.account.count import Case, kind_of
-from phalanx.account.work import work_of
+from phalanx.account.work import Operation, Work, work_of
 from phalanx.planner import roofline
 from phalanx.planner.machine import Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import Software
+from phalanx.strategy import Strategy
 
 
 class Spent(NamedTuple):
@@ -77,11 +78,19 @@ def part_seconds(
 @functools.lru_cache(maxsize=1 << 14)
 def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     work = work_of(case)
+    if device.core is not None:
+        work = Work(*(tuple(_in_blocks(each, case.strategy) for each in part) for part in work))
     attention = [each for part in work for each in part if each.scores]
     return PartSeconds(
         *(Spent(*roofline.seconds(part, device, software, case.precision)) for part in work),
         attention=roofline.seconds(attention, device, software, case.precision)[0],
     )
+
+
+def _in_blocks(of: Operation, strategy: Strategy) -> Operation:
+    """Return attention as a processor runs it in a ring: two chunks of each rank, one by one."""
+    ranks = max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
+    return of._replace(flops=of.flops * 2 * ranks) if of.scores and ranks > 1 else of
 
 
 def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spent:

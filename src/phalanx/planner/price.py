@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from phalanx.account.flops import step_flops
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
+from phalanx.parallel.plan import Plan
 from phalanx.planner import network, roofline, stages
 from phalanx.planner.machine import Cluster
 from phalanx.planner.parts import NOTHING, Spent, part_seconds
@@ -85,16 +86,26 @@ class Price:
         return self.full_flops / self.peak_flops / self.step_s
 
 
+@functools.singledispatch
 def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
-    """Price a step.
+    """Price a step; of a module by any_module.py.
 
     Raises:
         StrategyError: the strategy does not split the model.
         ConfigError: the cluster has fewer devices.
     """
-    strategy, shape = planned.strategy, planned.shape
-    job = cluster.of(strategy.num_ranks)
-    costs = _Costs(planned, job, software)
+    job = cluster.of(planned.strategy.num_ranks)
+    causal, full = (
+        step_flops(planned.shape, planned.seq_len, planned.num_sequences, kind).model
+        for kind in ("causal", "full")
+    )
+    return priced(Costs(planned, job, software, plan_of(planned)), causal, full)
+
+
+def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
+    """Return the price of a step by the costs of its parts, and its FLOPs of two conventions."""
+    planned, job, software = costs.planned, costs.job, costs.software
+    strategy = planned.strategy
     of_stages = costs.of_stages()
     times = tuple(of.times for of in of_stages)
     busy = [of_stages[stage] for stage in stages.busiest(times, costs.schedule)]
@@ -110,10 +121,6 @@ def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
     exposed_s = max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s)
     if job.device.core is not None:  # the cores that send are those that compute
         exposed_s = sent_s
-    flops = {
-        kind: step_flops(shape, planned.seq_len, planned.num_sequences, kind).model
-        for kind in ("causal", "full")
-    }
     # Ranks that share a core take turns: who waits for another stage leaves its turn to others.
     share = min(1.0, job.device.cores)
     alone_s = compute_s - tensor_s - ring_s
@@ -126,14 +133,14 @@ def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
         sent_s=sent_s,
         exposed_s=exposed_s,
         optimizer_s=costs.optimizer_s() / share,
-        model_flops=flops["causal"],
-        full_flops=flops["full"],
+        model_flops=model_flops,
+        full_flops=full_flops,
         peak_flops=job.totals.flops,
     )
 
 
 @dataclass(frozen=True)
-class _OfStage:
+class OfStage:
     """Seconds of a stage for one microbatch, and the part of them that tp and a ring send."""
 
     times: StageTimes
@@ -150,20 +157,21 @@ class _AroundBlock(NamedTuple):
     ring_s: float
 
 
-class _Costs:
+class Costs:
     """The times of the parts of one planned."""
 
-    def __init__(self, planned: PlannedStep, job: Cluster, software: Software) -> None:
-        self._planned, self._job, self._software = planned, job, software
-        self.plan = plan_of(planned)
+    def __init__(
+        self, planned: PlannedStep, job: Cluster, software: Software, plan: Plan[Any]
+    ) -> None:
+        self.planned, self.job, self.software, self.plan = planned, job, software, plan
         self.schedule: Schedule | None = self.plan.schedule(planned.accumulation)
 
-    def of_stages(self) -> list[_OfStage]:
+    def of_stages(self) -> list[OfStage]:
         """Return the times of each stage of the pipeline, or of the one there is."""
-        shape, last = self._planned.shape, self._planned.shape.num_layers + 1
+        shape, last = self.planned.shape, self.planned.shape.num_layers + 1
         windows = {shape.window_of(number) for number in range(shape.num_layers)}
         parts = {
-            each: part_seconds(self._planned, self._job.device, self._software, each)
+            each: part_seconds(self.planned, self.job.device, self.software, each)
             for each in windows
         }
         around = self._around_block(min(of.attention for of in parts.values()))
@@ -172,7 +180,7 @@ class _Costs:
             for window, of in parts.items()
         }
         any_part = next(iter(parts.values()))
-        found: list[_OfStage] = []
+        found: list[OfStage] = []
         for links in self.plan.cut or [range(last + 1)]:
             windows_of = [shape.window_of(link - 1) for link in links if 0 < link < last]
             forward = sum(blocks[window][0] for window in windows_of)
@@ -181,7 +189,7 @@ class _Costs:
             forward += any_part.head.alone if last in links else 0.0  # it makes its gradients too
             times = StageTimes(forward, backward, self._message_s)
             num = len(windows_of)
-            found.append(_OfStage(times, num * around.tensor_s, num * around.ring_s))
+            found.append(OfStage(times, num * around.tensor_s, num * around.ring_s))
         return found
 
     def _around_block(self, attention_s: float) -> _AroundBlock:
@@ -197,23 +205,23 @@ class _Costs:
                 tensor[entry.phase] = Spent(device, host)
             elif _is_of_ring(entry):
                 ring_s += self._entry_s(entry) / num_blocks
-        # What a ring sends travels while attention computes.
-        ring_s = max(0.0, ring_s - attention_s)
+        # What a ring sends travels while attention computes; a processor does both.
+        ring_s = max(0.0, ring_s - (attention_s if self.job.device.core is None else 0.0))
         forward, backward = (Spent(of.device + ring_s / 2, of.host) for of in tensor.values())
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
     @functools.cached_property
     def _host_call_s(self) -> float:
         """What a collective of tp takes of the processor."""
-        software, strategy = self._software, self._planned.strategy
-        is_between = strategy.pp.degree > 1 and network.num_units(self._job) > 1
+        software, strategy = self.software, self.planned.strategy
+        is_between = strategy.pp.degree > 1 and network.num_units(self.job) > 1
         entered_s = software.entry_s * strategy.tp.degree if is_between else 0.0
         return _CALL_LAUNCHES * software.launch_s + entered_s
 
     @functools.cached_property
     def _blocks_of_first(self) -> int:
         """Blocks on the first rank of the pipeline, whose traffic the plan states."""
-        last = self._planned.shape.num_layers + 1
+        last = self.planned.shape.num_layers + 1
         if self.plan.cut is None or self.schedule is None:
             return last - 1
         stages = self.schedule.stages_of(0)
@@ -222,7 +230,7 @@ class _Costs:
     @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
         """The traffic of a step of one microbatch, and of a step of two."""
-        size = (self._planned.microbatch, self._planned.seq_len)
+        size = (self.planned.microbatch, self.planned.seq_len)
         return self.plan.traffic([size]), self.plan.traffic([size] * 2)
 
     @functools.cached_property
@@ -233,38 +241,38 @@ class _Costs:
         return [_less(each, before.get((each.phase, each.axis, each.op))) for each in two]
 
     def _entry_s(self, entry: Entry) -> float:
-        strategy = self._planned.strategy
+        strategy = self.planned.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
         of = entry.op, group, entry.sent_bytes, entry.calls
-        return network.seconds(*of, self._job, self._software)
+        return network.seconds(*of, self.job, self.software)
 
     @functools.cached_property
     def _message_s(self) -> float:
         """The time of one message between stages."""
-        strategy = self._planned.strategy
+        strategy = self.planned.strategy
         sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:
             return 0.0
         each_bytes = sum(e.sent_bytes for e in sent) / sum(e.calls for e in sent)
-        if self._software.sends_parts and strategy.tp.kind == "megatron":
+        if self.software.sends_parts and strategy.tp.kind == "megatron":
             each_bytes /= strategy.tp.degree
         axes = strategy.mesh_axes()
         group = network.group_of(axes, ("pp",))
-        late_s = network.reach(group, self._job, self._software).late_s
-        return late_s + network.seconds("send", group, each_bytes, 1, self._job, self._software)
+        late_s = network.reach(group, self.job, self.software).late_s
+        return late_s + network.seconds("send", group, each_bytes, 1, self.job, self.software)
 
     def sent_s(self) -> float:
         """Return the time in which the step sends gradients and weights, over dp and fsdp."""
         per = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_data(e))
         once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
-        return max(0.0, once - per) + per * self._planned.accumulation
+        return max(0.0, once - per) + per * self.planned.accumulation
 
     def optimizer_s(self) -> float:
         """Return the time of the step of AdamW, which memory bounds."""
-        held = self.plan.holds(self._planned.accumulation)
+        held = self.plan.holds(self.planned.accumulation)
         words = _ADAM_BYTES * held.parameter_bytes
-        device = self._job.device
+        device = self.job.device
         if device.core is not None:
             return words * min(1.0, device.cores) / device.bandwidth
         return words / (device.bandwidth * roofline.MEMORY)
@@ -299,5 +307,6 @@ def timeline(planned: PlannedStep, cluster: Cluster, software: Software) -> Time
     strategy = planned.strategy
     if strategy.pp.degree == 1:
         return None
-    of_stages = _Costs(planned, cluster.of(strategy.num_ranks), software).of_stages()
+    job = cluster.of(strategy.num_ranks)
+    of_stages = Costs(planned, job, software, plan_of(planned)).of_stages()
     return stages.timeline(strategy, planned.accumulation, tuple(of.times for of in of_stages))

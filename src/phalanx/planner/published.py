@@ -116,7 +116,7 @@ def held(run: PublishedRun) -> tuple[int, bool]:
     most = heaviest(stages)
     fits = most.total <= run.cluster.device.usable_bytes
     if run.software.name in _OF_THE_FIRST_STAGE:
-        return stages[0].total - of_libraries(run.planned), fits
+        return stages[0].total - of_libraries(run.planned.strategy), fits
     return most.total, fits
 
 

@@ -270,7 +270,7 @@ def _strategies(
     pp = base.pp.degree
     kinds = _PIPELINES if pp > 1 else ((Strategy.pp.kind, None),)
     for (kind, chunks), (dp, fsdp), policy in itertools.product(
-        kinds, _of_data(question, replicas, base.num_ranks // pp), RECOMPUTE
+        kinds, of_data(question, replicas, base.num_ranks // pp), RECOMPUTE
     ):
         if chunks is not None and (pp * chunks > question.shape.num_layers or accumulation % pp):
             continue
@@ -279,7 +279,7 @@ def _strategies(
         yield question.step(strategy, microbatch, accumulation)
 
 
-def _of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Axis, Axis]]:
+def of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Axis, Axis]]:
     """Yield dp and fsdp: one of them, or fsdp within a unit of the cluster and dp between."""
     dp, fsdp = Strategy.dp, Strategy.fsdp
     if replicas == 1:

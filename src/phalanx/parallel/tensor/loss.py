@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.models.kernels import chunked_type
 from phalanx.models.loss import IGNORE
 from phalanx.parallel.composite import once_differentiable
 from phalanx.parallel.tensor.layout import Layout
@@ -74,7 +75,7 @@ class _SplitLoss(Function):
         check_range(labels_N.where(is_valid_N, 0), num_ids, "a label")
         is_mine_N = is_valid_N & (labels_N >= ids.start) & (labels_N < ids.stop)
         target_N1 = (labels_N - ids.start).where(is_mine_N, 0)[:, None]
-        step = max(1, _BLOCK_ELEMENTS.get(logits_NV.device.type, 1 << 23) // max(1, len(ids)))
+        step = max(1, _BLOCK_ELEMENTS.get(chunked_type(logits_NV), 1 << 23) // max(1, len(ids)))
         blocks = [slice(n, n + step) for n in range(0, len(logits_NV) if ids else 0, step)]
         sums_2N = logits_NV.new_zeros((2, len(logits_NV)), dtype=wide)
         for rows in blocks:

@@ -1,0 +1,158 @@
+"""What a module of any kind runs and keeps, link by link, counted on the meta device.
+
+A copy of the module runs one microbatch forward and backward without computing. What runs belongs
+to the link of the chain (parallel/pipeline/links.py) whose modules run; a module that is no chain
+is one link. Backward is at a link once the gradient of its result is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from phalanx.account.count import storage_id
+from phalanx.account.work import Operation, operation_of
+from phalanx.account.working import Spans
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.pipeline.links import Links, links_of
+from phalanx.parallel.skeleton import copied_on_meta
+
+LossSum = Callable[[nn.Module, Any], Tensor]
+"""Runs a module on a microbatch, and returns the sum of the losses."""
+
+
+@dataclass(frozen=True)
+class CountedLink:
+    """What one link does with a microbatch.
+
+    Attributes:
+        modules: names of its modules.
+        forward, backward: the operations; backward's without recomputation.
+        kept: bytes kept for backward, its result among them.
+        output: bytes of its result.
+        at_work: the most bytes in its backward, beyond what all links keep that come before it.
+        is_block: recomputation can run it again.
+    """
+
+    modules: tuple[str, ...]
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    kept: int
+    output: int
+    at_work: int
+    is_block: bool
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of forward and backward."""
+        return sum(each.flops for each in (*self.forward, *self.backward))
+
+
+def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -> list[CountedLink]:
+    """Count a microbatch, whose tensors may be on any device; the model is not changed.
+
+    Args:
+        model: the whole.
+        objective: has `loss_sum(model, microbatch, step)`.
+        microbatch: the rows.
+        name: of the job, for a message.
+
+    Raises:
+        ConfigError: the module does not run on the meta device; says why.
+    """
+    try:
+        links: Links = links_of(model)
+    except StrategyError:  # it is no chain
+        links = [[""]]
+    try:
+        shapes, of_shapes = copied_on_meta((model, objective))
+        run = _Run(shapes, links)
+        with run:
+            loss = of_shapes.loss_sum(shapes, microbatch, 0)
+            run.begin_backward()
+            loss.backward()
+    except Exception as error:
+        words = str(error).strip().splitlines() or [""]
+        raise ConfigError(
+            f"{name} cannot be counted on the meta device, where tensors have shapes and no "
+            f"numbers: {type(error).__name__}: {words[0][:200]}"
+        ) from error
+    gradients = [p.grad for p in shapes.parameters() if p.grad is not None]
+    blocks = {path for path, _ in blocks_of(model)}
+    return run.counted(gradients, blocks)
+
+
+class _Run(Spans):
+    """Notes operations and storages by the link that they belong to."""
+
+    def __init__(self, model: nn.Module, links: Sequence[Sequence[str]]) -> None:
+        super().__init__()
+        self._links = links
+        self._part, self._is_backward = 0, False
+        self._forward: list[list[Operation]] = [[] for _ in links]
+        self._backward: list[list[Operation]] = [[] for _ in links]
+        self._begins = [0] * len(links)
+        self._output = [0] * len(links)
+        self._backs: list[tuple[int, int]] = []
+        for number, names in enumerate(links):
+            for each in names:
+                module = model.get_submodule(each)
+                module.register_forward_pre_hook(functools.partial(self._enter, number))
+                module.register_forward_hook(functools.partial(self._leave, number))
+
+    def _enter(self, number: int, *_: Any) -> None:
+        if number > self._part:
+            for between in range(self._part + 1, number + 1):
+                self._begins[between] = len(self.events)
+            self._part = number
+
+    def _leave(self, number: int, _module: Any, _args: Any, out: Any) -> None:
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        sizes = {storage_id(x): x.untyped_storage().nbytes() for x in results}
+        self._output[number] = sum(sizes.values())
+        for x in results:
+            if x.requires_grad and number < len(self._links) - 1:
+                x.register_hook(functools.partial(self._back, number))
+
+    def begin_backward(self) -> None:
+        """Note that forward is over; the loss belongs to the last link."""
+        self._is_backward, self._part = True, len(self._links) - 1
+        self.mark("backward")
+        self._backs.append((len(self.events), self._part))
+
+    def _back(self, number: int, _gradient: Tensor) -> None:
+        if number < self._part:
+            self._part = number
+            self._backs.append((len(self.events), number))
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Note an operator."""
+        if (found := operation_of(func, args, kwargs, out)) is not None:
+            (self._backward if self._is_backward else self._forward)[self._part].append(found)
+
+    def counted(self, gradients: list[Tensor], blocks: set[str]) -> list[CountedLink]:
+        """Return what was noted of each link; gradients of parameters are not kept for backward."""
+        levels = self.levels(gradients)
+        begins = [*self._begins, self.marks["backward"]]
+        ends = [at for at, _ in self._backs[1:]] + [len(levels) - 1]
+        most = dict.fromkeys(range(len(self._links)), 0)
+        for (begin, number), end in zip(self._backs, ends, strict=True):
+            most[number] = max(levels[begin : end + 1]) - levels[begins[number]]
+        return [
+            CountedLink(
+                modules=tuple(names),
+                forward=tuple(self._forward[number]),
+                backward=tuple(self._backward[number]),
+                kept=levels[begins[number + 1]] - levels[begins[number]],
+                output=self._output[number],
+                at_work=max(most[number], levels[begins[number + 1]] - levels[begins[number]]),
+                is_block=set(names) <= blocks,
+            )
+            for number, names in enumerate(self._links)
+        ]

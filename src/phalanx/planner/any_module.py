@@ -1,0 +1,269 @@
+"""The price of a module that is no decoder: its links as they were counted, under dp, fsdp and pp.
+
+What a rank holds and sends for these axes is the plan's own, as of a decoder; what its links run
+and keep is counted by running the module on the meta device (account/module.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from phalanx.account.activations import in_flight
+from phalanx.account.module import CountedLink, count_module
+from phalanx.errors import ConfigError, StrategyError
+from phalanx.parallel.pipeline.cut import cut_chain, num_stages
+from phalanx.parallel.plan import Plan
+from phalanx.planner import network, roofline
+from phalanx.planner.held import Memory, margin, memory
+from phalanx.planner.machine import Cluster, Device
+from phalanx.planner.price import Costs, OfStage, Price, price, priced
+from phalanx.planner.search import (
+    Candidate,
+    Found,
+    Inequality,
+    Question,
+    fits,
+    of_data,
+)
+from phalanx.planner.software import DEFAULT, Software
+from phalanx.planner.stages import StageTimes
+from phalanx.strategy import Axis, Recompute, Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class AnyModule:
+    """A module with what it is trained on; equal to itself alone.
+
+    Attributes:
+        name: of the job, for messages.
+        model: the whole, on any device; it is not changed.
+        objective: see `Trainer`.
+        rows: returns a microbatch of a number of rows.
+        optimizer: makes the optimizer from parameters.
+        options: what `Plan` takes beside model and strategy.
+    """
+
+    name: str
+    model: nn.Module
+    objective: Any
+    rows: Callable[[int], Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """Parameters, trained or not, each once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @functools.cached_property
+    def precision(self) -> str:
+        """Data type of its first parameter."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    @functools.cached_property
+    def moments(self) -> float:
+        """Bytes of the optimizer's state for a byte of the parameters; as AdamW if unknown."""
+        parameter = nn.Parameter(torch.zeros(64, 64))
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer = self.optimizer([parameter])
+            optimizer.step()
+        except Exception:  # it asks more of parameters than one has
+            return 2.0
+        states = itertools.chain.from_iterable(s.values() for s in optimizer.state.values())
+        held = sum(x.nbytes for x in states if isinstance(x, torch.Tensor) and x.ndim)
+        return held / parameter.nbytes
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - one for each job
+    def links(self, num_rows: int) -> tuple[CountedLink, ...]:
+        """Return its links as counted for a microbatch.
+
+        Raises:
+            ConfigError: it does not run on the meta device.
+        """
+        return tuple(count_module(self.model, self.objective, self.rows(num_rows), self.name))
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - one for each job
+    def plan(self, strategy: Strategy, num_rows: int) -> Plan[Any]:
+        """Return the plan of a strategy, cut by FLOPs.
+
+        Raises:
+            StrategyError: the strategy does not split the module.
+        """
+        if strategy.pp.degree > 1 and not strategy.cut:
+            links = self.links(num_rows)
+            costs = [float(link.flops) for link in links]
+            cut = cut_chain(strategy, costs, ", ".join(" + ".join(e.modules) for e in links))
+            strategy = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
+        return Plan(strategy, self.model, **self.options)
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """A step of a module, as `PlannedStep` of a decoder; its sequences are rows of a batch."""
+
+    module: AnyModule
+    strategy: Strategy
+    microbatch: int
+    accumulation: int
+    seq_len: int = 1
+
+    @property
+    def precision(self) -> str:
+        """Data type of the arithmetic."""
+        return self.module.precision
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows of a step of the whole job."""
+        replicas = self.strategy.dp.degree * self.strategy.fsdp.degree
+        return self.microbatch * self.accumulation * replicas
+
+    @property
+    def plan(self) -> Plan[Any]:
+        """The plan that `train` makes."""
+        return self.module.plan(self.strategy, self.microbatch)
+
+    @property
+    def links(self) -> tuple[CountedLink, ...]:
+        """What the links do with a microbatch."""
+        return self.module.links(self.microbatch)
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether blocks are run again; what backward keeps of segments is not counted.
+
+        Raises:
+            StrategyError: recomputation of another kind.
+        """
+        kind = self.strategy.recompute.kind
+        if kind not in ("none", "full"):
+            raise StrategyError(
+                f"recompute:{kind} of a module is not counted; the nearest is recompute:full"
+            )
+        return kind == "full"
+
+
+class _ModuleCosts(Costs):
+    """The times of a module's stages, and what it sends."""
+
+    def __init__(self, planned: PlannedModule, job: Cluster, software: Software) -> None:
+        super().__init__(cast(Any, planned), job, software, planned.plan)
+        self._module = planned
+
+    @override
+    def of_stages(self) -> list[OfStage]:
+        planned, links = self._module, self._module.links
+        device, software, precision = self.job.device, self.software, planned.precision
+
+        def alone(operations: Sequence[Any]) -> float:
+            return max(roofline.seconds(operations, device, software, precision))
+
+        forward = [alone(link.forward) for link in links]
+        again = [planned.recomputed and link.is_block for link in links]
+        backward = [
+            alone(link.backward) + (forward[at] if again[at] else 0.0)
+            for at, link in enumerate(links)
+        ]
+        found: list[OfStage] = []
+        for stage in self.plan.cut or [range(len(links))]:
+            sent = links[stage[-1]].output if self.plan.cut else 0
+            group = network.group_of(planned.strategy.mesh_axes(), ("pp",))
+            message_s = network.seconds("send", group, sent, 1, self.job, software)
+            forward_s, backward_s = (sum(of[at] for at in stage) for of in (forward, backward))
+            found.append(OfStage(StageTimes(forward_s, backward_s, message_s), 0.0, 0.0))
+        return found
+
+
+@price.register
+def _(planned: PlannedModule, cluster: Cluster, software: Software) -> Price:
+    job = cluster.of(planned.strategy.num_ranks)
+    replicas = planned.num_sequences / planned.microbatch
+    flops = replicas * sum(link.flops for link in planned.links)
+    return priced(_ModuleCosts(planned, job, software), flops, flops)
+
+
+@memory.register
+def _(planned: PlannedModule, device: Device, software: Software = DEFAULT) -> list[Memory]:
+    plan, links, again = planned.plan, planned.links, planned.recomputed
+    schedule = plan.schedule(planned.accumulation)
+    kept = [link.output if again and link.is_block else link.kept for link in links]
+    at_work = [link.at_work for link in links]
+    cut = plan.cut or [range(len(links))]
+    most = [max(sum(kept[stage.start : at]) + at_work[at] for at in stage) for stage in cut]
+    of_stage = [sum(kept[at] for at in stage) for stage in cut]
+    found: list[Memory] = []
+    for pp_rank in range(planned.strategy.pp.degree):
+        held = plan.of(pp_rank).holds(planned.accumulation)
+        causes = {
+            "weights": held.parameter_bytes,
+            "gathered": held.gathered_bytes,
+            "gradients": held.gradient_bytes + held.unreduced_bytes,
+            "optimizer": int(planned.module.moments * held.parameter_bytes),
+            "casts": 0,
+            "activations": in_flight(of_stage, most, schedule, pp_rank),
+            "logits": 0,
+        }
+        beside = margin(planned.strategy, sum(causes.values())) if device.kind != "cpu" else 0
+        found.append(Memory(stage=pp_rank, margin=beside, **causes))
+    return found
+
+
+def search_module(question: Question, module: AnyModule, accumulation: int) -> Found:
+    """Return the fastest strategies of a module that fit, and those that were rejected.
+
+    The batch is `question.num_sequences` rows, in microbatches as the job cuts them.
+
+    Raises:
+        ConfigError: no strategy divides the batch, or the module cannot be counted.
+    """
+    found: list[Candidate] = []
+    rejected: dict[str, Inequality] = {}
+    num_legal = 0
+    for planned in _steps(question, module, accumulation):
+        try:
+            held = fits(question, cast(Any, planned))
+            num_legal += 1
+            if isinstance(held, Inequality):
+                rejected.setdefault(str(planned.strategy), held)
+                continue
+            cost = price(planned, question.cluster, question.software)
+        except StrategyError:  # it does not split this module
+            continue
+        found.append(Candidate(cast(Any, planned), cost, held))
+    if not num_legal:
+        raise ConfigError(
+            f"no strategy splits the batch of {question.num_sequences} rows in {accumulation} "
+            f"microbatches over {question.cluster.num_devices} devices; take a batch that is a "
+            "multiple of both"
+        )
+    found.sort(key=lambda each: each.price.step_s)
+    return Found(tuple(found[:10]), tuple(rejected.values()), num_legal, len(found))
+
+
+def _steps(question: Question, module: AnyModule, accumulation: int) -> Iterator[PlannedModule]:
+    """Yield the steps over all devices of the cluster that divide the batch."""
+    num_devices = question.cluster.num_devices
+    links = module.links(1 if question.num_sequences < num_devices else 2)
+    policies = ["none", *(["full"] if any(link.is_block for link in links) else [])]
+    for pp in range(1, min(num_devices, len(links)) + 1):
+        replicas, rest = divmod(num_devices, pp)
+        microbatch, uneven = divmod(question.num_sequences, replicas * accumulation)
+        if rest or uneven or not microbatch:
+            continue
+        stages = Strategy(pp=Axis(pp, Strategy.pp.kind)) if pp > 1 else Strategy()
+        if pp > 1 and num_stages(stages) > len(links):
+            continue
+        for (dp, fsdp), policy in itertools.product(of_data(question, replicas, pp), policies):
+            recompute = Recompute(cast(Any, policy))
+            strategy = dataclasses.replace(stages, dp=dp, fsdp=fsdp, recompute=recompute)
+            yield PlannedModule(module, strategy, microbatch, accumulation)
