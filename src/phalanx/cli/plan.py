@@ -40,6 +40,8 @@ class PlanConfig:
 
     model: str | None = None
     """A preset, as train --model takes it, such as llama3-8b."""
+    script: str | None = None
+    """A job of your own in the model's place, FILE.py:FUNCTION, with its own batch."""
     cluster: str | None = None
     """A cluster of phalanx show, with a number of devices, such as h100:64."""
     sequence: Annotated[int | None, Range(1)] = None
@@ -75,6 +77,14 @@ def run(argv: list[str]) -> int:
     config = read_command_line(argv, PlanConfig, prog="phalanx plan")
     _check_together(config)
     console = screen()
+    if config.script is not None:
+        from phalanx.cli.plan_script import plan_script  # loads what trains
+
+        document = plan_script(config.script, config.cluster, config.software, config.strategy)
+        show_answer(console, document)
+        if config.json:
+            print_json(document)
+        return 0
     question = question_of(config)
     with Preparation(console) as preparation:
 
@@ -104,6 +114,13 @@ def _check_together(config: PlanConfig) -> None:
     modes = [f"--{n}" for n in ("strategy", "compare", "scale") if getattr(config, n) is not None]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} are different questions; give one of them")
+    of_model = ("model", "sequence", "global_batch", "microbatch", "compare", "scale", "trace")
+    given = [name for name in of_model if getattr(config, name) is not None]
+    if config.script is not None and given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} is for --model; --script has its module, its batch "
+            "and its microbatches"
+        )
     for name, other in (("microbatch", "strategy"), ("svg", "scale")):
         if getattr(config, name) is not None and getattr(config, other) is None:
             raise ConfigError(f"--{name} belongs to --{other}; give both, or neither")

@@ -23,7 +23,8 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
     candidates = document["candidates"]
     _show_question(console, document["question"])
     if candidates:
-        _show_best(console, candidates)
+        is_module = document["question"]["sequence"] is None
+        _show_best(console, candidates, "rows" if is_module else "tokens")
     else:
         _say(console, "no strategy fits", "bold")
     if document["rejected"]:
@@ -56,14 +57,14 @@ def _say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(wrapped(text, console.width), style), soft_wrap=True)
 
 
-def _show_best(console: Console, candidates: Sequence[Figures]) -> None:
+def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> None:
     best = candidates[0]
     _say(
         console,
         f"t_theoretical {explain.time(best.t_theoretical_s)} a step: model FLOPs / peak of all "
         "devices, for every strategy\n",
     )
-    console.print(table(candidates))
+    console.print(table(candidates, unit))
     _say(console, f"\n{best.strategy}: {best.mesh}", "bold")
     causes = (
         f"{name} {explain.time(s)} ({s / best.step_time_s:.0%})"
@@ -80,9 +81,9 @@ def _show_best(console: Console, candidates: Sequence[Figures]) -> None:
     _say(console, f"  can resume on {_numbers(best.devices)} devices")
 
 
-def table(rows: Iterable[Figures], widest: int = 34) -> Table:
+def table(rows: Iterable[Figures], unit: str = "tokens", widest: int = 34) -> Table:
     """Return strategies as a table of at most 100 columns."""
-    drawn = _columns(("strategy", "batch", "step", "tokens/s", "MFU, %", "", "memory"))
+    drawn = _columns(("strategy", "batch", "step", f"{unit}/s", "MFU, %", "", "memory"))
     for each in rows:
         drawn.add_row(Text(_in_lines(each.strategy, widest)), *map(Text, cells(each)))
     return drawn
@@ -121,11 +122,13 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def _show_question(console: Console, asked: dict[str, Any]) -> None:
+    of_module = asked["sequence"] is None
+    unit = "rows" if of_module else f"sequences of {asked['sequence']:,} tokens"
+    batch = f"{asked['global_batch']:,} {unit}"
     _say(
         console,
         f"{asked['model']}, {asked['parameters'] / 1e9:.3g} B parameters, on "
-        f"{asked['num_devices']:,} x {asked['device']} ({asked['cluster']}), "
-        f"{asked['global_batch']:,} sequences of {asked['sequence']:,} tokens a step, "
+        f"{asked['num_devices']:,} x {asked['device']} ({asked['cluster']}), {batch} a step, "
         f"by {asked['software']}",
         "bold",
     )

@@ -123,6 +123,16 @@ class PlannedModule:
         return self.module.precision
 
     @property
+    def num_parameters(self) -> int:
+        """Parameters of the module, each once."""
+        return self.module.num_parameters
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a parameter: it, its gradient and what the optimizer keeps."""
+        return 4 * (2 + self.module.moments)
+
+    @property
     def num_sequences(self) -> int:
         """Rows of a step of the whole job."""
         replicas = self.strategy.dp.degree * self.strategy.fsdp.degree

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from phalanx.account.parameters import num_parameters
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan, plan_decoder
+from phalanx.planner.recipe import STATE_BYTES
 from phalanx.strategy import Strategy
 
 
@@ -37,6 +39,16 @@ class PlannedStep:
         """Sequences of a step of the whole job."""
         replicas = self.strategy.dp.degree * self.strategy.fsdp.degree
         return self.microbatch * self.accumulation * replicas
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, each once."""
+        return num_parameters(self.shape).total
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a parameter: it, its gradient and two moments, 32 bits each."""
+        return STATE_BYTES
 
 
 def plan_of(planned: PlannedStep) -> Plan[Any]:

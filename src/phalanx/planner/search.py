@@ -219,12 +219,12 @@ def least_bytes(planned: PlannedStep) -> float:
     in 16 bits, and of zero1 gradients in 32, where they are added up.
     """
     strategy = planned.strategy
-    split = num_parameters(planned.shape).total / strategy.tp.degree / strategy.pp.degree
+    split = planned.num_parameters / strategy.tp.degree / strategy.pp.degree
     if strategy.fsdp.degree == 1:
-        return STATE_BYTES * split
+        return planned.state_bytes * split
     shard = split / strategy.num_shards
     whole = {"zero1": 2 + (4 if planned.accumulation > 1 else 0), "zero2": 2}
-    return STATE_BYTES * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
+    return planned.state_bytes * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
 
 
 def _legal_steps(question: Question) -> Iterator[PlannedStep]:

@@ -1,0 +1,101 @@
+"""`phalanx plan --script FILE.py:JOB`: plan a module of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, cast
+
+from phalanx.errors import ConfigError
+from phalanx.measure.utilization import percent
+from phalanx.planner import explain, hardware
+from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
+from phalanx.planner.held import heaviest, memory
+from phalanx.planner.price import price
+from phalanx.planner.search import Candidate, Question, fails
+from phalanx.planner.software import software
+from phalanx.script.planned import module_of
+from phalanx.script.trainer import Trainer, trainer_of
+from phalanx.strategy import Strategy, require_built
+
+
+def plan_script(
+    script: str, cluster: str | None, program: str, strategy: str | None
+) -> dict[str, Any]:
+    """Return the answer on a job: its fastest strategies, or one that is named.
+
+    Raises:
+        PhalanxError: the job or the cluster is wrong, or the module cannot be counted.
+    """
+    if cluster is None:
+        raise ConfigError("--cluster is missing; expected a cluster, such as h100:8, or this")
+    trainer = trainer_of(script)
+    module = module_of(trainer, script)
+    question = Question(
+        shape=cast(Any, None),  # of decoders
+        cluster=hardware.cluster(cluster),
+        software=software(program),
+        seq_len=1,
+        num_sequences=trainer.batch_size,
+        precision=module.precision,
+    )
+    answer = _searched if strategy is None else _given
+    candidates, rejected = answer(question, module, trainer, strategy)
+    best = candidates[0] if candidates else None
+    name = None if best is None else str(best.planned.strategy)
+    shown = explain.neighbours(name, rejected) if strategy is None else rejected
+    num = best.planned.strategy.num_ranks if best else question.cluster.num_devices
+    return {
+        "question": {
+            "model": script,
+            "cluster": question.cluster.name,
+            "device": question.cluster.device.name,
+            "num_devices": num,
+            "usable_bytes": question.cluster.device.usable_bytes,
+            "parameters": module.num_parameters,
+            "sequence": None,
+            "global_batch": trainer.batch_size,
+            "software": question.software.name,
+            "precision": module.precision,
+        },
+        "candidates": [explain.figures(question, each) for each in candidates],
+        "rejected": [asdict(each) | {"text": str(each)} for each in shown],
+        "advice": [*explain.advice(question, best), *_stages(best)] if best else [],
+    }
+
+
+def _searched(question: Question, module: AnyModule, trainer: Trainer, _: Any) -> tuple[Any, Any]:
+    found = search_module(question, module, trainer.accumulation)
+    return found.candidates, found.rejected
+
+
+def _given(
+    question: Question, module: AnyModule, trainer: Trainer, text: str | None
+) -> tuple[Any, Any]:
+    strategy = Strategy.parse(text or "")
+    require_built(strategy)
+    unit = strategy.data_ranks * trainer.accumulation
+    microbatch, rest = divmod(trainer.batch_size, unit)
+    if rest or not microbatch:
+        legal = max(1, round(trainer.batch_size / unit)) * unit
+        raise ConfigError(
+            f"the batch of {trainer.batch_size} rows is not a multiple of {strategy.data_ranks} "
+            f"data ranks x {trainer.accumulation} microbatches; the nearest batch is {legal}"
+        )
+    planned: Any = PlannedModule(module, strategy, microbatch, trainer.accumulation)
+    if (failed := fails(planned, question.cluster)) is not None:
+        return [], [failed]
+    held = heaviest(memory(planned, question.cluster.device))
+    return [Candidate(planned, price(planned, question.cluster, question.software), held)], []
+
+
+def _stages(best: Candidate) -> Iterator[str]:
+    """Yield where a pipeline cuts the module."""
+    planned: PlannedModule = cast(Any, best.planned)
+    links, cut = planned.links, planned.plan.cut
+    total = sum(link.flops for link in links)
+    for stage, part in enumerate(cut or []):
+        names = [name for at in part for name in links[at].modules]
+        modules = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        share = sum(links[at].flops for at in part) / total if total else 0.0
+        yield f"stage {stage}: {modules}, {percent(share)} of the FLOPs"

@@ -1,0 +1,56 @@
+"""A trainer's module as the planner counts it: on the meta device, by rows of its own data."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.data.rows import map_batch
+from phalanx.errors import ConfigError
+from phalanx.parallel.skeleton import copied_on_meta
+from phalanx.planner.any_module import AnyModule
+
+if TYPE_CHECKING:
+    from phalanx.script.trainer import Trainer
+
+
+def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> AnyModule:
+    """Return the module of a trainer; its data are read, and left as they were.
+
+    Args:
+        trainer: whose `build` makes the module if none is given: on the meta device if it can.
+        name: of the job, for messages.
+        model: the module, not yet split.
+
+    Raises:
+        ConfigError: the data are empty.
+    """
+    state = torch.get_rng_state()
+    batch = next(iter(trainer.loader(trainer.data)), None)
+    if batch is None:
+        raise ConfigError(f"{name} has no data, of which a batch is counted")
+    built = _built(trainer) if model is None else copied_on_meta((model,))[0]
+    torch.set_rng_state(state)
+    options = {"roles": trainer.roles, "batch_norm": trainer.batch_norm}
+    rows = functools.partial(_rows, batch)
+    return AnyModule(name, built, trainer.objective, rows, trainer.optimizer, options)
+
+
+def _built(trainer: Trainer) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return trainer.build().train()
+    except Exception:  # it computes with its first weights, or reads them
+        return copied_on_meta((trainer.build().train(),))[0]
+
+
+def _rows(batch: Any, num_rows: int) -> Any:
+    """Return as many rows of a batch, on the meta device."""
+
+    def of(x: Tensor) -> Tensor:
+        return torch.empty((num_rows, *x.shape[1:]), dtype=x.dtype, device="meta")
+
+    return map_batch(batch, of)
