@@ -55,12 +55,12 @@ class CountedLink:
 
 
 def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -> list[CountedLink]:
-    """Count a microbatch, whose tensors may be on any device; the model is not changed.
+    """Count a microbatch; the model, on any device, is not changed.
 
     Args:
         model: the whole.
         objective: has `loss_sum(model, microbatch, step)`.
-        microbatch: the rows.
+        microbatch: the rows, on the meta device.
         name: of the job, for a message.
 
     Raises:

@@ -10,9 +10,8 @@ from phalanx.errors import ConfigError
 from phalanx.measure.utilization import percent
 from phalanx.planner import explain, hardware
 from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
-from phalanx.planner.held import heaviest, memory
 from phalanx.planner.price import price
-from phalanx.planner.search import Candidate, Question, fails
+from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.planner.software import software
 from phalanx.script.planned import module_of
 from phalanx.script.trainer import Trainer, trainer_of
@@ -83,9 +82,9 @@ def _given(
             f"data ranks x {trainer.accumulation} microbatches; the nearest batch is {legal}"
         )
     planned: Any = PlannedModule(module, strategy, microbatch, trainer.accumulation)
-    if (failed := fails(planned, question.cluster)) is not None:
-        return [], [failed]
-    held = heaviest(memory(planned, question.cluster.device))
+    held = fits(question, planned)
+    if isinstance(held, Inequality):
+        return [], [held]
     return [Candidate(planned, price(planned, question.cluster, question.software), held)], []
 
 

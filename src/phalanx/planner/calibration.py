@@ -393,7 +393,8 @@ def core_of() -> Core:
 
 
 def _level(values: dict[str, Any]) -> Level:
-    link: dict[str, Any] = values["link"]
+    names = {each.name for each in dataclasses.fields(Link)}
+    link = {name: value for name, value in values["link"].items() if name in names}
     measured = {op: OpCost(**cost) for op, cost in link.pop("measured").items()}
     return Level(
         name=values["name"], devices=values["devices"], link=Link(**link, measured=measured)

@@ -48,7 +48,7 @@ def choose(question: Question, strategy: Strategy | None = None) -> Choice:
         PhalanxError: none is legal, or none fits; says how near the nearest is.
     """
     if strategy is None:
-        found = search(question, wanted=1 + NUM_REJECTED)
+        found = search(question)
         fitting, rejected = list(found.candidates), found.rejected
     else:
         each_size = answers(question, strategy)
@@ -79,5 +79,6 @@ def _nearest(
             "ms",
         )
         for each in slower
+        if each.price.step_s > best.price.step_s
     ]
     return [*too_large, *late][:NUM_REJECTED]

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.planner.bound import bound_s
@@ -25,7 +24,7 @@ from phalanx.planner.held import Memory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
-from phalanx.planner.recipe import STATE_BYTES, shard_groups, units_of
+from phalanx.planner.recipe import shard_groups, units_of
 from phalanx.planner.software import Software
 from phalanx.strategy import AXES, Axis, Recompute, Strategy
 
