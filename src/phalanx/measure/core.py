@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.measure.environment import has_fast_bfloat16
+
 _TOKENS, _WIDTH, _INNER = 1024, 512, 1408
 _HEADS: Final = 4, 8, 256, 64
 """Rows, heads, positions and width of a head."""
@@ -21,6 +23,21 @@ _HEADS: Final = 4, 8, 256, 64
 _BUDGET_S: Final = 0.15
 _CHAIN: Final = 32
 """Small operators, one after another, forward and backward."""
+
+
+def measure_core() -> tuple[dict[str, float], dict[str, float], float]:
+    """Return the rates of products and of attention by data type, and seconds of an operator."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        types = {"float32": torch.float32}
+        if has_fast_bfloat16("cpu"):
+            types["bfloat16"] = torch.bfloat16
+        products = {of: products_rate(dtype) for of, dtype in types.items()}
+        attention = {of: attention_rate(dtype) for of, dtype in types.items()}
+        return products, attention, operator_s()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def products_rate(dtype: torch.dtype) -> float:

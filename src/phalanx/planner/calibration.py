@@ -372,24 +372,10 @@ def _stream_bandwidth(device: str) -> float:
 
 def core_of() -> Core:
     """Measure on one core what the layers of a small model are made of, for a second."""
-    import torch
+    from phalanx.measure.core import measure_core
 
-    from phalanx.measure.core import attention_rate, operator_s, products_rate
-    from phalanx.measure.environment import has_fast_bfloat16
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        types = {"float32": torch.float32}
-        if has_fast_bfloat16("cpu"):
-            types["bfloat16"] = torch.bfloat16
-        return Core(
-            products={of: products_rate(dtype) for of, dtype in types.items()},
-            attention={of: attention_rate(dtype) for of, dtype in types.items()},
-            operator_s=operator_s(),
-        )
-    finally:
-        torch.set_num_threads(num_threads)
+    products, attention, operator_s = measure_core()
+    return Core(products=products, attention=attention, operator_s=operator_s)
 
 
 def _level(values: dict[str, Any]) -> Level:

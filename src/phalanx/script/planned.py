@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from phalanx.data.rows import map_batch
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.skeleton import copied_on_meta
-from phalanx.planner.any_module import AnyModule
+from phalanx.planner.any_module import AnyModule, PlannedModule
+from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
     from phalanx.script.trainer import Trainer
@@ -37,6 +39,27 @@ def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> An
     options = {"roles": trainer.roles, "batch_norm": trainer.batch_norm}
     rows = functools.partial(_rows, batch)
     return AnyModule(name, built, trainer.objective, rows, trainer.optimizer, options)
+
+
+def counted_of(trainer: Trainer, strategy: Strategy, model: nn.Module) -> AnyModule | None:
+    """Return a trainer's module for the prediction of a run; None if it cannot be counted."""
+    is_split = strategy.tp.degree * strategy.sample_shards > 1
+    if is_split or isinstance(trainer.data, IterableDataset):
+        return None
+    try:
+        return module_of(trainer, type(model).__name__, model)
+    except Exception:  # a module that cannot be copied, or data that cannot be read twice
+        return None
+
+
+def planned_of(counted: AnyModule, strategy: Strategy, trainer: Trainer) -> PlannedModule | None:
+    """Return a step of a run, with microbatches of a full batch; None if it cannot be counted."""
+    rows = trainer.batch_size // (strategy.data_ranks * trainer.accumulation)
+    planned = PlannedModule(counted, strategy, rows, trainer.accumulation)
+    try:
+        return planned if rows and planned.links and planned.recomputed in (False, True) else None
+    except PhalanxError:
+        return None
 
 
 def _built(trainer: Trainer) -> nn.Module:

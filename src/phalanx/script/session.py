@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from phalanx.checkpoint.saver import Saver
@@ -21,14 +20,13 @@ from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import RunConfig
 from phalanx.data.rows import map_tensors
-from phalanx.errors import CheckpointError, DataError, PhalanxError
+from phalanx.errors import CheckpointError, DataError
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
 from phalanx.parallel.dropout import MaskPosition, Masks, naming_draws
 from phalanx.parallel.plan import Plan
-from phalanx.planner.any_module import AnyModule, PlannedModule
 from phalanx.script import checkpoint
 from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
@@ -37,7 +35,7 @@ from phalanx.script.loader import RankLoader
 from phalanx.script.loss import Sums
 from phalanx.script.microbatches import Microbatches
 from phalanx.script.order import JobGenerator
-from phalanx.script.planned import module_of
+from phalanx.script.planned import counted_of, planned_of
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
@@ -102,7 +100,7 @@ class ModuleSession(Session):
         is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
         # A row that counts nothing would count in the statistics of a BatchNorm.
         self._has_spares = not batch_norms(model)
-        self._counted = self._to_count(model)
+        self._counted = counted_of(trainer, strategy, model) if comm.is_first else None
         refuse_max_norm(model)
         require_statistics(model, strategy, trainer.batch_norm)
         cut, self._stages = cut_by_flops(strategy, model, self._flops)
@@ -139,17 +137,6 @@ class ModuleSession(Session):
         if self.config.compile:
             compile_blocks(model)
         self._batches = self._passes()
-
-    def _to_count(self, model: nn.Module) -> AnyModule | None:
-        """Return the whole module for a prediction, which the first rank makes."""
-        strategy, is_stream = self.strategy, isinstance(self.trainer.data, IterableDataset)
-        is_split = strategy.tp.degree * strategy.sample_shards > 1
-        if is_split or is_stream or not self.comm.is_first:
-            return None
-        try:
-            return module_of(self.trainer, type(model).__name__, model)
-        except Exception:  # a module that cannot be copied, or data that cannot be read twice
-            return None
 
     def _step_of(self, model: nn.Module, runner: Runner) -> Step:
         objective = Sums(
@@ -304,16 +291,9 @@ class ModuleSession(Session):
 
     @override
     def planned(self) -> Any:
-        counted, strategy = self._counted, self.plan.strategy
-        rows = self.trainer.batch_size // (strategy.data_ranks * self.trainer.accumulation)
-        if counted is None or not rows or self.precision.autocast is not None:
+        if self._counted is None or self.precision.autocast is not None:
             return None
-        planned = PlannedModule(counted, strategy, rows, self.trainer.accumulation)
-        try:
-            _ = planned.links, planned.recomputed
-        except PhalanxError:
-            return None
-        return planned
+        return planned_of(self._counted, self.plan.strategy, self.trainer)
 
     @override
     def resume_command(self, steps: int | None = None) -> str:
