@@ -13,7 +13,7 @@ from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
 from phalanx.planner.price import price
 from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.planner.software import software
-from phalanx.script.planned import module_of
+from phalanx.script.counting import module_of
 from phalanx.script.trainer import Trainer, trainer_of
 from phalanx.strategy import Strategy, require_built
 

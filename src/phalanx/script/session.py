@@ -30,12 +30,12 @@ from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
+from phalanx.script.counting import counted_of, planned_of
 from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader
 from phalanx.script.loss import Sums
 from phalanx.script.microbatches import Microbatches
 from phalanx.script.order import JobGenerator
-from phalanx.script.planned import counted_of, planned_of
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
