@@ -119,9 +119,9 @@ def test_a_script_that_is_killed_says_what_stands_and_how_to_resume(tmp_path: Pa
     script.write_text(SAVES)
     with pytest.raises(PhalanxError) as raised:
         run_ranks(run_script, 2, str(script), [folder], None, threads=1)
-    stands = f"checkpoints/step-00000002 stands; run.resume({folder!r}) resumes from it"
+    stands = f"checkpoints/step-00000002; run.resume({folder!r}) resumes it"
     assert "signal SIGKILL" in str(raised.value)
-    assert message_of(raised.value).endswith(f"{folder}/{stands}")
+    assert message_of(raised.value).endswith(f"last checkpoint: {folder}/{stands}")
 
 
 IMPATIENT = """
@@ -253,7 +253,7 @@ def test_a_script_that_asks_saves_when_a_signal_comes(tmp_path: Path) -> None:
     assert "saved" in words
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
     assert "SIGTERM: the run ends after the step under way" in told
-    assert re.search(r"interrupted by SIGTERM; .*step-\d+ stands; run.resume", told), told
+    assert re.search(r"interrupted by SIGTERM; last checkpoint: .*step-\d+; run.resume", told), told
 
 
 @pytest.mark.slow
@@ -282,7 +282,10 @@ def test_a_script_that_asks_saves_when_torchrun_is_to_end(tmp_path: Path) -> Non
     assert "saved" in words
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
     assert told.count("SIGTERM: the run ends after the step under way") == 1
-    assert len(re.findall(r"interrupted by SIGTERM; .*step-\d+ stands; run.resume", told)) == 1
+    assert (
+        len(re.findall(r"interrupted by SIGTERM; last checkpoint: .*step-\d+; run.resume", told))
+        == 1
+    )
 
 
 def test_a_script_that_never_joins_is_told(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_what_cannot_be_registered_is_told_at_once(tmp_path: Path) -> None:
         r"register: .*'sparse', a Kept: tensor is a torch.sparse_coo tensor of torch.float32",
         r"register: cannot save the state of 'deep', a Kept: it is nested too deeply",
         r"it has the registered objects \['counter'\], and this script has \['more'\]",
-        r"resume: the checkpoint has no state of \['more'\], which begins anew",
+        r"resume: the checkpoint has no state of \['more'\], which starts from scratch",
     ]
     for rank, words in enumerate(run_ranks(mistakes_of_registration, 2, tmp_path, threads=1)):
         for pattern, said in zip(expected[: len(expected) - rank], words, strict=True):

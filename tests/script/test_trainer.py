@@ -211,7 +211,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
         stopping.train("dp2", options)
     (step,) = map(int, re.findall(r"step (\d+) of", str(stopped.value)))
     assert str(stopped.value).endswith(
-        f"stands; resume by: phalanx.Options(out={str(tmp_path)!r}, resume=True)"
+        f"; resume by: phalanx.Options(out={str(tmp_path)!r}, resume=True)"
     )
     some = dataclasses.replace(plain, steps=step + 3)
     fitted = some.train("fsdp2", dataclasses.replace(options, resume=True))

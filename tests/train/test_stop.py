@@ -75,8 +75,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(config: TrainConfig, tmp_path
     (last,) = manifest.whole(out)
     assert last == len(before) >= 5
     assert str(error) == (
-        f"interrupted by SIGTERM; step {last} of 100000 is done; {manifest.folder_of(out, last)} "
-        f"stands; resume by: phalanx train --resume {out}"
+        f"interrupted by SIGTERM; step {last} of 100000 is done; last checkpoint: "
+        f"{manifest.folder_of(out, last)}; resume by: phalanx train --resume {out}"
     )
     again = dataclasses.replace(config, resume=config.out)
     error, both = interrupted(again, signal.SIGHUP, last + 5)
@@ -123,7 +123,7 @@ def test_a_killed_rank_says_how_to_go_on(
     (last / manifest.NAME).touch()
     with pytest.raises(RankFailed) as caught:
         run.start(job)
-    on = f"{last} stands; resume by: phalanx train --resume {tmp_path}"
+    on = f"last checkpoint: {last}; resume by: phalanx train --resume {tmp_path}"
     assert message_of(caught.value).splitlines()[-1] == on
 
 

@@ -83,8 +83,8 @@ class Registered:
         if self.is_closed:
             raise ScriptError(
                 f"register: '{name}' is registered after run.resume, which gives its saved state "
-                "to each registered object, so this one would begin anew at each resume; register "
-                "it before run.resume"
+                "to each registered object, so this one would start from scratch at each resume; "
+                "register it before run.resume"
             )
         if name in self._objects:
             kind = type(self._objects[name]).__name__
@@ -143,7 +143,7 @@ class Registered:
             )
         if (added := sorted(self._objects.keys() - plain.keys())) and dist.get_rank() == 0:
             warnings.warn(
-                f"resume: the checkpoint has no state of {brief(added)}, which begins anew",
+                f"resume: the checkpoint has no state of {brief(added)}, which starts from scratch",
                 stacklevel=5,
             )
         own: dict[str, Tensor] = {}

@@ -101,7 +101,7 @@ def _send_less(sent: Sequence[Entry]) -> str:
         gathers = sum(e.op == "all_gather" and e.axis == axis for e in sent)
         if gathers > 1:  # in forward and again in backward
             return (
-                "most bytes are gathers of fsdp, at each microbatch anew: make microbatches "
+                "most bytes are gathers of fsdp, once for each microbatch: make microbatches "
                 "larger, or choose zero2, which gathers once a step, where memory allows"
             )
         return "most bytes go over fsdp, once a step: give each rank more tokens a step"

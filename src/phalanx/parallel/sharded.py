@@ -190,9 +190,9 @@ class ShardedSplit(Split):
 
 def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
     """Return the arguments by which FSDP2 knows its axes among those that split parameters."""
-    shards, copies = comm.axes_of(SHARDS), "dp" if "dp" in comm.axes else None
+    shards, replicas = comm.axes_of(SHARDS), "dp" if "dp" in comm.axes else None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        where = mesh_dims()(shard=shards, replicate=copies)
+        where = mesh_dims()(shard=shards, replicate=replicas)
         return {"mesh": comm.model_mesh, "dp_mesh_dims": where}
     return {"mesh": comm.sharding_mesh}
 

@@ -162,7 +162,7 @@ def _latest(folder: Path) -> tuple[Path, Manifest] | None:
         raise CheckpointError(f"{where} is of `phalanx train`, which --resume resumes")
     if not about.has_optimizer:
         raise CheckpointError(
-            f"{where} holds the weights alone; run.load_state_dict takes them, to begin anew"
+            f"{where} holds the weights alone; run.load_state_dict takes them, for a new run"
         )
     return where, about
 

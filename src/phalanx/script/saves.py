@@ -64,7 +64,7 @@ class Saves:
         found = checkpoint.load(_folder_of("resume", folder), self._loop(model))
         self.registered.is_closed = True
         if found is None:
-            self._show(f"no checkpoint in {folder} yet: begins anew")
+            self._show(f"no checkpoint in {folder} yet: starts from scratch")
             return False
         self._folders[Path(folder)] = Path(folder)
         where, about = found
@@ -86,7 +86,7 @@ class Saves:
 
 def _note_standing(folder: Path, where: Path) -> None:
     """Have whoever ends the job say how to resume."""
-    PULSE.saved(f"{where} stands; run.resume({str(folder)!r}) resumes from it")
+    PULSE.saved(f"last checkpoint: {where}; run.resume({str(folder)!r}) resumes it")
 
 
 def _folder_of(call: str, folder: Any) -> Path:

@@ -76,7 +76,7 @@ def how_to_resume(out: Path, command: str) -> str:
     checkpoints = manifest.whole(out)
     if not checkpoints:
         return f"there is no checkpoint in {out} yet"
-    return f"{checkpoints[max(checkpoints)]} stands; resume by: {command}"
+    return f"last checkpoint: {checkpoints[max(checkpoints)]}; resume by: {command}"
 
 
 class Watcher(Protocol):

@@ -303,8 +303,8 @@ def test_a_linked_folder_of_checkpoints_is_the_runs_own(run: Path, tmp_path: Pat
         ("--data OTHER", r"--data .*other\.txt \(\d+ bytes\) is another text than this run was "
          r"made with, --data .*一\.txt \([\d,]+ bytes\); leave --data out, or begin"),
         ("--corpus.max-bytes 5000", "corpus.max_bytes is 5000, but this run was made with None"),
-        ("--corpus.vocab-size 300", r"the tokenizer \(one of 300 tokens, made anew\) is another "
-         r".*leave --tokenizer and --corpus.vocab-size out, so that it is .*tokenizer\.json"),
+        ("--corpus.vocab-size 300", r"the tokenizer \(one of 300 tokens, trained newly\) is "
+         r"another .*leave --tokenizer and --corpus.vocab-size out, so .*tokenizer\.json"),
         ("--seed 8", "seed is 8, but this run was made with 7; leave it out, or begin another"),
         ("--corpus.no-shuffle", "corpus.shuffle is False, but this run was made with True"),
         ("--corpus.validation 0.2", "corpus.validation is 0.2, but this run was made with 0.1"),

@@ -102,6 +102,6 @@ def test_advice_points_at_the_axis_that_sends_most() -> None:
     seconds = [0.1, 0.1, 0.1, 0.5, 0.1, 0.1]
     summary = summarize([times(seconds)])
     gathers = [Entry(p, "fsdp", "all_gather", 1, 8, 4.0) for p in ("forward", "backward")]
-    assert "gathers of fsdp, at each microbatch anew" in advice(summary, gathers)
+    assert "gathers of fsdp, once for each microbatch" in advice(summary, gathers)
     assert "over tp, in proportion" in advice(summary, [Entry("forward", "tp", "x", 1, 8, 4.0)])
     assert "more accumulation" in advice(summary, [Entry("backward", "dp", "x", 1, 8, 4.0)])

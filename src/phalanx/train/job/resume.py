@@ -211,7 +211,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"now {tokens.num_bytes:,}); give it the text that it had, by --data"
         )
     elif name == "tokenizer":
-        made = corpus.vocab_size and f"one of {corpus.vocab_size} tokens, made anew"
+        made = corpus.vocab_size and f"one of {corpus.vocab_size} tokens, trained newly"
         said = (
             f"the tokenizer ({config.tokenizer or made or tokens.tokenizer}) is another than this "
             "run was made with; leave --tokenizer and --corpus.vocab-size out, so that it is "
