@@ -32,6 +32,7 @@ ACROSS = {
     "comm/test_nccl.py": "every collective by the rules of NCCL",
     "comm/test_one_way_groups.py": "meshes: groups between neighbours of a pipeline",
     "infer/test_generate.py": "cli/generate on a trained run and on published folders",
+    "infer/test_on_a_gpu.py": "engine and runner on a GPU",
     "infer/test_page_in_chromium.py": "app and page.html in a browser",
     "infer/test_parity_with_transformers.py": "engine, runner and paged beside transformers",
     "infer/test_serve_command.py": "cli/serve as a process",

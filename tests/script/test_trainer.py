@@ -284,9 +284,9 @@ def test_a_job_that_is_killed_says_what_stands_and_the_command_that_resumes(
     assert main([*command.split()[1:], *words.split()]) == 1
     said = capsys.readouterr().err.splitlines()
     # The last was being written.
-    stands = f"{manifest.find(tmp_path)} stands"
-    assert re.search("step-0000000[123] stands", stands)
-    assert said[-1] == f"{stands}; resume by: {command} --resume {tmp_path}"
+    last = manifest.find(tmp_path)
+    assert re.fullmatch("step-0000000[123]", last.name)
+    assert said[-1] == f"last checkpoint: {last}; resume by: {command} --resume {tmp_path}"
 
 
 @pytest.mark.parametrize(("script", "words"), [
