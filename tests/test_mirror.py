@@ -1,7 +1,8 @@
 """A file of src has its tests by its name: src/phalanx/ROOM/FILE.py in tests/ROOM/test_FILE.py.
 
 Two test files cannot have one name, so the second has its folder in it (`test_script_loader.py` is
-of script/loader.py), or is a `_command` of the command line (`test_plan_command.py`, cli/plan.py).
+of script/loader.py), or is a `_command` of the command line (`test_plan_command.py`, cli/plan.py),
+or what is `_shown`.
 What tests several files, or one of several tests of a file, stands in `ACROSS`.
 
 `python tests/test_mirror.py checkpoint/index.py` lists the tests that import a file.
@@ -74,6 +75,7 @@ ACROSS = {
     "train/test_compile.py": "text, loop and notice under --compile",
     "train/test_gpu.py": "every strategy on GPUs",
     "train/test_stop.py": "loop and pace: signals",
+    "train/test_served.py": "phalanx train over parameter servers",
     "verify/test_compositions.py": "harness: pipelines beside other axes",
     "verify/test_failures.py": "verdict: a rank that dies",
     "verify/test_module_mutants.py": "harness and locate: faults planted around a module",
@@ -88,7 +90,11 @@ def source_of(test: Path) -> Path:
     """Return which file or folder of src a test's name means, whether or not there is one."""
     folder = test.parent.relative_to(TESTS)
     name = test.stem.removeprefix("test_")
-    names = [name, name.removeprefix(f"{test.parent.name}_"), name.removesuffix("_command")]
+    names = [
+        name,
+        name.removeprefix(f"{test.parent.name}_"),
+        *map(name.removesuffix, ("_command", "_shown")),
+    ]
     found = [SOURCE / folder / f"{each}.py" for each in names] + [SOURCE / folder / name]
     return next((path for path in found if path.exists()), found[0])
 
