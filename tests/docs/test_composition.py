@@ -18,6 +18,7 @@ from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import AXES, KINDS, Strategy
+from phalanx.strategy.kinds import SERVED
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +42,10 @@ def form(axis: str, kind: str) -> str:
 
 
 FORMS = {
-    axis: [form(axis, kind) for kind, it in kinds.items() if it.about is not None]
+    axis: [form(axis, kind) for kind, it in kinds.items() if it.about and kind not in SERVED]
     for axis, kinds in KINDS.items()
 }
+"""A worker of a server is one process, and combines with no axis."""
 
 
 def refusal(left: str, right: str) -> str | None:

@@ -209,7 +209,7 @@ def perform(shard: Shard, op: str, fields: Settings, tensors: Any) -> None:
     if op == "push":
         shard.push(fields, tensors)
     elif op == "apply":
-        shard.apply(int(fields["version"]), float(fields["rate"]), fields["scale"])
+        shard.apply(int(fields["version"]), fields["rate"], fields["scale"], fields.get("noted"))
     else:
         shard.close_open()
     shard.index += 1

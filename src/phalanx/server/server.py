@@ -70,7 +70,8 @@ class Server(HeldShards):
         elif message.kind == "pull":
             for version, rate, scale in message["recipes"]:
                 if version == shard.version and shard.completed() > version:
-                    self.change(number, "apply", {"version": version, "rate": rate, "scale": scale})
+                    how = {"version": version, "rate": rate, "scale": scale}
+                    self.change(number, "apply", {**how, "noted": shard.noted(version)})
             if shard.version < int(message["needed"]):
                 return False
             self.after(number, lambda: self._give(peer, message, shard))

@@ -71,7 +71,7 @@ class Pushed:
                     part = flat[at : at + chunk.numel()]
                     at += chunk.numel()
                     if is_first:
-                        part.copy_(chunk).mul_(weight)
+                        torch.mul(chunk, weight, out=part)
                     else:
                         part.add_(chunk, alpha=weight)
             self.num_added += 1
@@ -181,14 +181,22 @@ class Shard:
         while len(self._totals) > MOST_TOTALS + self.law.staleness:
             del self._totals[next(iter(self._totals))]
 
-    def apply(self, version: int, rate: float, scale: float | None) -> bool:
+    def noted(self, version: int) -> list[float] | None:
+        """Return the totals of an update, if a worker has asked for them."""
+        return self._totals.get(version)
+
+    def apply(
+        self, version: int, rate: float, scale: float | None, noted: list[float] | None = None
+    ) -> bool:
         """Apply the update that follows `version`; False if it has been.
 
         Its gradient, the mean over all tokens, is scaled; without a scale the weights are left.
+        A backup, which nobody asks for totals, gets those `noted`.
         """
         if version != self.version:
             return False
-        self._note(version)
+        if noted is not None:
+            self._totals[version] = noted
         update = self.open.pop(version)
         for base in update.bases.values():
             self.ages[max(0, version - base)] += 1

@@ -1,0 +1,137 @@
+"""Push and pull 16 MiB, beside a raw TCP echo of the same bytes: python transport.py [ADDRESS]
+
+ADDRESS is this host's own on a network, such as 10.0.0.5: there, bytes are encrypted. All is
+measured in turns, and a server without a backup holds the weights.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
+from phalanx.server.coordinator import Coordinator
+from phalanx.server.requests import JobAddress
+from phalanx.server.secret import Secret
+from phalanx.server.server import Server
+from phalanx.server.task_scheduler import TaskScheduler
+
+NUM_BYTES = 16 << 20
+ROUNDS = 15
+
+
+def roles(host: str, port: int, key: bytes) -> None:
+    """Run a coordinator, a scheduler and one server on consecutive ports."""
+    torch.set_num_threads(1)
+    secret, folder = Secret(key), Path(tempfile.mkdtemp())
+    where = [f"tcp://{host}:{port + number}" for number in range(3)]
+    made = [
+        Coordinator(1, "job", folder / "journal", secret, where[0], lambda _: None),
+        TaskScheduler("job", where[0], "1", "scheduler", secret, where[1], lambda _: None),
+        Server("job", where[0], "1", "server0", secret, where[2], lambda _: None),
+    ]
+    for role in made[:2]:
+        threading.Thread(target=role.run, daemon=True).start()
+    made[2].run()
+
+
+def echo(host: str, port: int) -> None:
+    listener = socket.create_server((host, port))
+    connection, _ = listener.accept()
+    buffer = bytearray(NUM_BYTES)
+    while True:
+        fill(connection, buffer)
+        connection.sendall(buffer)
+
+
+def fill(connection: socket.socket, buffer: bytearray) -> None:
+    view = memoryview(buffer)
+    while view:
+        view = view[connection.recv_into(view) :]
+
+
+def connected(address: tuple[str, int]) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.2)
+
+
+class Served:
+    """A worker of servers at a host."""
+
+    def __init__(self, host: str, port: int) -> None:
+        secret = Secret.new()
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=roles, args=(host, port, secret.key), daemon=True)
+        self.process.start()
+        address = JobAddress(f"tcp://{host}:{port}", secret)
+        self.client = Client(address, 0, Consistency("ps", 1), (0, 1 << 20))
+        self.grads = [torch.ones(NUM_BYTES // 4)]
+        self.weights = [torch.zeros(NUM_BYTES // 4)]
+        self.client.lay_out([NUM_BYTES // 4], torch.float32)
+        self.client.create(self.weights, {"name": "sgd"}, 2.0)
+        self.version = self.client.pull(self.weights, 0)
+
+    def push(self) -> None:
+        numbers = {"base": self.version, "tokens": 1.0, "loss": 0.0}
+        self.client.push(self.version, 0, self.grads, **numbers)
+
+    def pull(self, *, is_shared: bool) -> None:
+        self.client._is_shared = is_shared
+        recipes = [(self.version, 0.1, 1.0)]
+        self.version = self.client.pull(self.weights, self.version + 1, recipes)
+
+    def only_pull(self, *, is_shared: bool) -> None:
+        self.client._is_shared = is_shared
+        self.client.pull(self.weights, self.version)
+
+
+def main(host: str | None) -> None:
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    plain = Served("127.0.0.1", 24100)
+    coded = Served(host, 24200) if host else None
+    context.Process(target=echo, args=("127.0.0.1", 24300), daemon=True).start()
+    raw = connected(("127.0.0.1", 24300))
+    buffer = bytearray(NUM_BYTES)
+
+    def round_trip() -> None:
+        raw.sendall(buffer)
+        fill(raw, buffer)
+
+    def exchange(served: Served) -> None:
+        served.push()
+        served.pull(is_shared=False)
+
+    cases = {"raw TCP echo": round_trip, "push + pull": lambda: exchange(plain)}
+    if coded is not None:
+        cases["push + pull, CURVE"] = lambda: exchange(coded)
+    cases["pull over TCP"] = lambda: plain.only_pull(is_shared=False)
+    cases["pull from shared memory"] = lambda: plain.only_pull(is_shared=True)
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(ROUNDS + 3):
+        for name, case in cases.items():
+            begin_s = time.perf_counter()
+            case()
+            if number >= 3:
+                times[name].append(1e3 * (time.perf_counter() - begin_s))
+    for name, found in times.items():
+        middle = statistics.median(found)
+        low, high = min(found), max(found)
+        of = middle / statistics.median(times["raw TCP echo"])
+        print(f"{name:24} {middle:7.1f} ms ({low:.1f} to {high:.1f})  {of:.2f}x the echo")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)
