@@ -18,12 +18,14 @@ from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of, with_sizes
+from phalanx.models.shape import ModelShape
 from phalanx.planner import explain, hardware
 from phalanx.planner.chart import check_picture, draw_scaling
 from phalanx.planner.departure import departures
 from phalanx.planner.given import priced_strategy
 from phalanx.planner.perfetto import write_trace
 from phalanx.planner.price import timeline
+from phalanx.planner.recipe import PURE, PURE_BYTES, STATE_BYTES
 from phalanx.planner.search import Candidate, Inequality, Question, search
 from phalanx.planner.several import BestPlan, best_on, numbers_of, scaled
 from phalanx.planner.software import software
@@ -62,6 +64,8 @@ class PlanConfig:
     """Write the timeline of the fastest pipeline into this JSON file, which Perfetto opens."""
     software: str = "phalanx"
     """The training program whose constants are used."""
+    precision: str = "bfloat16"
+    """Data type of the arithmetic, bfloat16 or float16; weights and moments have 32 bits."""
     json: bool = False
     """Make the last line of standard output one JSON document."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
@@ -147,8 +151,27 @@ def question_of(config: PlanConfig) -> Question:
             f"--sequence is {config.sequence}, but the positions of {config.model} end at "
             f"{shape.max_seq_len}; take at most {shape.max_seq_len}, or set --shape.max-seq-len"
         )
+    _check_precision(config, shape)
     cluster = hardware.cluster(config.cluster)
-    return Question(shape, cluster, software(config.software), config.sequence, config.global_batch)
+    return Question(
+        *(shape, cluster, software(config.software), config.sequence, config.global_batch),
+        precision=config.precision,
+    )
+
+
+def _check_precision(config: PlanConfig, shape: ModelShape) -> None:
+    """Refuse precisions that `train` does not have, or whose rates the catalogue does not."""
+    if config.precision in ("bfloat16", "float16"):
+        return
+    why = "is no precision of plan"
+    if config.precision == PURE:
+        gigabytes = [num * num_parameters(shape).total / 1e9 for num in (PURE_BYTES, STATE_BYTES)]
+        why = (
+            f"would hold {PURE_BYTES} bytes of a parameter in place of {STATE_BYTES}, of "
+            f"{config.model} {gigabytes[0]:.1f} GB in place of {gigabytes[1]:.1f}, but train does "
+            "not have it: its weights and moments have 32 bits"
+        )
+    raise ConfigError(f"--precision {config.precision} {why}; take bfloat16 or float16")
 
 
 def _question_values(question: Question, num_devices: int) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from phalanx.errors import BatchError, StrategyError
 from phalanx.planner.price import price
-from phalanx.planner.search import Candidate, Inequality, Question, check, fits
+from phalanx.planner.search import Candidate, Inequality, Question, check, fits, length_unit
 from phalanx.strategy import Strategy, require_built
 
 
@@ -51,13 +49,12 @@ def answers(
 
 def _check_length(question: Question, strategy: Strategy) -> None:
     """Refuse a sequence whose positions the ranks of a sample and of tp cannot divide."""
-    degrees = strategy.sample_shards, strategy.tp.degree
-    unit = math.lcm(2 * degrees[0] if degrees[0] > 1 else 1, math.prod(degrees))
+    unit = length_unit(strategy)
     if question.seq_len % unit:
         legal = max(1, round(question.seq_len / unit)) * unit
         raise StrategyError(
-            f"{strategy} does not divide a sequence of {question.seq_len} tokens evenly; the "
-            f"nearest sequence has {legal}"
+            f"{strategy} needs sequences of a multiple of {unit} tokens, not {question.seq_len}; "
+            f"the nearest sequence has {legal}"
         )
 
 

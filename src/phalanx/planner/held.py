@@ -7,7 +7,7 @@
     casts         weights in the type of the arithmetic, where each block makes its own
     activations   of the microbatches in flight, what backward makes again, and what passes
     logits        what the loss has at hand beside, on the last stage
-    margin        the libraries, buffers of collectives, and what the allocator cannot use
+    margin        of a GPU: libraries, buffers of collectives, and what the allocator cannot use
 
 All but the last are the plan's own (`Plan.holds`) and the account's (account/activations.py).
 """
@@ -121,7 +121,7 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
             "activations": without_logits,
             "logits": logits - of_head,
         }
-        beside = margin(strategy, sum(causes.values())) if where == "cuda" else 0
+        beside = margin(strategy, sum(causes.values())) if device.kind == "gpu" else 0
         early = causes["gradients"]
         if planned.accumulation == 1:
             has_buckets = strategy.fsdp.degree == 1 < strategy.dp.degree * strategy.sample_shards

@@ -25,7 +25,7 @@ from phalanx.planner.machine import Cluster, Level
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE, TYPICAL, Software
-from phalanx.strategy import AXES, Strategy
+from phalanx.strategy import AXES, Recompute, Strategy
 
 _PROGRAMS: Final = {
     "megatron-sc21": "megatron",
@@ -111,13 +111,20 @@ def seconds(run: PublishedRun) -> float:
 
 
 def held(run: PublishedRun) -> tuple[int, bool]:
-    """Return the bytes that the software of the run would report, and whether the run fits."""
+    """Return the bytes that the software of the run would report, and whether the run fits.
+
+    A compiler that sees the whole step recomputes what does not fit beyond what it is asked to.
+    """
+    room = run.cluster.device.usable_bytes
     stages = memory(run.planned, run.cluster.device, run.software)
-    most = heaviest(stages)
-    fits = most.total <= run.cluster.device.usable_bytes
+    if run.cluster.device.kind == "tpu" and heaviest(stages).total > room:
+        full = dataclasses.replace(run.planned.strategy, recompute=Recompute("full"))
+        recomputed = dataclasses.replace(run.planned, strategy=full)
+        stages = memory(recomputed, run.cluster.device, run.software)
+    total = heaviest(stages).total
     if run.software.name in _OF_THE_FIRST_STAGE:
-        return stages[0].total - of_libraries(run.planned.strategy), fits
-    return most.total, fits
+        return stages[0].total - of_libraries(run.planned.strategy), total <= room
+    return total, total <= room
 
 
 def measured_s(row: Mapping[str, Any], shape: ModelShape) -> float | None:

@@ -47,6 +47,9 @@ _TOKENS_OF_RANK: Final = 8192
 STATE_BYTES: Final = 16
 """Of a parameter: it, its gradient and the two moments of AdamW, in 32 bits each."""
 
+PURE, PURE_BYTES = "pure-bfloat16", 8
+"""A precision that `train` does not have, and its bytes of a parameter: all four in 16 bits."""
+
 _GATHERED_BYTES: Final = 2
 """Of a parameter that is gathered for a while, in 16 bits."""
 

@@ -118,9 +118,11 @@ def search(question: Question, wanted: int = 10) -> Found:
     check(question)
     steps = _by_bound(question)
     if not steps:
+        num, num_devices = question.num_sequences, question.cluster.num_devices
+        legal = max(1, round(num / num_devices)) * num_devices
         raise ConfigError(
-            f"no strategy splits {question.num_sequences} sequences of {question.seq_len} tokens "
-            f"over {question.cluster.num_devices} devices; take a batch that is a multiple of them"
+            f"no strategy splits {num} sequences of {question.seq_len} tokens over {num_devices} "
+            f"devices; the nearest batch that data parallelism splits is {legal}"
         )
     found: list[Candidate] = []
     rejected: dict[str, Inequality] = {}
@@ -258,8 +260,14 @@ def _splits(question: Question) -> Iterator[Strategy]:
         tp = strategy.tp.degree
         if shape.num_heads % tp or shape.num_kv_heads % tp:
             continue
-        if question.seq_len % (2 * strategy.sample_shards * tp) == 0:
+        if question.seq_len % length_unit(strategy) == 0:
             yield strategy
+
+
+def length_unit(strategy: Strategy) -> int:
+    """Return of what the length of a sequence must be a multiple: a ring has two chunks a rank."""
+    shards, tp = strategy.sample_shards, strategy.tp.degree
+    return math.lcm(2 * shards if shards > 1 else 1, shards * tp)
 
 
 def _strategies(
