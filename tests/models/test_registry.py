@@ -23,6 +23,7 @@ PUBLISHED = {
     "gpt2-355m": 354.82,
     "gpt2-774m": 774.03,
     "gpt2-1.5b": 1557.61,
+    "gpt3-175b": 174604.26,  # of the sizes of its paper, which says 175 B
     "llama2-7b": 6738.42,
     "llama3-1b": 1235.81,
     "llama3-3b": 3212.75,

@@ -48,6 +48,8 @@ _TABLE: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "gpt2-355m": ((50257, 24, 1024, 16, 16, 64, 4096, 1024), _GPT2),
     "gpt2-774m": ((50257, 36, 1280, 20, 20, 64, 5120, 1024), _GPT2),
     "gpt2-1.5b": ((50257, 48, 1600, 25, 25, 64, 6400, 1024), _GPT2),
+    # Brown et al. 2020, table 2.1
+    "gpt3-175b": ((50257, 96, 12288, 96, 96, 128, 49152, 2048), _GPT2),
     # Touvron et al. 2023b; config.json of meta-llama/Llama-2-7b-hf
     "llama2-7b": ((32000, 32, 4096, 32, 32, 128, 11008, 4096), {}),
     # Dubey et al. 2024, table 3; config.json of meta-llama/Llama-3.2-1B, -3B, Llama-3.1-8B, -70B,

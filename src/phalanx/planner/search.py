@@ -147,13 +147,13 @@ def search(question: Question, wanted: int = 10) -> Found:
             rejected.setdefault(name, held)
             continue
         found.append(Candidate(planned, cost, held))
-        found.sort(key=_order)
+        found.sort(key=order)
     names = {str(each.planned.strategy) for each in found}
     kept = tuple(each for name, each in rejected.items() if name not in names)
     return Found(tuple(found[:wanted]), kept, len(steps), num_priced)
 
 
-def _order(candidate: Candidate) -> tuple[float, float, int, str]:
+def order(candidate: Candidate) -> tuple[float, float, int, str]:
     """Return by what candidates are sorted: of equally fast ones the simplest is first."""
     strategy = candidate.planned.strategy
     parts = [(name, axis) for name, axis in strategy.axes() if axis.degree > 1]
@@ -166,7 +166,7 @@ def _by_bound(question: Question) -> list[tuple[float, PlannedStep]]:
     """Return the legal steps by their bounds; the bound is 0 where the state is too large."""
     found: list[tuple[float, PlannedStep]] = []
     cluster, software = question.cluster, question.software
-    for planned in _legal_steps(question):
+    for planned in legal_steps(question):
         try:
             is_large = too_large(planned, cluster.device) is not None
             found.append((0.0 if is_large else bound_s(planned, cluster, software), planned))
@@ -228,7 +228,7 @@ def least_bytes(planned: PlannedStep) -> float:
     return planned.state_bytes * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
 
 
-def _legal_steps(question: Question) -> Iterator[PlannedStep]:
+def legal_steps(question: Question) -> Iterator[PlannedStep]:
     """Yield every legal step over all devices of the cluster."""
     num_devices = question.cluster.num_devices
     for base in _splits(question):

@@ -1,0 +1,61 @@
+"""No price is below its bound, over questions at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from phalanx.errors import StrategyError
+from phalanx.models.registry import shape_of
+from phalanx.planner import search
+from phalanx.planner.bound import bound_s
+from phalanx.planner.hardware import cluster
+from phalanx.planner.price import price
+from phalanx.planner.search import Question
+from phalanx.planner.software import SOFTWARE
+
+MODELS = ("llama3-1b", "llama3-8b", "llama3-70b", "gpt2-1.5b", "mistral-7b", "llama3-405b")
+CLUSTERS = ("h100-llama3", "h100-p5", "a100", "a100-p4d", "b200", "gb200", "mi300x", "tpu-v5p")
+
+
+@some.composite
+def questions(draw: some.DrawFn) -> Question:
+    model = draw(some.sampled_from(MODELS))
+    num_devices = 2 ** draw(some.integers(0, 12))
+    seq_len = 1024 if model == "gpt2-1.5b" else draw(some.sampled_from([2048, 8192, 16384]))
+    return Question(
+        shape=dataclasses.replace(shape_of(model), num_layers=draw(some.integers(1, 40))),
+        cluster=cluster(f"{draw(some.sampled_from(CLUSTERS))}:{num_devices}"),
+        software=draw(some.sampled_from(list(SOFTWARE.values()))),
+        seq_len=seq_len,
+        num_sequences=num_devices * draw(some.sampled_from([1, 2, 3, 8])),
+    )
+
+
+def check(question: Question, seed: int) -> None:
+    steps = list(search.legal_steps(question))
+    for planned in random.Random(seed).sample(steps, min(3, len(steps))):
+        try:
+            least = bound_s(planned, question.cluster, question.software)
+            cost = price(planned, question.cluster, question.software)
+        except StrategyError:
+            continue
+        said = planned.strategy, planned.microbatch, planned.accumulation
+        assert 0 < least <= cost.step_s * (1 + 1e-9), said
+
+
+@given(questions(), some.integers(0, 1000))
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_price_is_below_its_bound(question: Question, seed: int) -> None:
+    check(question, seed)
+
+
+@pytest.mark.slow
+@given(questions(), some.integers(0, 1000))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_price_of_many_is_below_its_bound(question: Question, seed: int) -> None:
+    check(question, seed)

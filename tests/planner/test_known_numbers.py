@@ -1,0 +1,96 @@
+"""Numbers that everyone knows, from the planner's own counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.account.count import Case, count, kind_of
+from phalanx.account.parameters import num_parameters
+from phalanx.models.registry import shape_of
+from phalanx.models.shape import ModelShape
+from phalanx.planner.hardware import device
+from phalanx.planner.planned import PlannedStep, plan_of
+from phalanx.planner.recipe import PURE_BYTES, STATE_BYTES
+from phalanx.planner.search import least_bytes
+from phalanx.strategy import Strategy
+
+GIB = 2**30
+
+
+def test_the_weights_of_gpt3() -> None:
+    """Brown et al. 2020: 175 B parameters, 700 GB in 32 bits; not on one H100."""
+    weights = 4 * num_parameters(shape_of("gpt3-175b")).total
+    assert weights / 1e9 == pytest.approx(700, rel=0.005)
+    assert weights / GIB == pytest.approx(652, rel=0.005)
+    h100 = device("h100")
+    assert weights > 8 * h100.usable_bytes  # nor on the eight of a server
+    assert h100.memory_bytes == 80e9 and h100.usable_bytes / GIB == pytest.approx(79.6, abs=0.05)
+
+
+@pytest.mark.parametrize("billions", [1, 10, 100])
+def test_parameters_in_16_bits_alone(billions: int) -> None:
+    """Weights, gradients and two moments in 16 bits: 8, 80, 800 GB; on 80 devices 0.1 to 10 GB."""
+    assert PURE_BYTES * billions == 8 * billions and STATE_BYTES == 2 * PURE_BYTES
+    assert PURE_BYTES * 100e9 / 80 == 10e9
+
+
+def zero_shape() -> ModelShape:
+    """Return 7.5 B parameters."""
+    gpt = shape_of("gpt2-1.5b")
+    sizes = {"num_layers": 36, "hidden": 4096, "num_heads": 32, "num_kv_heads": 32}
+    return dataclasses.replace(gpt, **sizes, head_dim=128, ffn=16384)
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes", "held_more"),
+    [
+        ("dp64", 120, 0.0),
+        ("fsdp64:zero1", 31.4, 15.0),  # gradients are added up in 32 bits here, not in 16
+        ("fsdp64:zero2", 16.6, 0.0),
+        ("fsdp64:zero3", 1.9, 0.0),
+    ],
+)
+def test_figure_1_of_zero(text: str, gigabytes: float, held_more: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 devices, 120 to 1.9 GB."""
+    shape = zero_shape()
+    parameters = num_parameters(shape).total
+    planned = PlannedStep(shape, Strategy.parse(text), 1024, 1, 2)
+    held = plan_of(planned).holds(2)
+    state = held.parameter_bytes + held.gradient_bytes + held.optimizer_bytes
+    if planned.strategy.fsdp.kind != "zero3":  # zero3 gathers a block at a time
+        state += held.gathered_bytes
+    assert state / 1e9 == pytest.approx((gigabytes + held_more) * parameters / 7.5e9, rel=0.06)
+    assert least_bytes(planned) <= state
+
+
+def test_the_feed_forward_activations_of_llama_3() -> None:
+    """405 B at 4,096 tokens: 63.0 GiB of each tensor of the MLP with 4 h, 51.2 with its own width.
+
+    SwiGLU keeps four: two products, the SiLU of one, and what they make together.
+    """
+    shape = shape_of("llama3-405b")
+
+    def kept(ffn: int) -> int:
+        of_one = kind_of(dataclasses.replace(shape, ffn=ffn), None, 4096)
+        one = Case(of_one, Strategy(), 4096, 1, "bfloat16", "cuda")
+        return shape.num_layers * count(one).block
+
+    for ffn, gibibytes in ((4 * shape.hidden, 63.0), (shape.ffn, 51.2)):
+        of_mlp = kept(ffn) - kept(ffn // 2)
+        assert of_mlp / GIB == pytest.approx(4 * gibibytes / 2, rel=0.002)
+
+
+def test_the_perceptron_of_8_layers_of_8192() -> None:
+    """26.4 TFLOP of a step of 8,192 rows, 26.7 ms at the peak of an H100."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(8)))
+        rows = torch.empty(8192, 8192, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(rows).sum().backward()
+    flops = counter.get_total_flops()
+    assert flops / 1e12 == pytest.approx(26.4, abs=0.05)
+    assert 1000 * flops / device("h100").flops == pytest.approx(26.7, abs=0.05)

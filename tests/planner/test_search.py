@@ -1,0 +1,131 @@
+"""The search: its best is the best there is, and what it rejects does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.models.registry import shape_of
+from phalanx.planner import search as searching
+from phalanx.planner.departure import departures, settled
+from phalanx.planner.given import priced_strategy
+from phalanx.planner.hardware import CLUSTERS, cluster
+from phalanx.planner.price import price
+from phalanx.planner.search import Candidate, Found, Inequality, Question, fits, search
+from phalanx.planner.software import SOFTWARE
+from phalanx.strategy import Strategy
+
+
+def question(
+    model: str, cluster_text: str, seq_len: int, num_sequences: int, **sizes: int
+) -> Question:
+    shape = dataclasses.replace(shape_of(model), **sizes)
+    return Question(shape, cluster(cluster_text), SOFTWARE["phalanx"], seq_len, num_sequences)
+
+
+SMALL = question("llama3-1b", "h100:4", 2048, 16, num_layers=4)
+TIGHT = question("llama3-8b", "h100:8", 8192, 16)
+
+
+def check_rejected(asked: Question, found: Found) -> None:
+    """Evaluate each inequality again."""
+    for failed in found.rejected:
+        assert failed.left > failed.right == asked.cluster.device.usable_bytes
+        strategy = Strategy.parse(failed.strategy)
+        sizes = [n for n in searching.MICROBATCHES if f"with {n} x" in failed.what] or [1]
+        rows = asked.num_sequences // strategy.data_ranks
+        again = fits(asked, asked.step(strategy, sizes[0], rows // sizes[0]))
+        assert again == failed, failed
+
+
+def test_the_best_is_the_best_of_all() -> None:
+    found = search(SMALL, wanted=3)
+    everything = [
+        price(planned, SMALL.cluster, SMALL.software).step_s
+        for planned in searching.legal_steps(SMALL)
+        if not isinstance(fits(SMALL, planned), Inequality)
+    ]
+    prices = [each.price.step_s for each in found.candidates]
+    assert prices == pytest.approx(sorted(everything)[:3])
+    assert found.num_legal == len(list(searching.legal_steps(SMALL)))
+
+
+def test_each_inequality_is_true_when_evaluated_again() -> None:
+    found = search(TIGHT, wanted=3)
+    assert len(found.rejected) > 3
+    check_rejected(TIGHT, found)
+
+
+def test_of_equally_fast_strategies_the_simplest_is_first() -> None:
+    asked = question("llama3-1b", "h100:1", 2048, 8, num_layers=2)
+    best = search(asked, wanted=1).candidates[0]
+    order = searching.order
+    plain = dataclasses.replace(best, planned=asked.step(Strategy(), 1, 8))
+    full = dataclasses.replace(best, planned=asked.step(Strategy.parse("recompute:full"), 1, 8))
+    two = dataclasses.replace(best, planned=asked.step(Strategy.parse("dp2,tp2"), 1, 4))
+    assert sorted([two, full, plain], key=order) == [plain, full, two]
+
+
+def test_what_fits_depends_on_the_program() -> None:
+    """nanotron keeps the logits of a whole microbatch."""
+    planned = SMALL.step(Strategy.parse("dp4"), 4, 1)
+    others = dataclasses.replace(SMALL, software=SOFTWARE["nanotron"])
+    ours, theirs = fits(SMALL, planned), fits(others, planned)
+    assert not isinstance(ours, Inequality) and not isinstance(theirs, Inequality)
+    assert theirs.logits > 2 * ours.logits and theirs.total > ours.total
+
+
+def test_shards_of_hsdp_stay_within_a_unit() -> None:
+    asked = question("llama3-8b", "h100-llama3:16384", 8192, 16384)
+    pod = next(one.devices for one in CLUSTERS["h100-llama3"].levels if one.name == "pod")
+    groups = {
+        planned.strategy.fsdp.degree * planned.strategy.sample_shards * planned.strategy.tp.degree
+        for planned in searching.legal_steps(asked)
+        if planned.strategy.dp.degree > 1 and planned.strategy.fsdp.degree > 1
+    }
+    assert groups and all(group == 8 or pod % group == 0 for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_sequences": 0}, "the batch is 0; it must be at least 1"),
+        ({"seq_len": 0}, "the sequence is 0"),
+        ({"num_sequences": 1, "cluster": cluster("h100:7")}, "the nearest batch .* is 7"),
+    ],
+)
+def test_a_question_without_a_strategy(changed: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        search(dataclasses.replace(SMALL, **changed))
+
+
+def test_an_odd_sequence_is_replicated() -> None:
+    odd = dataclasses.replace(SMALL, seq_len=2047)
+    names = {str(each.planned.strategy) for each in search(odd).candidates}
+    assert names and not any("tp" in name for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seq_len", "num_sequences", "published"),
+    [(8192, 2048, "pp16,fsdp128:zero1,tp8"), (131072, 128, "pp16,fsdp8:zero1,cp16,tp8")],
+)
+def test_405_b_on_16384_devices(seq_len: int, num_sequences: int, published: str) -> None:
+    """The Llama 3 Herd of Models, table 4."""
+    asked = question("llama3-405b", "h100-llama3:16384", seq_len, num_sequences)
+    found = search(asked)
+    best = found.candidates[0]
+    for kind in ("zero1", "zero2", "zero3"):
+        other = settled(asked, Strategy.parse(published.replace("zero1", kind)))
+        assert not isinstance(other, Candidate) or best.price.step_s <= other.price.step_s
+    interleaved = Strategy.parse(published.replace("pp16", "pp16:interleaved/4"))
+    other = priced_strategy(
+        asked, dataclasses.replace(interleaved, recompute=best.planned.strategy.recompute)
+    )
+    assert not isinstance(other, Candidate) or best.price.step_s <= other.price.step_s
+    assert (best.planned.strategy.sample_shards > 1) or seq_len == 8192
+    check_rejected(asked, dataclasses.replace(found, rejected=found.rejected[-20:]))
+    for rule in departures(asked, best):
+        assert rule.step_time_s is None or rule.step_time_s >= best.price.step_s
