@@ -69,10 +69,10 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
     causes = (
         f"{name} {explain.time(s)} ({s / best.step_time_s:.0%})"
         for name, s in best.causes_s.items()
-        if s
+        if s > 0.005 * best.step_time_s
     )
     _say(console, f"  time: {', '.join(causes)}")
-    held = (f"{name} {num / 2**30:.1f}" for name, num in best.memory.items())
+    held = (f"{name} {num / 2**30:.1f}" for name, num in best.memory.items() if num > 0.05 * 2**30)
     _say(
         console,
         f"  memory of stage {best.stage}, the heaviest, in GiB: {', '.join(held)}; "

@@ -5,13 +5,13 @@ The text and the JSON of `phalanx plan` are both made of these values.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from phalanx.errors import StrategyError
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.recipe import RING
@@ -116,11 +116,11 @@ def mesh(question: Question, strategy: Strategy) -> str:
     if strategy.num_ranks == 1:
         return "one device"
     levels = [
-        f"{name} {size} in a {network.reach(group, job, question.software).level}"
+        f"{name}{size} within a {network.reach(group, job, question.software).level}"
         for name, size in axes.items()
         for group in [network.group_of(axes, (name,))]
     ]
-    return " x ".join(levels)
+    return ", ".join(levels)
 
 
 def sizes(question: Question, planned: PlannedStep) -> list[int]:
@@ -130,20 +130,21 @@ def sizes(question: Question, planned: PlannedStep) -> list[int]:
     most: int = getattr(strategy, axis).degree
     inner = strategy.num_ranks // most
     rows = question.num_sequences // (strategy.data_ranks // most) // planned.microbatch
-    found: list[int] = []
-    for degree in range(most, 0, -1):
-        if rows % degree:
-            continue
-        fewer = dataclasses.replace(
-            planned, strategy=strategy.with_degree(axis, degree), accumulation=rows // degree
+    # Interleaved chunks need a multiple of stages of microbatches.
+    unit = strategy.pp.degree if strategy.pp.kind == "interleaved" else 1
+    degrees = [n for n in range(1, most + 1) if rows % n == 0 and rows // n % unit == 0]
+
+    def can_resume(degree: int) -> bool:
+        of_axis = dataclasses.replace(getattr(strategy, axis), degree=degree)
+        split = dataclasses.replace(
+            strategy, **{axis: of_axis if degree > 1 else getattr(Strategy, axis)}
         )
-        try:
-            if isinstance(fits(question, fewer), Inequality):
-                break  # with fewer replicas each holds as much or more
-        except StrategyError:  # interleaved chunks need a number of microbatches of their own
-            continue
-        found.append(inner * degree)
-    return sorted(found)
+        fewer = dataclasses.replace(planned, strategy=split, accumulation=rows // degree)
+        return not isinstance(fits(question, fewer), Inequality)
+
+    # With fewer replicas each holds as much or more.
+    least = bisect.bisect_left(degrees, True, key=can_resume)
+    return [inner * degree for degree in degrees[least:]]
 
 
 def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequality]:

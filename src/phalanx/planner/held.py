@@ -99,7 +99,7 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     plan = plan_of(planned)
     where = "cpu" if device.kind == "cpu" else "cuda"
     of_one, uncast = (_activations(planned, where, software, casts) for casts in (None, False))
-    schedule = plan.schedule(planned.accumulation)
+    schedule = plan.schedule(_rounds(planned))
     found: list[Memory] = []
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
     for pp_rank in range(strategy.pp.degree):
@@ -128,6 +128,14 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
             early = min(early, BUCKET_BYTES if has_buckets else 0)
         found.append(Memory(stage=pp_rank, margin=beside, early=early, **causes))
     return found
+
+
+def _rounds(planned: PlannedStep) -> int:
+    """Return the microbatches after which no rank has more in flight: two for each stage."""
+    pp, num = planned.strategy.pp, planned.accumulation
+    if pp.kind == "gpipe" or planned.strategy.schedule:
+        return num
+    return min(num, 2 * pp.degree + num % pp.degree)
 
 
 def _activations(
