@@ -379,7 +379,7 @@ def core_of() -> Core:
 
 
 def _level(values: dict[str, Any]) -> Level:
-    names = {each.name for each in dataclasses.fields(Link)}
+    names = {each.name for each in dataclasses.fields(Link)} - {"strains"}  # never measured
     link = {name: value for name, value in values["link"].items() if name in names}
     measured = {op: OpCost(**cost) for op, cost in link.pop("measured").items()}
     return Level(
