@@ -3,8 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from phalanx.server.coordinator import Fenced, JobJournal
+from phalanx.server.coordinator import Coordinator, Fenced, JobJournal
+from phalanx.server.message import WireMessage
+from phalanx.server.secret import Secret
+from phalanx.server.server import Server
+from phalanx.server.shard import Shard
 
 
 def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:
@@ -20,3 +25,49 @@ def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:
     third = JobJournal(tmp_path / "journal")
     assert third.load() == {"epoch": 3}
     third.close()
+
+
+def test_a_server_that_was_held_for_lost_has_no_copy_until_it_is_sent_one(tmp_path: Path) -> None:
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    coordinator = Coordinator(2, "job", tmp_path / "journal", *own)
+
+    def beat(name: str, synced: list[tuple[int, int]]) -> None:
+        fields = {"name": name, "role": "server", "address": name, "incarnation": name}
+        coordinator.handle(b"", WireMessage("beat", {**fields, "job": "job", "synced": synced}))
+
+    try:
+        for name in "ab":
+            beat(name, [])
+        before = coordinator.map["epoch"]
+        beat("a", [(1, before)])
+        beat("b", [(0, before)])
+        coordinator._lose(["b"])
+        assert coordinator.map["holders"] == [["a"], ["a"]]
+        for _ in range(2):
+            beat("b", [(0, before)])
+            assert coordinator.map["holders"] == [["a", "b"], ["a", "b"]]
+        beat("b", [(0, coordinator.map["epoch"])])
+        assert coordinator.map["holders"] == [["b", "a"], ["a", "b"]]
+    finally:
+        coordinator.close()
+
+
+@pytest.mark.parametrize(("holders", "is_answered"), [(["a"], True), (["b", "a"], False)])
+def test_a_primary_that_is_replaced_acknowledges_nothing(
+    holders: list[str], is_answered: bool, tmp_path: Path
+) -> None:
+    own = ("a", Secret.new(), f"ipc://{tmp_path}/a", lambda _: None)
+    server, found = Server("job", f"ipc://{tmp_path}/coordinator", "1", *own), list[int]()
+    addresses = {name: f"ipc://{tmp_path}/{name}" for name in "ab"}
+    rest = {"term": 1, "addresses": addresses, "joined": {}}
+    shard = {"sizes": [1], "dtype": "float32", "rule": {"name": "sgd"}, "p": 2.0}
+    try:
+        server._take({**rest, "epoch": 1, "holders": [["a", "b"]]})
+        spec = {**shard, "law": {"kind": "ps", "num_slots": 1}}
+        server.shards[0] = Shard(spec, [torch.zeros(1)])
+        server.after(0, lambda: found.append(1))
+        assert not found
+        server._take({**rest, "epoch": 2, "holders": [holders]})
+        assert bool(found) == is_answered
+    finally:
+        server.close()

@@ -14,6 +14,7 @@ from phalanx.errors import TrainingError
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.server.task_scheduler import TaskScheduler
 from phalanx.server.wire import Faults
 
 SIZES = [700, 37]
@@ -112,6 +113,9 @@ def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
         at = {2: lambda: again("coordinator"), 4: lambda: again("scheduler")}
         end(run(made, Consistency("ps", 2), 7, at))
         assert "term 2 begins" in made.log.read_text()
+        scheduler = made.roles["scheduler"]
+        assert isinstance(scheduler, TaskScheduler) and scheduler._tasks is not None
+        assert scheduler._tasks.is_over  # it knows also what was pushed before it began
 
 
 def test_a_server_of_another_job_is_refused() -> None:

@@ -13,7 +13,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.errors import ConfigError
 from phalanx.server import wire
 from phalanx.server.message import NAMES, WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
@@ -63,13 +62,6 @@ def test_a_truncated_tensor_is_refused() -> None:
     frames = [bytes(frame) for frame in encode(WireMessage("push", {}, [torch.ones(4)]))]
     with pytest.raises(WireError, match="15 bytes; expected 4 x 4"):
         decode([frames[0], frames[1][:-1]])
-
-
-def test_a_secret_is_read_back_and_nothing_else_is() -> None:
-    secret = Secret.new()
-    assert Secret.of_text(secret.text() + "\n") == secret
-    with pytest.raises(ConfigError, match="32 bytes"):
-        Secret.of_text("hello")
 
 
 class Ends:
@@ -154,3 +146,25 @@ def test_a_message_above_the_limit_does_not_come(
         assert [m.kind for m in ends.hear(1)] == ["pull"]
     finally:
         ends.close()
+
+
+def test_a_listener_that_shows_no_proof_is_told_nothing(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    false = context.socket(zmq.ROUTER)
+    false.bind(f"ipc://{tmp_path}/socket")
+    link = Connection(context, Secret.new(), f"ipc://{tmp_path}/socket")
+    try:
+        link.send(WireMessage("push", {"q": 1}, [torch.ones(3)]))
+        for kind in ("hello", "hello"):
+            peer, *frames = false.recv_multipart()
+            assert decode([bytearray(frame) for frame in frames]).kind == kind
+            for reply in (WireMessage("welcome"), WireMessage("map", {"holders": []})):
+                false.send_multipart([peer, *encode(reply)])
+            until_s = time.monotonic() + 0.7
+            while time.monotonic() < until_s:
+                assert link.receive() == []
+                time.sleep(0.02)
+    finally:
+        link.close()
+        false.close(linger=0)
+        context.destroy(linger=0)

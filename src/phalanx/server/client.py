@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.errors import ConfigError
 from phalanx.server.message import WireMessage
 from phalanx.server.placement import CHUNK_BYTES, WeightRange, chunks_of, place
 from phalanx.server.requests import Requests
 from phalanx.server.role import Settings
 from phalanx.server.shared import SharedView, deal
+from phalanx.server.wire import MOST_FRAME_BYTES
 
 
 class Client(Requests):
@@ -21,7 +24,7 @@ class Client(Requests):
     Attributes:
         sent_bytes, received_bytes: of gradients and weights, since the start.
         applied: updates that every server had applied when it was last asked for totals.
-        done: clocks of each slot that were pushed to all servers by then.
+        done: clocks of each slot that were pushed to all servers by the last answer.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -34,13 +37,24 @@ class Client(Requests):
     def lay_out(
         self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """Place weights, groups of these numbers of elements, over the servers."""
+        """Place weights, groups of these numbers of elements, over the servers.
+
+        Raises:
+            ConfigError: a server's part of a group is larger than a message may be.
+        """
         placed = place(chunks_of(sizes, dtype.itemsize, chunk_bytes), self.map["homes"])
         self._chunks: list[list[list[WeightRange]]] = [
             [[chunk for chunk in placed[name] if chunk.group == g] for g in range(len(sizes))]
             for name in sorted(placed)
         ]
         self._dtype = dtype
+        largest = max(size for shard in range(self.num_shards) for size in self._sizes(shard))
+        if (num_bytes := largest * dtype.itemsize) > MOST_FRAME_BYTES:
+            num = math.ceil(self.num_shards * num_bytes / MOST_FRAME_BYTES)
+            raise ConfigError(
+                f"a server would hold {num_bytes} bytes of a group of weights; at most "
+                f"{MOST_FRAME_BYTES} go in a message; the nearest is --server.num-servers {num + 1}"
+            )
 
     def _sizes(self, shard: int) -> list[int]:
         return [sum(c.end - c.begin for c in chunks) for chunks in self._chunks[shard]]
@@ -86,7 +100,8 @@ class Client(Requests):
             requests[shard] = WireMessage("push", fields, tensors)
             self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         replies = self.ask(requests)
-        self.ask_scheduler("finish", clock=clock, slot=slot)
+        self._note_done(replies.values())
+        self.ask_scheduler("finish", clock=clock, slot=slot, done=list(self.done.items()))
         return min(int(reply["update"]) for reply in replies.values())
 
     def totals(
@@ -103,9 +118,12 @@ class Client(Requests):
             for version, *numbers in reply["totals"]:
                 found.setdefault(int(version), []).append(numbers)
         self.applied = min(int(reply["version"]) for reply in replies.values())
-        of_each = [dict(reply["done"]) for reply in replies.values()]
-        self.done = {slot: min(done[slot] for done in of_each) for slot in of_each[0]}
+        self._note_done(replies.values())
         return {v: each for v, each in found.items() if len(each) == self.num_shards}
+
+    def _note_done(self, replies: Iterable[WireMessage]) -> None:
+        of_each = [dict(reply["done"]) for reply in replies]
+        self.done = {slot: min(done[slot] for done in of_each) for slot in of_each[0]}
 
     def pull(
         self, targets: Sequence[Tensor], needed: int,

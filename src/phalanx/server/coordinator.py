@@ -81,8 +81,8 @@ class Coordinator(Role):
     """Keeps the map of a job.
 
     The map has `term`, `epoch`, `homes` (weight by name of the first servers: chunks are placed
-    over them), `addresses` by name, `holders` (of each shard the primary, then its backup) and
-    `scheduler`.
+    over them), `addresses` by name, `joined` (the epoch in which each joined), `holders` (of each
+    shard the primary, then its backup) and `scheduler`.
     """
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
@@ -91,7 +91,7 @@ class Coordinator(Role):
         self._num_servers = num_servers
         self.map: Settings = self._journal.load() or {
             "job": job, "epoch": 0, "homes": {}, "addresses": {}, "incarnations": {},
-            "holders": [], "scheduler": "", "ended": False,
+            "joined": {}, "holders": [], "scheduler": "", "ended": False,
         }  # fmt: skip
         self.map["term"] = self._journal.term
         if self.map["job"] != job:
@@ -126,13 +126,15 @@ class Coordinator(Role):
             self._lose([name])
             self.map["incarnations"][name] = message["incarnation"]
             self.map["addresses"][name] = address
+            self.map["joined"][name] = self.map["epoch"] + 1
             if len(self.map["homes"]) < self._num_servers:
                 self.map["homes"][name] = float(message.fields.get("weight", 1.0))
             self._place()
             self._change(f"{name} has joined at {address}")
         self._heard_s[name] = time.monotonic()
-        for shard in message["synced"]:
-            self._synced.add((int(shard), name))
+        for shard, epoch in message["synced"]:
+            if epoch >= self.map["joined"][name]:  # one that was held for lost has an old copy
+                self._synced.add((int(shard), name))
         self._balance()
 
     def _balance(self) -> None:

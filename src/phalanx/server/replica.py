@@ -63,11 +63,11 @@ class HeldShards(Member):
         self.shards: dict[int, Shard] = {}
         self._backups: dict[int, Backup] = {}
         self._backed = set[int]()
-        self._synced: dict[int, int] = {}  # of each shard that this is the backup of: since when
+        self._synced: dict[int, int] = {}  # epoch of the copy, of each shard that this backs
 
     @override
     def facts(self) -> Settings:
-        synced = sorted(self._synced)
+        synced = sorted(self._synced.items())
         return {"job": self._job, "protocol": PROTOCOL, "weight": self._weight, "synced": synced}
 
     # The map.
@@ -76,7 +76,7 @@ class HeldShards(Member):
     def changed(self) -> None:
         backed = {s for s, names in enumerate(self.map["holders"]) if self.name in names[1:]}
         kept = backed & self._backed
-        self._synced = {s: epoch for s, epoch in self._synced.items() if s in kept}
+        self._synced = {s: e for s, e in self._synced.items() if s in kept and e >= self._since}
         self._backed = backed
         for shard in list(self.shards):
             if self.name not in self.map["holders"][shard]:
@@ -91,11 +91,17 @@ class HeldShards(Member):
                 self._backups[shard] = Backup(due, self.link(address))
                 self._copy(shard)
 
+    @property
+    def _since(self) -> int:
+        """The epoch in which this server joined last: copies of older ones may be stale."""
+        return self.map.get("joined", {}).get(self.name, 0)
+
     def _drop_backup(self, shard: int) -> None:
         backup = self._backups.pop(shard)
         self.unlink(backup.link)
-        for _, act in backup.waiting:
-            act()
+        if self.is_primary(shard):  # else the backup refused what waits: who asked asks the next
+            for _, act in backup.waiting:
+                act()
 
     def _copy(self, number: int) -> None:
         """Send the backup the whole of a shard."""
@@ -180,6 +186,8 @@ class HeldShards(Member):
         if is_old or (epoch < self.map["epoch"] and number not in self._backed):
             self.reply(peer, message, "fenced", shard=number)
             return
+        if message.kind == "copy" and epoch < self._since:
+            return  # the primary sends another when it knows the map
         shard = self.shards.get(number)
         if message.kind == "copy":
             state = message["state"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import secrets
@@ -10,8 +9,6 @@ from dataclasses import dataclass
 
 import zmq
 from zmq.utils import z85
-
-from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -38,25 +35,3 @@ class Secret:
         """Return the public and the secret key of CURVE of one end."""
         made: bytes = z85.encode(hashlib.sha256(self.key + who.encode()).digest())
         return zmq.curve_public(made), made
-
-    def text(self) -> str:
-        """Return it as a line of a file."""
-        return base64.b64encode(self.key).decode()
-
-    @classmethod
-    def of_text(cls, text: str) -> Secret:
-        """Read the line.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        try:
-            key = base64.b64decode(text.strip(), validate=True)
-        except ValueError:
-            key = b""
-        if len(key) != 32:
-            raise ConfigError(
-                "the file of the secret holds no 32 bytes in base64; "
-                "`phalanx server secret FILE` writes one"
-            )
-        return cls(key)

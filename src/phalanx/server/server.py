@@ -100,7 +100,8 @@ class Server(HeldShards):
         update = shard.version
         if not shard.has(int(message["clock"]), int(message["slot"])):
             self.change(number, "push", dict(message.fields), list(message.tensors))
-        self.after(number, lambda: self.reply(peer, message, "ok", update=update))
+        done = list(shard.done.items())
+        self.after(number, lambda: self.reply(peer, message, "ok", update=update, done=done))
         self._close_due(number)
         self._look_at_parked()
 

@@ -15,7 +15,7 @@ class TaskScheduler(Member):
     """Answers workers.
 
     Nothing is kept on disk: after a restart it takes from the first worker that asks which tasks
-    there are, and from the workers, who say after each update what the servers have.
+    there are, and from the workers, who say after each push what the servers have.
     """
 
     kind = "scheduler"

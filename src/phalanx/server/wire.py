@@ -218,7 +218,7 @@ class Connection:
             self.socket.curve_serverkey = secret.curve("listener")[0]
         self.socket.connect(address)
         self._waiting: dict[Any, WireMessage] = {}
-        self._is_welcome = False
+        self._is_welcome = self._is_proven = False
         self._number = ""
         self._greeted_s = -math.inf
         self._greet()
@@ -234,8 +234,10 @@ class Connection:
     def receive(self) -> list[WireMessage]:
         """Return what has come; never waits.
 
+        Messages of a listener that has not shown that it knows the secret are dropped.
+
         Raises:
-            WireError: the listener does not know the secret.
+            WireError: bytes came that are no message.
         """
         found: list[WireMessage] = []
         while True:
@@ -248,7 +250,7 @@ class Connection:
             message = decode([frame.buffer for frame in frames])
             if message.kind in ("who", "challenge", "welcome"):
                 self._answer(message)
-            else:
+            elif self._is_welcome:
                 found.append(message)
 
     def close(self) -> None:
@@ -266,7 +268,7 @@ class Connection:
     def _greet(self) -> None:
         if time.monotonic() - self._greeted_s > HELLO_S:
             self._greeted_s = time.monotonic()
-            self._number = secrets.token_hex(16)
+            self._number, self._is_proven = secrets.token_hex(16), False
             self._send(WireMessage("hello", {"number": self._number}))
 
     def _answer(self, message: WireMessage) -> None:
@@ -278,8 +280,9 @@ class Connection:
             due = self._secret.proof("listener", *numbers)
             if not hmac.compare_digest(str(message["proof"]).encode(), due.encode()):
                 return  # of an older greeting, or of somebody else: it is not answered
+            self._is_proven = True
             self._send(WireMessage("proof", {"proof": self._secret.proof("link", *numbers)}))
-        else:
+        elif self._is_proven:
             self._is_welcome = True
             waiting, self._waiting = self._waiting, {}
             for each in waiting.values():
