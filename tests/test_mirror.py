@@ -53,6 +53,7 @@ ACROSS = {
     "parallel/tensor/test_refusals.py": "branch, check and loss: what they refuse",
     "parallel/tensor/test_sizes.py": "check: sizes that no layout divides",
     "parallel/test_fsdp_order.py": "sharded and overlap: the order of gathers and reductions",
+    "planner/test_known_numbers.py": "held, price and hardware: numbers that everyone knows",
     "parallel/test_pure_plan.py": "plan, for every strategy: asking changes nothing",
     "script/test_bookkeeping.py": "mean_loss and gather: the numbers that a loop prints",
     "script/test_callbacks.py": "train/callback and train/best, by both trainers",

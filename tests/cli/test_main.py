@@ -231,7 +231,7 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     config = types.SimpleNamespace(threads=1, timeout_s=1.0, device="cpu")
-    strategy = types.SimpleNamespace(num_ranks=2)
+    strategy = types.SimpleNamespace(num_ranks=2, is_served=False)
     ours, terminal = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(run, "claim", lambda job: job)

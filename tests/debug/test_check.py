@@ -591,7 +591,7 @@ class Partly(nn.Module):
         return (self.last if is_first else nn.Identity())(self.norm(self.first(x)))
 
 
-def one_each(sizes: list[int]) -> list[list[int]]:
+def one_each(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     return [[at] for at in reversed(range(len(sizes)))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,9 +68,10 @@ def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> 
     assert plan_decoder(parsed, SHAPE).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
 
 
-def test_what_is_not_built_is_refused() -> None:
-    with pytest.raises(StrategyError, match="not built"):
-        plan_decoder(Strategy.parse("dp2:ps"), SHAPE)
+def test_a_plan_starts_no_servers() -> None:
+    planned = plan_decoder(Strategy.parse("dp2:ps"), SHAPE)
+    with pytest.raises(StrategyError, match="starts no servers for dp:ps"):
+        planned.build(cast(Any, None))
 
 
 def test_what_the_first_rank_holds_of_several_axes() -> None:

@@ -183,7 +183,7 @@ def blocks_without_dropout() -> nn.Module:
 
 def weights_after_an_error(strategy: str, *, is_failing: bool) -> dict[str, torch.Tensor]:
     """Fail within a backward, when some gradients are reduced already, and begin the step again."""
-    data.buckets = functools.partial(reduce.buckets, bucket_bytes=64)
+    data.buckets = lambda sizes, bucket_bytes: reduce.buckets(sizes, 64)
     case = Case(build=blocks_without_dropout, accumulation=2)
     loop = loops.Distributed(case, strategy)
     batches = list(itertools.islice(loop.loader, 2))

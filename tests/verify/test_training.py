@@ -12,7 +12,7 @@ from mutants import SLOW, Patch, planted
 
 from marks import by_hand
 from phalanx.checkpoint import state
-from phalanx.comm.comm import Counting, Ranks, local_shard
+from phalanx.comm.comm import Ranks, local_shard
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.data.samples import Samples
 from phalanx.errors import ConfigError
@@ -55,7 +55,7 @@ def _rounded(right: Any) -> Any:
 
 
 def _rows_of_rank_0(right: Any) -> Any:
-    return lambda job, comm, consumed: right(job, Counting(comm.axes), consumed)
+    return lambda job, data_rank: right(job, 0)
 
 
 def _from_step_0(right: Any) -> Any:
@@ -72,9 +72,10 @@ def _from_step_0(right: Any) -> Any:
 def _position_by_steps(right: Any) -> Any:
     """The position in the data is taken for steps times the present global batch."""
 
-    def wrong(job: Job, comm: Any, consumed: int) -> Any:
-        steps = 0 if job.start is None else job.start.about.steps_done
-        return right(job, comm, steps * job.batch.global_size)
+    def wrong(job: Job, data_rank: int) -> Any:
+        loader = right(job, data_rank)
+        loader.consumed = job.done[0] * job.batch.global_size
+        return loader
 
     return wrong
 
@@ -140,14 +141,14 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(state, "load", _rounded)], "embedding", "weight of embedding.weight",
     ),
     "rank 1 with the rows of rank 0": (
-        [(text, "_loader", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
+        [(text, "loader_of", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
     ),
     "a schedule that begins anew": (
         [(training, "TextSession", _from_step_0)],
         None, "it takes the steps [1, 2, 3, 4], where [3, 4] are due",
     ),
     "a position in the data by the present batch": (
-        [(text, "_loader", _position_by_steps)],
+        [(text, "loader_of", _position_by_steps)],
         None, "its positions in the data are [24, 48], where [16, 40] are due",
     ),
     "evaluation that leaves the model in eval mode": (

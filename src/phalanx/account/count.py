@@ -119,7 +119,8 @@ def count(case: Case) -> Counted:
     """
     strategy, num = case.strategy, case.num_sequences
     tokens, vocabulary = case.seq_len // strategy.sample_shards, case.shape.vocab_size
-    rows = chunk_rows(vocabulary // strategy.tp.degree, getattr(torch, case.precision), case.device)
+    shard = max(1, vocabulary // strategy.tp.degree)  # a block alone has no vocabulary
+    rows = chunk_rows(shard, getattr(torch, case.precision), case.device)
     if num <= 2 or tokens < rows:
         return _count(case)
     one, two = (_count(dataclasses.replace(case, num_sequences=n)) for n in (1, 2))

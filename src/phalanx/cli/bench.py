@@ -35,10 +35,10 @@ A module is loaded when it is asked for, since most load torch.
 """
 
 MOVED: Final[Mapping[str, str]] = {
-    "pipeline": "benchmarks/pipeline/bubble.py",
-    "tensor": "benchmarks/tensor/layouts.py",
+    "pipeline": "phalanx show 1f1b",
+    "tensor": "python benchmarks/tensor/layouts.py",
 }
-"""What was a verb -> the script of the repository that does the same."""
+"""What was a verb -> the command that does the same, from the folder of the repository."""
 
 
 def run(argv: list[str]) -> int:
@@ -53,8 +53,7 @@ def run(argv: list[str]) -> int:
     verb, *words = argv
     if verb in MOVED:
         raise ConfigError(
-            f"'{verb}' is no verb of bench any more; run `python {MOVED[verb]}` of the repository, "
-            "which takes the same options"
+            f"'{verb}' is no verb of bench any more; run `{MOVED[verb]}` in the repository"
         )
     if verb not in VERBS:
         raise ConfigError(

@@ -43,6 +43,7 @@ def summary_of(**changes: object) -> Summary:
         evaluations=[Evaluation(at, 3.0, {"bits_per_byte": 4.0 - at}) for at in (0, 2)],
         best=None, sent=[], memory=None,
         no_memory="no account", predicted=None, resident_bytes=2**30,
+        served_text=None,
         sample="To be\x1b[31m or\nnot", paths={"metrics": "runs/a b/metrics.jsonl"},
         resume="phalanx train --resume 'runs/a b' --steps 10",
     )  # fmt: skip
