@@ -76,10 +76,17 @@ def test_scores_are_of_the_model_not_of_the_filters() -> None:
 
 
 def test_a_row_with_a_nan_has_no_token() -> None:
-    logits = torch.tensor([[0.0, math.nan], [0.0, 1.0]])
+    logits = torch.tensor([[0.0, math.nan], [0.0, math.inf], [0.0, 1.0]])
     for temperature in (0.0, 1.0):
-        tokens, scores = choose(logits, [Sampling(temperature=temperature, logprobs=1)] * 2, [0, 0])
-        assert tokens[0] == -1 and tokens[1] >= 0 and scores[0] is None
+        tokens, scores = choose(
+            logits, [Sampling(temperature=temperature, logprobs=1)] * 3, [0] * 3
+        )
+        assert tokens[:2] == [-1, -1] and tokens[2] >= 0 and scores[:2] == [None, None]
+
+
+def test_the_least_temperature_takes_the_largest() -> None:
+    logits = torch.tensor([[-9.0, 50.0, 20.0, -math.inf]])
+    assert choose(logits, [Sampling(temperature=5e-324)], [0])[0] == [1]
 
 
 def test_a_tail_without_weight_is_never_drawn() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import socket
 import threading
@@ -126,6 +127,7 @@ def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
         ({}, 400, "prompt: Field required"),
         ({"prompt": 3}, 400, "prompt"),
         ({"prompt": []}, 400, "0 prompts with n 1 ask for 0 texts; expected 1 to 64"),
+        ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 ask for 65 texts; expected 1 to 64"),
         ({"prompt": [[]]}, 400, "the prompt has no token"),
         ({"prompt": [1, 97]}, 400, "a token is not below 97, the vocabulary"),
         ({"prompt": "a", "n": 65}, 400, "n: Input should be less than or equal to 64"),
@@ -299,11 +301,18 @@ def test_malformed_requests_are_refused_not_suffered(client: Client, num: int) -
     client.wait_until_idle()
 
 
-def test_broken_http_ends_no_server(client: Client) -> None:
-    for content in (b"\0\0\0", b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"G"):
+def test_broken_http_ends_no_server(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+    for content in (b"\0\0\0", head + b"x\r\n\r\n", b"G", head + b"9\r\n\r\n{"):
         with socket.create_connection(("127.0.0.1", client.port), timeout=30) as raw:
-            raw.sendall(content)
-    assert client.ask("/health")[0] == 200
+            raw.sendall(content)  # the last one leaves amid its body
+            time.sleep(0.1)
+    for _ in range(10):
+        assert client.ask("/health")[0] == 200
+    logger.removeHandler(caplog.handler)
+    assert not caplog.text
 
 
 def test_an_engine_that_fails_answers_all_who_wait(

@@ -18,6 +18,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from phalanx.errors import ConfigError
 from phalanx.infer.answers import Answer, ChatAnswer, CompletionAnswer
@@ -71,6 +72,12 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         """Answer `/v1/completions`."""
         body: CompletionBody = await self._body(request, CompletionBody)
+        num_texts = len(body.prompts) * body.num_choices
+        if not 1 <= num_texts <= MAX_CHOICES:
+            raise ConfigError(
+                f"{len(body.prompts)} prompts with n {body.num_choices} ask for {num_texts} texts; "
+                f"expected 1 to {MAX_CHOICES}"
+            )
         encoded = [p if isinstance(p, list) else self.served.encode(p) for p in body.prompts]
         vocab_size = self.served.weights.shape.vocab_size
         if any(token >= vocab_size for prompt in encoded for token in prompt):
@@ -104,6 +111,8 @@ class Gateway:
                     if len(content) > self.limits.max_body_bytes:
                         most = f"{self.limits.max_body_bytes:,}"
                         raise HTTPException(413, f"the body has more than {most} bytes")
+        except ClientDisconnect:
+            raise HTTPException(499, "the client has left") from None
         except TimeoutError:
             raise HTTPException(408, f"the body took over {BODY_TIMEOUT_S:.0f} s") from None
         body = parse(kind, bytes(content))
@@ -123,11 +132,6 @@ class Gateway:
         answer: Answer,
     ) -> Response:
         """Generate, and answer at once or in pieces."""
-        if not 1 <= len(prompts) * body.num_choices <= MAX_CHOICES:
-            raise ConfigError(
-                f"{len(prompts)} prompts with n {body.num_choices} ask for "
-                f"{len(prompts) * body.num_choices} texts; expected 1 to {MAX_CHOICES}"
-            )
         samplings = body.samplings(max_tokens, logprobs)
         tickets, updates = self.thread.submit(prompts, samplings)
         watcher = asyncio.ensure_future(self._watch(request, tickets, updates))

@@ -24,7 +24,7 @@ class Chat:
     def __init__(self, served: Served) -> None:
         self._served = served
         self._template = None
-        # A template spells special tokens, which a prompt of a user's may not.
+        # A template spells special tokens, and so may a message, as in transformers.
         self._tokenizer = Tokenizer.from_str(served.tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
         if served.chat_template is not None:

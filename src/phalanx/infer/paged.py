@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,10 @@ from typing_extensions import override
 from phalanx.infer.pool import BlockCopy
 from phalanx.infer.quantize import quantized
 from phalanx.models.attention import attend, runs_flash
+
+FLASH_BLOCK: Final = 256
+"""Flash attention 2 takes blocks whose size is a multiple of it (Dao-AILab/flash-attention #828);
+with others each sequence attends by itself."""
 
 
 class StepSpan(NamedTuple):
@@ -163,7 +167,8 @@ class PagedAttention:
     def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v [1, N, G, K] of a layer, and return what q [1, N, H, K] reads."""
         self._cache.write(layer, self._slots_N, k[0], v[0])
-        if runs_flash(q) and self._cache.holds(q.dtype):
+        is_paged = self._cache.block_size % FLASH_BLOCK == 0
+        if is_paged and runs_flash(q) and self._cache.holds(q.dtype):
             return self._attend_at_once(layer, window, q[0])[None]
         if window not in self._keys:
             self._keys[window] = [self._keys_of(span, window) for span in self._spans]

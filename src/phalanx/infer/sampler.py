@@ -23,13 +23,13 @@ def choose(
     """Return the next token of each request, and its score where the request asks for it.
 
     Args:
-        logits_NV: of any dtype; ids that no token stands for are -inf. A row with a NaN has no
-            next token: it gets -1.
+        logits_NV: of any dtype; ids that no token stands for are -inf. A row with a NaN, or whose
+            largest is infinite, has no next token: it gets -1.
         samplings: the options of each request.
         numbers: how many tokens each request has generated before.
     """
     largest_N, ids_N = logits_NV.max(-1)
-    tokens = ids_N.where(~largest_N.isnan(), -1).tolist()
+    tokens = ids_N.where(largest_N.isfinite(), -1).tolist()
     drawn = [n for n, each in enumerate(samplings) if each.temperature > 0 and tokens[n] >= 0]
     if drawn:
         few = [samplings[row] for row in drawn]
@@ -46,7 +46,8 @@ def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[in
         values = [getattr(each, name) for each in samplings]
         return torch.tensor(values, dtype=torch.float64, device=logits_NV.device)[:, None]
 
-    p_NV = torch.softmax(logits_NV / column("temperature"), dim=-1)
+    below_NV = logits_NV - logits_NV.amax(-1, keepdim=True)  # so that no temperature overflows
+    p_NV = torch.softmax(below_NV / column("temperature"), dim=-1)
     if any(each.top_k or each.top_p < 1 for each in samplings):
         p_NV = _without_tail(p_NV, column("top_k"), column("top_p"))
     if any(each.min_p for each in samplings):
