@@ -168,7 +168,7 @@ def _usage() -> str:
         "Train a PyTorch model on many devices by any mix of the known ways to split the work,",
         "and prove that it computes what one device computes.",
         "",
-        *(f"  {verb:<8} {text}" for verb, text in VERBS.items()),
+        *(f"  {verb:<9} {text}" for verb, text in VERBS.items()),
         "",
         f"Not built yet: {', '.join(NOT_BUILT)}.",
         "phalanx help VERB lists a verb's options; --json makes the last line of its output one",
