@@ -112,9 +112,7 @@ def _send_less(sent: Sequence[Entry]) -> str:
             "ranks of a pipeline wait for each other: more microbatches, or a schedule with a "
             "smaller bubble (docs/strategies.md)"
         )
-    if axis == "cp":
-        return "most bytes go over cp: split positions over fewer ranks, or over a faster link"
     return (
-        f"most bytes go over {axis}, in proportion to the tokens: split layers over fewer ranks, "
-        "or over a faster link"
+        f"most bytes go over {axis}, in proportion to the tokens: use fewer ranks of {axis}, "
+        "or a faster link"
     )
