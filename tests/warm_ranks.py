@@ -191,7 +191,8 @@ def _signal(ranks: list[Rank], signum: int) -> None:
         return
     for process, _ in ranks:
         if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signum)
+            with suppress(ProcessLookupError):  # one that cannot be put back ends at any time
+                os.kill(process.pid, signum)
 
 
 def _are_alike(ranks: list[Rank]) -> bool:
