@@ -14,7 +14,7 @@ from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.plan import Plan
-from phalanx.strategy import KINDS, Strategy, require_built
+from phalanx.strategy import KINDS, Strategy, refuse_first_come, require_built
 from phalanx.verify.cases import awkward_shapes, configured_case
 from phalanx.verify.harness import verify_case
 from phalanx.verify.record import Case
@@ -22,7 +22,7 @@ from phalanx.verify.settings import VerifyConfig
 
 MOST_RANKS = 8
 NUM_STRATEGIES = 200
-OPTIONS = {"interleaved": (2, 3), "zb": (1, 2), "2.5d": (1, 2), "every": (1, 2)}
+OPTIONS = {"interleaved": (2, 3), "zb": (1, 2), "2.5d": (1, 2), "every": (1, 2), "ssp": (0, 1)}
 
 
 def random_text(draw: random.Random) -> str:
@@ -46,6 +46,7 @@ def legal(draw: random.Random) -> list[tuple[Strategy, Case]]:
         try:
             strategy = Strategy.parse(random_text(draw))
             require_built(strategy)
+            refuse_first_come(strategy)
         except StrategyError:
             continue
         if not 1 < strategy.num_ranks <= MOST_RANKS or str(strategy) in found:
