@@ -237,7 +237,7 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
     "pp2:gpipe": {
         "one buffer for all that is received": (
             "gpt2", [(comm.Comm, "recv_start", _one_buffer)],
-            "blocks.2.attention_norm", "its sum over ranks or microbatches",
+            "blocks.2.attention_norm", "so what it keeps for backward is overwritten",
         ),
     },
     "pp2:zb/1": {

@@ -26,7 +26,7 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import NUM_EPSILONS, Difference, limit_of, size_of
-from phalanx.verify.record import Case, SplitRun, owner
+from phalanx.verify.record import Case, SplitRun, full_tensors, owner
 from phalanx.verify.reference import ReferenceRun, StepRecord
 from phalanx.verify.settings import EVALUATION
 from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
@@ -79,12 +79,14 @@ def locate(
         expected, gradient = _expected(case, first, comm.device, begin)
     expected = broadcast_object(expected)
     recorded = record(first) if record else _of_split(case, strategy, comm, first)
+    again = {} if recorded[0].gradient is None else {first.name: recorded[0].gradient}
+    again = full_tensors(again, comm).get(first.name)
     aligner = _aligner(case, strategy, comm, step)
     found: list[RankGaps] = gather_objects(_compare(recorded, aligner, comm, expected))
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     place = _first_that_differs(expected, found, step, types)
     limit = max(1e-6, NUM_EPSILONS * torch.finfo(case.torch_dtype).eps)
-    return place or _outside(first, found, gradient, limit, types)
+    return place or _outside(first, found, (gradient, again), limit, types)
 
 
 def _expected(
@@ -255,13 +257,14 @@ def _named(name: str, types: Mapping[str, str]) -> str:
 def _outside(
     first: Difference,
     found: Sequence[RankGaps],
-    gradient: Tensor | None,
+    gradients: tuple[Tensor | None, Tensor | None],
     limit: float,
     types: Mapping[str, str],
 ) -> Place:
     """Name the fault where all modules agree, forward and backward.
 
     What the ranks made of a gradient adds up if it is off by at most `limit`, relative to it.
+    `gradients` are the reference's, and what all ranks make of it while modules read copies.
     """
     agree = "every module's outputs and gradients agree"
     of_no_module = {
@@ -281,13 +284,22 @@ def _outside(
     what = f"{_named(module, types)}: the gradient of {first.name}"
     if first.quantity != "gradient":
         return Place(module, f"{what} agrees, so it is its update by the optimizer", first.step)
+    gradient, again = gradients
     made = [rank.contribution for rank in found if rank.contribution is not None]
-    if gradient is not None and made and all(t.shape == gradient.shape for t in made):
-        if gap(torch.stack(made).sum(0), gradient) <= limit * float(gradient.abs().max()):
-            return Place(
-                module,
-                f"{_named(module, types)}: what the ranks themselves made of the gradient of "
-                f"{first.name} adds up, so it is its sum over ranks or microbatches",
-                first.step,
-            )
+
+    def agrees(other: Tensor) -> bool:
+        if gradient is None or other.shape != gradient.shape:
+            return False
+        return gap(other, gradient) <= limit * float(gradient.abs().max())
+
+    if again is not None and agrees(again):
+        why = "once each module reads copies, so what it keeps for backward is overwritten"
+        return Place(module, f"{what} agrees {why}", first.step)
+    if len({t.shape for t in made}) == 1 and agrees(torch.stack(made).sum(0)):
+        return Place(
+            module,
+            f"{_named(module, types)}: what the ranks themselves made of the gradient of "
+            f"{first.name} adds up, so it is its sum over ranks or microbatches",
+            first.step,
+        )
     return Place(module, f"{what} differs though {agree}", first.step)

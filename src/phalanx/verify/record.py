@@ -231,7 +231,7 @@ class SplitRun:
                     watching.enter_context(step.watched(self.ledger.phase))
                 watching.enter_context(step.watched(phase))
                 made = step.compute_gradients(split(moved, *self._shard))
-            with step.watched(witness.phase):
+            with step.watched(witness.phase), step.watched(phase):
                 witness.keep(step.apply_gradients(*made))
             yield witness.history.records.pop(number), witness.history.facts.pop(number)
 

@@ -77,6 +77,7 @@ class Recorder:
         events: what was recorded, in the order of time.
         is_on: whether the step at work is recorded.
         contribution: the gradient of the parameter `suspect` that this rank itself made.
+        gradient: what the step makes of it on all ranks, while modules read copies.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Recorder:
         self.events: list[Event] = []
         self.is_on = False
         self.contribution: Tensor | None = None
+        self.gradient: Tensor | None = None
         self._copies = copies
         self._suspect = suspect
         self._hooked: set[int] = set()
@@ -119,6 +121,10 @@ class Recorder:
         if name == "forward":
             self._calls.clear()
             self._stack.clear()  # what a stage of a pipeline has left in the midst
+        if name == "clip" and self.is_on and self._copies and self._suspect is not None:
+            suspect = dict(self._model.named_parameters()).get(self._suspect)
+            if suspect is not None and suspect.grad is not None:
+                self.gradient = suspect.grad.detach().clone()
         self._is_forward = name == "forward"
         try:
             yield
