@@ -52,6 +52,49 @@ def test_a_server_that_was_held_for_lost_has_no_copy_until_it_is_sent_one(tmp_pa
         coordinator.close()
 
 
+def test_a_copy_of_before_another_was_the_backup_does_not_count(tmp_path: Path) -> None:
+    """Of three servers, one that was the backup twice has lost what came in between."""
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    coordinator = Coordinator(3, "job", tmp_path / "journal", *own)
+
+    def beat(name: str, synced: list[tuple[int, int]]) -> None:
+        fields = {"name": name, "role": "server", "address": name, "incarnation": name}
+        coordinator.handle(b"", WireMessage("beat", {**fields, "job": "job", "synced": synced}))
+
+    try:
+        for name in "abc":
+            beat(name, [])
+        before = coordinator.map["epoch"]
+        primary, backup = coordinator.map["holders"][0]
+        (third,) = set("abc") - {primary, backup}
+        beat(backup, [(0, before)])
+        coordinator.map["holders"][0] = [primary, third]
+        coordinator._lose([third])
+        assert coordinator.map["holders"][0] == [primary, backup]
+        coordinator._change("the third has gone")
+        beat(backup, [(0, before)])
+        assert (0, backup) not in coordinator._synced
+        beat(backup, [(0, coordinator.map["epoch"])])
+        assert (0, backup) in coordinator._synced
+    finally:
+        coordinator.close()
+
+
+def test_a_backup_forgets_a_copy_that_is_older_than_its_office(tmp_path: Path) -> None:
+    own = ("b", Secret.new(), f"ipc://{tmp_path}/b", lambda _: None)
+    server = Server("job", f"ipc://{tmp_path}/coordinator", "1", *own)
+    rest = {"term": 1, "addresses": {}, "holders": [["a", "b"]]}
+    try:
+        server._take({**rest, "epoch": 5, "since": [5]})
+        server._synced[0] = 5
+        server._take({**rest, "epoch": 6, "since": [5]})
+        assert server.facts()["synced"] == [(0, 5)]
+        server._take({**rest, "epoch": 9, "since": [8]})  # c was the backup in epochs 6 to 7
+        assert server.facts()["synced"] == []
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize(("holders", "is_answered"), [(["a"], True), (["b", "a"], False)])
 def test_a_primary_that_is_replaced_acknowledges_nothing(
     holders: list[str], is_answered: bool, tmp_path: Path
@@ -59,7 +102,7 @@ def test_a_primary_that_is_replaced_acknowledges_nothing(
     own = ("a", Secret.new(), f"ipc://{tmp_path}/a", lambda _: None)
     server, found = Server("job", f"ipc://{tmp_path}/coordinator", "1", *own), list[int]()
     addresses = {name: f"ipc://{tmp_path}/{name}" for name in "ab"}
-    rest = {"term": 1, "addresses": addresses, "joined": {}}
+    rest = {"term": 1, "addresses": addresses, "since": [1]}
     shard = {"sizes": [1], "dtype": "float32", "rule": {"name": "sgd"}, "p": 2.0}
     try:
         server._take({**rest, "epoch": 1, "holders": [["a", "b"]]})

@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from phalanx.errors import TrainingError
+from phalanx.server import coordinator, requests, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.server.message import WireMessage
+from phalanx.server.secret import Secret
+from phalanx.server.server import Server
 from phalanx.server.task_scheduler import TaskScheduler
-from phalanx.server.wire import Faults
+from phalanx.server.wire import Faults, Listener
+
+pytestmark = pytest.mark.usefixtures("fast_clocks")
 
 SIZES = [700, 37]
 
@@ -96,7 +103,10 @@ def test_whole_numbers_survive_lost_doubled_and_reordered_messages(law: Consiste
         end(run(made, law, 4, {}))
 
 
-def test_a_server_that_is_lost_is_replaced_by_its_backup_and_comes_back() -> None:
+def test_a_server_that_is_lost_is_replaced_by_its_backup_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator, "LEASE_S", 1.0)
     with local_roles(2) as made:
         at = {3: lambda: made.stop("server1"), 6: lambda: made.start("server1")}
         end(run(made, Consistency("ps", 2), 9, at))
@@ -119,8 +129,6 @@ def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
 
 
 def test_a_server_of_another_job_is_refused() -> None:
-    from phalanx.server.server import Server
-
     with local_roles(1) as made:
         common = ("x", made.meeting.secret, f"ipc://{made.folder}/x", lambda _: None)
         other = Server("another job", made.meeting.coordinator, "1", *common)
@@ -133,10 +141,80 @@ def test_a_server_of_another_job_is_refused() -> None:
 
 def test_weights_of_another_shape_are_refused() -> None:
     with local_roles(1) as made:
-        client = Client(made.meeting, 0, Consistency("ps", 1), (0, 1), timeout_s=20)
-        client.lay_out([10], torch.float64)
-        client.create([torch.zeros(10, dtype=torch.float64)], {"name": "sgd"}, 2.0)
+        client = one_worker(made)
         client.lay_out([11], torch.float64)
         with pytest.raises(TrainingError, match="of another model, optimizer or strategy"):
             client.create([torch.zeros(11, dtype=torch.float64)], {"name": "sgd"}, 2.0)
         client.close()
+
+
+def one_worker(made: LocalRoles) -> Client:
+    """Return the only worker of a job, which has given ten weights of 0 to the servers."""
+    client = Client(made.meeting, 0, Consistency("ps", 1), (0, 100), timeout_s=20)
+    client.lay_out([10], torch.float64)
+    client.create([torch.zeros(10, dtype=torch.float64)], {"name": "sgd"}, 2.0)
+    return client
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_shard_that_is_lost_with_its_only_server_ends_the_job(
+    comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "LEASE_S", 0.3)
+    monkeypatch.setattr(requests, "ALONE_S", 0.3)
+    with local_roles(1) as made:
+        client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
+        client.pull(weights, 0)
+        made.stop("server0")
+        if comes_back:
+            made.start("server0")
+        with pytest.raises(TrainingError, match=r"^server0 was lost with its part of the weights"):
+            client.pull(weights, 0)
+        client.close()
+
+
+def test_what_peers_leave_behind_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_KNOWN", 4)
+    with local_roles(1, Faults(double=0.5, seed=1)) as made:
+        for _ in range(4):
+            client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
+            for _ in range(5):
+                client.pull(weights, 0)
+            client.read([[flat] for flat in weights])  # what was sent twice has come by now
+            assert not client._inbox and not client._due
+            client.close()
+        assert len(made.roles["server0"].listener._known) == 4
+        client = one_worker(made)
+        gone = f"ipc://{made.folder}/gone"
+        client._link(gone)
+        made.start("server1")
+        while "server1" not in client.map["addresses"]:
+            client._ask_map()
+            client._hear()
+        assert gone not in client._links and made.meeting.coordinator in client._links
+        client.close()
+
+
+def test_a_peer_that_answers_nonsense_does_not_end_a_role() -> None:
+    """Neither bytes that are no message nor a message that lacks what it should say."""
+    with local_roles(1) as made:
+        secret, lines = Secret.new(), list[str]()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        own = (secret, f"ipc://{made.folder}/strange", lambda _: None)
+        strange = Listener(context, *own)
+        given = ("x", secret, f"ipc://{made.folder}/x", lines.append)
+        server = Server("job", strange.address, "1", *given)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not (found := strange.receive()):
+            strange.socket.poll(10)
+        peer = found[0][0]
+        strange.socket.send_multipart([peer, b"\x80garbage"])
+        strange.send(peer, WireMessage("map", {"epoch": 1}))
+        strange.send(peer, WireMessage("refused", {"why": "enough"}))
+        thread.join(20)
+        strange.close()
+        context.destroy(linger=0)
+        assert server.is_over
+        assert [line for line in lines if "header that cannot be read" in line]
+        assert [line for line in lines if "ignored: 'map': KeyError: 'term'" in line]

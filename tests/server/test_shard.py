@@ -116,6 +116,18 @@ def test_no_worker_is_further_ahead_than_the_staleness(seed: int, bound: int, sl
     assert shard.version > 3
 
 
+def test_totals_are_the_same_to_the_bit_in_whatever_order_pushes_come() -> None:
+    found = list[list[list[float]]]()
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        shard = shard_of(Consistency("ps", 3), {"name": "sgd"}, zeros(1))
+        for slot in order:
+            numbers = {"tokens": (0.1, 0.2, 0.3)[slot], "loss": (0.3, 0.1, 0.7)[slot]}
+            grads = [torch.ones(1, dtype=torch.float64)]
+            shard.push({"clock": 0, "slot": slot, "base": 0, **numbers}, grads)
+        found.append(shard.totals())
+    assert found[0] == found[1] == found[2]
+
+
 def test_staleness_of_zero_is_the_synchronous_trace() -> None:
     def trace(law: Consistency) -> list[float]:
         shard, values = shard_of(law, {"name": "sgd"}, zeros(1)), list[float]()

@@ -76,7 +76,8 @@ class Ends:
 
     def link(self, secret: Secret | None = None, is_encrypted: bool = False) -> Connection:
         made = Connection(
-            self.context, secret or self.secret, self.listener.address, None, is_encrypted
+            *(self.context, secret or self.secret, self.listener.address),
+            *(self.lines.append, None, is_encrypted),
         )
         self.links.append(made)
         return made
@@ -152,7 +153,7 @@ def test_a_listener_that_shows_no_proof_is_told_nothing(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     false = context.socket(zmq.ROUTER)
     false.bind(f"ipc://{tmp_path}/socket")
-    link = Connection(context, Secret.new(), f"ipc://{tmp_path}/socket")
+    link = Connection(context, Secret.new(), f"ipc://{tmp_path}/socket", lambda _: None)
     try:
         link.send(WireMessage("push", {"q": 1}, [torch.ones(3)]))
         for kind in ("hello", "hello"):

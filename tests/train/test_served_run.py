@@ -41,6 +41,16 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
         torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
 
 
+@pytest.mark.fresh_ranks
+def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) -> None:
+    """Outer momentum, and the moments of each worker, are in the checkpoint."""
+    whole = run(tmp_path, "dp2:local/2", "whole", steps=8, save_every=4)
+    middle = str(manifest.whole(tmp_path / "whole")[4])
+    again = run(tmp_path, "dp2:local/2", "again", steps=8, resume=middle)
+    assert again == whole[4:]
+    assert len(run(tmp_path, "dp2", "other", steps=6, resume=middle)) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
 @pytest.mark.parametrize("strategy", ["dp3:ssp/2", "dp3:async", "dp3:quorum/2", "dp2:local/4"])

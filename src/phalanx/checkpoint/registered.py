@@ -31,6 +31,9 @@ from phalanx.errors import CheckpointError, ScriptError
 PREFIX: Final = "registered."
 """What the names of their tensors begin with."""
 
+LOCAL_ROUNDS: Final = "local_rounds"
+"""What `dp:local` has beside the model; a run by another strategy leaves it."""
+
 _EXTRA_STATE: Final = "_extra_state"
 """The key that PyTorch gives the extra state of a module; it documents none."""
 
@@ -136,6 +139,7 @@ class Registered:
         Raises:
             CheckpointError: the checkpoint has objects that the script lacks, or lacks a tensor.
         """
+        plain = self._of_this(plain)
         if plain.keys() - self._objects.keys():
             raise CheckpointError(
                 f"it has the registered objects {brief(sorted(plain))}, and this script has "
@@ -159,9 +163,16 @@ class Registered:
                     room[tensor] = torch.empty_like(like, dtype=index[tensor].dtype)
                 else:
                     room[tensor] = torch.empty(shape, dtype=index[tensor].dtype)
-        if unknown := [each for each in index if each.startswith(PREFIX) and each not in room]:
+        named = [each for each in index if each.startswith(PREFIX) and each not in room]
+        left = f"{PREFIX}{LOCAL_ROUNDS}."
+        if unknown := [each for each in named if not each.startswith(left)]:
             raise CheckpointError(f"nothing says whose its tensor {brief(unknown[0])} is")
         return room
+
+    def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is of this run's objects or of a script's."""
+        names = {*self._objects, *(plain.keys() - {LOCAL_ROUNDS})}
+        return {name: each for name, each in plain.items() if name in names}
 
     def load(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Give the objects the states that they had.
@@ -169,7 +180,7 @@ class Registered:
         Raises:
             CheckpointError: an object refuses its state.
         """
-        for name in plain:
+        for name in self._of_this(plain):
             each = self._objects[name]
             try:
                 state = decoded(plain[name]["state"])

@@ -64,6 +64,11 @@ class Client(Requests):
         pairs = zip(flats, self._chunks[shard], strict=True)
         return [[flat[chunk.begin : chunk.end] for chunk in chunks] for flat, chunks in pairs]
 
+    def _cut(self, shard: int, group: int, flat: Tensor) -> Tensor:
+        """Return the chunks of a shard in a flat tensor of a group, one after the other."""
+        parts = [flat[chunk.begin : chunk.end] for chunk in self._chunks[shard][group]]
+        return torch.cat(parts or [flat[:0]])
+
     def create(
         self, weights: Sequence[Tensor], rule: Settings, p: float, version: int = 0,
         kept: Sequence[Sequence[Tensor]] = (), steps: float = 0.0,
@@ -71,12 +76,9 @@ class Client(Requests):
         """Give the servers the first weights, and what an optimizer keeps of each after steps."""
         requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
-            tensors = [torch.cat(parts or [flat[:0]]) for parts, flat in
-                       zip(self._parts(shard, weights), weights, strict=True)]  # fmt: skip
+            tensors = [self._cut(shard, group, flat) for group, flat in enumerate(weights)]
             for group, flats in enumerate(kept):
-                for flat in flats:
-                    parts = [flat[c.begin : c.end] for c in self._chunks[shard][group]]
-                    tensors.append(torch.cat(parts or [flat[:0]]))
+                tensors += [self._cut(shard, group, flat) for flat in flats]
             dtype = str(self._dtype).removeprefix("torch.")
             spec = {"sizes": self._sizes(shard), "dtype": dtype, "rule": rule, "p": p}
             fields = {"spec": {**spec, "law": vars(self.law)}, "version": version, "steps": steps}
@@ -85,7 +87,7 @@ class Client(Requests):
 
     def push(
         self, clock: int, slot: int, grads: Sequence[Tensor], *, base: int, tokens: float,
-        loss: float, rate: float = 0.0,
+        loss: float, rate: float = 0.0, is_save_due: bool = False,
     ) -> int:  # fmt: skip
         """Push the gradient of a task, the mean over its tokens, computed with version `base`.
 
@@ -93,7 +95,7 @@ class Client(Requests):
         an open law.
         """
         fields = {"clock": clock, "slot": slot, "base": base, "tokens": tokens, "loss": loss}
-        fields |= {"rate": rate, "num_live": self.num_live}
+        fields |= {"rate": rate, "num_live": self.num_live, "is_save_due": is_save_due}
         requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
             tensors = [part for parts in self._parts(shard, grads) for part in parts]
@@ -109,13 +111,13 @@ class Client(Requests):
     ) -> dict[int, list[list[float]]]:
         """Wait until `needed` updates are complete; return the totals of the latest, by version.
 
-        Of each: tokens, loss and norm of each shard. `idle` is called while this waits.
+        Of each what `Shard.totals` says of each shard. `idle` is called while this waits.
         """
         asked = WireMessage("totals", {"needed": needed})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked), idle)
         found: dict[int, list[list[float]]] = {}
-        for reply in replies.values():
-            for version, *numbers in reply["totals"]:
+        for shard in range(self.num_shards):  # in this order all workers add up the same
+            for version, *numbers in replies[shard]["totals"]:
                 found.setdefault(int(version), []).append(numbers)
         self.applied = min(int(reply["version"]) for reply in replies.values())
         self._note_done(replies.values())
@@ -177,9 +179,39 @@ class Client(Requests):
                 deal(next(sent), parts)
         return min(float(reply["steps"]) for reply in replies.values())
 
-    def gradient(self, flats: Sequence[Tensor]) -> None:
-        """Fill flat tensors with the sum of the update that is next, each weighted by tokens."""
-        replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("gradient")))
+    def lend(self, clock: int, flats: Sequence[Tensor]) -> None:
+        """Bring flat tensors, as many of each group, for a checkpoint of version `clock`."""
+        num = len(flats) // len(self._chunks[0])
+        requests: dict[int, WireMessage] = {}
+        for shard in range(self.num_shards):
+            tensors = [self._cut(shard, at // num, flat) for at, flat in enumerate(flats)]
+            fields = {"slot": self.worker, "clock": clock}
+            requests[shard] = WireMessage("lend", fields, tensors)
+        self.ask(requests)
+
+    def lent(self, clock: int) -> list[list[Tensor]]:
+        """Return what each worker has brought for version `clock`, once all have."""
+        asked = WireMessage("lent", {"clock": clock})
+        replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
+        groups, size = range(len(self._chunks[0])), len(replies[0].tensors) // self.law.num_slots
+        totals = [sum(self._sizes(s)[group] for s in range(self.num_shards)) for group in groups]
+        found: list[list[Tensor]] = []
+        for slot in range(self.law.num_slots):
+            num = size // len(groups)
+            found.append([torch.empty(totals[at // num], dtype=self._dtype) for at in range(size)])
+            for shard, reply in replies.items():
+                for at, flat in enumerate(found[-1]):
+                    parts = [flat[c.begin : c.end] for c in self._chunks[shard][at // num]]
+                    deal(reply.tensors[slot * size + at], parts)
+        return found
+
+    def gradient(self, flats: Sequence[Tensor], needed: int) -> None:
+        """Fill flat tensors with the sum of the update that is next, each weighted by tokens.
+
+        Waits until `needed` updates are complete.
+        """
+        asked = WireMessage("gradient", {"needed": needed})
+        replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
         for shard, reply in replies.items():
             for flat, parts in zip(reply.tensors, self._parts(shard, flats), strict=True):
                 deal(flat, parts)

@@ -81,8 +81,8 @@ class Coordinator(Role):
     """Keeps the map of a job.
 
     The map has `term`, `epoch`, `homes` (weight by name of the first servers: chunks are placed
-    over them), `addresses` by name, `joined` (the epoch in which each joined), `holders` (of each
-    shard the primary, then its backup) and `scheduler`.
+    over them), `addresses` by name, `holders` (of each shard the primary, then its backup),
+    `since` (of each shard the epoch in which that backup became one) and `scheduler`.
     """
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
@@ -91,7 +91,7 @@ class Coordinator(Role):
         self._num_servers = num_servers
         self.map: Settings = self._journal.load() or {
             "job": job, "epoch": 0, "homes": {}, "addresses": {}, "incarnations": {},
-            "joined": {}, "holders": [], "scheduler": "", "ended": False,
+            "holders": [], "since": [], "scheduler": "", "ended": False,
         }  # fmt: skip
         self.map["term"] = self._journal.term
         if self.map["job"] != job:
@@ -126,15 +126,14 @@ class Coordinator(Role):
             self._lose([name])
             self.map["incarnations"][name] = message["incarnation"]
             self.map["addresses"][name] = address
-            self.map["joined"][name] = self.map["epoch"] + 1
             if len(self.map["homes"]) < self._num_servers:
                 self.map["homes"][name] = float(message.fields.get("weight", 1.0))
             self._place()
             self._change(f"{name} has joined at {address}")
         self._heard_s[name] = time.monotonic()
         for shard, epoch in message["synced"]:
-            if epoch >= self.map["joined"][name]:  # one that was held for lost has an old copy
-                self._synced.add((int(shard), name))
+            if self.map["holders"][shard][1:] == [name] and epoch >= self.map["since"][shard]:
+                self._synced.add((int(shard), name))  # an older copy lacks what came since
         self._balance()
 
     def _balance(self) -> None:
@@ -144,7 +143,8 @@ class Coordinator(Role):
             if len(names) == 2 and (shard, names[1]) in self._synced:
                 primaries = [each[0] for each in holders]
                 if primaries.count(names[0]) > 1 and names[1] not in primaries:
-                    holders[shard] = [names[1], names[0]]
+                    holders[shard] = names[1:]
+                    self._add_backup(shard, names[0])
                     self._change(f"shard {shard} moves to {names[1]}")
 
     def _place(self) -> None:
@@ -154,11 +154,16 @@ class Coordinator(Role):
             return
         if not self.map["holders"]:
             self.map["holders"] = [[name] for name in sorted(homes)]
+            self.map["since"] = [0] * len(homes)
         for shard, names in enumerate(self.map["holders"]):
             for name in ranked(f"backup of {shard}", live):
                 if names and len(names) < 2 and name not in names:
-                    names.append(name)
-                    self._synced.discard((shard, name))
+                    self._add_backup(shard, name)
+
+    def _add_backup(self, shard: int, name: str) -> None:
+        self.map["holders"][shard].append(name)
+        self.map["since"][shard] = self.map["epoch"] + 1
+        self._synced.discard((shard, name))
 
     def _lose(self, lost: list[str]) -> None:
         """Take servers out of the map; what they held is their backups'."""

@@ -31,6 +31,7 @@ class Backup:
 
     Attributes:
         name: of the server.
+        since: the epoch in which it became the backup.
         link: to it.
         has_copy: whether it has acknowledged its first copy.
         sent: operations that it has not acknowledged, by number.
@@ -39,6 +40,7 @@ class Backup:
     """
 
     name: str
+    since: int
     link: Connection
     has_copy: bool = False
     sent: dict[int, WireMessage] = field(default_factory=dict[int, WireMessage])
@@ -62,7 +64,6 @@ class HeldShards(Member):
         self._job, self._weight = job, weight
         self.shards: dict[int, Shard] = {}
         self._backups: dict[int, Backup] = {}
-        self._backed = set[int]()
         self._synced: dict[int, int] = {}  # epoch of the copy, of each shard that this backs
 
     @override
@@ -74,34 +75,39 @@ class HeldShards(Member):
 
     @override
     def changed(self) -> None:
-        backed = {s for s, names in enumerate(self.map["holders"]) if self.name in names[1:]}
-        kept = backed & self._backed
-        self._synced = {s: e for s, e in self._synced.items() if s in kept and e >= self._since}
-        self._backed = backed
+        # A copy of a later epoch is of a map that is still to come.
+        now = self.map["epoch"]
+        self._synced = {s: e for s, e in self._synced.items() if e > now or self._counts(s, e)}
         for shard in list(self.shards):
-            if self.name not in self.map["holders"][shard]:
+            if self.name not in self.map["holders"][shard] and shard not in self._synced:
                 self.shards.pop(shard).close()
         for shard, names in enumerate(self.map["holders"]):
             due = names[1] if names[0] == self.name and names[1:] else None
+            since = self.map["since"][shard]
             address = None if due is None else self.map["addresses"].get(due)
             held = self._backups.get(shard)
-            if held is not None and (due != held.name or address != held.link.address):
-                self._drop_backup(shard)
-            if address is not None and due is not None and shard not in self._backups:
-                self._backups[shard] = Backup(due, self.link(address))
+            if held is not None and (due, since) == (held.name, held.since):
+                continue
+            waiting = self._drop_backup(shard)
+            if address is not None and due is not None:
+                self._backups[shard] = Backup(due, since, self.link(address), waiting=waiting)
                 self._copy(shard)
+            elif self.is_primary(shard):  # else a backup refused what waits, and who asked goes on
+                for _, act in waiting:
+                    act()
 
-    @property
-    def _since(self) -> int:
-        """The epoch in which this server joined last: copies of older ones may be stale."""
-        return self.map.get("joined", {}).get(self.name, 0)
+    def _counts(self, shard: int, epoch: int) -> bool:
+        """Return whether a copy sent in an epoch is one of a shard that this server backs now."""
+        is_backup = self.name in self.map["holders"][shard][1:]
+        return is_backup and epoch >= self.map["since"][shard]
 
-    def _drop_backup(self, shard: int) -> None:
-        backup = self._backups.pop(shard)
+    def _drop_backup(self, shard: int) -> deque[tuple[int, Callable[[], None]]]:
+        """Return what waited for a backup that is none any more."""
+        backup = self._backups.pop(shard, None)
+        if backup is None:
+            return deque()
         self.unlink(backup.link)
-        if self.is_primary(shard):  # else the backup refused what waits: who asked asks the next
-            for _, act in backup.waiting:
-                act()
+        return backup.waiting
 
     def _copy(self, number: int) -> None:
         """Send the backup the whole of a shard."""
@@ -160,11 +166,12 @@ class HeldShards(Member):
             backup.link.send(message)
 
     @override
-    def hear(self) -> None:
-        super().hear()
-        for number, backup in list(self._backups.items()):
-            for message in backup.link.receive():
+    def hear(self, link: Connection, message: WireMessage) -> None:
+        super().hear(link, message)
+        for number, backup in self._backups.items():
+            if backup.link is link:
                 self._take_word(number, backup, message)
+                return
 
     def _take_word(self, number: int, backup: Backup, message: WireMessage) -> None:
         """Take what a backup says of its copy."""
@@ -183,11 +190,9 @@ class HeldShards(Member):
         """Do as a primary has done, if it still is one."""
         number, epoch = int(message["shard"]), int(message["epoch"])
         is_old = epoch < self._synced.get(number, 0)
-        if is_old or (epoch < self.map["epoch"] and number not in self._backed):
-            self.reply(peer, message, "fenced", shard=number)
+        if is_old or (epoch <= self.map["epoch"] and not self._counts(number, epoch)):
+            self.reply(peer, message, "fenced", shard=number)  # it has an old map, or is replaced
             return
-        if message.kind == "copy" and epoch < self._since:
-            return  # the primary sends another when it knows the map
         shard = self.shards.get(number)
         if message.kind == "copy":
             state = message["state"]
@@ -218,6 +223,8 @@ def perform(shard: Shard, op: str, fields: Settings, tensors: Any) -> None:
         shard.push(fields, tensors)
     elif op == "apply":
         shard.apply(int(fields["version"]), fields["rate"], fields["scale"], fields.get("noted"))
+    elif op == "lend":
+        shard.lent[int(fields["slot"])] = list(tensors)
     else:
         shard.close_open()
     shard.index += 1

@@ -10,22 +10,28 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import zmq
 
 from phalanx.errors import TrainingError
+from phalanx.launch.failure import report
 from phalanx.server.consistency import Consistency
 from phalanx.server.message import WireMessage
 from phalanx.server.role import BEAT_S, Settings
 from phalanx.server.secret import Secret
+from phalanx.server.tasks import LEASE_S
 from phalanx.server.wire import Connection, Faults
 
 AGAIN_S: Final = 0.5
 """Seconds after which a request is sent again, the first time; each time twice as many."""
 
 LONGEST_AGAIN_S: Final = 4.0
+
+ALONE_S: Final = 5 * LEASE_S
+"""How long a server of which nobody has a copy may be held for lost before the job ends, in
+seconds; it may have been stopped, or without the network."""
 
 SCHEDULER: Final = -1
 """The scheduler, where a shard has its number."""
@@ -53,7 +59,7 @@ class _Asked:
     shard: int
     message: WireMessage
     sent_s: float
-    again_s: float = AGAIN_S
+    again_s: float = field(default_factory=lambda: AGAIN_S)
 
 
 class Requests:
@@ -81,7 +87,10 @@ class Requests:
         self._poller = zmq.Poller()
         self._numbers = itertools.count(1)
         self._links: dict[str, Connection] = {}
+        self._due = set[int]()
         self._inbox: dict[int, WireMessage] = {}
+        self._known = set[int]()
+        self._gone_s: dict[int, float] = {}
         self._coordinator = self._link(meeting.coordinator)
         self._asked_map_s = 0.0
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
@@ -132,8 +141,10 @@ class Requests:
         for shard, message in asked.items():
             number = next(self._numbers)
             fields = {**message.fields, "q": number, "shard": shard}
+            fields["is_known"] = shard in self._known
             waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors), 0.0)
         found: dict[int, WireMessage] = {}
+        self._due |= waiting.keys()
         until_s = time.monotonic() + self._timeout_s
         for each in waiting.values():
             self._send(each)
@@ -159,12 +170,23 @@ class Requests:
         reply, each = self._inbox.pop(number), waiting[number]
         if reply.kind == "refused":
             raise TrainingError(f"a server refuses '{each.message.kind}': {reply['why']}")
+        if reply.kind == "empty":
+            raise self._lost(each.shard)
         if reply.kind == "moved":
             self._ask_map()
             each.sent_s, each.again_s = time.monotonic(), AGAIN_S / 5
             return
         del waiting[number]
+        self._due.remove(number)
         found[each.shard] = reply
+        self._known.add(each.shard)
+
+    def _lost(self, shard: int) -> TrainingError:
+        name = self.map["holders"][shard][0]
+        return TrainingError(
+            f"{name} was lost with its part of the weights, and no other server had a whole copy; "
+            "resume from the last checkpoint; with --server.num-servers 2 or more others have one"
+        )
 
     def _urge(self, waiting: dict[int, _Asked]) -> None:
         """Send again what was not answered for some time, by the latest map."""
@@ -180,6 +202,16 @@ class Requests:
             if self.map["epoch"] != epoch:
                 for each in waiting.values():
                     self._send(each)
+            for each in waiting.values():
+                if each.shard != SCHEDULER:
+                    self._look_after(each.shard)
+
+    def _look_after(self, shard: int) -> None:
+        """Give up a shard whose only holder has been lost for too long."""
+        if self.map["holders"][shard][0] in self.map["addresses"]:
+            self._gone_s.pop(shard, None)
+        elif time.monotonic() - self._gone_s.setdefault(shard, time.monotonic()) > ALONE_S:
+            raise self._lost(shard)
 
     def _send(self, each: _Asked) -> None:
         each.sent_s = time.monotonic()
@@ -193,8 +225,8 @@ class Requests:
     def _link(self, address: str) -> Connection:
         if address not in self._links:
             meeting = self._meeting
-            link = Connection(self._context, meeting.secret, address, meeting.faults)
-            self._links[address] = link
+            own = (self._context, meeting.secret, address, report, meeting.faults)
+            self._links[address] = link = Connection(*own)
             self._poller.register(link.socket, zmq.POLLIN)
         return self._links[address]
 
@@ -204,14 +236,22 @@ class Requests:
 
     def _hear(self, limit_s: float = 0.02) -> None:
         self._poller.poll(round(limit_s * 1000))
-        for link in list(self._links.values()):
-            for message in link.receive():
-                if message.kind == "map":
-                    found = dict(message.fields)
-                    newer = (found["term"], found["epoch"]) > (self.map["term"], self.map["epoch"])
-                    self.map = found if newer else self.map
-                elif isinstance(message.fields.get("q"), int):
-                    self._inbox[message["q"]] = message
+        for message in [each for link in self._links.values() for each in link.receive()]:
+            if message.kind == "map":
+                found = dict(message.fields)
+                if (found["term"], found["epoch"]) > (self.map["term"], self.map["epoch"]):
+                    self.map = found
+                    self._unlink_gone()
+            elif message.fields.get("q") in self._due:
+                self._inbox[message["q"]] = message
+
+    def _unlink_gone(self) -> None:
+        """Close connections to addresses that nobody has any more."""
+        live = {self._coordinator.address, self.map["scheduler"], *self.map["addresses"].values()}
+        for address in self._links.keys() - live:
+            link = self._links.pop(address)
+            self._poller.unregister(link.socket)
+            link.close()
 
     def _wait_for(self, is_so: Callable[[], bool], whom: str) -> None:
         until_s = time.monotonic() + self._timeout_s
@@ -230,7 +270,7 @@ class Requests:
         while not self._ended.wait(BEAT_S):
             address = self.map["scheduler"]
             if address not in links:
-                links[address] = Connection(context, self._meeting.secret, address)
+                links[address] = Connection(context, self._meeting.secret, address, report)
             links[address].receive()
             links[address].send(WireMessage("beat", {**more, "is_open": self.law.is_open}))
         for link in links.values():

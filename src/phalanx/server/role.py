@@ -7,6 +7,7 @@ import time
 from typing import Any, Final
 
 import zmq
+from typing_extensions import override
 
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.secret import Secret
@@ -17,6 +18,9 @@ TICK_S: Final = 0.05
 
 BEAT_S: Final = 0.5
 """How often a member of the job says that it is there, in seconds."""
+
+MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError)
+"""What a message raises that says what it should not."""
 
 Settings = dict[str, Any]
 
@@ -46,6 +50,7 @@ class Role:
         self.is_over = False
         self._poller = zmq.Poller()
         self._poller.register(self.listener.socket, zmq.POLLIN)
+        self._links: list[Connection] = []
 
     @property
     def address(self) -> str:
@@ -54,13 +59,16 @@ class Role:
 
     def link(self, address: str) -> Connection:
         """Return a connection to another role, by whose messages the loop wakes."""
-        link = Connection(self.context, self.secret, address, self.faults, self.is_encrypted)
+        own = (self.context, self.secret, address, self.log, self.faults, self.is_encrypted)
+        link = Connection(*own)
         self._poller.register(link.socket, zmq.POLLIN)
+        self._links.append(link)
         return link
 
     def unlink(self, link: Connection) -> None:
         """Close such a connection."""
         self._poller.unregister(link.socket)
+        self._links.remove(link)
         link.close()
 
     def reply(
@@ -79,10 +87,15 @@ class Role:
                 for peer, message in self.listener.receive():
                     try:
                         self.handle(peer, message)
-                    except (WireError, KeyError, TypeError, ValueError, IndexError) as error:
+                    except MISTAKES as error:
                         self.log(f"refused: '{message.kind}': {type(error).__name__}: {error}")
                         self.reply(peer, message, "refused", why=str(error))
-                self.hear()
+                heard = [(link, each) for link in self._links for each in link.receive()]
+                for link, message in heard:
+                    try:
+                        self.hear(link, message)
+                    except MISTAKES as error:
+                        self.log(f"ignored: '{message.kind}': {type(error).__name__}: {error}")
                 if time.monotonic() - looked_s > TICK_S:
                     looked_s = time.monotonic()
                     self.tick()
@@ -93,8 +106,8 @@ class Role:
         """Do what a message asks for."""
         raise NotImplementedError
 
-    def hear(self) -> None:
-        """Take what has come over connections of its own."""
+    def hear(self, link: Connection, message: WireMessage) -> None:
+        """Take a message of a connection of its own."""
 
     def tick(self) -> None:
         """Do work that is due by the clock."""
@@ -125,14 +138,15 @@ class Member(Role):
         """Return what goes with a beat."""
         return {}
 
-    def hear(self) -> None:
-        """Take the coordinator's answers."""
-        for message in self._coordinator.receive():
-            if message.kind == "refused":
-                self.log(f"the coordinator refuses {self.name}: {message['why']}")
-                self.is_over = True
-            elif message.kind == "map":
-                self._take(dict(message.fields))
+    @override
+    def hear(self, link: Connection, message: WireMessage) -> None:
+        if link is not self._coordinator:
+            return
+        if message.kind == "refused":
+            self.log(f"the coordinator refuses {self.name}: {message['why']}")
+            self.is_over = True
+        elif message.kind == "map":
+            self._take(dict(message.fields))
 
     def _take(self, found: Settings) -> None:
         """Take a map that is not older than the one there is."""

@@ -5,6 +5,7 @@ totals   tokens, loss and norm of the updates that are complete; waits for one
 pull     the weights, once they are of a version; with the rate and the scale by which updates
 that are complete are to be applied first, which all workers work out alike
 read     weights, and the moments that the optimizer keeps of them
+lend     what a worker keeps itself, for a checkpoint; `lent` gives the first worker all of it
 """
 
 from __future__ import annotations
@@ -57,13 +58,28 @@ class Server(HeldShards):
     def _answer(self, peer: bytes, message: WireMessage, number: int) -> bool:
         """Answer a request, or return False if it is too early."""
         shard = self.shards.get(number)
-        if shard is None:
-            return False
+        if shard is None:  # it comes with the first worker, or is lost
+            if message.fields.get("is_known"):
+                self.reply(peer, message, "empty")
+            return bool(message.fields.get("is_known"))
         if message.kind == "push":
             self._push(peer, message, number, shard)
-        elif message.kind == "totals":
+        elif message.kind == "lend":
+            if message["clock"] == shard.version and message["slot"] not in shard.lent:
+                self.change(number, "lend", {"slot": message["slot"]}, list(message.tensors))
+            self.after(number, lambda: self.reply(peer, message, "ok"))
+            self._look_at_parked()
+        elif message.kind == "lent":
+            if message["clock"] == shard.version and len(shard.lent) < shard.law.num_slots:
+                return False
+            found = [flat for _, of_slot in sorted(shard.lent.items()) for flat in of_slot]
+            self.reply(peer, message, "ok", found)
+        elif message.kind in ("totals", "gradient"):
             if shard.completed() < int(message["needed"]):
                 return False
+            if message.kind == "gradient":
+                self.reply(peer, message, "ok", [flat.clone() for flat in shard.gradient()])
+                return True
             done = list(shard.done.items())
             more = {"version": shard.version, "done": done}
             self.reply(peer, message, "ok", totals=shard.totals(), **more)
@@ -81,9 +97,7 @@ class Server(HeldShards):
 
     def _report(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
         """Answer a request that changes nothing."""
-        if message.kind == "gradient":
-            self.reply(peer, message, "ok", [flat.clone() for flat in shard.gradient()])
-        elif message.kind == "read":
+        if message.kind == "read":
             kept = [flat.clone() for flat in shard.kept()]
             self.reply(peer, message, "ok", [*shard.published(), *kept], steps=shard.steps)
         elif message.kind == "live":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,6 +30,11 @@ MOST_TOTALS: Final = 16
 """Updates of which the totals are kept, for workers that ask late."""
 
 
+def in_order(of_slots: Mapping[int, float]) -> float:
+    """Return the sum over slots, see [Note: Order of a sum]."""
+    return sum(of_slots[slot] for slot in sorted(of_slots))
+
+
 @dataclass
 class Pushed:
     """What has come of one update.
@@ -42,6 +47,7 @@ class Pushed:
         num_added: how many slots those are.
         waiting: gradients of later slots.
         rates: of each, in updates that belong to no clock.
+        is_save_due: whether the first worker wants a checkpoint after it.
         since_s: when the first came.
     """
 
@@ -52,7 +58,13 @@ class Pushed:
     num_added: int = 0
     waiting: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     rates: dict[int, float] = field(default_factory=dict[int, float])
+    is_save_due: bool = False
     since_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_tokens(self) -> float:
+        """The tokens of all slots."""
+        return in_order(self.tokens)
 
     def add(self, slot: int, tokens: float, grads: Sequence[Tensor], empty: list[Tensor]) -> None:
         """Add one gradient, the mean over its tokens, see [Note: Order of a sum].
@@ -85,6 +97,7 @@ class Shard:
         version: updates applied.
         index: operations done, of those that change it.
         ages: how many versions the weights had moved on when a gradient was applied, counted.
+        lent: what workers have brought for a checkpoint of this version, by slot.
     """
 
     def __init__(
@@ -100,6 +113,7 @@ class Shard:
         self.done = {slot: version for slot in range(self.law.num_slots)}
         self.ahead = set[tuple[int, int]]()
         self.open: dict[int, Pushed] = {}
+        self.lent: dict[int, list[Tensor]] = {}
         self._totals: dict[int, list[float]] = {}
         self.dtype = DTYPES[spec["dtype"]]
         self._memory = SharedTensors(spec["sizes"], self.dtype) if IS_POSSIBLE else None
@@ -146,6 +160,7 @@ class Shard:
         update.bases[number] = int(fields["base"])
         update.losses[number] = float(fields["loss"])
         update.rates[number] = float(fields.get("rate", 0.0))
+        update.is_save_due |= bool(fields.get("is_save_due"))
         empty = [] if update.total else [torch.empty_like(flat) for flat in self.weights]
         update.add(number, float(fields["tokens"]), grads, empty)
         return True
@@ -161,9 +176,10 @@ class Shard:
         return version
 
     def totals(self) -> list[list[float]]:
-        """Return of the latest updates that are complete: version, tokens, loss and norm.
+        """Return of the latest updates that are complete: version, tokens, loss, norm and wish.
 
-        The norm is the sum of |x|^p over this shard's summed gradient, or the largest |x|.
+        The norm is the sum of |x|^p over this shard's summed gradient, or the largest |x|; the
+        wish is 1 where a checkpoint is due.
         """
         for version in range(self.version, self.completed()):
             self._note(version)
@@ -176,8 +192,8 @@ class Shard:
         for grad in update.total:
             norm = float(torch.linalg.vector_norm(grad, p, dtype=torch.float64))
             power = max(power, norm) if math.isinf(p) else power + norm**p
-        tokens, loss = sum(update.tokens.values()), sum(update.losses.values())
-        self._totals[version] = [tokens, loss, power]
+        loss, wish = in_order(update.losses), float(update.is_save_due)
+        self._totals[version] = [update.num_tokens, loss, power, wish]
         while len(self._totals) > MOST_TOTALS + self.law.staleness:
             del self._totals[next(iter(self._totals))]
 
@@ -200,15 +216,16 @@ class Shard:
         update = self.open.pop(version)
         for base in update.bases.values():
             self.ages[max(0, version - base)] += 1
-        tokens = sum(update.tokens.values())
         if scale is not None and update.total:
-            torch._foreach_mul_(update.total, scale / max(tokens, 1.0))  # pyright: ignore[reportPrivateUsage]
+            mean = scale / max(update.num_tokens, 1.0)
+            torch._foreach_mul_(update.total, mean)  # pyright: ignore[reportPrivateUsage]
             if self._memory is None:
                 self._step(update.total, rate)
             else:
                 with self._memory.changing():
                     self._step(update.total, rate)
         self.version += 1
+        self.lent.clear()
         return True
 
     def close_open(self) -> None:
@@ -264,9 +281,10 @@ class Shard:
             "spec": self.spec, "version": self.version, "first": self.first, "index": self.index,
             "num_kept": len(kept), "ages": list(self.ages.items()), "done": list(self.done.items()),
             "ahead": list(self.ahead), "open": [],
-            "steps": self.steps,
+            "steps": self.steps, "lent": [(slot, len(each)) for slot, each in self.lent.items()],
         }  # fmt: skip
         tensors += [each.clone() for each in kept]
+        tensors += [each.clone() for of_slot in self.lent.values() for each in of_slot]
         for number, update in self.open.items():
             parts = [*update.total, *(t for each in update.waiting.values() for t in each)]
             tensors += [part.clone() for part in parts]
@@ -274,6 +292,7 @@ class Shard:
                 number, list(update.tokens.items()), list(update.bases.items()),
                 list(update.losses.items()), list(update.rates.items()), update.num_added,
                 len(update.total), [(slot, len(each)) for slot, each in update.waiting.items()],
+                update.is_save_due,
             ])  # fmt: skip
         return fields, tensors
 
@@ -288,9 +307,12 @@ class Shard:
         shard.ages = Counter(dict(fields["ages"]))
         shard.done = dict(fields["done"])
         shard.ahead = {(clock, slot) for clock, slot in fields["ahead"]}
-        for number, tokens, bases, losses, rates, num_added, num_total, waiting in fields["open"]:
+        shard.lent = {slot: [next(parts).clone() for _ in range(n)] for slot, n in fields["lent"]}
+        for number, tokens, bases, losses, rates, num_added, num_total, waiting, due in fields[
+            "open"
+        ]:
             update = Pushed(dict(tokens), dict(bases), dict(losses))
-            update.rates, update.num_added = dict(rates), num_added
+            update.rates, update.num_added, update.is_save_due = dict(rates), num_added, due
             update.total = [next(parts).clone() for _ in range(num_total)]
             update.waiting = {s: [next(parts).clone() for _ in range(n)] for s, n in waiting}
             shard.open[number] = update

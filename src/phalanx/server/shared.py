@@ -57,8 +57,10 @@ class SharedTensors:
     def changing(self) -> Generator[None]:
         """Mark that the tensors change inside."""
         self._changes += 1
-        yield
-        self._changes += 1
+        try:
+            yield
+        finally:
+            self._changes += 1
 
     def close(self) -> None:
         """Let go of the file; those who read it keep theirs."""

@@ -33,6 +33,9 @@ MOST_WAITING: Final = 1000
 MOST_GREETINGS: Final = 1024
 """Peers that have not shown yet that they know the secret, at most; the oldest is forgotten."""
 
+MOST_KNOWN: Final = 4096
+"""Peers that have shown it, at most; whoever was silent for longest greets again."""
+
 HELLO_S: Final = 0.5
 """Seconds after which an end that is not welcome yet greets again."""
 
@@ -122,7 +125,7 @@ class Listener:
         self.socket.bind(address)
         self.address = bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")  # pyright: ignore[reportArgumentType]
         self.num_refused = self._num_begun = 0
-        self._known = set[bytes]()
+        self._known = OrderedDict[bytes, None]()
         self._greeting = OrderedDict[bytes, tuple[str, str]]()
 
     def receive(self) -> list[tuple[bytes, WireMessage]]:
@@ -139,6 +142,7 @@ class Listener:
             try:
                 message = decode([frame.buffer for frame in frames])
                 if peer.bytes in self._known and message.kind not in ("hello", "proof"):
+                    self._known.move_to_end(peer.bytes)
                     found.append((peer.bytes, message))
                 else:
                     self._greet(peer.bytes, message)
@@ -187,7 +191,9 @@ class Listener:
             numbers = self._greeting.pop(peer)
             due = self._secret.proof("link", *numbers)
             if hmac.compare_digest(str(message["proof"]).encode(), due.encode()):
-                self._known.add(peer)
+                self._known[peer] = None
+                if len(self._known) > MOST_KNOWN:
+                    self._known.popitem(last=False)
                 reply = WireMessage("welcome")
             else:
                 self._refuse("a peer that does not know the job's secret")
@@ -204,10 +210,11 @@ class Connection:
         context: zmq.Context[zmq.Socket[bytes]],
         secret: Secret,
         address: str,
+        log: Log,
         faults: Faults | None = None,
         is_encrypted: bool | None = None,
     ) -> None:
-        self._secret = secret
+        self._secret, self._log = secret, log
         self._faults = None if faults is None else faults.of_socket()
         self.address = address
         self.socket = context.socket(zmq.DEALER)
@@ -235,9 +242,6 @@ class Connection:
         """Return what has come; never waits.
 
         Messages of a listener that has not shown that it knows the secret are dropped.
-
-        Raises:
-            WireError: bytes came that are no message.
         """
         found: list[WireMessage] = []
         while True:
@@ -247,11 +251,14 @@ class Connection:
                 if not self._is_welcome:
                     self._greet()
                 return found
-            message = decode([frame.buffer for frame in frames])
-            if message.kind in ("who", "challenge", "welcome"):
-                self._answer(message)
-            elif self._is_welcome:
-                found.append(message)
+            try:
+                message = decode([frame.buffer for frame in frames])
+                if message.kind in ("who", "challenge", "welcome"):
+                    self._answer(message)
+                elif self._is_welcome:
+                    found.append(message)
+            except WireError as error:
+                self._log(f"refused: {error}")
 
     def close(self) -> None:
         """Let go of the connection."""

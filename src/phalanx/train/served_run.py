@@ -15,6 +15,7 @@ from typing import Final, cast
 
 from typing_extensions import override
 
+from phalanx.checkpoint.registered import LOCAL_ROUNDS
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader
@@ -30,10 +31,11 @@ from phalanx.server.requests import JobAddress
 from phalanx.server.secret import Secret
 from phalanx.train.callback import Extras
 from phalanx.train.job.resolve import Job
+from phalanx.train.local_step import LocalStep
 from phalanx.train.loop import Stopped, Watcher, take_steps
 from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
-from phalanx.train.served_step import STEPS, ServedStep
+from phalanx.train.served_step import ClockedStep, OpenStep, ServedStep
 from phalanx.train.text import TextSession, loader_of
 
 
@@ -156,11 +158,34 @@ class ServedSession(TextSession):
         return super().validation_batches() if self.is_first else None
 
     @override
+    def _call(self, extras: Extras) -> None:
+        super()._call(extras)
+        if isinstance(self.step, LocalStep):
+            self.called.registered.add(LOCAL_ROUNDS, self.step.rounds)
+
+    @override
     def begin_save(self, *, is_passing: bool = False) -> None:
-        if self.is_first:
+        if isinstance(self.step, LocalStep) and is_passing:
+            self.step.is_save_due = self.is_first
+        else:
+            self._save(is_passing=is_passing)
+
+    @override
+    def stepped(self) -> None:
+        super().stepped()
+        if isinstance(self.step, LocalStep) and self.step.is_save_agreed:
+            self.step.is_save_agreed = False
+            done, every = self.step.steps_done, self.config.save_every
+            if done < self.num_steps and not (every and done % every == 0):
+                self._save(is_passing=True)
+
+    def _save(self, *, is_passing: bool) -> None:
+        is_local = isinstance(self.step, LocalStep)
+        if self.is_first or is_local:
             self.step.before_save()
+        if self.is_first:
             super().begin_save(is_passing=is_passing)
-            if self.law.kind != "local":
+            if not is_local:
                 self.step.optimizer.state.clear()
 
     @override
@@ -186,6 +211,15 @@ class ServedSession(TextSession):
         for loader in self._loaders.values():
             loader.close()
 
+
+STEPS: Final[dict[str, type[ServedStep]]] = {
+    "ps": ClockedStep,
+    "ssp": ClockedStep,
+    "async": OpenStep,
+    "quorum": OpenStep,
+    "local": LocalStep,
+}
+"""The step of each kind of dp that is served."""
 
 MOST_AGAIN: Final = 100
 """Processes that are started again in a run, at most."""

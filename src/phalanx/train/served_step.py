@@ -2,10 +2,10 @@
 
     ps, ssp/S      push the gradient, wait for the totals, say how it is to be applied, pull
     async, quorum  clip the gradient by its own norm, push, pull
-    local/H        the step of one process; after every H of them push the difference, pull
+    local/H        see local_step.py
 
 While a worker waits it computes what a lost worker has left. Servers keep the moments of Adam; the
-worker's own optimizer has them while a checkpoint is written, and in `local`.
+worker's own optimizer has them while a checkpoint is written.
 
 [Note: Rates without a clock] An update of k of N workers moves the weights by k/N of the learning
 rate, so that the samples of a synchronous step move them as far as that step does.
@@ -40,7 +40,7 @@ HELP_S: Final = 0.25
 
 
 class ServedStep(Step):
-    """Takes the steps of one worker; the base of the three below.
+    """Takes the steps of one worker; the base of the three kinds.
 
     Attributes:
         client: of the servers.
@@ -64,9 +64,14 @@ class ServedStep(Step):
             first = (self.flat.weights, self.rule(), self.config.clip_p)
             client.create(*first, self.steps_done // self.steps_a_task, kept, steps)
         client.pull(self.flat.weights, 0)
-        client.totals(0)
-        self.steps_done = client.done[client.worker] * self.steps_a_task
-        self.version = client.pull(self.flat.weights, self.law.needs(client.done[client.worker]))
+        self._totals = client.totals(0)  # of what all have pushed and nobody is left to pull
+        clock = client.done[client.worker]
+        self.steps_done = clock * self.steps_a_task
+        self.version = client.pull(self.flat.weights, self.law.needs(clock), self.recipes())
+
+    def recipes(self) -> list[Recipe]:
+        """Say how updates that are complete, and belong to a clock, are to be applied."""
+        return []
 
     def rule(self) -> dict[str, Any]:
         """Return how servers change the weights."""
@@ -159,7 +164,7 @@ class ClockedStep(ServedStep):
         """Return tokens, sum of the losses, and norm of the mean gradient, of an update."""
         parts, p = self._totals[version], self.config.clip_p
         tokens, loss = parts[0][0], parts[0][1]
-        powers = [power for _, _, power in parts]
+        powers = [each[2] for each in parts]
         norm = max(powers) if math.isinf(p) else sum(powers) ** (1 / p)
         return tokens, loss, norm / max(tokens, 1)
 
@@ -170,17 +175,21 @@ class ClockedStep(ServedStep):
         return torch.tensor(self._found[2], dtype=torch.float64)
 
     @override
-    def update(self, norm: float | None) -> None:
-        recipes: list[Recipe] = []
+    def recipes(self) -> list[Recipe]:
+        found: list[Recipe] = []
         for version in sorted(v for v in self._totals if v >= self.client.applied):
-            _, loss, found = self._of(version)
+            _, loss, norm = self._of(version)
             scale, limit = 1.0, self.config.clip_norm
-            if 0 < limit < found:
-                scale = min(1.0, limit / (found + 1e-6))
-            is_finite = math.isfinite(found) and math.isfinite(loss)
-            recipes.append((version, self.rate(version), scale if is_finite else None))
+            if 0 < limit < norm:
+                scale = min(1.0, limit / (norm + 1e-6))
+            is_finite = math.isfinite(norm) and math.isfinite(loss)
+            found.append((version, self.rate(version), scale if is_finite else None))
+        return found
+
+    @override
+    def update(self, norm: float | None) -> None:
         needed = self.law.needs(self.steps_done + 1)
-        self.version = self.client.pull(self.flat.weights, needed, recipes)
+        self.version = self.client.pull(self.flat.weights, needed, self.recipes())
 
 
 class OpenStep(ServedStep):
@@ -230,67 +239,3 @@ class OpenStep(ServedStep):
                 time.sleep(HELP_S / 10)
             self.version = self.client.pull(self.flat.weights, 0)
         return result
-
-
-class LocalStep(ServedStep):
-    """Steps of a worker's own, whose difference is pushed after every H of them (DiLoCo).
-
-    (Douillard et al., DiLoCo, arXiv 2311.08105.) Differences of float32 weights are pushed in
-    bfloat16.
-    """
-
-    @override
-    def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
-        self.steps_a_task = client.law.num_local_steps
-        super().join(client, server, is_first=is_first)
-        self._begin = [flat.clone() for flat in self.flat.weights]
-        self._sums = torch.zeros(2, dtype=torch.float64)
-
-    @override
-    def rule(self) -> dict[str, Any]:
-        return {"name": "nesterov", "momentum": self.server.outer_momentum}
-
-    @override
-    def kept(self) -> tuple[list[list[Tensor]], float]:
-        return [], 0.0
-
-    @override
-    def before_save(self) -> None:
-        return
-
-    @override
-    def rate(self, clock: int) -> float:
-        return self.server.outer_lr
-
-    @override
-    def __call__(self, microbatches: Sequence[Any]) -> StepResult:
-        result = super().__call__(microbatches)
-        self._sums += torch.tensor([result.loss * result.num_valid_tokens, result.num_valid_tokens])
-        if self.steps_done % self.steps_a_task == 0:
-            with self.phase("reduce"):
-                self._exchange(self.steps_done // self.steps_a_task - 1)
-        return result
-
-    def _exchange(self, clock: int) -> None:
-        """Push how far the weights have moved in this round, and pull where all have moved to."""
-        client, loss, tokens = self.client, *self._sums.tolist()
-        wire = torch.bfloat16 if self._begin[0].dtype == torch.float32 else self._begin[0].dtype
-        moved = [(b - now).to(wire) for b, now in zip(self._begin, self.flat.weights, strict=True)]
-        client.ask_scheduler("own", clock=clock)
-        client.push(clock, client.worker, moved, base=self.version, tokens=tokens, loss=loss)
-        client.totals(clock + 1)
-        recipes: list[Recipe] = [(clock, self.rate(clock), 1.0)]
-        self.version = client.pull(self.flat.weights, clock + 1, recipes)
-        for begin, now in zip(self._begin, self.flat.weights, strict=True):
-            begin.copy_(now)
-        self._sums.zero_()
-
-
-STEPS: Final[dict[str, type[ServedStep]]] = {
-    "ps": ClockedStep,
-    "ssp": ClockedStep,
-    "async": OpenStep,
-    "quorum": OpenStep,
-    "local": LocalStep,
-}
-"""The step of each kind of dp that is served."""

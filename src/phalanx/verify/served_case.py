@@ -52,7 +52,7 @@ class _Witnessed(ClockedStep):
     def compute_gradients(self, microbatches: Any) -> tuple[torch.Tensor, torch.Tensor]:
         made = super().compute_gradients(microbatches)
         flats = [torch.empty_like(flat) for flat in self.flat.weights]
-        self.client.gradient(flats)
+        self.client.gradient(flats, self.steps_done + 1)
         self.flat.give_gradients([flat / made[1].clamp(min=1) for flat in flats])
         barrier()  # the first that pulls has the sum applied
         return made

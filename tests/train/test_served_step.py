@@ -1,0 +1,77 @@
+"""Steps of workers of parameter servers, of which some are lost between two requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.comm.alone import Alone
+from phalanx.config import OptimizerConfig
+from phalanx.config.schema import ServerConfig
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
+from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.train.local_step import LocalStep
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.served_step import ClockedStep, ServedStep
+
+NUM_STEPS = 4
+
+
+class Squares:
+    """The sum of the squares of what a linear map gives."""
+
+    def loss_sum(self, model: nn.Module, microbatch: torch.Tensor, step: int) -> torch.Tensor:
+        return model(microbatch).square().sum()
+
+    def num_valid(self, microbatch: torch.Tensor) -> int:
+        return len(microbatch)
+
+
+def worker(made: LocalRoles, kind: type[ServedStep], law: Consistency) -> ServedStep:
+    """Return the step of the only worker of a job, which has joined it."""
+    torch.manual_seed(0)
+    model, config = nn.Linear(3, 2).double(), OptimizerConfig(lr=1e-2)
+    given: Any = (model, build_optimizer(model, config), Squares(), config)
+    step = kind(*given, comm=Alone(), num_steps=NUM_STEPS)
+    client = Client(made.meeting, 0, law, (0, NUM_STEPS), timeout_s=10)
+    step.join(client, ServerConfig(), is_first=True)
+    return step
+
+
+@pytest.mark.parametrize(("kind", "law"), [
+    (ClockedStep, Consistency("ps", 1)), (LocalStep, Consistency("local", 1, 1)),
+])  # fmt: skip
+def test_who_joins_applies_what_those_who_are_lost_had_pushed(
+    kind: type[ServedStep], law: Consistency
+) -> None:
+    """All workers are lost after the last push of a clock, so that nobody is left to pull."""
+    batches = torch.randn(NUM_STEPS, 5, 3, dtype=torch.float64)
+    found: list[torch.Tensor] = []
+    for lost_at in (None, 2):
+        with local_roles(1) as made:
+            step = worker(made, kind, law)
+            for clock in range(NUM_STEPS):
+                if clock == lost_at:
+                    with pytest.MonkeyPatch.context() as patched:
+                        patched.setattr(step.client, "pull", _killed)
+                        with pytest.raises(KeyboardInterrupt):
+                            step([batches[clock]])
+                    step.client.close()
+                    moments = step.optimizer.state_dict()
+                    step = worker(made, kind, law)
+                    assert step.steps_done == clock + 1
+                    if kind is LocalStep:
+                        step.optimizer.load_state_dict(moments)
+                else:
+                    step([batches[clock]])
+            found.append(step.flat.weights[0].clone())
+            step.client.close()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
+
+
+def _killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
