@@ -170,7 +170,7 @@ class Registered:
         return room
 
     def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is of this run's objects or of a script's."""
+        """Return the states of this run's objects, and of a script's."""
         names = {*self._objects, *(plain.keys() - {LOCAL_ROUNDS})}
         return {name: each for name, each in plain.items() if name in names}
 

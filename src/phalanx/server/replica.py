@@ -92,7 +92,7 @@ class HeldShards(Member):
             if address is not None and due is not None:
                 self._backups[shard] = Backup(due, since, self.link(address), waiting=waiting)
                 self._copy(shard)
-            elif self.is_primary(shard):  # else a backup refused what waits, and who asked goes on
+            elif self.is_primary(shard):  # else a backup refused what waits
                 for _, act in waiting:
                     act()
 

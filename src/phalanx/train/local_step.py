@@ -8,7 +8,7 @@
 
 Each worker keeps the moments of its own AdamW, and servers keep the outer momentum. A checkpoint
 has both, so it is written at the end of a round: one that is due amid a round waits for it, and the
-first worker's push tells the others to bring their moments.
+first worker's push asks the others for their moments.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LocalStep(ServedStep):
     """Takes the steps of one worker, and ends its rounds.
 
     Attributes:
-        rounds: what is saved and resumed.
+        rounds: beside weights and moments, the state of a checkpoint.
         is_save_due: whether this worker, the first, wants a checkpoint after the round.
         is_save_agreed: whether all have heard so of the round that has just ended.
     """
