@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from phalanx.errors import TrainingError
-from phalanx.server import coordinator, requests, wire
+from phalanx.server import coordinator, replica, requests, role, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
@@ -25,6 +25,17 @@ from phalanx.server.wire import Faults, Listener
 pytestmark = pytest.mark.usefixtures("fast_clocks")
 
 SIZES = [700, 37]
+
+CLOCKS = {"HELLO_S": 0.05, "AGAIN_S": 0.05, "LONGEST_AGAIN_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01}
+"""Seconds of constants of the modules of a job, in these tests."""
+
+
+@pytest.fixture
+def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have roles and workers ask again, beat and look up ten times as often."""
+    for module in (coordinator, replica, requests, role, wire):
+        for name in CLOCKS.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, CLOCKS[name])
 
 
 def flats() -> list[torch.Tensor]:
