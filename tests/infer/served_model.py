@@ -59,6 +59,7 @@ class Client:
         """Return the status and the content of an answer, which is JSON or text."""
         connection = self.connect()
         content = body if isinstance(body, bytes | None) else json.dumps(body)
+        headers = {"Content-Type": "application/json", **headers}
         connection.request("GET" if body is None else "POST", path, content, headers)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -84,11 +85,13 @@ class Client:
 
 
 @contextmanager
-def serving(folder: Path, limits: Limits | None = None, **config: Any) -> Generator[Client]:
+def serving(
+    folder: Path, limits: Limits | None = None, follow_s: float | None = None, **config: Any
+) -> Generator[Client]:
     """Serve a folder while the block runs."""
     served = open_served(folder)
     texts = engine_of(served, EngineConfig(**{**CONFIG, **config}))
-    app = app_of(served, texts, limits or Limits(max_waiting=64))
+    app = app_of(served, texts, limits or Limits(max_waiting=64), follow_s)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

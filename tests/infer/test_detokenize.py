@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from phalanx.infer.detokenize import TextStream
 
@@ -34,6 +35,16 @@ def test_bytes_that_make_no_character_are_left_out() -> None:
     for token in b"a\xffb\xc3":
         taken.take(token)
     assert taken.end() == "" and taken.text == "ab"
+
+
+def test_the_first_word_behind_a_prompt_keeps_its_space() -> None:
+    words = {"\u2581Once": 0, "\u2581upon": 1, "\u2581a": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="\u2581a"))
+    tokenizer.decoder = decoders.Metaspace()
+    taken = TextStream(tokenizer, [], [0] * 20)
+    assert [taken.take(1), taken.take(2), taken.end()] == [" upon", " a", ""]
+    alone = TextStream(tokenizer)
+    assert [alone.take(1), alone.take(2)] == ["upon", " a"]
 
 
 @pytest.mark.parametrize("seed", range(30))

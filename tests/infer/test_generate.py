@@ -12,13 +12,10 @@ from served_model import published
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from phalanx import train_decoder
-from phalanx.checkpoint.weights import load_decoder, open_checkpoint, read_into
+from phalanx.checkpoint.weights import load_decoder
 from phalanx.cli.main import main
 from phalanx.config import ShapeConfig
 from phalanx.hugging_face.convert import convert
-from phalanx.infer.assembly import engine_of
-from phalanx.infer.engine import Engine
-from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.served import open_served
 from phalanx.train.report.sample import TEMPERATURE
 from small_run import small_run
@@ -31,27 +28,6 @@ def generated(
 ) -> list[dict[str, Any]]:
     assert main(["generate", str(folder), *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])["completions"]
-
-
-def test_an_engine_takes_the_weights_of_a_later_checkpoint(tmp_path: Path) -> None:
-    shape = ShapeConfig(
-        num_layers=1, hidden=16, num_heads=2, ffn=24, vocab_size=300, max_seq_len=64
-    )
-    train_decoder(small_run(tmp_path, strategy="dp1", steps=50, shape=shape, save_every=25))
-    early, late = (tmp_path / f"run/checkpoints/step-000000{n}" for n in (25, 50))
-    config = EngineConfig(precision="float64", cache_tokens=640, block_size=4)
-    prompt = open_served(early).encode(PROMPT)
-    sampling = Sampling(max_tokens=20, temperature=0, ignore_end=True)
-
-    def tokens(engine: Engine) -> list[int]:
-        return engine.generate([prompt], sampling)[0]
-
-    live = engine_of(open_served(early), config).engine
-    before = tokens(live)
-    runner: Any = live._logits  # pyright: ignore[reportPrivateUsage]
-    read_into(runner.model, open_checkpoint(late))
-    live.weights_changed()
-    assert tokens(live) == tokens(engine_of(open_served(late), config).engine) != before
 
 
 def trained(folder: Path, strategy: str) -> tuple[Path, str]:

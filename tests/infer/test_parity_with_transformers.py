@@ -51,7 +51,7 @@ def test_tokens_equal_generate(
     assert served.scheduler.pool.num_held == 0
     if not is_ample and budget > 7:
         assert served.scheduler.num_preemptions > 0
-    assert (served.counts.found_tokens > 0) is finds_prefixes
+    assert (served.scheduler.num_found_tokens > 0) is finds_prefixes
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,6 @@ def test_changed_weights_are_used_at_once_and_the_prefixes_forgotten() -> None:
         for parameter in live.parameters():
             parameter.mul_(1.5)
     served.weights_changed()
-    served.counts.found_tokens = 0
     (request,) = served.add(prompts(8)[1], GREEDY)
     served.step()
     assert request.num_found == 0
@@ -181,6 +180,23 @@ def test_a_model_that_computes_nan_ends_its_requests_with_an_error() -> None:
     served.step()
     assert [each.finished for each in requests] == ["error", "error"]
     assert served.scheduler.pool.num_held == 0
+
+
+def test_what_was_computed_with_nan_is_not_found_again() -> None:
+    model, _ = twins("llama")
+    live = Decoder(model.shape)
+    live.load_state_dict(model.state_dict())
+    served = engine(live.eval(), block_size=4)
+    prompt = prompts(8)[1]
+    weight = dict(live.named_parameters())["blocks.0.attention.v.weight"]
+    with torch.no_grad():
+        before = weight.clone()
+        weight.fill_(torch.nan)
+        (request,) = served.add(prompt, GREEDY)
+        served.step()
+        weight.copy_(before)
+    assert request.finished == "error" and len(prompt) > 18
+    assert served.generate([prompt], GREEDY) == engine(live).generate([prompt], GREEDY)
 
 
 def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:

@@ -63,9 +63,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.sequences.append((other, list(tokens)))
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        table, _ = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+    @rule(data=st.data(), is_broken=st.booleans())
+    def end(self, data: st.DataObject, is_broken: bool) -> None:
+        table, tokens = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        if is_broken:
+            self.pool.discard(table)
+            found = self.pool.match([*tokens, 0])
+            assert not set(found.blocks) & set(table.blocks)
+            self.pool.free(found)
         self.pool.free(table)
 
     @precondition(lambda self: not self.sequences)

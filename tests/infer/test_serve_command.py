@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -61,7 +62,8 @@ def test_the_options_of_a_serving_properties(
         (["a", "--batching", "static"], "would wait forever; the nearest is dynamic"),
         (["a", "--port", "70000"], "port is 70000"),
         (["a", "--properties", "none.properties"], "cannot read none.properties"),
-        (["nowhere"], "nowhere does not exist"),
+        (["nowhere", "--port", "0"], "nowhere does not exist"),
+        (["a", "--follow", "5", "--weights", "int8"], "the nearest is weights full"),
     ],
 )
 def test_a_wrong_request_is_answered(
@@ -69,6 +71,31 @@ def test_a_wrong_request_is_answered(
 ) -> None:
     assert main(["serve", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(published(tmp_path)), "--port", str(port)]) == 2
+    message = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in message
+    assert main(["serve", "nowhere", "--host", "192.0.2.1"]) == 2
+    assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
+
+
+def test_the_key_is_of_the_environment_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read: Any = serve._read  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setenv("PHALANX_API_KEY", "secret")
+    assert read(["a"]).api_key == "secret"
+    assert read(["a", "--api-key", "other"]).api_key == "other"
+    for key in ("s\u00e9cret", "a b"):
+        monkeypatch.setenv("PHALANX_API_KEY", key)
+        assert main(["serve", "a"]) == 2
+        assert "expected visible ASCII" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -90,7 +117,9 @@ def test_a_server_answers_until_it_is_ended(strategy: str, tmp_path: Path) -> No
         said += line
     (address,) = re.findall(r"http://127\.0\.0\.1:\d+", said)
     body = json.dumps({"prompt": "Once", "max_tokens": 4, "temperature": 0}).encode()
-    with urllib.request.urlopen(f"{address}/v1/completions", body, timeout=60) as answer:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert len(json.loads(answer.read())["choices"]) == 1
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)

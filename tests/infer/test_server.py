@@ -20,9 +20,9 @@ from served_model import Client, published, serving
 
 from phalanx.infer.app import Limits
 from phalanx.infer.options import Sampling
-from phalanx.models.decoder import Decoder
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -169,16 +169,28 @@ def test_what_can_be_looked_at(client: Client) -> None:
     )
 
 
-def test_a_key_is_asked_for(folder: Path) -> None:
-    with serving(folder, Limits(api_key="secret")) as client:
-        for headers, status in (
-            ({}, 401),
-            ({"Authorization": "Bearer other"}, 401),
-            ({"Authorization": "Bearer secr\u00e9t"}, 401),
-            ({"Authorization": "Bearer secret"}, 200),
-        ):
-            body = {"prompt": "a", "max_tokens": 1}
-            assert client.ask("/v1/completions", body, **headers)[0] == status
+def test_a_prompt_that_choices_share_was_not_cached(folder: Path) -> None:
+    prompt = "abcdefghijklmnopqrstuvwxyz"
+    with serving(folder) as client:
+        for num_found in (0, 16):
+            body = {"prompt": [prompt, prompt[::-1]], "n": 3, "max_tokens": 2}
+            usage = client.ask("/v1/completions", body)[1]["usage"]
+            assert usage["prompt_tokens"] == 2 * 27
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * num_found
+        stats = client.ask("/stats")[1]
+        assert stats["prompt_tokens_total"] == 4 * 27
+        assert stats["prefix_hit_tokens_total"] == 2 * 16
+
+
+def test_logits_that_are_not_finite_are_said_to_be(folder: Path) -> None:
+    with serving(folder) as client:
+        own = client.engine._logits  # pyright: ignore[reportPrivateUsage]
+        client.engine._logits = lambda step: own(step) * torch.nan  # pyright: ignore[reportPrivateUsage]
+        body = {"prompt": "a", "max_tokens": 1}
+        status, answer = client.ask("/v1/completions", body)
+        assert (status, answer["error"]["message"]) == (503, "the model's logits are not finite")
+        _, text = client.ask("/v1/completions", {**body, "stream": True})
+        assert "the model's logits are not finite" in text and "[DONE]" not in text
         assert client.ask("/health")[0] == 200
 
 
@@ -199,8 +211,7 @@ def test_a_client_that_leaves_frees_its_blocks(client: Client, is_stream: bool) 
             {"prompt": "abc", "n": 2, "max_tokens": 100, "ignore_eos": True, "stream": is_stream}
         )
         gone = socket.create_connection(("127.0.0.1", client.port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
-        gone.sendall((head + body).encode())
+        gone.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
         for _ in range(5):
             may_step.release()
         while client.engine.counts.generated_tokens < before + 6:
@@ -290,7 +301,7 @@ def test_malformed_requests_are_refused_not_suffered(client: Client, num: int) -
     connection = client.connect()
     for _ in range(num):
         path = draw.choice(["/v1/completions", "/v1/chat/completions"])
-        connection.request("POST", path, malformed(draw))
+        connection.request("POST", path, malformed(draw), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         answer.read()
         statuses[answer.status] += 1
@@ -304,8 +315,8 @@ def test_malformed_requests_are_refused_not_suffered(client: Client, num: int) -
 def test_broken_http_ends_no_server(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("uvicorn.error")
     logger.addHandler(caplog.handler)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
-    for content in (b"\0\0\0", head + b"x\r\n\r\n", b"G", head + b"9\r\n\r\n{"):
+    length = HEAD + b"Content-Length: "
+    for content in (b"\0\0\0", length + b"x\r\n\r\n", b"G", length + b"9\r\n\r\n{"):
         with socket.create_connection(("127.0.0.1", client.port), timeout=30) as raw:
             raw.sendall(content)  # the last one leaves amid its body
             time.sleep(0.1)
@@ -329,49 +340,3 @@ def test_an_engine_that_fails_answers_all_who_wait(
         assert client.ask("/health")[0] == 503
         assert client.ask("/v1/completions", {"prompt": "a"})[0] == 503
         assert "the engine has ended" in caplog.text and "ValueError" in caplog.text
-
-
-def test_weights_are_changed_while_it_serves(folder: Path) -> None:
-    body = {"prompt": "abcdefghijklmnopqrstuvwxyz", **GREEDY}
-    with serving(folder) as client:
-        before = client.ask("/v1/completions", body)[1]["choices"]
-        runner: Any = client.engine._logits  # pyright: ignore[reportPrivateUsage]
-        model: Decoder = runner.model
-
-        def change() -> None:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.3)
-
-        client.gateway.thread.update_weights(change)
-        answer = client.ask("/v1/completions", body)[1]
-        assert answer["choices"] != before
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-
-
-@pytest.mark.slow
-def test_the_client_of_openai(folder: Path) -> None:
-    openai = pytest.importorskip("openai", reason="the openai client is not installed")
-    with serving(folder, Limits(api_key="secret")) as server:
-        client = openai.OpenAI(api_key="secret", base_url=f"http://127.0.0.1:{server.port}/v1")
-        assert [each.id for each in client.models.list()] == ["hf"]
-        options: dict[str, Any] = {"model": "hf", "temperature": 0, "max_tokens": 12}
-        whole = client.completions.create(prompt="Once upon", **options)
-        pieces = client.completions.create(prompt="Once upon", stream=True, **options)
-        assert "".join(each.choices[0].text for each in pieces) == whole.choices[0].text
-        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], **options}
-        message = client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
-        parts = client.chat.completions.create(
-            **chat, stream=True, stream_options={"include_usage": True}
-        )
-        texts, usage = list[str](), None
-        for part in parts:
-            usage = part.usage or usage
-            texts += [choice.delta.content or "" for choice in part.choices]
-        assert "".join(texts) == message.choices[0].message.content
-        assert usage.completion_tokens == message.usage.completion_tokens
-        with pytest.raises(openai.BadRequestError, match="the nearest that fits"):
-            client.completions.create(prompt="a", model="hf", max_tokens=1000)
-        with pytest.raises(openai.NotFoundError, match="there is no model"):
-            client.completions.create(prompt="a", model="other")
-        client.close()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from models_and_prompts import NUM_NEW, expected, prompts
+from models_and_prompts import NUM_NEW, expected, prompts, twins
 from served_model import published
 
 from phalanx.cli.main import main
+from phalanx.errors import RankFailed
+from phalanx.infer import assembly
 from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.ranks import with_engine
 from phalanx.infer.served import Served
 from phalanx.infer.texts import TextEngine
+from phalanx.models.decoder import Decoder
 
 GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0, ignore_end=True)
 
@@ -24,7 +28,7 @@ def write(out: Path, served: Served, texts: TextEngine) -> None:
     engine = texts.engine
     engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
     tokens = engine.generate(prompts(32), GREEDY)
-    found = [engine.scheduler.num_preemptions, engine.counts.found_tokens, tokens]
+    found = [engine.scheduler.num_preemptions, engine.scheduler.num_found_tokens, tokens]
     out.write_text(json.dumps(found))
 
 
@@ -45,6 +49,41 @@ def test_tokens_equal_generate(strategy: str, cache_tokens: int, tmp_path: Path)
     num_preemptions, num_found, tokens = json.loads(out.read_text())
     assert tokens == expected("llama", 32)
     assert num_found > 0 and (num_preemptions > 0) is (cache_tokens == 490)
+
+
+def fail_amid_a_step(out: Path, served: Served, texts: TextEngine) -> None:
+    """Let the first rank fail after the other has begun the step; a server catches the error."""
+    runner: Any = texts.engine._logits._runner  # pyright: ignore
+
+    def fails(*args: Any) -> None:
+        raise ValueError("a kernel has failed")
+
+    runner.model.read = fails
+    texts.add(served.encode("Once"), GREEDY)
+    with pytest.raises(ValueError, match="a kernel"):
+        texts.step()
+    out.write_text("it failed")
+
+
+def test_a_first_rank_that_fails_amid_a_step_leaves_none_waiting(tmp_path: Path) -> None:
+    config = EngineConfig(strategy="tp2", precision="float32", cache_tokens=490)
+    out = tmp_path / "out"
+    with pytest.raises(RankFailed, match="a kernel has failed"):
+        with_engine(published(tmp_path), config, functools.partial(fail_amid_a_step, out))
+    assert out.read_text() == "it failed"
+
+
+def test_the_cache_takes_the_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = twins("llama")
+    shape = model.shape
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    monkeypatch.setattr(assembly, "free_memory_bytes", lambda device: 16 * token_bytes * 100)
+    config = EngineConfig(slots=1000)
+    most = int(assembly.CACHE_PART * 100)
+    assert assembly.num_blocks_of(config, model) == most
+    assert assembly.num_blocks_of(config, model, 2) == most  # each holds half of all blocks
+    elsewhere = Decoder(shape).to("meta")  # as a GPU, no memory of this host
+    assert assembly.num_blocks_of(config, elsewhere, 2) == 2 * most
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ def run(argv: list[str]) -> int:
 
 def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None:
     """Continue the prompts of the command line."""
+    from phalanx.infer.engine import NOT_FINITE, EngineFailed
+
     prompts = config.prompt or [""]
     tokens = [served.encode(prompt) for prompt in prompts]
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sampling)}
@@ -66,6 +68,8 @@ def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None
     took_s = time.perf_counter() - begin_s
     num_tokens = texts.engine.counts.generated_tokens
     say(console, f"\n{num_tokens:,} tokens in {took_s:.2f} s, {num_tokens / took_s:,.1f} a second")
+    if any(completion.finish_reason == "error" for completion in completions):
+        raise EngineFailed(f"a text has ended early: {NOT_FINITE}")
     if config.json:
         print_json(_document(prompts, completions, took_s))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import os
+import re
+import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
+API_KEY = "PHALANX_API_KEY"
+"""The environment variable that has the key, which other users of the host cannot read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(EngineConfig):
@@ -34,11 +40,15 @@ class ServeConfig(EngineConfig):
     port: Annotated[int, Range(0, 65535, "[]")] = 8000
     """The port to listen on; 0 takes a free one."""
     api_key: str | None = None
-    """What clients have to send as `Authorization: Bearer KEY`."""
+    """What clients have to send as `Authorization: Bearer KEY`; if unset, the environment variable
+    PHALANX_API_KEY. Other users of this host can read a command line."""
     max_waiting: Annotated[int, Range(0)] = 256
     """Most requests that wait; further ones are answered by 429."""
     max_body_bytes: Annotated[int, Range(1)] = 1 << 20
     """Largest body of a request; larger ones are answered by 413."""
+    follow: Annotated[float | None, Range(0, ends="()")] = None
+    """Look every this number of seconds for a later checkpoint of the run, and serve its weights
+    from then on."""
     properties: str | None = None
     """A serving.properties of LMI, whose options stand for options here; the command line wins."""
 
@@ -57,6 +67,16 @@ def run(argv: list[str]) -> int:
             "batching is static, whose batches begin when they are full: a client that is alone "
             "would wait forever; the nearest is dynamic"
         )
+    if config.api_key is not None and re.fullmatch("[!-~]+", config.api_key) is None:
+        raise ConfigError(
+            f"the API key of --api-key or {API_KEY} is empty, or has a space or a character that "
+            "is not ASCII, which no header Authorization can carry; expected visible ASCII"
+        )
+    if config.follow is not None and config.weights == "int8":
+        raise ConfigError(
+            f"follow is {config.follow:g} and weights is int8, which are rounded once, at the "
+            "start; the nearest is weights full"
+        )
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(
             f"serve needs {', '.join(missing)}, which is not installed: "
@@ -64,6 +84,7 @@ def run(argv: list[str]) -> int:
         )
     from phalanx.infer.ranks import with_engine
 
+    _listener(config).close()  # a port that is taken is found before the model is loaded
     with_engine(Path(config.run), config, functools.partial(_serve, config))
     return 0
 
@@ -78,23 +99,46 @@ def _read(argv: list[str]) -> ServeConfig:
         words = found | words
         if left_out:
             say(screen(), f"{file}: {', '.join(left_out)} have no meaning here and are left out")
+    if words.get("api_key") is None:
+        words["api_key"] = os.environ.get(API_KEY)
     config = ServeConfig(**words)
     check_values(config)
     return config
+
+
+def _listener(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens where the settings say.
+
+    Raises:
+        ConfigError: the port is taken, or the host is no address of this machine.
+    """
+    where = f"cannot listen on {config.host} port {config.port}"
+    try:
+        family, *_, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: {error.strerror}; --port 0 takes a free port, and --host 127.0.0.1 an "
+            "address that every machine has"
+        ) from None
 
 
 def _serve(config: ServeConfig, served: Served, texts: TextEngine) -> None:
     import uvicorn
 
     from phalanx.infer.app import Limits, app_of
+    from phalanx.infer.engine import EngineFailed
 
     console = screen()
     limits = Limits(
         max_waiting=config.max_waiting,
         max_body_bytes=config.max_body_bytes,
         api_key=config.api_key,
+        is_local=config.api_key is None and _is_loopback(config.host),
     )
-    app = app_of(served, texts, limits)
+    app = app_of(served, texts, limits, config.follow)
     pool = texts.engine.scheduler.pool
     say(
         console,
@@ -108,19 +152,18 @@ def _serve(config: ServeConfig, served: Served, texts: TextEngine) -> None:
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             for server in self.servers:
-                for socket in server.sockets:
-                    host, port = socket.getsockname()[:2]
-                    say(console, f"listening on http://{host}:{port}")
+                for listener in server.sockets:
+                    host, port = listener.getsockname()[:2]
+                    name = f"[{host}]" if ":" in host else host
+                    say(console, f"listening on http://{name}:{port}")
 
     options = uvicorn.Config(
-        app,
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
+        app, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=5
     )
-    Server(options).run()
+    with _listener(config) as listener:
+        Server(options).run([listener])
+    if (failure := app.state.gateway.thread.failure) is not None:
+        raise EngineFailed(f"the engine has ended: {failure}")
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from phalanx.infer.engine import NOT_FINITE
 from phalanx.infer.engine_thread import Ticket, Update
 from phalanx.infer.options import TokenScore
 from phalanx.infer.protocol import envelope, error_body, new_id, usage
@@ -62,7 +63,8 @@ class Answer(ABC):
         try:
             async for number, piece, finished in updates:
                 if piece is None or finished == "error":
-                    yield _event(error_body("the engine has ended by an error", "server_error"))
+                    why = "the engine has ended by an error" if piece is None else NOT_FINITE
+                    yield _event(error_body(why, "server_error"))
                     return
                 if not piece.text and finished is None and not self._has_scores and number in begun:
                     continue
@@ -148,11 +150,11 @@ def _completion(ticket: Ticket) -> Completion:
 
 def _usage(tickets: Sequence[Ticket]) -> dict[str, Any]:
     """Return the counts of an answer; a prompt of several choices counts once."""
-    prompts = {id(ticket.prompt): len(ticket.prompt) for ticket in tickets}
     requests = [_completion(ticket).request for ticket in tickets]
-    num_found = sum(request.num_found or 0 for request in requests)
-    num_prompt = sum(prompts.values())
-    return usage(num_prompt, min(num_found, num_prompt), sum(r.num_generated for r in requests))
+    first = {id(t.prompt): r for t, r in zip(reversed(tickets), reversed(requests), strict=True)}
+    num_prompt = sum(len(request.prompt) for request in first.values())
+    num_found = sum(request.num_found or 0 for request in first.values())
+    return usage(num_prompt, num_found, sum(request.num_generated for request in requests))
 
 
 def _event(value: Any) -> str:

@@ -2,28 +2,41 @@
 
 Every refusal is an answer with a reason: 400 a body that asks for more than is built, or a prompt
 that is too long; 401 without the key; 404 another model; 408 a body that does not come; 413 a body
-that is too large; 429 a full queue; 503 an engine that has ended.
+that is too large; 415 a body that is not said to be JSON; 429 a full queue; 503 an engine that has
+ended, or logits that are not finite.
+
+A page of another site that a browser of this host shows can send requests here. It can name no type
+of a body but a form's or plain text without asking first, which nothing here answers: hence 415. A
+name of its own that its DNS lets point here makes it of the same origin (DNS rebinding), but then
+Host says that name: hence 403 (`LocalHosts`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.errors import ConfigError
 from phalanx.infer.answers import Answer, ChatAnswer, CompletionAnswer
 from phalanx.infer.chat import Chat
-from phalanx.infer.engine_thread import EngineFailed, EngineThread, QueueFull, Ticket, Update
+from phalanx.infer.engine import NOT_FINITE, EngineFailed
+from phalanx.infer.engine_thread import EngineThread, QueueFull, Ticket, Update
+from phalanx.infer.follow import follow, run_to_follow
 from phalanx.infer.metrics import ServerMetrics
 from phalanx.infer.protocol import (
     MAX_CHOICES,
@@ -51,12 +64,44 @@ class Limits:
     Attributes:
         max_waiting: requests that wait beside those that run.
         max_body_bytes: size of a body.
-        api_key: what clients have to send; None if nothing.
+        api_key: what clients have to send, in ASCII; None if nothing.
+        is_local: whether only requests to this host by an address or as localhost are answered.
     """
 
     max_waiting: int = 256
     max_body_bytes: int = 1 << 20
     api_key: str | None = None
+    is_local: bool = False
+
+
+class LocalHosts:
+    """Refuses requests whose Host is a name that DNS may let point here."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not _is_here(host):
+                message = (
+                    f"the header Host is {host!r:.99}; without an API key this server answers to "
+                    "localhost and to addresses alone"
+                )
+                refusal = JSONResponse(error_body(message, "invalid_request_error"), 403)
+                return await refusal(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a Host is an address, or a name that no DNS is asked for."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        ipaddress.ip_address(name)
+    except ValueError:
+        return re.fullmatch(r"(.+\.)?localhost(:\d*)?", host.lower()) is not None
+    return True
 
 
 class Gateway:
@@ -103,6 +148,11 @@ class Gateway:
         given = request.headers.get("authorization", "")
         if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
             raise HTTPException(401, "the header Authorization is not 'Bearer' and the key")
+        said = request.headers.get("content-type", "")
+        if said.partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(
+                415, f"the header Content-Type is {said!r:.99}; expected 'application/json'"
+            )
         content = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -145,7 +195,7 @@ class Gateway:
         async for update in found:
             num_left -= update.finished is not None
             if update.finished == "error":
-                raise EngineFailed(self.thread.failure or "the model computes NaN")
+                raise EngineFailed(self.thread.failure or NOT_FINITE)
         return Response(status_code=499) if num_left else JSONResponse(answer.whole(tickets))
 
     async def _watch(
@@ -176,18 +226,39 @@ class Gateway:
                 self.thread.release(ticket)
 
 
-def app_of(served: Served, texts: TextEngine, limits: Limits) -> FastAPI:
-    """Return the application that serves a model."""
+def app_of(
+    served: Served, texts: TextEngine, limits: Limits, follow_s: float | None = None
+) -> FastAPI:
+    """Return the application that serves a model.
+
+    Args:
+        served: the model.
+        texts: its engine.
+        limits: see `Limits`.
+        follow_s: seconds between two looks for a later checkpoint of the run, to serve its weights.
+
+    Raises:
+        ConfigError: the chat template is none, or a model of no run is to be followed.
+    """
     gateway = Gateway(served, texts, limits)
+    run = None if follow_s is None else run_to_follow(served)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         gateway.thread.start(asyncio.get_running_loop())
+        follower = None
+        if run is not None and follow_s is not None:
+            first = served.weights.folder
+            follower = asyncio.ensure_future(follow(run, first, follow_s, gateway.thread))
         yield
+        if follower is not None:
+            follower.cancel()
         await asyncio.to_thread(gateway.thread.stop)
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.gateway = gateway
+    if limits.is_local:
+        app.add_middleware(LocalHosts)
     for kind, (status, name) in REFUSALS.items():
         app.add_exception_handler(kind, _refusal(status, name))
     app.add_exception_handler(HTTPException, _http_refusal)
@@ -249,7 +320,9 @@ def _add_views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/stats")
     async def stats() -> Response:
-        about = {"model": gateway.served.name, "has_key": gateway.limits.api_key is not None}
+        folder = gateway.thread.checkpoint or gateway.served.weights.folder
+        has_key = gateway.limits.api_key is not None
+        about = {"model": gateway.served.name, "checkpoint": folder.name, "has_key": has_key}
         return JSONResponse({**about, **gateway.metrics.values()})
 
     _ = front, models, health, metrics, stats

@@ -7,7 +7,7 @@ import torch
 from phalanx.checkpoint.weights import load_decoder
 from phalanx.data.tokenizer import count_ids
 from phalanx.errors import ConfigError
-from phalanx.infer.engine import Engine, Logits
+from phalanx.infer.engine import Engine, LiveLogits
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import Int8Cache, KVCache
 from phalanx.infer.pool import BlockPool
@@ -55,11 +55,13 @@ def engine_of(served: Served, config: EngineConfig) -> TextEngine:
     model = load_decoder(served.weights, torch_dtype(config.precision, device), device)
     if config.weights == "int8":
         quantize_linears(model)
-    pool = pool_of(config, model)
+    pool = pool_of(config, num_blocks_of(config, model))
     return assemble(served, config, ModelRunner(model, cache_of(config, model, pool)), pool)
 
 
-def assemble(served: Served, config: EngineConfig, logits: Logits, pool: BlockPool) -> TextEngine:
+def assemble(
+    served: Served, config: EngineConfig, logits: LiveLogits, pool: BlockPool
+) -> TextEngine:
     """Return the engine that computes by `logits`, over the blocks of a pool."""
     scheduler = Scheduler(
         pool,
@@ -75,16 +77,11 @@ def assemble(served: Served, config: EngineConfig, logits: Logits, pool: BlockPo
         end_ids=served.end_ids,
         num_ids=count_ids(served.tokenizer),
     )
-    return TextEngine(engine, served.tokenizer)
+    return TextEngine(engine, served.tokenizer, logits.load)
 
 
-def pool_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> BlockPool:
-    """Return the pool of a cache of which each rank holds one of `num_shards` shards.
-
-    Raises:
-        ConfigError: not even one block fits into the memory.
-    """
-    num_blocks = _num_blocks(config, model, num_shards)
+def pool_of(config: EngineConfig, num_blocks: int) -> BlockPool:
+    """Return the pool of a cache of some blocks."""
     return BlockPool(num_blocks, config.block_size, finds_prefixes=config.prefix_cache)
 
 
@@ -103,8 +100,12 @@ def cache_sizes(
     return shape.num_layers, pool.num_blocks, shape.num_kv_heads // num_shards, shape.head_dim
 
 
-def _num_blocks(config: EngineConfig, model: Decoder, num_shards: int) -> int:
-    """Return how many blocks the cache has."""
+def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> int:
+    """Return how many blocks a cache has, of which each rank holds one of `num_shards` shards.
+
+    Raises:
+        ConfigError: not even one block fits into the memory.
+    """
     size, shape, weight = config.block_size, model.shape, next(model.parameters())
     if config.cache_tokens is not None:
         return -(-config.cache_tokens // size)
@@ -114,8 +115,10 @@ def _num_blocks(config: EngineConfig, model: Decoder, num_shards: int) -> int:
     if config.cache == "int8":
         head_bytes = shape.head_dim + torch.float32.itemsize
     token_bytes = 2 * shape.num_layers * num_groups * head_bytes
-    free_bytes = free_memory_bytes(weight.device.type)
-    most = int(CACHE_PART * free_bytes) // (num_shards * size * token_bytes)
+    # The ranks of a host share its memory; each GPU has its own.
+    num_sharing = num_shards if weight.device.type == "cpu" else 1
+    free_bytes = free_memory_bytes(weight.device) // num_sharing
+    most = int(CACHE_PART * free_bytes) // (size * token_bytes)
     if most < 1:
         raise ConfigError(
             f"a block of the cache has {size * token_bytes:,} bytes, and {CACHE_PART:.0%} of the "

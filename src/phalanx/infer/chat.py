@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer
 
 from phalanx.errors import ConfigError
 from phalanx.infer.protocol import Message
-from phalanx.infer.served import Served
+from phalanx.infer.served import DEFAULT, Served
 
 
 class Chat:
@@ -27,12 +29,20 @@ class Chat:
         # A template spells special tokens, and so may a message, as in transformers.
         self._tokenizer = Tokenizer.from_str(served.tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
-        if served.chat_template is not None:
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            names: dict[str, Any] = environment.globals  # pyright: ignore[reportAssignmentType]
-            names["raise_exception"] = _refuse
+        if served.chat_templates:
+            if (source := served.chat_templates.get(DEFAULT)) is None:
+                names = ", ".join(served.chat_templates)
+                raise ConfigError(f"the chat templates of the model are {names}; none is {DEFAULT}")
+            # What transformers gives to a template; see apply_chat_template.
+            environment = ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            )
+            environment.filters["tojson"] = _json
+            known: dict[str, Any] = environment.globals  # pyright: ignore[reportAssignmentType]
+            known |= {"raise_exception": _refuse, "strftime_now": _now}
+            known |= {"tools": None, "documents": None}
             try:
-                self._template = environment.from_string(served.chat_template)
+                self._template = environment.from_string(source)
             except TemplateError as error:
                 raise ConfigError(f"the model's chat template cannot be read: {error}") from error
 
@@ -57,3 +67,12 @@ class Chat:
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """Return JSON that keeps letters as they are, and escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -9,6 +9,9 @@ from tokenizers import Tokenizer
 BROKEN = "\ufffd"
 """What a decoder puts for bytes that are a part of a character alone; it is left out."""
 
+_CONTEXT = 8
+"""Tokens of a prompt that the first new ones are decoded behind."""
+
 _LONGEST = 12
 """Tokens that wait for the rest of a character, before they are taken for none."""
 
@@ -21,10 +24,13 @@ class TextStream:
         is_stopped: whether a stop text has come; nothing is given out after it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
+        """Begin behind the tokens of a prompt, with texts that end the stream."""
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
-        self._ids: list[int] = []
-        self._begin = self._read = 0
+        self._ids = list(prompt[-_CONTEXT:])
+        self._begin, self._read = 0, len(self._ids)
         self._held = ""
         self.text = ""
         self.is_stopped = False

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.infer.options import Sampling, TokenScore
 from phalanx.infer.paged import FlatStep, StepSpan
 from phalanx.infer.sampler import choose
 from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
+
+NOT_FINITE = "the model's logits are not finite"
+"""Why a request ends with "error"."""
+
+
+class EngineFailed(PhalanxError):
+    """A text cannot be continued: the engine has ended, or the model computes no finite logits."""
+
+    exit_code = 1
 
 
 class Logits(Protocol):
@@ -20,6 +30,14 @@ class Logits(Protocol):
 
     def __call__(self, step: FlatStep) -> Tensor:
         """Return the logits [len(step.rows), V]."""
+        ...
+
+
+class LiveLogits(Logits, Protocol):
+    """The same of a model whose weights can be replaced."""
+
+    def load(self, folder: Path) -> None:
+        """Replace the weights by a checkpoint's."""
         ...
 
 
@@ -37,8 +55,6 @@ class Counts:
     """What an engine has done since it was made."""
 
     steps: int = 0
-    prompt_tokens: int = 0
-    found_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
 
@@ -139,11 +155,8 @@ class Engine:
 
     def _take(self, request: GenerationRequest, token: int, score: TokenScore | None) -> NewToken:
         """Append a token to its request, and end the request where it is the last."""
-        if request.num_generated == 0:
-            self.counts.prompt_tokens += len(request.prompt)
-            self.counts.found_tokens += request.num_found or 0
-        if token < 0:  # the model computes NaN
-            self.scheduler.finish(request, "error")
+        if token < 0:
+            self.scheduler.fail(request)
             return NewToken(request, token, None, "error")
         request.tokens.append(token)
         self.counts.generated_tokens += 1

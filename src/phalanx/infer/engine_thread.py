@@ -13,13 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.errors import PhalanxError, message_of
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError, message_of
+from phalanx.infer.engine import EngineFailed
 from phalanx.infer.metrics import ServerMetrics
 from phalanx.infer.options import Sampling
 from phalanx.infer.scheduler import GenerationRequest
 from phalanx.infer.texts import Completion, Piece, TextEngine
+
+LOGGER = logging.getLogger(__name__)
 
 POLL_S = 0.005
 """How long the thread waits for orders while a batch waits to begin."""
@@ -27,10 +31,6 @@ POLL_S = 0.005
 
 class QueueFull(PhalanxError):
     """As many requests wait as may."""
-
-
-class EngineFailed(PhalanxError):
-    """The engine has ended by an error; nothing more is generated."""
 
 
 class Update(NamedTuple):
@@ -64,11 +64,13 @@ class EngineThread:
     Attributes:
         texts: the engine.
         failure: the message of the error that ended it; None while it runs.
+        checkpoint: whose weights were loaded last; None while they are the first.
     """
 
     def __init__(self, texts: TextEngine, metrics: ServerMetrics, max_waiting: int) -> None:
         self.texts, self.metrics = texts, metrics
         self.failure: str | None = None
+        self.checkpoint: Path | None = None
         self._most = texts.engine.scheduler.slots + max_waiting
         self._open: set[Ticket] = set()  # of the event loop
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -97,7 +99,7 @@ class EngineThread:
         Raises:
             QueueFull: too many requests wait.
             EngineFailed: the engine has ended.
-            ConfigError: a prompt is too long.
+            ConfigError: a prompt is too long, or these are more than the queue ever takes.
         """
         if self.failure is not None:
             raise EngineFailed(f"the engine has ended: {self.failure}")
@@ -105,6 +107,11 @@ class EngineThread:
             for sampling in samplings:
                 self.texts.engine.check(prompt, sampling)
         num_new = len(prompts) * len(samplings)
+        if num_new > self._most:
+            raise ConfigError(
+                f"the request asks for {num_new} texts; the server runs or queues at most "
+                f"{self._most} together"
+            )
         if len(self._open) + num_new > self._most:
             raise QueueFull(
                 f"{len(self._open)} requests are served or wait, and {self._most} may; try again"
@@ -125,12 +132,16 @@ class EngineThread:
             self._open.remove(ticket)
             self._orders.put(lambda: self._abort(ticket))
 
-    def update_weights(self, change: Callable[[], object]) -> None:
-        """Change the weights between two steps, and forget the keys and values of the old ones."""
+    def load(self, folder: Path) -> None:
+        """Replace the weights by a checkpoint's, between two steps."""
 
         def order() -> None:
-            change()
-            self.texts.engine.weights_changed()
+            try:
+                self.texts.load(folder)
+            except CheckpointError as error:
+                LOGGER.warning("%s", error)
+            else:
+                self.checkpoint = folder
 
         self._orders.put(order)
 
@@ -139,7 +150,7 @@ class EngineThread:
             while self._take_orders():
                 self._step()
         except Exception as error:  # each who waits is to hear of it
-            logging.getLogger(__name__).exception("the engine has ended")
+            LOGGER.exception("the engine has ended")
             self.failure = message_of(error)
             self._call_on_loop(self._fail)
 

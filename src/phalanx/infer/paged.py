@@ -77,6 +77,7 @@ class KVCache:
         self.block_size = block_size
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = list(zip(self.keys, self.values, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -105,9 +106,10 @@ class KVCache:
 
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return k_TGK and v_TGK of slots; a slice of them is not copied."""
+        keys, values = self._layers[layer]
         if isinstance(slots, slice):
-            return self.keys[layer, slots], self.values[layer, slots]
-        return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+            return keys[slots], values[slots]
+        return keys.index_select(0, slots), values.index_select(0, slots)
 
 
 class Int8Cache(KVCache):
@@ -172,14 +174,34 @@ class PagedAttention:
             return self._attend_at_once(layer, window, q[0])[None]
         if window not in self._keys:
             self._keys[window] = [self._keys_of(span, window) for span in self._spans]
+        if len(self._spans) == q.shape[1]:  # each decodes
+            return self._decode(layer, self._keys[window], q)
         parts = zip(*(x.split(self._lengths, dim=1) for x in (q, k, v)), strict=True)
         mixed: list[Tensor] = []
         for span, keys, part in zip(self._spans, self._keys[window], parts, strict=True):
             if span.start == 0:  # a prompt's first tokens read nothing from the cache
                 mixed.append(attend(part[0], part[1], part[2], None, window))
+            elif span.stop - span.start == 1:
+                mixed.append(self._decode(layer, [keys], part[0]))
             else:
-                mixed.append(self._attend_to_cache(layer, part[0][0], *keys)[None])
+                mixed.append(self._attend_in_chunk(layer, part[0][0], *keys)[None])
         return torch.cat(mixed, dim=1)
+
+    def _decode(
+        self, layer: int, keys: Sequence[tuple[slice | Tensor, Tensor | None]], q_1NHK: Tensor
+    ) -> Tensor:
+        """Attend with one token of each of N sequences; a tensor like q.
+
+        A few tokens of small models wait for operators to begin, so there are few for each.
+        """
+        num_groups = self._cache.keys.shape[2]
+        queries = q_1NHK.unflatten(2, (num_groups, -1)).unbind(1)  # of a group, as of one head
+        mixed: list[Tensor] = []
+        for (slots, _), q_1GhK in zip(keys, queries, strict=True):
+            k_TGK, v_TGK = self._cache.read(layer, slots)
+            k_1GTK, v_1GTK = k_TGK.transpose(0, 1)[None], v_TGK.transpose(0, 1)[None]
+            mixed.append(F.scaled_dot_product_attention(q_1GhK, k_1GTK, v_1GTK))
+        return torch.cat(mixed).view(q_1NHK.shape)
 
     def _keys_of(self, span: StepSpan, window: int | None) -> tuple[slice | Tensor, Tensor | None]:
         """Return the slots that a sequence reads, and the mask [n, T] where not all read all."""
@@ -202,14 +224,11 @@ class PagedAttention:
         mask_nT = keys_T <= queries_n1
         return slots, mask_nT if window is None else mask_nT & (keys_T > queries_n1 - window)
 
-    def _attend_to_cache(
+    def _attend_in_chunk(
         self, layer: int, q_nHK: Tensor, slots: slice | Tensor, mask_nT: Tensor | None
     ) -> Tensor:
-        """Attend of one sequence to its slots; a tensor like q_nHK."""
+        """Attend with a chunk of one sequence to its slots; a tensor like q_nHK."""
         k_1GTK, v_1GTK = (x.transpose(0, 1)[None] for x in self._cache.read(layer, slots))
-        if mask_nT is None:  # the heads of a group are as queries of one head
-            q_1GhK = q_nHK.view(1, k_1GTK.shape[1], -1, q_nHK.shape[2])
-            return F.scaled_dot_product_attention(q_1GhK, k_1GTK, v_1GTK).view(q_nHK.shape)
         mixed = F.scaled_dot_product_attention(
             q_nHK.transpose(0, 1)[None], k_1GTK, v_1GTK, attn_mask=mask_nT, enable_gqa=True
         )

@@ -144,6 +144,11 @@ class BlockPool:
                 self._key_of[block] = key
             table.contents.append(found[1])
 
+    def discard(self, table: BlockTable) -> None:
+        """Forget the contents of a sequence, so that no other finds them."""
+        for block in table.blocks:
+            self._forget(block)
+
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a table that holds the same blocks; `reserve` copies those that are written."""
         for block in table.blocks:
@@ -172,10 +177,15 @@ class BlockPool:
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._holders[block] = 1
-        if (key := self._key_of.pop(block, None)) is not None:
-            del self._known[key]
-            self.num_evicted += 1
+        self.num_evicted += self._forget(block)
         return block
+
+    def _forget(self, block: int) -> bool:
+        """Forget the content of a block, and return whether it had one."""
+        if (key := self._key_of.pop(block, None)) is None:
+            return False
+        del self._known[key]
+        return True
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:

@@ -1,21 +1,31 @@
 """An engine on the ranks of tp: the first schedules, samples and answers, all of them compute.
 
-Before each step the first rank broadcasts the step as plain numbers. Every rank holds its heads of
-the cache, in blocks of the same numbers, and its shards of the weights in the layout of training.
+Before each step the first rank broadcasts the step as plain numbers, or the checkpoint to load in
+place of a step. Every rank holds its heads of the cache, in blocks of the same numbers, and its
+shards of the weights in the layout of training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from torch import Tensor
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.together import broadcast_object
-from phalanx.errors import ConfigError, StrategyError
-from phalanx.infer.assembly import assemble, cache_of, engine_of, pool_of, torch_device, torch_dtype
+from phalanx.comm.together import all_or_none, broadcast_object, gather_objects
+from phalanx.errors import CheckpointError, ConfigError, StrategyError
+from phalanx.infer.assembly import (
+    assemble,
+    cache_of,
+    engine_of,
+    num_blocks_of,
+    pool_of,
+    torch_device,
+    torch_dtype,
+)
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import FlatStep
 from phalanx.infer.runner import ModelRunner
@@ -94,24 +104,59 @@ def _run(folder: Path, config: EngineConfig, work: Work) -> None:
     plan = plan_decoder(strategy, served.weights.shape, dtype, dtype)
     plan.build(comm, fill_from(served.weights))
     model, degree = plan.model.eval(), strategy.tp.degree
-    pool = broadcast_object(pool_of(config, model, degree))  # free memory differs
+    num_blocks = min(gather_objects(num_blocks_of(config, model, degree)))  # free memory differs
+    pool = pool_of(config, num_blocks)
     runner = ModelRunner(model, cache_of(config, model, pool, degree), layout_of(strategy, comm))
     if not comm.is_first:
-        while (step := broadcast_object(None)) is not None:
-            runner(step)
+        _follow(runner)
         return
+    leading = _Leading(runner)
     try:
-        work(served, assemble(served, config, _Leading(runner), pool))
+        work(served, assemble(served, config, leading, pool))
     finally:
-        broadcast_object(None)
+        leading.end()
+
+
+def _follow(runner: ModelRunner) -> None:
+    """Do what the first rank orders, until it ends."""
+    while (order := broadcast_object(None)) is not None:
+        if isinstance(order, Path):
+            with suppress(CheckpointError):  # the first rank raises it too
+                _load(runner, order)
+        else:
+            runner(order)
+
+
+def _load(runner: ModelRunner, folder: Path) -> None:
+    """Load a checkpoint on all ranks, or on none."""
+    runner.put(all_or_none(lambda: runner.read(folder), "the weights stay as they are"))
 
 
 class _Leading:
-    """Lets the other ranks compute a step too."""
+    """Lets the other ranks do what the first does."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._failure: BaseException | None = None
 
     def __call__(self, step: FlatStep) -> Tensor:
         broadcast_object(step)
-        return self._runner(step)
+        try:
+            return self._runner(step)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def load(self, folder: Path) -> None:
+        broadcast_object(folder)
+        _load(self._runner, folder)
+
+    def end(self) -> None:
+        """Let the other ranks end.
+
+        Amid a step that has failed here they wait in its collectives: the failure is raised, and
+        the launcher ends them.
+        """
+        if self._failure is not None:
+            raise self._failure
+        broadcast_object(None)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.weights import open_checkpoint
+from phalanx.errors import CheckpointError
 from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
+from phalanx.infer.served import fill_from
 from phalanx.models.attention import Attention
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape
+from phalanx.parallel.plan import shard_of
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
 
@@ -48,10 +53,38 @@ class ModelRunner:
             elif self._layout is None:
                 logits = model.read(x_1ND[:, rows])
             else:
-                logits = self._read(x_1ND, rows, self._layout)
+                logits = self._logits(x_1ND, rows, self._layout)
         return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _read(self, x: Tensor, rows: Tensor, layout: Layout) -> Tensor:
+    def load(self, folder: Path) -> None:
+        """Replace the weights in place by a checkpoint's: all of them, or none.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        self.put(self.read(folder))
+
+    def read(self, folder: Path) -> list[tuple[Tensor, Tensor]]:
+        """Return each weight of the model on this rank, and what a checkpoint has for it."""
+        weights = open_checkpoint(folder)
+        if weights.shape != self.model.shape:
+            raise CheckpointError(f"{folder} is of a model of another shape")
+        fill = fill_from(weights)
+        read: list[tuple[Tensor, Tensor]] = []
+        for name, parameter in self.model.named_parameters():
+            shard, offset = shard_of(parameter)
+            value = torch.empty_like(shard)
+            fill(value, name, tuple(parameter.shape), offset)
+            read.append((shard, value))
+        return read
+
+    @torch.no_grad()
+    def put(self, read: list[tuple[Tensor, Tensor]]) -> None:
+        """Replace each weight of the model by what was read for it."""
+        for shard, value in read:
+            shard.copy_(value)
+
+    def _logits(self, x: Tensor, rows: Tensor, layout: Layout) -> Tensor:
         """Return the logits of some tokens of a residual that is split over ranks."""
         hidden = self.model.shape.hidden
         full = operators.unshard(layout, x, layout.residual, batch_shape(), hidden)[:, rows]

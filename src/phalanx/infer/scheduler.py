@@ -46,7 +46,7 @@ class GenerationRequest:
         sampling: how tokens are chosen, and when the request ends.
         tokens: the prompt and what was generated.
         num_computed: tokens whose keys and values are in the cache.
-        num_found: tokens of the prompt that the cache had when it was first admitted.
+        num_found: tokens of the prompt that the cache had when it was first admitted; 0 for a fork.
         table: its blocks.
         siblings: requests with the same prompt, which fork from this one when its prompt is
             computed.
@@ -114,6 +114,8 @@ class Scheduler:
         waiting, running: the requests, in the order in which they are served.
         is_draining: whether no further request will come, so that static batches need not be full.
         num_preemptions: how often a request lost its blocks.
+        num_prompt_tokens: of all admitted prompts; one that several requests share counts once.
+        num_found_tokens: of all admitted prompts, those that the cache had.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Scheduler:
         self.waiting: deque[GenerationRequest] = deque()
         self.running: list[GenerationRequest] = []
         self.is_draining = False
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_prompt_tokens = self.num_found_tokens = 0
         self._num_admissible = 0
 
     @property
@@ -176,6 +178,11 @@ class Scheduler:
             self.waiting.remove(request)
         self.waiting.extendleft(reversed(_unfinished(request.siblings)))  # they fork no more
         request.siblings = []
+
+    def fail(self, request: GenerationRequest) -> None:
+        """End a request whose logits are not finite; nobody finds its blocks by their content."""
+        self.pool.discard(request.table)
+        self.finish(request, "error")
 
     def schedule(self, now_s: float = 0.0) -> ScheduledStep:
         """Choose the tokens of the next step; the blocks they are written to are held then.
@@ -239,6 +246,8 @@ class Scheduler:
             return False
         if request.num_found is None:
             request.num_found = start
+            self.num_prompt_tokens += len(request.prompt)
+            self.num_found_tokens += start
         self.waiting.remove(request)
         self.running.append(request)
         self._num_admissible -= 1
@@ -288,6 +297,7 @@ class Scheduler:
         for sibling in reversed(_unfinished(request.siblings)):
             sibling.table = self.pool.fork(request.table)
             sibling.num_computed = len(sibling.prompt) - 1
+            sibling.num_found = 0
             self.waiting.appendleft(sibling)
         request.siblings = []
 

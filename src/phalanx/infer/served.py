@@ -32,6 +32,9 @@ from phalanx.hugging_face.folder import read_config
 
 TEMPLATE = "chat_template.jinja"
 
+DEFAULT = "default"
+"""Name of the chat template that is used where a model has several."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -43,8 +46,8 @@ class Served:
         tokenizer: of texts; text that spells a special token stays text.
         begin_ids: tokens before each text; None where the tokenizer itself puts them there.
         end_ids: tokens that end a text.
-        chat_template: Jinja source that makes one text of messages; None without one.
-        template_names: names that the template may use, as `bos_token`.
+        chat_templates: Jinja sources that make one text of messages, by name; see `DEFAULT`.
+        template_names: names that a template may use, as `bos_token`.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Served:
     tokenizer: Tokenizer
     begin_ids: tuple[int, ...] | None
     end_ids: tuple[int, ...]
-    chat_template: str | None
+    chat_templates: dict[str, str]
     template_names: dict[str, str]
 
     def encode(self, text: str) -> list[int]:
@@ -87,14 +90,14 @@ def open_served(path: Path) -> Served:
     # A run puts one token between documents; a published model begins as its tokenizer says.
     is_run = not is_foreign and not (weights.folder / ORIGIN).is_file()
     run = manifest.run_of(weights.folder)
-    template, names = _template(weights.folder)
+    templates, names = _templates(weights.folder)
     return Served(
         name=(run or path).resolve().name,
         weights=weights,
         tokenizer=tokenizer,
         begin_ids=_several(ids["bos_token_id"]) if is_run else None,
         end_ids=_several(ids["eos_token_id"]),
-        chat_template=template,
+        chat_templates=templates,
         template_names=names,
     )
 
@@ -106,8 +109,8 @@ def _several(ids: Any) -> tuple[int, ...]:
     return () if ids is None else (ids,)
 
 
-def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Return the chat template of a folder, and the texts of tokens that it may name."""
+def _templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the chat templates of a folder, and the texts of tokens that they may name."""
     file = folder / TOKENIZER_CONFIG
     config = read_json(file) if file.is_file() else {}
     names: dict[str, str] = {}
@@ -116,10 +119,12 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             names[name] = text
+    given: Any = config.get("chat_template")
     if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text("utf-8"), names
-    template: Any = config.get("chat_template")
-    return template if isinstance(template, str) else None, names
+        given = (folder / TEMPLATE).read_text("utf-8")
+    if isinstance(given, list):
+        return {each["name"]: each["template"] for each in cast("list[Any]", given)}, names
+    return {DEFAULT: given} if isinstance(given, str) else {}, names
 
 
 def fill_from(weights: Weights) -> Any:

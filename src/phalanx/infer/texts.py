@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -46,10 +47,16 @@ class Piece(NamedTuple):
 
 
 class TextEngine:
-    """An engine that gives texts, and ends requests at their stop texts."""
+    """An engine that gives texts, and ends requests at their stop texts.
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+    Args:
+        load: what replaces the weights by a checkpoint's, if anything does.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, load: Callable[[Path], None] | None = None
+    ) -> None:
+        self.engine, self.tokenizer, self._load = engine, tokenizer, load
         self._running: dict[GenerationRequest, Completion] = {}
 
     def add(
@@ -57,11 +64,23 @@ class TextEngine:
     ) -> list[Completion]:
         """Let a prompt wait for a continuation by each of the options; see `Engine.add`."""
         completions = [
-            Completion(request, TextStream(self.tokenizer, request.sampling.stop))
+            Completion(request, TextStream(self.tokenizer, request.sampling.stop, prompt))
             for request in self.engine.add(prompt, *samplings, now_s=now_s)
         ]
         self._running |= {each.request: each for each in completions}
         return completions
+
+    def load(self, folder: Path) -> None:
+        """Continue with the weights of a checkpoint; keys and values of the old ones are forgotten.
+
+        Requests under way keep their tokens, and are computed again.
+
+        Raises:
+            CheckpointError: it is damaged or of another model; the weights are the old ones then.
+        """
+        assert self._load is not None, "this engine's weights are another's to change"
+        self._load(folder)
+        self.engine.weights_changed()
 
     def abort(self, completion: Completion, reason: str = "abort") -> None:
         """End a completion; its blocks are free at once."""

@@ -1,16 +1,21 @@
-"""Let the model write: one token after the other, by the plain forward pass."""
+"""Let the model that is trained write, whatever strategy splits it."""
 
 from __future__ import annotations
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from phalanx.comm.together import first_object
 from phalanx.data.tokenizer import count_ids
 from phalanx.data.tokens import TokenFiles
 from phalanx.infer.detokenize import BROKEN
+from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
-from phalanx.infer.sampler import choose
+from phalanx.infer.paged import FlatStep
+from phalanx.infer.pool import BlockPool
+from phalanx.infer.scheduler import Scheduler
+from phalanx.infer.texts import TextEngine
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.accumulate import Runner
 
@@ -30,7 +35,25 @@ def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
     return words or line[:_PROMPT_CHARACTERS]
 
 
-@torch.no_grad()
+class _PlainForward:
+    """Computes the logits of a text's next token by the plain forward of the whole text.
+
+    That runs under every strategy. Every rank of the job calls it together, since the weights may
+    be spread over them; the first that has the logits gives them to all, so all continue alike.
+    """
+
+    def __init__(self, model: Decoder, run: Runner) -> None:
+        self._model, self._run = model, run
+        self._tokens: list[int] = []
+
+    def __call__(self, step: FlatStep) -> Tensor:
+        (span,) = step.spans
+        self._tokens[span.start :] = step.tokens
+        device = next(self._model.parameters()).device
+        logits_BTV = self._run.infer(torch.tensor([self._tokens], device=device), self._model)
+        return first_object(None if logits_BTV is None else logits_BTV[0, -1:].cpu())
+
+
 def write_text(
     model: Decoder,
     run: Runner,
@@ -41,31 +64,28 @@ def write_text(
     num_tokens: int = 64,
     seed: int,
 ) -> str:
-    """Return `prompt` as the model continues it, in whole characters.
+    """Return `prompt` as the model continues it, within its longest row, in whole characters.
 
-    A model that has learned little writes bytes that make none; those are left out.
-
-    Each token is computed from the whole text before it, by the plain forward: that runs under
-    every strategy, and `phalanx generate`, whose sampler this is, agrees with it. Every rank of the
-    job calls this together, since the weights may be spread over them; the first that has the
-    logits samples, so all continue alike.
+    A model that has learned little writes bytes that make none; those are left out. The engine is
+    `phalanx generate`'s, over the plain forward in place of a cache.
 
     `run` is what runs the model. `first_id` is the token that opens a document.
     """
-    device = next(model.parameters()).device
-    num_ids = count_ids(tokenizer)
-    sampling = Sampling(temperature=TEMPERATURE, seed=seed)
+    most = model.shape.max_seq_len
     ids = [first_id, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    num_tokens = max(min(num_tokens, most - len(ids)), 1)
+    engine = Engine(
+        _PlainForward(model, run),
+        Scheduler(BlockPool(1, most), budget=most),
+        max_seq_len=most,
+        end_ids=[first_id],
+        num_ids=count_ids(tokenizer),
+    )
+    texts = TextEngine(engine, tokenizer)
+    sampling = Sampling(max_tokens=num_tokens, temperature=TEMPERATURE, seed=seed)
+    (completion,) = texts.add(ids[-(most - num_tokens) :], sampling)
     model.eval()
-    for position in range(num_tokens):
-        window = torch.tensor([ids[-model.shape.max_seq_len :]], device=device)
-        logits_BTV = run.infer(window, model)
-        chosen = None
-        if logits_BTV is not None:
-            (chosen,), _ = choose(logits_BTV[0, -1:, :num_ids], [sampling], [position])
-        chosen = first_object(chosen)
-        if chosen in (first_id, -1):
-            break
-        ids.append(chosen)
+    while completion.finish_reason is None:
+        texts.step()
     model.train()
-    return tokenizer.decode(ids[1:]).replace(BROKEN, "")
+    return prompt + completion.stream.text

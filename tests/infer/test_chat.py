@@ -1,0 +1,53 @@
+"""A chat template makes the text that transformers makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_model import published
+from transformers import PreTrainedTokenizerFast
+
+from phalanx.errors import ConfigError
+from phalanx.infer.chat import Chat
+from phalanx.infer.protocol import Message
+from phalanx.infer.served import open_served
+
+MESSAGES = [
+    {"role": "system", "content": 'Say "<hi> & caf" \u00e9'},
+    {"role": "user", "content": "a"},
+    {"role": "user", "content": "stop"},
+    {"role": "user", "content": "never read"},
+]
+TEMPLATE = (
+    "{{ bos_token }}{% if tools is not none or documents is not none %}tools{% endif %}"
+    "{% for m in messages %}{% if m.content == 'stop' %}{% break %}{% endif %}"
+    "{% if loop.first %}{{ strftime_now('%Y') }}{{ m | tojson }}{% continue %}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [TEMPLATE, [{"name": "rag", "template": "no"}, {"name": "default", "template": TEMPLATE}]],
+)
+def test_a_template_makes_what_transformers_makes(tmp_path: Path, template: Any) -> None:
+    folder = published(tmp_path, tokenizer_config={"chat_template": template, "bos_token": "<s>"})
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected: Any = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    served = open_served(folder)
+    found = Chat(served).encode([Message(**message) for message in MESSAGES])
+    assert "never" not in expected and expected.endswith("[assistant]")
+    assert found == served.tokenizer.encode(expected, add_special_tokens=False).ids or (
+        found == theirs(expected, add_special_tokens=False)["input_ids"]
+    )
+
+
+def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    folder = published(tmp_path, tokenizer_config={"chat_template": named})
+    with pytest.raises(ConfigError, match="are rag, tool_use; none is default"):
+        Chat(open_served(folder))
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == named
