@@ -22,7 +22,7 @@ from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.requests import JobAddress
 from phalanx.server.secret import Secret
-from phalanx.server.server import Server
+from phalanx.server.shard_server import Server
 from phalanx.server.task_scheduler import TaskScheduler
 
 NUM_BYTES = 16 << 20

@@ -104,4 +104,5 @@ def test_every_setting_can_be_replaced_and_read_back(key: str, data: st.DataObje
 
 def test_a_run_keeps_what_another_start_of_it_needs() -> None:
     left = {"out", "resume", "nproc", "report", "batch.accumulation"}
+    left |= {"server.coordinator", "server.worker", "server.secret"}
     assert set(KEYS) - set(to_keep(TrainConfig())) == left

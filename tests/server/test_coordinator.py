@@ -8,8 +8,8 @@ import torch
 from phalanx.server.coordinator import Coordinator, Fenced, JobJournal
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
-from phalanx.server.server import Server
 from phalanx.server.shard import Shard
+from phalanx.server.shard_server import Server
 
 
 def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:

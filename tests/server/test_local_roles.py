@@ -18,7 +18,7 @@ from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
-from phalanx.server.server import Server
+from phalanx.server.shard_server import Server
 from phalanx.server.task_scheduler import TaskScheduler
 from phalanx.server.wire import Faults, Listener
 

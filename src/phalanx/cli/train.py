@@ -79,7 +79,9 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
             _announce(job, console)
 
         summary = run(request, announce, preparation.report)
-    if os.environ.get("RANK", "0") == "0":
+    if summary is None:
+        say(console, f"worker {request.config.server.worker} is done; worker 0 has the summary")
+    elif os.environ.get("RANK", "0") == "0":
         console.print(summary.render(report=request.config.report), crop=False)
         if loaded.json:
             print_json(summary)

@@ -42,6 +42,7 @@ def check(config: TrainConfig) -> None:
             f"batch.accumulation is {config.batch.accumulation}, but auto chooses it with the "
             "microbatch; leave it out, and say batch.global_size"
         )
+    _check_worker(config)
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but each says where the weights "
@@ -51,6 +52,31 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
             f"but tokenizer is {config.tokenizer}, which is trained; give one of them"
+        )
+
+
+def _check_worker(config: TrainConfig) -> None:
+    """Refuse a part of what a worker of servers elsewhere needs, or a worker of none."""
+    server = config.server
+    names = ("coordinator", "worker", "secret")
+    given = [name for name in names if getattr(server, name) is not None]
+    if not given:
+        return
+    if missing := [name for name in names if name not in given]:
+        raise ConfigError(
+            f"server.{given[0]} is {getattr(server, given[0])}, but server.{missing[0]} is unset; "
+            "a worker of servers that run already needs coordinator, worker and secret"
+        )
+    strategy = None if config.strategy in (None, AUTO) else Strategy.parse(config.strategy)
+    if strategy is None or not strategy.is_served:
+        raise ConfigError(
+            f"server.coordinator is {server.coordinator}, but strategy {config.strategy} has no "
+            "parameter servers; the nearest is dp2:ps"
+        )
+    if server.worker is not None and server.worker >= strategy.dp.degree:
+        raise ConfigError(
+            f"server.worker is {server.worker}, but the workers of {strategy} are 0 to "
+            f"{strategy.dp.degree - 1}"
         )
 
 

@@ -127,6 +127,13 @@ class ServerConfig:
     """Learning rate by which servers apply the changes of dp:local."""
     outer_momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9
     """Nesterov momentum of the same."""
+    coordinator: Annotated[str | None, Use.LOCAL | Use.UNKEPT] = None
+    """Address of a coordinator that `phalanx server` has started; this process is one worker of its
+    job, and starts no servers."""
+    worker: Annotated[int | None, Use.LOCAL | Use.UNKEPT, Range(0)] = None
+    """Number of that worker; the first, 0, evaluates and saves."""
+    secret: Annotated[str | None, Use.LOCAL | Use.UNKEPT] = None
+    """File of the secret of that job, which `phalanx server secret` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)

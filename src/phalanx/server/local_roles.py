@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.server.processes import address_of, make_role, meeting_of, names_of
+from phalanx.server.processes import JobRoles, make_here, meeting_of, names_of
 from phalanx.server.requests import JobAddress
 from phalanx.server.role import Role
 from phalanx.server.secret import Secret
@@ -42,8 +42,8 @@ class LocalRoles:
 
     def start(self, name: str) -> None:
         """Start a role of `roles.names_of`."""
-        place = (self.meeting, address_of(self.folder, name), self.folder / "journal")
-        self.roles[name] = role = make_role(name, "job", *place, self.num_servers, self.log)
+        roles = JobRoles("job", self.meeting, self.folder / "journal", self.num_servers)
+        self.roles[name] = role = make_here(roles, name, self.folder, self.log)
         stop = threading.Event()
         thread = threading.Thread(target=role.run, args=(stop,), name=name, daemon=True)
         thread.start()

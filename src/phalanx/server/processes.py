@@ -1,4 +1,4 @@
-"""The roles of a job as processes of this host."""
+"""The roles of a job as processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.launch.heartbeat import PULSE
@@ -13,8 +14,34 @@ from phalanx.server.coordinator import Coordinator
 from phalanx.server.requests import JobAddress
 from phalanx.server.role import Role
 from phalanx.server.secret import Secret
-from phalanx.server.server import Server
+from phalanx.server.shard_server import Server
 from phalanx.server.task_scheduler import TaskScheduler
+from phalanx.server.wire import Log
+
+
+@dataclass(frozen=True)
+class JobRoles:
+    """What all roles of a job are made of.
+
+    Attributes:
+        job: its name.
+        meeting: where they find the coordinator.
+        journal: file of the coordinator.
+        num_servers: servers that the coordinator waits for.
+    """
+
+    job: str
+    meeting: JobAddress
+    journal: Path
+    num_servers: int
+
+    def make(self, kind: str, name: str, address: str, log: Log) -> Role:
+        """Make a coordinator, a scheduler or a server, which listens at an address."""
+        own = (name, self.meeting.secret, address, log, self.meeting.faults)
+        if kind == "coordinator":
+            return Coordinator(self.num_servers, self.job, self.journal, *own[1:])
+        member = (self.meeting.coordinator, secrets.token_hex(8), *own)
+        return (TaskScheduler if kind == "scheduler" else Server)(self.job, *member)
 
 
 def names_of(num_servers: int) -> Sequence[str]:
@@ -32,35 +59,20 @@ def meeting_of(folder: Path, secret: Secret) -> JobAddress:
     return JobAddress(address_of(folder, "coordinator"), secret)
 
 
-def make_role(
-    name: str,
-    job: str,
-    meeting: JobAddress,
-    address: str,
-    journal: Path,
-    num_servers: int,
-    log: Path,
-) -> Role:
-    """Make a role, which writes a log."""
+def make_here(roles: JobRoles, name: str, folder: Path, log: Path) -> Role:
+    """Make a role of this host, with its socket in a folder, which writes a log."""
 
     def note(line: str) -> None:
         with log.open("a") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
 
-    own = (name, meeting.secret, address, note, meeting.faults)
-    if name == "coordinator":
-        return Coordinator(num_servers, job, journal, *own[1:])
-    member = (meeting.coordinator, secrets.token_hex(8), *own)
-    return TaskScheduler(job, *member) if name == "scheduler" else Server(job, *member)
+    return roles.make(name.rstrip("0123456789"), name, address_of(folder, name), note)
 
 
-def serve(
-    name: str, job: str, meeting: JobAddress, folder: Path, num_servers: int, log: Path
-) -> None:
+def serve(roles: JobRoles, name: str, folder: Path, log: Path) -> None:
     """Be a role of this host until the job has ended."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    address = address_of(folder, name)
-    role = make_role(name, job, meeting, address, folder / "journal", num_servers, log)
+    role = make_here(roles, name, folder, log)
     role.log(f"process {os.getpid()}, at {role.address}")
     PULSE.heed()  # it ends with the workers
     with PULSE.waiting(f"being the {name}"):

@@ -46,7 +46,11 @@ class Role:
         self.secret, self.log, self.faults = secret, log, faults
         self.is_encrypted = is_encrypted
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.listener = Listener(self.context, secret, address, log, faults, is_encrypted)
+        try:
+            self.listener = Listener(self.context, secret, address, log, faults, is_encrypted)
+        except zmq.ZMQError:  # nobody can listen there
+            self.context.destroy(linger=0)
+            raise
         self.is_over = False
         self._poller = zmq.Poller()
         self._poller.register(self.listener.socket, zmq.POLLIN)

@@ -24,6 +24,7 @@ class TaskScheduler(Member):
         super().__init__(*args, **more)
         self._job = job
         self._tasks: Tasks | None = None
+        self._facts: dict[str, Any] | None = None
 
     @override
     def facts(self) -> dict[str, Any]:
@@ -46,7 +47,9 @@ class TaskScheduler(Member):
             for clock in range(tasks.done[slot], done):
                 tasks.finish(clock, slot)
         more: dict[str, Any] = {}
-        if message.kind == "own":
+        if message.kind == "agree":
+            self._facts = more["facts"] = self._facts or message["facts"]
+        elif message.kind == "own":
             more["is_mine"] = tasks.own(worker, int(message["clock"]))
         elif message.kind == "help":
             through = bool(message["is_through"])

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from rich.console import Console
@@ -33,6 +33,8 @@ from phalanx.train.text import TextSession
 
 NOTHING = Extras()
 """No callback, and no other logger."""
+
+Outcome = TypeVar("Outcome", Summary, Summary | None)
 
 Announce = Callable[[Job], None]
 """Called with the job before its first step."""
@@ -60,7 +62,14 @@ def train(
         attach.leave_at_end()
     extras = Extras(dict(callbacks), log)
     extras.check()
-    return run(settle(config), announce, progress, extras)
+    if config.server.worker:
+        raise ConfigError(
+            f"server.worker is {config.server.worker}, which has no summary; start it by: phalanx "
+            "train"
+        )
+    summary = run(settle(config), announce, progress, extras)
+    assert summary is not None, "the first worker has one"
+    return summary
 
 
 def run(
@@ -68,8 +77,8 @@ def run(
     announce: Announce | None = None,
     progress: Progress | None = None,
     extras: Extras = NOTHING,
-) -> Summary:
-    """Train as is settled; see `train`."""
+) -> Summary | None:
+    """Train as is settled; see `train`. A worker that is not the first has no summary."""
     if request.strategy.is_served and is_under_torchrun():
         raise ConfigError(
             f"strategy {request.strategy} starts its own workers and servers, on this host; leave "
@@ -91,8 +100,8 @@ def run(
     return start(job, extras)
 
 
-def start(job: Job, extras: Extras = NOTHING) -> Summary:
-    """Start the ranks of a resolved job on this host and wait for the summary.
+def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
+    """Start the ranks of a resolved job on this host and wait for the summary; see `run`.
 
     Raises:
         PhalanxError: the run is at fault.
@@ -103,10 +112,13 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary:
     advice = functools.partial(how_to_resume, job.out, resume_by)
     num_ranks = job.strategy.num_ranks
     if job.strategy.is_served:
-        from phalanx.train.served_run import run_served
+        from phalanx.train.served_run import check, run_served, run_worker
 
+        check(job)
+        is_one = job.config.server.worker is not None
+        say_starting = functools.partial(_say_starting, 1 if is_one else num_ranks)
         with _explained(advice):
-            return _finished(run_served(job, extras, functools.partial(_say_starting, num_ranks)))
+            return _finished((run_worker if is_one else run_served)(job, extras, say_starting))
     return summary_of(train_rank, num_ranks, job, extras, config=job.config, advice=advice)
 
 
@@ -167,7 +179,7 @@ def _explained(advice: Callable[[], str]) -> Generator[None]:
         raise
 
 
-def _finished(outcome: Summary | Stopped) -> Summary:
+def _finished(outcome: Outcome | Stopped) -> Outcome:
     if isinstance(outcome, Stopped):
         raise Interrupted(outcome.signum, outcome.words)
     return outcome

@@ -6,12 +6,12 @@ that is started again in place of a lost one takes from the servers how far the 
 
 from __future__ import annotations
 
-import secrets
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from typing_extensions import override
 
@@ -21,16 +21,17 @@ from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader
 from phalanx.errors import ConfigError
 from phalanx.launch import rank_log
+from phalanx.launch.agreement import check_same
 from phalanx.launch.apart import Work, run_apart
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.processes import meeting_of, names_of, serve
+from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
 from phalanx.server.requests import JobAddress
-from phalanx.server.secret import Secret
+from phalanx.server.secret import Secret, read_secret
 from phalanx.train.callback import Extras
-from phalanx.train.job.resolve import Job
+from phalanx.train.job.resolve import Job, facts_of
 from phalanx.train.local_step import LocalStep
 from phalanx.train.loop import Stopped, Watcher, take_steps
 from phalanx.train.loop import train as train_session
@@ -108,6 +109,9 @@ class ServedSession(TextSession):
         size = self.law.num_local_steps
         clocks = (job.done[0] // size, job.num_steps // size)
         self.client = Client(meeting, worker, self.law, clocks, job.config.timeout_s)
+        facts = facts_of(job)
+        first: dict[str, Any] = self.client.ask_scheduler("agree", facts=facts)["facts"]
+        check_same([first, json.loads(json.dumps(facts))])
         self.step.join(self.client, job.config.server, is_first=self.is_first)
         self._loaders: dict[int, Loader] = {}
         self.loader = loader_of(job, worker)
@@ -255,26 +259,44 @@ def train_worker(
 
 
 def run_served(job: Job, extras: Extras, say_starting: Callable[[], None]) -> Summary | Stopped:
-    """Start the roles and the workers of a job on this host; return what came of the run."""
-    check(job)
+    """Start the roles and the workers of a job on this host; return the first's outcome."""
     config, num_workers = job.config, job.strategy.num_ranks
     folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
     meeting = meeting_of(folder, Secret.new())
-    name, num_servers = secrets.token_hex(8), config.server.num_servers
+    num_servers = config.server.num_servers
+    roles = JobRoles(meeting.secret.job, meeting, folder / "journal", num_servers)
     works: list[Work] = [
         (train_worker, (job, worker, meeting, extras)) for worker in range(num_workers)
     ]
     for role in names_of(num_servers):
         log = job.out / rank_log.FOLDER / f"{role}.log"
-        works.append((serve, (role, name, meeting, folder, num_servers, log)))
+        works.append((serve, (roles, role, folder, log)))
     try:
-        return run_apart(
-            works,
-            device=job.device,
-            threads=config.threads or max(1, num_cores() // num_workers),
-            timeout_s=config.timeout_s,
-            num_again=MOST_AGAIN,
-            say_starting=say_starting,
-        )[0]
+        return _run_works(job, works, num_workers, say_starting)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_worker(
+    job: Job, extras: Extras, say_starting: Callable[[], None]
+) -> Summary | Stopped | None:
+    """Run one worker of a job whose roles others have started; only the first has an outcome."""
+    server = job.config.server
+    assert server.coordinator is not None and server.worker is not None and server.secret
+    meeting = JobAddress(server.coordinator, read_secret(Path(server.secret)))
+    works: list[Work] = [(train_worker, (job, server.worker, meeting, extras))]
+    return _run_works(job, works, 1, say_starting)
+
+
+def _run_works(
+    job: Job, works: Sequence[Work], num_workers: int, say_starting: Callable[[], None]
+) -> Any:
+    config = job.config
+    return run_apart(
+        works,
+        device=job.device,
+        threads=config.threads or max(1, num_cores() // num_workers),
+        timeout_s=config.timeout_s,
+        num_again=MOST_AGAIN,
+        say_starting=say_starting,
+    )[0]

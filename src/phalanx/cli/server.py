@@ -1,0 +1,118 @@
+"""`phalanx server ROLE`: a coordinator, a scheduler or a server of a job on several hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Final
+
+from phalanx.cli.screen import say, screen
+from phalanx.config.command_line import read_words
+from phalanx.config.fields import Positional, Range, check_values
+from phalanx.errors import ConfigError
+
+ROLES: Final = ("secret", "coordinator", "scheduler", "server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRoleConfig:
+    """Be a role of a job over parameter servers until the job has ended.
+
+    `secret` makes the file of the secret, which each process of the job needs a copy of. Workers
+    are started by `phalanx train --server.coordinator ADDRESS --server.worker NUMBER`.
+    """
+
+    role: Annotated[str | None, Positional("ROLE")] = None
+    """secret, coordinator, scheduler or server."""
+    secret: str | None = None
+    """File of the job's secret."""
+    address: str | None = None
+    """Where to listen, as others reach it, such as tcp://10.0.0.1:7000, or tcp://10.0.0.1:* for any
+    free port; bytes are encrypted unless it is 127.0.0.1."""
+    coordinator: str | None = None
+    """Address of the coordinator; of a scheduler and a server."""
+    name: str | None = None
+    """Name of a server in the job; its host and process if unset."""
+    num_servers: Annotated[int, Range(1, 64, "[]")] = 2
+    """Servers that the weights are spread over; of the coordinator, which waits for as many."""
+    journal: str = "phalanx-journal"
+    """File of the coordinator's state; one that is started again reads it."""
+
+
+def run(argv: list[str]) -> int:
+    """Be a role.
+
+    Raises:
+        ConfigError: an option is missing or does not fit.
+    """
+    config = ServerRoleConfig(**read_words(argv, ServerRoleConfig, prog="phalanx server"))
+    check_values(config)
+    if config.role not in ROLES:
+        raise ConfigError(
+            f"ROLE is {config.role or 'missing'}; expected: phalanx server {'|'.join(ROLES)}"
+        )
+    if find_spec("zmq") is None:
+        raise ConfigError(
+            "server needs zmq, which is not installed: pip install 'phalanx-train[server]'"
+        )
+    secret = _given(config, "secret")
+    if config.role == "secret":
+        from phalanx.server.secret import write_secret
+
+        write_secret(Path(secret))
+        say(screen(), f"wrote {secret}; give each process of the job a copy, and nobody else")
+        return 0
+    _serve(config, secret, _given(config, "address"))
+    return 0
+
+
+def _given(config: ServerRoleConfig, name: str) -> str:
+    value: str | None = getattr(config, name)
+    if value is None:
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{option} is missing; phalanx server {config.role} needs it")
+    return value
+
+
+def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
+    import zmq
+
+    from phalanx.server.processes import JobRoles
+    from phalanx.server.requests import JobAddress
+    from phalanx.server.secret import read_secret
+
+    console = screen()
+
+    def note(line: str) -> None:
+        say(console, f"{time.strftime('%H:%M:%S')} {name}: {line}")
+
+    is_first = config.role == "coordinator"
+    name = f"{os.uname().nodename}-{os.getpid()}" if config.role == "server" else config.role or ""
+    name = config.name or name
+    meeting = JobAddress(
+        address if is_first else _given(config, "coordinator"), read_secret(Path(secret))
+    )
+    roles = JobRoles(meeting.secret.job, meeting, Path(config.journal), config.num_servers)
+    try:
+        role = roles.make(config.role or "", name, address, note)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"address is {address}, where nobody can listen: {error}; expected an address of this "
+            "host, such as tcp://127.0.0.1:7000"
+        ) from None
+    stop = threading.Event()
+
+    def end(_signum: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, end)
+    note(f"process {os.getpid()}, at {role.address}")
+    role.run(stop)
+    note("ended by a signal" if stop.is_set() else "the job has ended")

@@ -1,0 +1,181 @@
+"""`phalanx server`, and workers that find it: processes of a job on several hosts."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from namespaces import HOSTS
+from namespaces import switch as switch
+from phalanx.cli.main import main
+from phalanx.config import BatchConfig, TrainConfig
+from phalanx.config.file import to_toml
+from phalanx.config.law import check
+from phalanx.config.schema import ServerConfig
+from phalanx.errors import ConfigError
+from phalanx.train.job.resume import to_keep
+from phalanx.train.run import train
+from small_run import losses, small_run
+
+
+def test_a_secret_is_its_owners_alone_and_is_not_overwritten(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "secret"
+    assert main(["server", "secret", "--secret", str(file)]) == 0
+    text = file.read_text()
+    assert len(bytes.fromhex(text)) == 32 and file.stat().st_mode & 0o777 == 0o600
+    assert main(["server", "secret", "--secret", str(file)]) == 2
+    assert "cannot be made: File exists" in capfd.readouterr().err and file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "ROLE is missing; expected: phalanx server secret|coordinator|scheduler|server"),
+        (["queen"], "ROLE is queen"),
+        (["coordinator"], "--secret is missing; phalanx server coordinator needs it"),
+        (["server", "--secret", "S"], "--address is missing"),
+        (["server", "--secret", "S", "--address", "tcp://127.0.0.1:*"], "--coordinator is missing"),
+        (["coordinator", "--secret", "none.txt", "--address", "x"], "phalanx server secret"),
+        (["coordinator", "--secret", "S", "--address", "tcp://192.0.2.1:80"], "nobody can listen"),
+    ],
+)
+def test_what_a_role_lacks_is_named(
+    words: list[str], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "S").write_text("ab" * 32)
+    assert main(["server", *words]) == 2
+    assert expected in re.sub(r"\s+", " ", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "server", "words"),
+    [
+        ("dp2:ps", {"worker": 1}, "server.worker is 1, but server.coordinator is unset"),
+        ("dp2", {"coordinator": "a", "worker": 1, "secret": "b"}, "the nearest is dp2:ps"),
+        ("dp2:ps", {"coordinator": "a", "worker": 2, "secret": "b"}, "of dp2:ps are 0 to 1"),
+    ],
+)
+def test_a_worker_of_no_job_is_refused(
+    strategy: str, server: dict[str, object], words: str
+) -> None:
+    given: dict[str, object] = {"strategy": strategy, "server": ServerConfig(**server)}  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check(TrainConfig(**given))  # pyright: ignore[reportArgumentType]
+
+
+class Hosts:
+    """Processes of `phalanx` on two hosts, and what they have written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, host: str, *words: str) -> None:
+        command = ["ip", "netns", "exec", host, sys.executable, "-m", "phalanx", *words]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.made[name] = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def text(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def wait_for(self, name: str, words: str) -> str:
+        """Return the text of a process when it has said something."""
+        until_s = time.monotonic() + 120
+        while words not in (text := self.text(name)):
+            assert time.monotonic() < until_s and self.made[name].poll() is None, text
+            time.sleep(0.1)
+        return text
+
+    def end(self) -> None:
+        for process in self.made.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.fresh_ranks
+@pytest.mark.usefixtures("switch")
+def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> None:
+    """Strangers speak to the coordinator meanwhile: without keys, and with another job's."""
+    config = small_run(tmp_path, batch=BatchConfig(global_size=12, microbatch=2), steps=30)
+    train(TrainConfig(**{**vars(config), "out": str(tmp_path / "alone")}))
+    (tmp_path / "job.toml").write_text(to_toml(to_keep(config)))
+    secret = ("--secret", str(tmp_path / "secret"))
+    assert main(["server", "secret", *secret]) == 0
+    where = "tcp://10.77.1.1:7100"
+    hosts = Hosts(tmp_path)
+    first, second = HOSTS
+    member = (*secret, "--coordinator", where, "--address")
+    try:
+        journal = ("--journal", str(tmp_path / "journal"))
+        words = ("server", "coordinator", *secret, "--address", where, *journal)
+        hosts.start("coordinator", first, *words)
+        hosts.start("scheduler", first, "server", "scheduler", *member, "tcp://10.77.1.1:*")
+        hosts.start("server0", first, "server", "server", *member, "tcp://10.77.1.1:*")
+        hosts.start("server1", second, "server", "server", *member, "tcp://10.77.1.2:*")
+        hosts.wait_for("coordinator", "at tcp://10.77.1.1:7100")
+        strange = "import socket\ns = socket.create_connection(('10.77.1.1', 7100))\n"
+        strange += "s.sendall(b'GET / HTTP/1.1' * 300)"
+        command = ["ip", "netns", "exec", second, sys.executable, "-c", strange]
+        subprocess.run(command, check=True, timeout=60)
+        for worker, host in enumerate(HOSTS):
+            own = ("--out", str(tmp_path / f"run{worker}"), "--server.secret", secret[1])
+            asked = ("--server.coordinator", where, "--server.worker", str(worker))
+            words = ("train", "--config", str(tmp_path / "job.toml"), "--strategy", "dp2:ps")
+            hosts.start(f"worker{worker}", host, *words, *own, *asked)
+        for name, process in hosts.made.items():
+            assert process.wait(300) == 0, hosts.text(name)
+        assert "worker 1 is done; worker 0 has the summary" in hosts.text("worker1")
+        assert "refused: a connection that does not speak as it should" in hosts.text("coordinator")
+        assert all("the job has ended" in hosts.text(name) for name in list(hosts.made)[:4])
+        ours, alone = losses(tmp_path / "run0"), losses(tmp_path / "alone")
+        torch.testing.assert_close(ours, alone, rtol=1e-10, atol=0)
+    finally:
+        hosts.end()
+
+
+@pytest.mark.slow
+def test_bytes_of_strangers_are_refused_and_logged_by_a_role_of_the_command(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path)
+    secret = ("--secret", str(tmp_path / "secret"))
+    assert main(["server", "secret", *secret]) == 0
+    journal = ("--journal", str(tmp_path / "journal"))
+    log = tmp_path / "coordinator.log"
+    command = [sys.executable, "-m", "phalanx", "server", "coordinator", *secret, *journal]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.setsockopt(zmq.LINGER, 0)
+    with log.open("ab") as file:
+        hosts.made["coordinator"] = subprocess.Popen(
+            [*command, "--address", "tcp://127.0.0.1:*"], stdout=file, stderr=file
+        )
+    try:
+        text = hosts.wait_for("coordinator", "at tcp://")
+        port = int(re.findall(r"at tcp://127.0.0.1:(\d+)", text)[-1])
+        raw.connect(f"tcp://127.0.0.1:{port}")
+        for frames in ([b"\x80garbage"], [b"{}", b"x"], [b"x" * (1 << 21)]):
+            raw.send_multipart(frames)
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 300)
+            hosts.wait_for("coordinator", "does not speak as it should")
+        hosts.wait_for("coordinator", "a header that cannot be read")
+        hosts.wait_for("coordinator", "a header of 2097152 bytes")
+        hosts.made["coordinator"].terminate()
+        assert hosts.made["coordinator"].wait(60) == 0
+        assert "ended by a signal" in hosts.text("coordinator")
+    finally:
+        raw.close()
+        context.destroy(linger=0)
+        hosts.end()
