@@ -172,7 +172,7 @@ def _usage() -> str:
         *(f"  {verb:<9} {text}" for verb, text in VERBS.items()),
         "",
         f"Not built yet: {', '.join(NOT_BUILT)}. phalanx help VERB lists a verb's options; --json",
-        "makes the last line of its output one JSON document; phalanx --version prints the version.",
+        "makes the last line of its output one JSON document; phalanx --version prints that.",
         "",
         "  phalanx train                                the demo: a small decoder on real text",
         "  phalanx train --strategy dp2 --data notes/   your own text over two processes",
