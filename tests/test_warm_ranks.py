@@ -38,7 +38,7 @@ def look() -> dict[str, object]:
         "function": comm.job_mesh.__name__,
         "method": comm.Ranks.apart.__name__,
         "asked": len(attach.ASKED),
-        "pulse": (PULSE.steps_done, PULSE.stands),
+        "pulse": (PULSE.steps_done, PULSE.resume_hint),
         "module": len(DONE),
         "threads": torch.get_num_threads(),
         "timeout": join.job_timeout("cpu").total_seconds(),

@@ -139,7 +139,8 @@ def test_what_goes_wrong_is_said_once_on_every_rank(tmp_path: Path, way: str, ra
     for words in run_ranks(save_by, 2, way, tmp_path, rank, threads=1, timeout_s=30):
         partial = tmp_path / "checkpoints" / "step-00000005.partial"
         assert words == [
-            f"cannot save {partial.with_suffix('')} ({manifest.find(tmp_path)} stands): "
+            f"cannot save {partial.with_suffix('')} "
+            f"(the last checkpoint is {manifest.find(tmp_path)}): "
             f"{partial / f'rank-0000{rank}.safetensors'}: File too large"
         ]
     assert runs.folders(tmp_path) == ["step-00000002"]
@@ -168,7 +169,8 @@ def test_whatever_the_writer_meets_is_said_at_once(tmp_path: Path, rank: int) ->
     final = manifest.folder_of(tmp_path, 1)
     for words in run_ranks(words_of_broken_writer, 2, tmp_path, rank, threads=1, timeout_s=30):
         assert words == (
-            f"cannot save {final} (no checkpoint stands): RuntimeError: can't start new thread"
+            f"cannot save {final} (this run has no checkpoint yet): "
+            "RuntimeError: can't start new thread"
         )
     assert runs.folders(tmp_path) == []
 

@@ -125,8 +125,8 @@ def test_a_full_disk_is_one_error_on_every_rank(
     ):
         final = manifest.folder_of(tmp_path, 2)
         assert words == (
-            f"cannot save {final} ({manifest.find(tmp_path)} stands): {final}.partial/{name}: "
-            "File too large"
+            f"cannot save {final} (the last checkpoint is {manifest.find(tmp_path)}): "
+            f"{final}.partial/{name}: File too large"
         )
     assert runs.folders(tmp_path) == ["step-00000001"]
     folder = manifest.find(tmp_path)

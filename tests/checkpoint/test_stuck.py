@@ -52,7 +52,9 @@ def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) 
     outcomes = run_ranks(words_of_stuck, 2, tmp_path, rank, stand_still, threads=1, timeout_s=60)
     final = tmp_path / "checkpoints" / "step-00000002"
     for number, words in enumerate(outcomes):
-        assert words.startswith(f"cannot save {final} ({manifest.find(tmp_path)} stands): ")
+        assert words.startswith(
+            f"cannot save {final} (the last checkpoint is {manifest.find(tmp_path)}): "
+        )
         if rank == 1 and number == 0:
             assert words.endswith(
                 "rank 1 had not written its shards (0 bytes so far) and made no progress for 1 s"
@@ -115,7 +117,7 @@ def test_a_stopped_process_ends_the_job(tmp_path: Path, rank: int, words: str) -
     """Rank 0 holds the store, too, which then answers nobody."""
     with pytest.raises(CheckpointError, match=words) as raised:
         run_ranks(stop_while_writing, 2, tmp_path, rank, threads=1, timeout_s=60)
-    assert "(no checkpoint stands)" in str(raised.value)
+    assert "(this run has no checkpoint yet)" in str(raised.value)
     assert not manifest.whole(tmp_path)
 
 

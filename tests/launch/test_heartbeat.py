@@ -42,7 +42,7 @@ def test_a_script_that_steps_says_so_and_which_checkpoint_stands() -> None:
             one.saved("step-4 stands")
         assert one.beat().doing == "step 5" and one.beat().is_stepping
     (beat,) = told
-    assert beat.doing == "the checkpoint after step 4" and beat.stands == one.advice()
+    assert beat.doing == "the checkpoint after step 4" and beat.resume_hint == one.advice()
     one.heed()
     one.heed()
     assert [beat.heeds_stop for beat in told] == [False, True]

@@ -54,7 +54,7 @@ def work(value):
     return everyone
 
 def end(_):
-    PULSE.advice = lambda: "the checkpoint stands"
+    PULSE.advice = lambda: "the last checkpoint"
     dist.barrier()
     if rank == 1:
         time.sleep(2.5)  # the ranks have told each other of their processes
@@ -121,7 +121,7 @@ def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that
 @pytest.mark.slow
 def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script: str) -> None:
     done = start_two(script, "end")
-    assert "rank 0: rank 1 has ended, so the job ends\nthe checkpoint stands\n" in done.stderr
+    assert "rank 0: rank 1 has ended, so the job ends\nthe last checkpoint\n" in done.stderr
     assert "the run ends after the step" not in done.stderr
 
 

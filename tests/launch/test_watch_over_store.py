@@ -32,7 +32,7 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.torchrun import leave, leave_failed, run_here
 
 def work(_):
-    PULSE.advice = lambda: "the checkpoint stands"
+    PULSE.advice = lambda: "the last checkpoint"
     dist.all_reduce(torch.zeros(1))
     Path(sys.argv[1], f"rank-{os.environ['RANK']}").touch()
     # As for the writer of a checkpoint: no timeout of a collective ends it.
@@ -74,7 +74,7 @@ def test_hosts_meet_by_the_right_interface_and_each_names_the_one_that_is_cut_of
             assert re.search(rf"rank 1 on {HOSTS[1]} \(process \d+\) has not been heard of", words)
         else:
             assert f"{HOSTS[1]} has not reached the job's store at {HOSTS[0]}:" in words
-        assert words.splitlines()[-1] == "the checkpoint stands"
+        assert words.splitlines()[-1] == "the last checkpoint"
         assert len(words.splitlines()) <= 4
 
 

@@ -29,7 +29,7 @@ from phalanx.checkpoint.foreign import (
     read_json,
     write_json,
 )
-from phalanx.checkpoint.standing import ScriptStanding
+from phalanx.checkpoint.position import ScriptPosition
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum
@@ -70,7 +70,7 @@ class Manifest:
         stream: what fixes the order of the samples, by name.
         first_epoch: number of the epoch at which that order begins.
         settings: other settings of the run that a resumed run keeps, by name.
-        script: where a training script stands; None for a run of `phalanx train`.
+        script: the position of a training script in its data; None for a run of `phalanx train`.
         registered: states of registered objects by their names, see checkpoint/registered.py.
         best: which evaluation was the best so far, see train/best.py; None if none was looked for.
         scaler: state of the scaler of the loss, or None if the precision needs none.
@@ -91,7 +91,7 @@ class Manifest:
     stream: dict[str, Any]
     first_epoch: int = 0
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    script: ScriptStanding | None = None
+    script: ScriptPosition | None = None
     registered: dict[str, Any] = field(default_factory=dict[str, Any])
     best: dict[str, Any] | None = None
     scaler: dict[str, float] | None = None
@@ -211,7 +211,7 @@ def folder_of(run: Path, steps_done: int) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the run folder that a checkpoint stands in, or None if it stands elsewhere."""
+    """Return the run folder that holds a checkpoint, or None if no run folder does."""
     for path in (Path(os.path.abspath(folder)), folder.resolve()):  # "checkpoints" may be a link
         if path.parent.name == "checkpoints":
             return path.parent.parent

@@ -1,4 +1,4 @@
-"""Save a run while it trains: copy the state, then write it behind the training's back.
+"""Save a run while it trains: copy the state, then write the copy in a background thread.
 
     main thread    begin: copy what this rank writes into host memory   steps continue ... finish
     writer thread  write, hash, sync -> rank 0: index, manifest -> rename -> remove older
@@ -6,8 +6,8 @@
 Which rank writes what follows from the shardings (`plan`), so nothing is exchanged but how far each
 rank is (`progress`). The writer has a lower priority, so it takes what processor time the training
 leaves (on Linux). What goes wrong on any rank reaches every rank as one CheckpointError, at its
-next call here; no call here waits for longer than nothing moves for `timeout_s`. A rank that has
-left is a PeerLost: the job ends by the failure of that rank.
+next call here. A call raises once no rank has made progress with a save for `timeout_s`. A rank
+that has left is a PeerLost: the job ends by the failure of that rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from phalanx.launch.failure import is_lost_peer
 from phalanx.storage import Checksum
 
 NICENESS = 10
-"""How far the writer stands back: beside a thread of ordinary priority, Linux gives it a tenth."""
+"""How much lower the writer's priority is: beside an ordinary thread, Linux gives it a tenth."""
 
 
 class _Save(NamedTuple):
@@ -133,7 +133,7 @@ class Saver:
 
         The `files` of the manifest are filled in when they are written. Of the tensors `beside`
         the model see `held_by`. If the checkpoint `replaces` one, it may have the name of another,
-        which stands until it is whole.
+        which is kept until it is whole.
 
         Raises:
             CheckpointError: the save before this one failed, or the state cannot be saved: it is of
@@ -242,19 +242,19 @@ class Saver:
         return every
 
     def _failed(self, error: Exception) -> CheckpointError | PeerLost:
-        """Return the error of a save that came to nothing, and what there is instead."""
-        stands = "no checkpoint stands"
+        """Return the error of a save that failed, with the last checkpoint."""
+        last = "this run has no checkpoint yet"
         with suppress(OSError):
             if older := manifest.whole(self.run):
-                stands = f"{older[max(older)]} stands"
+                last = f"the last checkpoint is {older[max(older)]}"
         kind = PeerLost if isinstance(error, PeerLost) else CheckpointError
-        return kind(f"cannot save {self._final} ({stands}): {reason_of(error)}")
+        return kind(f"cannot save {self._final} ({last}): {reason_of(error)}")
 
     def _write(self, save: _Save) -> None:
         """Write and publish; the body of the writer thread."""
         save_part = self._save_first if self._progress.rank == 0 else self._save_other
         try:
-            _stand_back()
+            _lower_priority()
             save_part(save)
         except (CheckpointError, PeerLost) as error:
             self._failure = error
@@ -311,7 +311,7 @@ def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum
     return [(file, tensor_file.write(save.partial / file, save.infos, save.pieces, progress.moved))]
 
 
-def _stand_back() -> None:
+def _lower_priority() -> None:
     """Lower the priority of the calling thread, where the system keeps one for each thread."""
     if sys.platform == "linux":
         thread = threading.get_native_id()

@@ -82,9 +82,9 @@ class Board:
         """Return whether all ranks will end after their step if they are asked to."""
         return bool(self._beats) and all(beat.heeds_stop for beat, _ in self._beats.values())
 
-    def stands(self) -> str:
-        """Return which checkpoint stands and how to resume from it, if a rank has said so."""
-        return next((beat.stands for beat, _ in self._beats.values() if beat.stands), "")
+    def resume_hint(self) -> str:
+        """Return the last checkpoint and how to resume from it, if a rank has reported them."""
+        return next((beat.resume_hint for beat, _ in self._beats.values() if beat.resume_hint), "")
 
     def log(self, rank: int) -> str:
         """Return the file that has what a rank printed, if it has one."""

@@ -1,5 +1,7 @@
 """Know the exit code that a SystemExit gives this process, before the process ends.
 
+The exit code of a job of several ranks is decided in failure.py.
+
 A rank leaves by `os._exit` from a function that Python calls at its end, without a code.
 Python takes the code from the exception's attribute `code`, so whoever reads that attribute without
 a caller in Python is the end of the process.

@@ -1,4 +1,4 @@
-"""How a rank failed, in words and by which exit code; and which failure says the most."""
+"""Describe how a rank failed: message, exit code; of several failures, find the cause."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ READER_LEFT: Final = 128 + signal.SIGPIPE
 """The exit code after `| head` and the like, where nobody reads the rest."""
 
 WORDS_S: Final = 2.0
-"""How long the disk may take to say which checkpoint stands, in seconds."""
+"""Time-out of the search for the last checkpoint, in seconds."""
 
 
 @dataclass(frozen=True)

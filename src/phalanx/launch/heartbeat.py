@@ -35,7 +35,7 @@ class Beat:
         place: that place, and from where it was called; empty as long as it moves.
         heeds_stop: whether a request to stop will end it after its step.
         is_stepping: whether it takes steps, none of which has a rank stand still for long.
-        stands: which checkpoint stands and how to resume from it, if this rank says so.
+        resume_hint: the last checkpoint and how to resume from it, if this rank reports them.
         waits: whether it waits for other ranks, however long they need.
         in_collective: whether that place is within a call that other ranks have to make too.
         log: file that has what it prints; empty if there is none.
@@ -48,7 +48,7 @@ class Beat:
     place: str = ""
     heeds_stop: bool = False
     is_stepping: bool = False
-    stands: str = ""
+    resume_hint: str = ""
     waits: bool = False
     in_collective: bool = False
     log: str = ""
@@ -65,11 +65,11 @@ class Pulse:
         stop_signal: the signal by which the job was asked to stop, or 0.
         obeyed: the signal that a script knows of, and ends by; or 0.
         is_stepping: whether the main thread takes steps.
-        stands: which checkpoint stands and how to resume from it; empty where there is none.
+        resume_hint: the last checkpoint and how to resume from it; empty if there is none.
         log: file that has what this process prints; empty if there is none.
         advice: says what to do about a job that has ended, to close a message with.
-        on_change: called when what it heeds, or what stands, has changed, so that the watcher knows
-            at once.
+        on_change: called when what it heeds, or the last checkpoint, has changed, so that the
+            watcher knows at once.
     """
 
     def __init__(self) -> None:
@@ -78,9 +78,9 @@ class Pulse:
         self.stop_signal = 0
         self.obeyed = 0
         self.is_stepping = False
-        self.stands = ""
+        self.resume_hint = ""
         self.log = ""
-        self.advice: Callable[[], str] = lambda: self.stands
+        self.advice: Callable[[], str] = lambda: self.resume_hint
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
         self._waits = False
@@ -129,9 +129,9 @@ class Pulse:
             self.heeds_stop = True
             self.on_change()
 
-    def saved(self, stands: str) -> None:
-        """Note which checkpoint stands and how to resume from it, so that the watcher knows."""
-        self.stands = stands
+    def saved(self, resume_hint: str) -> None:
+        """Note the last checkpoint and how to resume from it, so that the watcher knows."""
+        self.resume_hint = resume_hint
         self.on_change()
 
     def now(self, what: str) -> None:
@@ -152,7 +152,7 @@ class Pulse:
             place=where,
             heeds_stop=self.heeds_stop,
             is_stepping=self.is_stepping,
-            stands=self.stands,
+            resume_hint=self.resume_hint,
             waits=self._waits,
             in_collective=in_collective,
             log=self.log,

@@ -305,7 +305,7 @@ class Supervisor:
             return
         signum = self._signals[0]
         if len(self._signals) > 1 or not self._board.heeds_stop():
-            raise Interrupted(signum, self._board.stands())
+            raise Interrupted(signum, self._board.resume_hint())
         self._is_asked_to_stop = True
         for line in self.going:
             with suppress(OSError):  # it has ended: the next look finds that out
@@ -334,9 +334,9 @@ class Supervisor:
         return TrainingError(words if silent else f"{words}\n{first.text.rstrip()}")
 
     def _advised(self, error: PhalanxError) -> PhalanxError:
-        """Add which checkpoint stands, as far as the ranks have said so."""
-        if stands := self._board.stands():
-            error.add_note(stands)
+        """Add the last checkpoint and how to resume from it, if a rank has reported them."""
+        if hint := self._board.resume_hint():
+            error.add_note(hint)
         return error
 
 

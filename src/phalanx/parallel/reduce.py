@@ -1,4 +1,6 @@
-"""What reduces gradients once a step, whatever splits the work: the base, and the law of replicas.
+"""The base of gradient reducers, and the all-reduce of gradients that tp leaves partial.
+
+The subclasses are data.py (dp) and sharded.py, where FSDP2 reduces.
 
 Every rank of tp computes other rows, positions or features than the others. So the gradient of a
 parameter that is not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over
@@ -74,7 +76,7 @@ def make_equal(model: nn.Module, comm: Comm) -> None:
 
 
 class GradientReducer:
-    """Reduces the gradients of `parameters` over dp once for each global batch; this one has none.
+    """Reduces gradients over dp once for each global batch; the base does nothing.
 
     Call `before_backward` before each backward and `finish` after the last.
     """

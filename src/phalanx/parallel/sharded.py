@@ -6,7 +6,8 @@ Idea      Ranks that hold the same thing N times can hold a shard each and gathe
           `zero3` nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp.
           Ranks with other positions of the same samples have terms of the same gradients, so
           shards are split over their axis too: below, fsdp means all axes of `comm.axes.SHARDS`.
-          A group is what travels together: a block, the embedding, the head, the rest: groups.py.
+          A group is what one gather fetches: a block, the embedding, the head, or the rest, all
+          parameters outside of these (the root group of FSDP2); groups.py.
 Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: rows of each parameter, and its AdamW
           moments, split over fsdp; a parameter of uneven rows is padded on its way only.
 Forward   all_gather: W[I_fsdp] -> W, in the data type that the block computes in; zero3 frees it
@@ -21,9 +22,9 @@ Cost      With P bytes of parameters, padded, and A microbatches a step, a rank 
           and across M ranks of dp 2 (M-1)/M P/N. One byte a parameter besides, see
           `GradientReducer.agree`.
           With a narrower data type of the arithmetic, gathers of blocks shrink to it.
-Limits    Any N and M. A parameter that two groups share is refused; where weights are tied, the
-          embedding is of the rest. Every rank must run the same blocks, and before torch 2.13 use
-          the same parameters.
+Limits    Any N and M. A parameter that two groups share is refused; tied weights belong to
+          the rest. Every rank must run the same blocks, and before torch 2.13 use the same
+          parameters.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class ShardedSplit(Split):
         gathered, again, shards, reduced = list[int](), list[int](), list[int](), list[int]()
         is_zero3 = self._kind == "zero3"
         for g in groups:
-            # The rest is gathered whenever a stage runs, and reduced after those that read it.
+            # Each stage gathers the rest; each stage that reads the rest reduces its gradients.
             is_rest = g.place == "rest"
             runs, ends = (self.target.num_stages, self.target.num_ends) if is_rest else (1, 1)
             gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)

@@ -17,9 +17,9 @@ from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.encoding import encoded
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.position import ScriptPosition
 from phalanx.checkpoint.registered import Parts, Registered
 from phalanx.checkpoint.saver import Saver
-from phalanx.checkpoint.standing import ScriptStanding
 from phalanx.checkpoint.state import Together
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
@@ -54,10 +54,10 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
     final = manifest.folder_of(saver.run, steps_done)
     together = Together(loop.optimizers)
 
-    def collect() -> tuple[ScriptStanding, Parts]:
+    def collect() -> tuple[ScriptPosition, Parts]:
         state.state_of(loop.model, together)
         parts = loop.registered.parts()
-        script = ScriptStanding(
+        script = ScriptPosition(
             draws=to_text(loop.generator.state),
             loaders=tuple(loader.state() for loader in loop.loaders),
             schedulers=tuple(
@@ -74,7 +74,7 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
     try:
         script, parts = all_or_none(collect, f"cannot save all of {final}")
     except CheckpointError as error:
-        alone = ScriptStanding(draws="", loaders=(), schedulers=(), groups=())
+        alone = ScriptPosition(draws="", loaders=(), schedulers=(), groups=())
         about = dataclasses.replace(about, script=alone, has_optimizer=False)
         saver.begin(loop.model, Together([]), about, replaces=True)
         saver.finish()
@@ -167,7 +167,7 @@ def _latest(folder: Path) -> tuple[Path, Manifest] | None:
     return where, about
 
 
-def _check_counts(where: Path, script: ScriptStanding, loop: Loop) -> None:
+def _check_counts(where: Path, script: ScriptPosition, loop: Loop) -> None:
     for what in ("loaders", "schedulers"):
         was, is_now = len(getattr(script, what)), len(getattr(loop, what))
         if was != is_now:

@@ -23,7 +23,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     `words` follow its name in `sys.argv`; `strategy` is for a `phalanx.init` that names none.
 
     Returns:
-        The signal that it has obeyed, or 0; and which checkpoint stands.
+        The signal that it has obeyed, or 0; and the last checkpoint with how to resume from it.
 
     Raises:
         ScriptError: it ended by `sys.exit` with a code other than 0.
@@ -63,4 +63,4 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
             f"{path} never called phalanx.init, so {dist.get_world_size()} processes did the same "
             "work, each alone; call it, or start the script by python"
         )
-    return PULSE.obeyed, PULSE.stands
+    return PULSE.obeyed, PULSE.resume_hint

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from phalanx.checkpoint.standing import LoaderStanding
+from phalanx.checkpoint.position import LoaderPosition
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.data.rows import count_rows, map_tensors, take_rows, tensors_of
@@ -186,12 +186,12 @@ class RankLoader:
         """Which batch of a stream was the last to be looked at, and a digest of it; else empty."""
         return "" if self._fetcher is not None else self._digest
 
-    def state(self) -> LoaderStanding:
+    def state(self) -> LoaderPosition:
         """Return where the loader stands."""
         batches, states = self._skip or self.batches_done, self._before
         if not batches:  # the next pass draws from the loader's own generators as they are
             states = {name: each.get_state() for name, each in generators_of(self.plain).items()}
-        return LoaderStanding(
+        return LoaderPosition(
             epoch=self.epoch,
             row=self._first_row,
             batches=batches,
@@ -199,7 +199,7 @@ class RankLoader:
             generators={name: to_text(state) for name, state in states.items()},
         )
 
-    def set_state(self, state: LoaderStanding) -> None:
+    def set_state(self, state: LoaderPosition) -> None:
         """Stand where a loader stood, so that the next pass is the rest of that one."""
         before = {name: from_text(text) for name, text in state.generators.items()}
         if self._fetcher is not None and state.batches:

@@ -54,7 +54,7 @@ class Saves:
             loop = self._loop(model)
             saved = checkpoint.begin(saver, loop, self._strategy, prepared.steps_done)
             saver.finish()
-        _note_standing(here, saved)
+        _note_position(here, saved)
         return saved
 
     def resume(self, folder: str | Path) -> bool:
@@ -70,7 +70,7 @@ class Saves:
         where, about = found
         step.steps_done = about.steps_done
         step.reset()
-        _note_standing(Path(folder), where)
+        _note_position(Path(folder), where)
         self._show(f"resumes from {where}, after step {step.steps_done}")
         return True
 
@@ -84,7 +84,7 @@ class Saves:
         return checkpoint.Loop(model, *fitted, self.registered)
 
 
-def _note_standing(folder: Path, where: Path) -> None:
+def _note_position(folder: Path, where: Path) -> None:
     """Have whoever ends the job say how to resume."""
     PULSE.saved(f"last checkpoint: {where}; run.resume({str(folder)!r}) resumes it")
 

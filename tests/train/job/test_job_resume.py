@@ -185,7 +185,9 @@ def test_a_run_whose_disk_was_full_goes_on_alone_to_the_bit(
     done = run_patched(home, run, FULL_DISK)
     stands, failed = (manifest.folder_of(run, steps_done) for steps_done in (2 * EVERY, 3 * EVERY))
     file = f"{failed}.partial/rank-00001.safetensors"
-    words = f"cannot save {failed} ({stands} stands): {file}: No space left on device"
+    words = (
+        f"cannot save {failed} (the last checkpoint is {stands}): {file}: No space left on device"
+    )
     assert done.returncode == 2 and done.stderr.count(words) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert list(manifest.whole(run)) == [EVERY, 2 * EVERY]

@@ -108,7 +108,8 @@ class _Step:
     """The microbatches of one step on their way through this rank's stages.
 
     Attributes:
-        values: what computes are to take and sends to send, by the receive that brings it or would.
+        values: tensors for a later compute or send, by RECEIVE, one that stays on this rank
+            too.
         outlines: of the activations among them.
         kept: stage and microbatch -> input and output of a forward, until its backward.
         weight_work: likewise, what an I leaves to its W.

@@ -1,4 +1,4 @@
-"""Where a training script stands, as the manifest of its checkpoint has it: plain values for JSON.
+"""The position of a training script in its data, as its manifest holds it: plain values for JSON.
 
 The manifest itself has the steps done and the strategy; files of tensors have all that is large.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderStanding:
-    """Where a loader stands.
+class LoaderPosition:
+    """The position of a loader in its passes.
 
     Attributes:
         epoch: passes that have ended.
@@ -29,8 +29,8 @@ class LoaderStanding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptStanding:
-    """Where a training script stands, apart from tensors.
+class ScriptPosition:
+    """The position of a training script, apart from tensors.
 
     Attributes:
         draws: state of the generator that the loaders share, in hexadecimal digits, or empty.
@@ -41,7 +41,7 @@ class ScriptStanding:
     """
 
     draws: str
-    loaders: tuple[LoaderStanding, ...]
+    loaders: tuple[LoaderPosition, ...]
     schedulers: tuple[dict[str, Any], ...]
     groups: tuple[tuple[dict[str, Any], ...], ...]
     registered: dict[str, Any] = field(default_factory=dict[str, Any])
