@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from nccl_rules import Broken, Call, Event, Message, Wait, check
-from phalanx.comm import calls, exchange
+from phalanx.comm import calls, transfer
 from phalanx.comm.together import gather_objects
 from phalanx.comm.watch import Watch
 from phalanx.debug.fingerprint import Fingerprint, find_places, take
@@ -163,8 +163,8 @@ class Trace(Watch):
         result = func(*args, **kwargs)
         if func.namespace == "phalanx_comm":
             # Whoever begins an exchange takes it over by its number, and waits for it.
-            transfer = exchange._BEGUN[result]
-            exchange._BEGUN[result] = exchange.Transfer([_Awaited(transfer, self, number)])
+            begun = transfer._BEGUN[result]
+            transfer._BEGUN[result] = transfer.Transfer([_Awaited(begun, self, number)])
         elif func.namespace == "c10d":
             result = self._watched(result, number)
         else:  # what is functional is waited for by whoever reads it; here, at once

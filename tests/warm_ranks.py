@@ -66,6 +66,12 @@ _LASTING = (
 )
 """Modules that no folder of a job brings, beside those of site-packages."""
 
+_OWN = ("/proc/", "/memfd:phalanx")
+"""How the names of files begin that are the listing's own, or memory that ranks share."""
+
+_STAYING = ("phalanx.comm.meshes", "phalanx.comm.heap")
+"""Modules whose tables hold what belongs to a process, as its meshes and its memory."""
+
 _OF_TORCH = ("nn", "optim", "distributed", "autograd", "utils", "amp", "random", "overrides")
 _WATCHED = ("phalanx", *(f"torch.{name}" for name in _OF_TORCH), "transformers.models")
 _WATCHED_ALONE = (
@@ -371,6 +377,10 @@ class _Start:
         counts = {
             self._world.pg_names[group]: group._get_sequence_number_for_group() for group in there
         }
+        for made in meshes._made.values():
+            for engine in (*made.engines.values(), *made._apart.values()):
+                if numbers := getattr(engine, "_numbers", {}):  # of calls through shared memory
+                    counts[f"{engine.group.group_name} {engine._number}"] = numbers.get(None, 0)
         return {**counts, "groups made": self._world.group_count}
 
 
@@ -403,7 +413,7 @@ def _files() -> list[str]:
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):  # the listing's own
             path = os.readlink(f"/proc/self/fd/{number}")
-            found += [path] if path.startswith("/") and not path.startswith("/proc/") else []
+            found += [path] if path.startswith("/") and not path.startswith(_OWN) else []
     return sorted(found)
 
 
@@ -426,7 +436,7 @@ class _Names:
         self._held = [
             (value, value.copy())
             for name, value in vars(module).items()
-            if self._is_table(name, value) and module.__name__ != "phalanx.comm.meshes"
+            if self._is_table(name, value) and module.__name__ not in _STAYING
         ]
         self._caches = [
             value.cache_clear

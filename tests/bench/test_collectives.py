@@ -60,11 +60,16 @@ def test_two_ranks_are_measured_and_kept(
     *shown, last = capsys.readouterr().out.splitlines()
     assert f"wrote {path}" in shown
     document = json.loads(last)
-    assert [one["op"] for one in document["fits"]] == list(OPS)
-    assert len(document["samples"]) == len(OPS) * 5  # 4 KiB to 1 MiB, 4 times larger each
+    engines = ("shared memory", "gloo")
+    assert [(one["engine"], one["op"]) for one in document["fits"]] == [
+        (engine, op) for op in OPS for engine in engines
+    ]
+    assert len(document["samples"]) == 2 * len(OPS) * 5  # 4 KiB to 1 MiB, 4 times larger each
+    assert {sample["num_wrong"] for sample in document["samples"]} == {0}
+    assert max(map(len, shown)) <= 100
     (level,) = read(path).levels
     assert level.devices == 2
-    of = {one["op"]: one for one in document["fits"]}
+    of = {one["op"]: one for one in document["fits"] if one["engine"] == "shared memory"}
     assert set(level.link.measured) == set(OPS)
     assert level.link.bandwidth == of["all_reduce"]["bandwidth"] > 0
     assert level.link.measured["send"].latency_s == of["send"]["latency_s"]
@@ -78,7 +83,7 @@ def test_two_ranks_are_measured_and_kept(
 def test_hosts_are_measured_apart() -> None:
     config = CommConfig(max_mib=1, repeats=1, device="cpu")
     samples = slowest(run_ranks(time_rank, 4, config, 2))  # as on two hosts of two ranks
-    levels = levels_of(list(fitted(samples)), "gloo", 2)
+    levels = levels_of(list(fitted(samples)), 2)
     assert [(level.name, level.devices) for level in levels] == [("server", 2), ("cluster", 4)]
 
 
@@ -88,7 +93,7 @@ def test_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
     words = f"bench comm --device cpu --max-mib 1 --repeats 1 --write {path}"
     ended = run_two("-m", "phalanx", *words.split())
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("reduce_scatter") == 1  # the first rank speaks
+    assert ended.stdout.count("reduce_scatter") == 2 * (5 + 1)  # the first rank speaks
     assert set(read(path).levels[0].link.measured) == set(OPS)
 
 

@@ -147,7 +147,7 @@ def test_partners_change_tensors_over_all_of_tp() -> None:
 
 
 def ranks_of_tp() -> list[int]:
-    return dist.get_process_group_ranks(Ranks(Strategy.parse("dp2,tp4:2d"))._groups["tp"])
+    return dist.get_process_group_ranks(Ranks(Strategy.parse("dp2,tp4:2d")).engine("tp").group)
 
 
 def test_all_of_tp_are_a_group_beside_other_axes() -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import exchange
+from phalanx.comm import exchange, transfer
 from phalanx.comm.comm import Ranks
+from phalanx.comm.fsdp import ShardGather, ShardReduction
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.launch.local import run_ranks
 
@@ -64,24 +65,22 @@ def many_at_once() -> list[bool]:
         exchange.all_gather(whole_alone, alone, group)
         transfers.append(exchange.all_gather_start(whole, alone, group))
         pairs.append((whole, whole_alone))
-    for transfer in reversed(transfers):
-        assert not transfer.is_waited_for
-        assert transfer.wait() and transfer.wait()  # the second does nothing
-        assert transfer.is_waited_for
-    assert not exchange._BEGUN
-    output = torch.empty(3)
-    gather = exchange.ExchangeAllGather()
+    for each in reversed(transfers):
+        assert not each.is_waited_for
+        assert each.wait() and each.wait()  # the second does nothing
+        assert each.is_waited_for
+    assert not transfer._BEGUN
+    output, engine = torch.empty(3), exchange.ProcessGroupEngine(group)
+    gather = ShardGather(engine)
     assert gather(output, torch.ones(1), group) is None and not gather.is_under_way
-    transfer = gather(output, torch.ones(1), group, async_op=True)
-    assert isinstance(transfer, dist.Work) and gather.is_under_way
-    transfer.wait()
+    work = gather(output, torch.ones(1), group, async_op=True)
+    assert isinstance(work, dist.Work) and gather.is_under_way
+    work.wait()
     assert not gather.is_under_way
     ones = torch.ones(3)
-    reduction = exchange.ExchangeReduceScatter()(
-        output[:1], ones, group, dist.ReduceOp.SUM, async_op=True
-    )
+    reduction = ShardReduction(engine)(output[:1], ones, group, dist.ReduceOp.SUM, async_op=True)
     assert reduction is not None and reduction.wait() and output[0] == 3
-    assert exchange.ExchangeReduceScatter()(output[:1], ones, group, dist.ReduceOp.SUM) is None
+    assert ShardReduction(engine)(output[:1], ones, group, dist.ReduceOp.SUM) is None
     return [torch.equal(pending, alone) for pending, alone in pairs]
 
 
@@ -92,7 +91,8 @@ def test_transfers_at_one_time_are_kept_apart() -> None:
 def refuse_another_reduction() -> None:
     group = dist.group.WORLD
     with pytest.raises(NotImplementedError, match="only sums"):
-        exchange.ExchangeReduceScatter()(torch.empty(1), torch.ones(2), group, dist.ReduceOp.AVG)
+        engine = exchange.ProcessGroupEngine(group)
+        ShardReduction(engine)(torch.empty(1), torch.ones(2), group, dist.ReduceOp.AVG)
 
 
 def test_only_sums() -> None:

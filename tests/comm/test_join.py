@@ -136,8 +136,8 @@ def groups_beside(num_models: int) -> tuple[set[str], float]:
     """Ask for a second group of each axis, as one model after another does, and sum over one."""
     comm = Ranks({"dp": 2, "fsdp": 2})
     others = [comm.apart("data") for _ in range(num_models)]
-    names = {other._groups[axis].group_name for other in others for axis in ("dp", "fsdp")}
-    assert names.isdisjoint(group.group_name for group in comm._groups.values())
+    names = {other._engines[axis].group.group_name for other in others for axis in ("dp", "fsdp")}
+    assert names.isdisjoint(group.group_name for group in comm._job.groups.values())
     return names, float(others[-1].all_reduce(torch.ones(()), "data"))
 
 

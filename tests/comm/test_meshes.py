@@ -22,7 +22,7 @@ def groups_of(axes: dict[str, int]) -> tuple[Ranks, list[object], float]:
     comm = Ranks(axes)
     other: Any = comm.apart("dp")
     job = job_mesh(axes)
-    made = [job, job.whole, job.inner, other._groups["dp"], *job.groups.values()]
+    made = [job, job.whole, job.inner, other.engine("dp").group, *job.groups.values()]
     return comm, [*made, *job.one_way.values()], float(other.all_reduce(torch.ones(()), "dp"))
 
 

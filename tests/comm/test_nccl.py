@@ -47,7 +47,7 @@ def broken(function: Any, *args: Any) -> str:
 
 def one_group(self: Ranks, axis: str, peer: int, *, is_send: bool) -> Any:
     """The defect: activations and gradients pass through one group."""
-    return self._groups[axis], peer
+    return self._engines[axis], peer
 
 
 def both_receive_first(self: TiedReducer, phase: Phase = no_phase) -> None:
@@ -69,7 +69,7 @@ def verify(text: str) -> None:
     assert verdict.is_equal, str(verdict)
 
 
-ONE_GROUP: Patch = (Ranks, "_message_group", one_group)
+ONE_GROUP: Patch = (Ranks, "_message_engine", one_group)
 TIE: Patch = (TiedReducer, "finish", both_receive_first)
 
 

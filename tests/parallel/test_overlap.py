@@ -16,8 +16,9 @@ from typing_extensions import override
 from marks import by_hand
 from phalanx.comm import exchange
 from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.exchange import ExchangeAllGather, LastReduction, Transfer
+from phalanx.comm.fsdp import LastReduction, ShardGather
 from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.transfer import Transfer
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -128,7 +129,9 @@ class Timeline:
 
 def events_of_a_step() -> list[str]:
     timeline, model = Timeline(), Blocks()
-    reducer = Plan(Strategy.parse("fsdp2"), model).build(Ranks(Strategy.parse("fsdp2"))).reducer
+    strategy = Strategy.parse("fsdp2")
+    comm = Ranks(strategy, shares_memory=False)  # gloo has a thread that gathers meanwhile
+    reducer = Plan(strategy, model).build(comm).reducer
     assert reducer is not None
 
     def stand(what: str, index: int, coming: int) -> Callable[..., None]:
@@ -202,7 +205,7 @@ def trained(text: str, num_microbatches: int) -> tuple[list[float], list[Tensor]
 
 def trained_both_ways(cases: list[tuple[str, int]]) -> list[tuple[int, bool, bool]]:
     """Return for each case the transfers left under way, and whether the two ways agree."""
-    gather, leave, found = ExchangeAllGather.__call__, LastReduction.leave, []
+    gather, leave, found = ShardGather.__call__, LastReduction.leave, []
 
     def gather_and_wait(self: Any, *args: Any, **kwargs: Any) -> Transfer | None:
         transfer = gather(self, *args, **kwargs)
@@ -220,7 +223,7 @@ def trained_both_ways(cases: list[tuple[str, int]]) -> list[tuple[int, bool, boo
         with patch.object(LastReduction, "leave", note_and_leave):
             losses, weights, is_predicted = trained(text, num_microbatches)
         with (
-            patch.object(ExchangeAllGather, "__call__", gather_and_wait),
+            patch.object(ShardGather, "__call__", gather_and_wait),
             patch.object(LastReduction, "leave", lambda _, transfer: transfer.wait()),
         ):
             expected, expected_weights, _ = trained(text, num_microbatches)

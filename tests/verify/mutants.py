@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from phalanx.comm import comm, exchange
+from phalanx.comm import comm, fsdp
 from phalanx.comm.comm import Ranks
 from phalanx.models import attention, decoder, layers
 from phalanx.parallel import data, reduce, sharded
@@ -316,7 +316,7 @@ OF_FSDP: dict[str, Mutant] = {
         "llama", [(sharded.ShardedReducer, "_set_up", _divided)], "norm", "a mean where a sum is",
     ),
     "shards gathered in the order of other ranks": (
-        "gpt2", [(exchange.ExchangeAllGather, "__call__", _swapped_shards)],
+        "gpt2", [(fsdp.ShardGather, "__call__", _swapped_shards)],
         "embedding", "its output differs",
     ),
 }  # fmt: skip

@@ -1,14 +1,17 @@
 """Collectives between ranks: the latency of a hop and the bandwidth of a rank, fitted to times.
 
-Several sizes of each collective are timed; time = hops x latency + bytes / bandwidth is fitted to
-them, with the hops and the bytes that a ring has. Under torchrun on several hosts the ranks of a
-host are measured first, and then one rank of each host with its like on the others, all of a host
-at a time: that is what a rank has of the network.
+Several sizes of each collective are timed, with the columns of nccl-tests: algbw is size / time,
+and busbw what a link carries at least, whatever the algorithm (nccl-tests, doc/PERFORMANCE.md).
+time = hops x latency + bytes / bandwidth is fitted to them, with the hops and the bytes that a ring
+has. CPUs of a host are measured through shared memory and over gloo. Under torchrun on several
+hosts the ranks of a host are measured first, and then one rank of each host with its like on the
+others, all of a host at a time: that is what a rank has of the network.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +21,10 @@ from typing import Annotated, Final, Literal
 import torch
 from rich.table import Table
 
+from phalanx.bench.link_picture import draw_fits
 from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.shared_memory import SharedMemory
 from phalanx.comm.together import barrier
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
@@ -37,6 +42,12 @@ GROWTH: Final = 4
 
 UNITS: Final[dict[str, Unit]] = {"tp": "server", "dp": "cluster"}
 """Axis of the ranks of a host, and of one rank of each host -> what its link joins."""
+
+BETWEEN: Final[dict[Unit, str]] = {"server": "a host's ranks", "cluster": "hosts"}
+"""What a link joins, in the words of a table."""
+
+ENGINES: Final = {"shared memory": True, "gloo": False}
+"""What runs the collectives of CPUs, and whether ranks share memory then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +77,19 @@ class Sample:
     num_ranks: int
     num_bytes: int
     time_s: float
+    engine: str = "gloo"
+    num_wrong: int = 0
+    """Elements of the result that are not the right ones, on all ranks."""
+
+    @property
+    def algbw(self) -> float:
+        """Bytes/s of the whole tensor."""
+        return self.num_bytes / self.time_s
+
+    @property
+    def busbw(self) -> float:
+        """Bytes/s that a rank sends at least."""
+        return ring(self.op, self.num_ranks, self.num_bytes)[1] / self.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +97,18 @@ class Fit:
     """What was fitted to the samples of one collective."""
 
     unit: Unit
+    engine: str
     op: str
     num_ranks: int
     latency_s: float
     bandwidth: float
     largest_error: float
     """Of a sample's time, in parts of it."""
+
+    def time_s(self, num_bytes: float) -> float:
+        """Return the seconds that it takes by the model."""
+        hops, sent = ring(self.op, self.num_ranks, num_bytes)
+        return hops * self.latency_s + sent / self.bandwidth
 
 
 def run(config: CommConfig, say: Say) -> Found:
@@ -97,7 +127,7 @@ def run(config: CommConfig, say: Say) -> Found:
     kept = "--write this keeps it for the planner, as the cluster 'this'"
     if path is not None and is_first:
         found = calibration.blank("gpu" if device == "cuda" else "cpu")
-        levels = levels_of(fits, "NCCL" if device == "cuda" else "gloo", num_here)
+        levels = levels_of(fits, num_here)
         num_hosts = num_ranks // num_here
         calibration.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
         kept = f"wrote {path}"
@@ -106,10 +136,13 @@ def run(config: CommConfig, say: Say) -> Found:
         is_shown=is_first,
         shown=[
             f"Collectives of {num_ranks} ranks, {num_here} on a host, on {device}",
+            _samples_table(samples),
+            "size: of the whole tensor; wrong: elements, of all ranks",
             _table(fits),
             "hop: its latency; GB/s: of one rank, one way; both of a ring that takes this long",
             kept,
         ],
+        draw=functools.partial(draw_fits, samples, fits),
         values={
             "device": device,
             "num_ranks": num_ranks,
@@ -120,11 +153,33 @@ def run(config: CommConfig, say: Say) -> Found:
     )
 
 
-def _table(fits: Sequence[Fit]) -> Table:
-    headings = ("between", "collective", "ranks", "hop, us", "GB/s", "largest error")
+def _samples_table(samples: Sequence[Sample]) -> Table:
+    headings = (
+        *("collective", "by", "ranks", "size, KiB"),
+        *("time, us", "algbw, GB/s", "busbw, GB/s", "wrong"),
+    )
     rows = [
         (
-            "ranks of a host" if one.unit == "server" else "hosts",
+            one.op,
+            one.engine,
+            str(one.num_ranks) if UNITS[one.axis] == "server" else f"{one.num_ranks} hosts",
+            f"{one.num_bytes / 1024:.0f}",
+            f"{1e6 * one.time_s:.1f}",
+            f"{one.algbw / 1e9:.3g}",
+            f"{one.busbw / 1e9:.3g}",
+            str(one.num_wrong),
+        )
+        for one in samples
+    ]
+    return table(headings, rows, num_words=2)
+
+
+def _table(fits: Sequence[Fit]) -> Table:
+    headings = ("between", "by", "collective", "ranks", "hop, us", "GB/s", "largest error")
+    rows = [
+        (
+            BETWEEN[one.unit],
+            one.engine,
             one.op,
             str(one.num_ranks),
             f"{1e6 * one.latency_s:.3g}",
@@ -133,7 +188,7 @@ def _table(fits: Sequence[Fit]) -> Table:
         )
         for one in fits
     ]
-    return table(headings, rows, num_words=2)
+    return table(headings, rows, num_words=3)
 
 
 def _asked(config: CommConfig) -> tuple[int, int, str]:
@@ -164,47 +219,80 @@ def _asked(config: CommConfig) -> tuple[int, int, str]:
 def time_rank(config: CommConfig, num_here: int) -> list[Sample]:
     """Time all collectives on this rank, among `num_here` on its host."""
     num_ranks = torch.distributed.get_world_size()
-    on_gpu = torch.distributed.get_backend() == "nccl"
-    comm = Ranks({"dp": num_ranks // num_here, "tp": num_here}, "cuda" if on_gpu else "cpu")
+    axes = {"dp": num_ranks // num_here, "tp": num_here}
     samples: list[Sample] = []
+    if torch.distributed.get_backend() == "nccl":
+        return list(_timed(config, Ranks(axes, "cuda"), "NCCL"))
+    for engine, shares_memory in ENGINES.items():
+        samples += _timed(config, Ranks(axes, shares_memory=shares_memory), engine)
+    return sorted(samples, key=lambda sample: (sample.axis == "dp", OPS.index(sample.op)))
+
+
+def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
+    """Yield the samples of one engine, on the axes that it runs."""
     for axis in ("tp", "dp"):
         num = comm.size(axis)
-        if num == 1:
+        is_shared = isinstance(comm.engine(axis), SharedMemory)
+        if num == 1 or is_shared != ENGINES.get(engine, False):
             continue
         for op in OPS:
             num_bytes = SMALLEST_BYTES
             while num_bytes <= config.max_mib << 20:
-                whole = torch.ones(-(-num_bytes // 4 // num) * num, device=comm.device)
-                call = _call(comm, op, axis, whole)
-                time_s = _median_s(call, config.repeats) / (2 if op == "send" else 1)
-                sample = Sample(
-                    axis=axis, op=op, num_ranks=num, num_bytes=whole.nbytes, time_s=time_s
+                call = Collective(comm, op, axis, -(-num_bytes // 4 // num) * num)
+                time_s = _median_s(call.run, config.repeats) / (2 if op == "send" else 1)
+                yield Sample(
+                    axis=axis,
+                    op=op,
+                    num_ranks=num,
+                    num_bytes=call.whole.nbytes,
+                    time_s=time_s,
+                    engine=engine,
+                    num_wrong=call.num_wrong(),
                 )
-                samples.append(sample)
                 num_bytes *= GROWTH
-    return samples
 
 
-def _call(comm: Comm, op: str, axis: str, whole: torch.Tensor) -> Callable[[], object]:
-    """Return what does one collective on a tensor; a send goes to a neighbour and back."""
-    if op == "all_reduce":
-        return lambda: comm.all_reduce(whole, axis, "max")  # a sum would grow
-    if op == "all_gather":
-        shard = whole.chunk(comm.size(axis))[0]
-        return lambda: comm.all_gather(shard, axis, 0)
-    if op == "reduce_scatter":
-        return lambda: comm.reduce_scatter(whole, axis, 0)
-    here = comm.coord(axis)
-    is_sender, peer = here % 2 == 0, here ^ 1
+class Collective:
+    """One collective on float32 tensors that lie where its engine wants them."""
 
-    def exchange() -> None:
-        if peer >= comm.size(axis):
-            return
-        for is_mine in (is_sender, not is_sender):
-            start = comm.send_start if is_mine else comm.recv_start
-            start(whole, axis, peer).wait()
+    def __init__(self, comm: Comm, op: str, axis: str, size: int) -> None:
+        self._comm, self._op, self._axis = comm, op, axis
+        self._num, self._coord = comm.size(axis), comm.coord(axis)
+        self.whole = comm.empty([size], torch.float32)
+        self._out = self.whole
+        self._fill()
 
-    return exchange
+    def _fill(self) -> None:
+        """Have each rank hold its own number, and of a gather in its own part alone."""
+        self.whole.fill_(1.0 + self._coord)
+
+    def run(self) -> None:
+        """Do it once; a send goes to a neighbour and back."""
+        comm, op, axis, whole = self._comm, self._op, self._axis, self.whole
+        if op == "all_reduce":
+            comm.all_reduce(whole, axis, "max")  # a sum would grow
+        elif op == "all_gather":
+            self._out = comm.all_gather(whole.chunk(self._num)[self._coord], axis, 0)
+        elif op == "reduce_scatter":
+            self._out = comm.reduce_scatter(whole, axis, 0)
+        elif (peer := self._coord ^ 1) < self._num:
+            is_sender = self._coord % 2 == 0
+            for is_mine in (is_sender, not is_sender):
+                start = comm.send_start if is_mine else comm.recv_start
+                start(whole, axis, peer).wait()
+
+    def num_wrong(self) -> int:
+        """Return how many elements of the result of the ranks of this axis are wrong."""
+        self._fill()
+        self.run()
+        numbers = torch.arange(1.0, 1 + self._num, device=self.whole.device)
+        right = numbers.repeat_interleave(len(self.whole) // self._num)
+        if self._op in ("all_reduce", "reduce_scatter"):
+            right = numbers.max() if self._op == "all_reduce" else numbers.sum()
+        elif self._op == "send":  # what the even rank of two has sent, and got back
+            right = numbers[self._coord & ~1]
+        wrong = (self._out != right).sum()
+        return int(self._comm.all_reduce(wrong, self._axis))
 
 
 def _median_s(call: Callable[[], object], repeats: int) -> float:
@@ -231,10 +319,10 @@ def slowest(of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 def fitted(samples: Sequence[Sample]) -> Iterator[Fit]:
     """Yield the fit of each collective on each axis, in the order of the samples."""
-    groups: dict[tuple[str, str], list[Sample]] = {}
+    groups: dict[tuple[str, str, str], list[Sample]] = {}
     for sample in samples:
-        groups.setdefault((sample.axis, sample.op), []).append(sample)
-    for (axis, op), group in groups.items():
+        groups.setdefault((sample.axis, sample.engine, sample.op), []).append(sample)
+    for (axis, engine, op), group in groups.items():
         num = group[0].num_ranks
         points = [(*ring(op, num, one.num_bytes), one.time_s) for one in group]
         latency_s, per_byte_s = fit(points)
@@ -244,6 +332,7 @@ def fitted(samples: Sequence[Sample]) -> Iterator[Fit]:
         ]
         yield Fit(
             unit=UNITS[axis],
+            engine=engine,
             op=op,
             num_ranks=num,
             latency_s=latency_s,
@@ -271,13 +360,19 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     return (latency_s, per_byte_s) if latency_s >= 0 else (0.0, s1 / ss)
 
 
-def levels_of(fits: Sequence[Fit], backend: str, num_here: int) -> tuple[Level, ...]:
-    """Return the levels of a cluster: a link is as fast as its all-reduce, and knows each other."""
+def levels_of(fits: Sequence[Fit], num_here: int) -> tuple[Level, ...]:
+    """Return the levels of a cluster: a link is as fast as its all-reduce, and knows each other.
+
+    Ranks that share memory are as fast as that: training uses it.
+    """
     levels: list[Level] = []
     for unit in ("server", "cluster"):
-        of = {one.op: one for one in fits if one.unit == unit}
-        if not of:
+        here = [one for one in fits if one.unit == unit]
+        engines = [one.engine for one in here]
+        if not here:
             continue
+        backend = next((engine for engine in ENGINES if engine in engines), engines[0])
+        of = {one.op: one for one in here if one.engine == backend}
         whole = of["all_reduce"]
         link = Link(
             name=f"{backend} {'in a host' if unit == 'server' else 'between hosts'}",

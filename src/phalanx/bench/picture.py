@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from phalanx.bench.ceiling import Ceiling
 
 
@@ -18,7 +20,6 @@ def has_matplotlib() -> bool:
 def draw_ceiling(ceiling: Ceiling, path: Path) -> None:
     """Draw rate against size, median and best, with the ceiling and any data sheet as lines."""
     # Not pyplot: it keeps every figure in a global register.
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,7 +58,14 @@ def draw_ceiling(ceiling: Ceiling, path: Path) -> None:
     axes.set_title(f"Matrix products in {ceiling.arithmetic}, {ceiling.machine}")
     axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    # A fixed salt and no date: the same measurement gives the same file.
+    save_svg(figure, path)
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """Write a figure, the same file for the same measurement."""
+    from matplotlib import rc_context
+
+    # A fixed salt and no date.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
         figure.savefig(path, metadata=metadata, dpi=150)

@@ -27,14 +27,14 @@ _OPS = {
     "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ "
     "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced "
     "reduce_scatter",
-    "all_to_all": "alltoall_ alltoall_base_ all_to_all_single",
+    "all_to_all": "alltoall_ alltoall_base_ all_to_all_single all_to_all swap",
     "broadcast": "broadcast_ broadcast",
-    "reduce": "reduce_",
+    "reduce": "reduce_ reduce",
     "gather": "gather_",
     "scatter": "scatter_",
     "barrier": "barrier monitored_barrier_",
     "send": "send isend",
-    "recv": "irecv recv_",
+    "recv": "irecv recv_ recv",
     "recv_any_source": "recv_any_source_",
 }
 """Name of a collective -> its ops of the dispatcher."""

@@ -22,38 +22,29 @@ import functools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from phalanx.comm import exchange
 from phalanx.comm.axes import axes_of, flattened
+from phalanx.comm.exchange import ProcessGroupEngine
 from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
+from phalanx.comm.transfer import Engine
 from phalanx.comm.watch import Phases
 from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
 
 Reduction = Literal["sum", "max", "min"]
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-_any_dist: Any = dist
-# PyTorch 2.13 renamed these two; 2.11 and 2.12 have the old names only.
-_gather_single = getattr(_any_dist, "all_gather_single", None) or _any_dist.all_gather_into_tensor
-_scatter_single = (
-    getattr(_any_dist, "reduce_scatter_single", None) or _any_dist.reduce_scatter_tensor
-)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -186,14 +177,16 @@ class Comm(ABC):
         if self.size(axis) == 1:
             return full
         shards = self._cut(full, axis, dim)
-        return self._run("reduce_scatter", axis, torch.empty_like(shards[0]), shards).wait()
+        out = full.new_empty(shards[0].shape)
+        return self._run("reduce_scatter", axis, out, shards, is_spent=True).wait()
 
     def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, join_dim: int) -> Tensor:
         """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
         if self.size(axis) == 1:
             return tensor
         pieces = self._cut(tensor, axis, split_dim)
-        received = self._run("all_to_all", axis, torch.empty_like(pieces), pieces).wait()
+        received = tensor.new_empty(pieces.shape)
+        self._run("all_to_all", axis, received, pieces, is_spent=True).wait()
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
@@ -248,10 +241,18 @@ class Comm(ABC):
 
     def _cut(self, full: Tensor, axis: str, dim: int) -> Tensor:
         """Return the pieces of `full` along `dim`, stacked, one for each rank of `axis`."""
-        return full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0).contiguous()
+        pieces = full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
+        return self.empty(pieces.shape, full.dtype).copy_(pieces)
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an empty tensor that collectives read, or reduce in place, without a copy."""
+        return torch.empty(*size, dtype=dtype, device=self.device)
 
     @abstractmethod
-    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
+    def _run(
+        self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
+        is_spent: bool = False,
+    ) -> Pending:  # fmt: skip
         """Begin a collective over one axis of more than one rank.
 
         Args:
@@ -261,6 +262,7 @@ class Comm(ABC):
             given: what it reads, contiguous; perhaps `out` itself.
             option: the reduction of an all_reduce, the partner of a swap, a send or a recv, or the
                 coordinate where a broadcast starts or a reduce ends.
+            is_spent: nobody writes to `given` again, before it is freed.
         """
 
 
@@ -271,10 +273,17 @@ class Ranks(Comm):
         mesh: of all ranks, for FSDP2 and DTensor; all else names axes.
     """
 
-    def __init__(self, split: Strategy | Mapping[str, int], device: str = "cpu") -> None:
+    def __init__(
+        self,
+        split: Strategy | Mapping[str, int],
+        device: str = "cpu",
+        *,
+        shares_memory: bool = True,
+    ) -> None:
         """Lay out as many ranks as the job has; every rank calls this.
 
-        "cuda" is the device of `torch.cuda.set_device`.
+        "cuda" is the device of `torch.cuda.set_device`. Ranks of one host that compute on CPUs
+        share memory unless that is switched off.
 
         Raises:
             StrategyError: the degrees do not multiply to the number of ranks.
@@ -283,13 +292,13 @@ class Ranks(Comm):
         if isinstance(split, Strategy):
             check_ranks(split, dist.get_world_size())
             split = split.mesh_axes()
-        self._job = job_mesh(split, device)
+        self._job = job_mesh(split, device, shares_memory)
         self.mesh = self._job.whole
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))
         self._process = os.getpid()
-        self._groups = self._job.groups
+        self._engines = self._job.engines
         self._one_way = self._job.one_way
 
     @property
@@ -319,61 +328,42 @@ class Ranks(Comm):
     @override
     def apart(self, name: str) -> Comm:
         other = copy.copy(self)
-        other._groups = self._groups | self._job.apart(self._speaking(name))
+        other._engines = self._engines | self._job.apart(self._speaking(name))
         return other
 
     @override
-    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
-        if os.getpid() != self._process:  # its messages would pass for the rank's own
+    def _run(
+        self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
+        is_spent: bool = False,
+    ) -> Pending:  # fmt: skip
+        if os.getpid() != self._process:  # its messages would pass for those of the rank
             raise ScriptError(
                 f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
                 "no rank itself; call what sends to other ranks in the script's own process"
             )
-        name = f"{op} {axis}"
+        name, engine = f"{op} {axis}", self._engines[axis]
+        if op in ("send", "recv"):
+            engine, option = self._message_engine(axis, option, is_send=op == "send")
         with named(name):
-            return Pending(out, self._begin(op, axis, out, given, option), name=name)
+            work = engine.begin(op, out, given, option, is_spent=is_spent)
+            return Pending(out, work, name=name)
 
-    def _begin(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any) -> Work | None:
-        """Do what `_run` says, and return the work that is then under way."""
-        group = self._groups[axis]
-        work: Work | None = None
-        if op == "all_reduce":
-            work = dist.all_reduce(out, _OPS[option], group=group, async_op=True)
-        elif op == "broadcast":
-            work = dist.broadcast(out, group=group, group_src=option, async_op=True)
-        elif op == "reduce":
-            work = dist.reduce(out, group=group, group_dst=option, async_op=True)
-        elif op == "send":
-            group, peer = self._message_group(axis, option, is_send=True)
-            work = dist.isend(given, group=group, group_dst=peer)
-        elif op == "recv":
-            group, peer = self._message_group(axis, option, is_send=False)
-            work = dist.irecv(out, group=group, group_src=peer)
-        elif op == "all_to_all":
-            work = dist.all_to_all_single(out, given, group=group, async_op=True)
-        elif op == "swap":  # an all-to-all of which all pieces but one are empty
-            sizes = [out.numel() if rank == option else 0 for rank in range(self.size(axis))]
-            flat = out.view(-1), given.view(-1)
-            work = dist.all_to_all_single(*flat, sizes, sizes, group=group, async_op=True)
-        elif op == "all_gather" and out.is_cuda:
-            _gather_single(out, given, group=group)
-        elif op == "all_gather":
-            exchange.all_gather(out.view(-1), given.view(-1), group)
-        elif op == "reduce_scatter" and out.is_cuda:
-            _scatter_single(out, given, group=group)
-        else:
-            exchange.reduce_scatter(out.view(-1), given.view(-1), group)
-        return work
-
-    def _message_group(
-        self, axis: str, peer: int, *, is_send: bool
-    ) -> tuple[dist.ProcessGroup, int]:
-        """Return the group for a message to or from a coordinate, and the peer's number in it."""
+    def _message_engine(self, axis: str, peer: int, *, is_send: bool) -> tuple[Engine, int]:
+        """Return what runs a message to or from a coordinate, and the peer's number in it."""
         ends = (self.coord(axis), peer) if is_send else (peer, self.coord(axis))
         if axis != "pp" or ends not in self._one_way:
-            return self._groups[axis], peer
+            return self._engines[axis], peer
         group = self._one_way[ends]
-        return group, 1 - group.rank()
+        return ProcessGroupEngine(group), 1 - group.rank()
+
+    @override
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        axes = (axis for axis in self._engines if self.size(axis) > 1)
+        return self.engine(next(axes, next(iter(self.axes)))).empty(size, dtype, self.device)
+
+    def engine(self, axis: str) -> Engine:
+        """Return what runs the collectives over one axis."""
+        return self._engines[axis]
 
 
 class Counting(Comm, Phases):
@@ -393,7 +383,10 @@ class Counting(Comm, Phases):
         return self._tally.entries()
 
     @override
-    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
+    def _run(
+        self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
+        is_spent: bool = False,
+    ) -> Pending:  # fmt: skip
         name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
         if op not in WITHOUT_PAYLOAD:
             self._tally.add(self.phase_name, axis, name, payload, self.size(axis))

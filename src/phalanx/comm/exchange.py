@@ -17,67 +17,25 @@ for. So FSDP2 gathers the next block while this one computes (parallel/overlap.p
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm.calls import group_named
-from phalanx.comm.ranges import named
-from phalanx.comm.waits import waiting
+from phalanx.comm.transfer import ENGINES, LIBRARY, Engine, Transfer, begun, taken
 
-_LIBRARY = torch.library.Library("phalanx_comm", "FRAGMENT")
-_LIBRARY.define("all_gather(Tensor(a!) output, Tensor input, str group_name) -> int")
-_LIBRARY.define("reduce_scatter(Tensor(a!) output, Tensor input, str group_name) -> int")
-
-
-class Transfer(dist.Work):
-    """An exchange under way; its tensors must be left alone until `wait`.
-
-    Attributes:
-        is_waited_for: whether `wait` has returned.
-    """
-
-    def __init__(
-        self, works: Sequence[dist.Work | None], complete: Callable[[], None] | None = None
-    ) -> None:
-        """Take over sends and receives that have begun.
-
-        Args:
-            works: of gloo.
-            complete: called once all has been sent and received.
-        """
-        super().__init__()
-        self.is_waited_for = False
-        self._works = list(works)
-        self._complete = complete
-
-    @override
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the output is there; gloo's own timeout holds."""
-        works, self._works = self._works, []
-        if works:
-            with named("wait exchange"), waiting():
-                for work in works:
-                    assert work is not None  # None is for ranks outside the group
-                    work.wait()
-        complete, self._complete = self._complete, None
-        if complete is not None:
-            complete()
-        self.is_waited_for = True
-        return True
-
-
-_BEGUN: dict[int, Transfer] = {}
-"""What the ops of the dispatcher have begun, by the number that they return."""
-
-_NUMBERS = itertools.count()
+LIBRARY.define(
+    "all_gather(Tensor(a!) output, Tensor input, str group_name, "
+    "int engine=0, bool is_spent=False) -> int"
+)
+LIBRARY.define(
+    "reduce_scatter(Tensor(a!) output, Tensor input, str group_name, "
+    "int engine=0, bool is_spent=False) -> int"
+)
 
 
 def all_gather_start(
@@ -88,7 +46,7 @@ def all_gather_start(
     Both are one-dimensional and contiguous; `shard` may be this rank's own slice of `output`. The
     group is one of gloo.
     """
-    return _BEGUN.pop(torch.ops.phalanx_comm.all_gather(output, shard, group.group_name))
+    return taken(torch.ops.phalanx_comm.all_gather(output, shard, group.group_name))
 
 
 def reduce_scatter_start(
@@ -98,7 +56,7 @@ def reduce_scatter_start(
 
     Both are one-dimensional and contiguous. The group is one of gloo.
     """
-    return _BEGUN.pop(torch.ops.phalanx_comm.reduce_scatter(output, full, group.group_name))
+    return taken(torch.ops.phalanx_comm.reduce_scatter(output, full, group.group_name))
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -111,16 +69,24 @@ def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: dist.Process
     reduce_scatter_start(output, full, group).wait()
 
 
-def _all_gather(output: torch.Tensor, shard: torch.Tensor, group_name: str) -> int:
+def _all_gather(
+    output: Tensor, shard: Tensor, group_name: str, engine: int = 0, is_spent: bool = False
+) -> int:
+    if engine:
+        return begun(ENGINES[engine].run("all_gather", output, shard, None, is_spent))
     group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
     shards = output.view(num_ranks, -1)
     if shards[coord].data_ptr() != shard.data_ptr():
         shards[coord].copy_(shard)
-    return _begun(Transfer(_exchange([shard] * num_ranks, list(shards), group)))
+    return begun(Transfer(_exchange([shard] * num_ranks, list(shards), group)))
 
 
-def _reduce_scatter(output: torch.Tensor, full: torch.Tensor, group_name: str) -> int:
+def _reduce_scatter(
+    output: Tensor, full: Tensor, group_name: str, engine: int = 0, is_spent: bool = False
+) -> int:
+    if engine:
+        return begun(ENGINES[engine].run("reduce_scatter", output, full, None, is_spent))
     group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
     mine = list(full.view(num_ranks, -1))
@@ -135,17 +101,11 @@ def _reduce_scatter(output: torch.Tensor, full: torch.Tensor, group_name: str) -
         for term in received[2:]:
             output.add_(term)
 
-    return _begun(Transfer(_exchange(mine, received, group), add_up))
-
-
-def _begun(transfer: Transfer) -> int:
-    number = next(_NUMBERS)
-    _BEGUN[number] = transfer
-    return number
+    return begun(Transfer(_exchange(mine, received, group), add_up))
 
 
 for _name, _function in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter)):
-    _LIBRARY.impl(_name, _function, "CPU")
+    LIBRARY.impl(_name, _function, "CPU")
 
 
 def _exchange(
@@ -161,117 +121,51 @@ def _exchange(
     return works
 
 
-class _Allocates:
-    """Buffers of FSDP2 from PyTorch's own allocator."""
+_REDUCTIONS: Final = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return an empty tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class ExchangeAllGather(_Allocates, AllGather):
-    """`all_gather` as FSDP2 asks for it, for one group of parameters.
-
-    Attributes:
-        transfer: the latest that is to be waited for.
-    """
-
-    def __init__(self) -> None:
-        self.transfer: Transfer | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether nobody has waited for the latest."""
-        return self.transfer is not None and not self.transfer.is_waited_for
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Transfer | None:
-        """Gather; with `async_op` only begin to, and return what to wait for."""
-        with named("all_gather fsdp"):
-            transfer = all_gather_start(output_tensor, input_tensor, group)
-        if async_op:
-            self.transfer = transfer
-            return transfer
-        transfer.wait()
-        return None
+_any_dist: Any = dist
+# PyTorch 2.13 renamed these two; 2.11 and 2.12 have the old names only.
+_gather_single = getattr(_any_dist, "all_gather_single", None) or _any_dist.all_gather_into_tensor
+_scatter_single = (
+    getattr(_any_dist, "reduce_scatter_single", None) or _any_dist.reduce_scatter_tensor
+)
 
 
-class LastReduction:
-    """The reduction that a backward has left under way; at most one."""
-
-    def __init__(self) -> None:
-        self._transfer: Transfer | None = None
-
-    def leave(self, transfer: Transfer) -> None:
-        """Let a reduction run until `end`, which comes by itself when this backward ends."""
-        self.end()
-        self._transfer = transfer
-        # Private, and the only way to know that backward ends; tests/parallel/test_overlap.py
-        # pins it. FSDP2 does the same.
-        engine: Any = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
-        engine.queue_callback(self.end)
-
-    def end(self) -> None:
-        """Return when the output of the reduction is there."""
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.wait()
-
-
-class ExchangeReduceScatter(_Allocates, ReduceScatter):
-    """`reduce_scatter` as FSDP2 asks for it; only sums.
-
-    FSDP2 never waits for a reduction: on a GPU the order of a stream does. Here one runs while
-    backward computes the block before, unless FSDP2 reads its output at once. It has ended when the
-    buffers of the next are made, or else when backward ends.
-    """
-
-    def __init__(
-        self,
-        last: LastReduction | None = None,
-        is_read_at_once: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Reduce for one group of parameters, or for any.
-
-        Args:
-            last: of all groups of the model.
-            is_read_at_once: returns, as a reduction begins, whether its output is read right after.
-        """
-        self._last = last or LastReduction()
-        self._is_read_at_once = is_read_at_once
+class ProcessGroupEngine(Engine):
+    """The collectives of a process group of torch, gloo or NCCL."""
 
     @override
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return an empty tensor, in the place of what the reduction before has needed."""
-        self._last.end()
-        return super().allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Transfer | None:
-        """Reduce, or begin to; with `async_op` return what to wait for."""
-        if op != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"reduce_scatter by exchange only sums; asked for {op}")
-        with named("reduce_scatter fsdp"):
-            transfer = reduce_scatter_start(output_tensor, input_tensor, group)
-        if async_op:
-            return transfer
-        if self._is_read_at_once():
-            transfer.wait()
-        else:
-            self._last.leave(transfer)
-        return None
+    def begin(
+        self, op: str, out: Tensor, given: Tensor, option: Any = None, *, is_spent: bool = False
+    ) -> dist.Work | None:
+        group = self.group
+        match op:
+            case "all_reduce":
+                return dist.all_reduce(out, _REDUCTIONS[option], group=group, async_op=True)
+            case "broadcast":
+                return dist.broadcast(out, group=group, group_src=option, async_op=True)
+            case "reduce":
+                return dist.reduce(out, group=group, group_dst=option, async_op=True)
+            case "send":
+                return dist.isend(given, group=group, group_dst=option)
+            case "recv":
+                return dist.irecv(out, group=group, group_src=option)
+            case "all_to_all":
+                return dist.all_to_all_single(out, given, group=group, async_op=True)
+            case "swap":  # an all-to-all of which all pieces but one are empty
+                sizes = [out.numel() if rank == option else 0 for rank in range(group.size())]
+                flat = out.view(-1), given.view(-1)
+                return dist.all_to_all_single(*flat, sizes, sizes, group=group, async_op=True)
+            case "all_gather" if out.is_cuda:
+                return _gather_single(out, given, group=group)
+            case "all_gather":
+                return all_gather_start(out.view(-1), given.view(-1), group)
+            case "reduce_scatter" if out.is_cuda:
+                return _scatter_single(out, given, group=group)
+            case _:
+                assert op == "reduce_scatter", f"there is no collective {op}"
+                return reduce_scatter_start(out.view(-1), given.view(-1), group)

@@ -21,8 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.comm import same_host
 from phalanx.comm.axes import SHARDS, flattened
+from phalanx.comm.exchange import ProcessGroupEngine
 from phalanx.comm.join import check_files, connect, job_timeout, lazily_connected, set_timeout
+from phalanx.comm.transfer import Engine
 
 OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
 """Coordinates on pp of the rank that sends and of the one that receives -> their group."""
@@ -36,18 +39,20 @@ class JobMesh:
     Attributes:
         whole: of all axes.
         groups: this rank's group of each axis, and of each flattened one (comm.axes).
+        engines: what runs the collectives of each of them.
         num_checks: how many checks compare the calls of its ranks, see debug.check.
     """
 
-    def __init__(self, axes: Mapping[str, int], device: str) -> None:
-        """Lay the ranks out, and connect the ranks of each axis.
+    def __init__(self, axes: Mapping[str, int], device: str, shares_memory: bool) -> None:
+        """Lay the ranks out, and connect those of each axis; they share memory if they may.
 
         Raises:
             ConfigError: a rank may not open as many files as the mesh needs.
         """
         check_files(axes, dist.get_world_size(), device)
         self.num_checks = 0
-        self._apart: dict[str, dist.ProcessGroup] = {}
+        self._shares_memory = shares_memory
+        self._apart: dict[str, Engine] = {}
         with lazily_connected():
             self.whole = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
             # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
@@ -61,6 +66,13 @@ class JobMesh:
         set_timeout(job_timeout(device).total_seconds())
         for axis, group in self.groups.items():
             connect(group, fully=axis != "dp")
+        self.engines = {axis: self._engine(group) for axis, group in self.groups.items()}
+
+    def _engine(self, group: dist.ProcessGroup) -> Engine:
+        shared = None
+        if self._shares_memory and dist.get_backend(group) == "gloo":
+            shared = same_host.connect(group, lambda: job_timeout("cpu").total_seconds())
+        return shared or ProcessGroupEngine(group)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -89,9 +101,10 @@ class JobMesh:
         size = dict(zip(self.axes, self.whole.shape, strict=True)).get("pp", 1)
         return one_way_groups(self.whole) if size > 1 else {}
 
-    def apart(self, axes: Iterable[str]) -> dict[str, dist.ProcessGroup]:
-        """Return a second group of each of some axes, whose calls keep no order with the first's.
+    def apart(self, axes: Iterable[str]) -> dict[str, Engine]:
+        """Return what runs a second group of each of some axes.
 
+        Its calls keep no order with those of the first.
         An axis has one second group, however often it is asked for: its calls keep one order among
         themselves.
         """
@@ -104,15 +117,15 @@ class JobMesh:
                     own = _split_job(ranks, mesh.device_type)
                 assert own is not None, "every rank is on every axis of its mesh"
                 connect(own, fully=False)
-                self._apart[axis] = own
+                self._apart[axis] = self._engine(own)
         return {axis: self._apart[axis] for axis in axes}
 
 
 _made: dict[tuple[Any, ...], JobMesh] = {}
-"""By the job's group of all ranks, which holds no two jobs for one, the axes and the device."""
+"""By the job's group of all ranks, which holds no two jobs for one, and what it is asked for."""
 
 
-def job_mesh(axes: Mapping[str, int], device: str = "cpu") -> JobMesh:
+def job_mesh(axes: Mapping[str, int], device: str = "cpu", shares_memory: bool = True) -> JobMesh:
     """Return the job's mesh of `axes`, one however often it is asked for; every rank calls this.
 
     PyTorch caches layouts under meshes that compare equal, and FSDP2 requires the same object. The
@@ -121,9 +134,9 @@ def job_mesh(axes: Mapping[str, int], device: str = "cpu") -> JobMesh:
     Raises:
         ConfigError: a rank may not open as many files as the mesh needs.
     """
-    asked = (dist.group.WORLD, tuple(axes.items()), device)
+    asked = (dist.group.WORLD, tuple(axes.items()), device, shares_memory)
     if asked not in _made:
-        _made[asked] = JobMesh(axes, device)
+        _made[asked] = JobMesh(axes, device, shares_memory)
     return _made[asked]
 
 

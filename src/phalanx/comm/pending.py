@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.ranges import named
+from phalanx.comm.transfer import Transfer
 from phalanx.comm.waits import waiting
 
 
@@ -33,7 +34,12 @@ class Pending:
             begin, self._begin = self._begin, None
             begin().wait()
         if self._work is not None:
-            with named(f"wait {self._name}"), waiting(self._tensor):
-                self._work.wait()
+            with named(f"wait {self._name}"):
+                if isinstance(self._work, Transfer):  # which says itself that it waits
+                    self._work.tensor = self._tensor
+                    self._work.wait()
+                else:
+                    with waiting(self._tensor):
+                        self._work.wait()
             self._work = None
         return self._tensor

@@ -147,12 +147,12 @@ class _Bucket:
     missing: set[torch.Tensor] = field(default_factory=set)
     pending: Pending | None = None
 
-    def open(self) -> torch.Tensor:
+    def open(self, comm: Comm) -> torch.Tensor:
         """Return the buffer, made where there is none."""
         if self.flat is None:
             locals_ = [local_shard(member) for member in self.members]
             sizes = [local.numel() for local in locals_]
-            self.flat = torch.empty(sum(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
+            self.flat = comm.empty([sum(sizes)], locals_[0].dtype)
             parts = self.flat.split(sizes)
             self.views = {
                 member: part.view(local.shape)
@@ -216,7 +216,7 @@ class BucketedReducer(GradientReducer):
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         bucket = self._bucket_of[parameter]
-        bucket.open()
+        bucket.open(self.comm)
         view = bucket.views[cast(nn.Parameter, parameter)]
         grad = parameter.grad
         if grad is None:
@@ -242,7 +242,7 @@ class BucketedReducer(GradientReducer):
             if bucket.missing:
                 return
             with named(f"gradient bucket {self._num_started}"):
-                bucket.pending = self.comm.all_reduce_start(bucket.open(), "grad")
+                bucket.pending = self.comm.all_reduce_start(bucket.open(self.comm), "grad")
             self._num_started += 1
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class BucketedReducer(GradientReducer):
         """Start the buckets that unused parameters held back, and wait for all."""
         with phase("backward"):
             for bucket in self._buckets[self._num_started :]:
-                bucket.open()
+                bucket.open(self.comm)
                 for member, view in bucket.views.items():
                     if member.grad is None:
                         view.zero_()

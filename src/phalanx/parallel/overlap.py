@@ -37,16 +37,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from phalanx.comm.exchange import ExchangeAllGather, ExchangeReduceScatter, LastReduction
+from phalanx.comm.fsdp import LastReduction, ShardGather, ShardReduction
+from phalanx.comm.transfer import Engine
 from phalanx.parallel.groups import Group
 
 
-def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_replicas: bool) -> None:
-    """Have FSDP2 gather and reduce by direct exchange, and wait only where it must.
+def use_engine(
+    model: nn.Module, groups: Sequence[Group], engine: Engine, *, has_replicas: bool
+) -> None:
+    """Have FSDP2 gather and reduce by `engine`, and wait only where it must.
 
     The model is split by `fully_shard`, and its parameters are where they will stay.
     """
-    last, gathers = LastReduction(), dict[FSDPModule, ExchangeAllGather]()
+    last, gathers = LastReduction(), dict[FSDPModule, ShardGather]()
     # Private, and the only way to have FSDP2 ask for a gather that it waits for later;
     # tests/parallel/test_overlap.py pins it.
     cast(FSDPModule, model)._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
@@ -56,9 +59,9 @@ def use_exchange(model: nn.Module, groups: Sequence[Group], *, has_replicas: boo
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         is_read_at_once = functools.partial(_is_read_at_once, trained, has_replicas)
         for module in cast(list[FSDPModule], modules):
-            gathers[module] = ExchangeAllGather()  # FSDP2 takes the last of a group
+            gathers[module] = ShardGather(engine)  # FSDP2 takes the last of a group
             module.set_custom_all_gather(gathers[module])
-            module.set_custom_reduce_scatter(ExchangeReduceScatter(last, is_read_at_once))
+            module.set_custom_reduce_scatter(ShardReduction(engine, last, is_read_at_once))
     model.register_forward_hook(functools.partial(_take_unused, gathers))
 
 
@@ -73,7 +76,7 @@ def gather_ahead(model: nn.Module, groups: Sequence[Group]) -> None:
         module.set_modules_to_forward_prefetch([following])
 
 
-def _take_unused(gathers: Mapping[FSDPModule, ExchangeAllGather], *_: Any) -> None:
+def _take_unused(gathers: Mapping[FSDPModule, ShardGather], *_: Any) -> None:
     """Wait for what was gathered for a block that inference left out: later it would be old.
 
     What a step leaves out, FSDP2 drops as backward ends.

@@ -183,7 +183,8 @@ class ShardedSplit(Split):
         """Return what steers gathers and reductions."""
         if comm.device.type == "cpu":
             groups = self._groups
-            overlap.use_exchange(model, groups, has_replicas=self._degree["dp"] > 1)
+            engine = comm.engine(single_axis(SHARDS, comm.axes))
+            overlap.use_engine(model, groups, engine, has_replicas=self._degree["dp"] > 1)
             if self.target.num_stages == 1:  # else the block that follows may be of another stage
                 overlap.gather_ahead(model, groups)
         return ShardedReducer(model, comm, self._kind)

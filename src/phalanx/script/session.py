@@ -90,7 +90,8 @@ class ModuleSession(Session):
 
     def _open(self) -> None:
         trainer, strategy = self.trainer, self.strategy
-        self.comm = comm = Ranks(strategy, self.config.device)
+        shares_memory = self.config.shared_memory
+        self.comm = comm = Ranks(strategy, self.config.device, shares_memory=shares_memory)
         model = _built(trainer, self.precision)
         self.generator = JobGenerator()
         # Before anything is split: the FLOPs are one process's.

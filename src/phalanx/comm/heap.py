@@ -1,0 +1,212 @@
+"""Memory of this process that the other ranks of its host map too.
+
+It is an anonymous file of memory (memfd_create), so it has no name in /dev/shm: no limit of that
+file system holds, and nothing is left when a process is killed. Another process opens it as
+/proc/PID/fd/NUMBER, and both read the token at its beginning: who reads the same shares the memory.
+
+    0         page        free     block           free      block          num_bytes
+    | token   | ............ | bucket 0 ...    | ......... | bucket 1 ... | never touched |
+
+A `Heap` gives out tensors on it. A block is free again once nobody holds the tensor or the block.
+Memory is reserved before it is given out, so that a full host is an error and no signal. What is
+freed beyond `KEPT_BYTES` goes back to the system.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import resource
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAGE: Final = mmap.PAGESIZE
+
+KEPT_BYTES: Final = 64 << 20
+"""Free memory that a heap keeps for its next blocks: pages that are new cost time."""
+
+MOST_BYTES: Final = 1 << 40
+"""Addresses that a heap takes at most."""
+
+_TOKEN_BYTES: Final = 16
+
+Block = np.ndarray[Any, Any]
+"""Bytes of a heap, which are free once nobody refers to them."""
+
+
+class Mapped:
+    """A heap as this process has mapped it.
+
+    Attributes:
+        bytes: all of it, uint8.
+        words: the same as int64.
+        address: where it begins in this process.
+    """
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        self.file = file
+        self.num_bytes = num_bytes
+        self.map = mmap.mmap(file, num_bytes)
+        self.map.madvise(mmap.MADV_DONTDUMP)
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.address: int = self.bytes.data_ptr()
+        self.words = memoryview(self.map).cast("q")
+
+    @property
+    def token(self) -> bytes:
+        """What tells this memory from any other."""
+        return bytes(self.map[:_TOKEN_BYTES])
+
+    def tensor(self, offset: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Return a part of it as a one-dimensional tensor."""
+        return self.bytes[offset : offset + num_bytes].view(dtype)
+
+
+class Heap(Mapped):
+    """The heap of this process, see the head of this file."""
+
+    def __init__(self) -> None:
+        """Make it.
+
+        Raises:
+            OSError: the system or one of its limits does not allow it.
+        """
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            raise OSError("addresses are limited, and a heap takes as many as the host has memory")
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        file = os.memfd_create("phalanx")
+        size = min(MOST_BYTES, memory) // PAGE * PAGE
+        os.ftruncate(file, size)
+        super().__init__(file, size)
+        os.posix_fallocate(file, 0, PAGE)
+        self.map[:_TOKEN_BYTES] = secrets.token_bytes(_TOKEN_BYTES)
+        self._lock = threading.Lock()
+        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._freed: deque[tuple[int, int]] = deque()  # from whichever thread drops the last tensor
+        self._free: dict[int, int] = {PAGE: size - PAGE}
+        self._backed: dict[int, int] = {}
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an empty tensor on this heap.
+
+        Raises:
+            OSError: the host has no such memory left.
+        """
+        num_bytes = math.prod(size) * dtype.itemsize
+        block = self.block(num_bytes)
+        return torch.from_numpy(block).view(dtype).view(*size)
+
+    def block(self, num_bytes: int) -> Block:
+        """Return as many bytes.
+
+        Raises:
+            OSError: the host has no such memory left.
+        """
+        size = max(1, -(-num_bytes // PAGE)) * PAGE
+        with self._lock:
+            self._take_back()
+            offset = self._cut(self._backed, size)
+            if offset is None:
+                offset = self._cut(self._free, size)
+                if offset is None:
+                    raise OSError(f"a heap of {self.num_bytes} bytes has no {size} left")
+                try:
+                    os.posix_fallocate(self.file, offset, size)
+                except OSError:
+                    _add(self._free, offset, size)
+                    raise
+            block = np.frombuffer(self.map, np.uint8, num_bytes, offset)
+            weakref.finalize(block, self._freed.append, (offset, size)).atexit = False
+            self._blocks[self.address + offset] = block
+            return block
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """Return the block that a tensor lies in; None if it lies elsewhere."""
+        return self._blocks.get(tensor.untyped_storage().data_ptr())
+
+    def free_bytes(self) -> int:
+        """Return the bytes that this heap keeps for its next blocks."""
+        with self._lock:
+            self._take_back()
+            return sum(self._backed.values())
+
+    def _take_back(self) -> None:
+        """Keep what was freed, or return it to the system."""
+        while self._freed:
+            offset, size = self._freed.popleft()
+            if sum(self._backed.values()) + size <= KEPT_BYTES:
+                _add(self._backed, offset, size)
+            else:
+                self.map.madvise(mmap.MADV_REMOVE, offset, size)
+                _add(self._free, offset, size)
+
+    @staticmethod
+    def _cut(extents: dict[int, int], size: int) -> int | None:
+        """Cut as many bytes off the smallest extent that has them; return their offset."""
+        fitting = [(length, at) for at, length in extents.items() if length >= size]
+        if not fitting:
+            return None
+        length, at = min(fitting)
+        del extents[at]
+        if length > size:
+            extents[at + size] = length - size
+        return at
+
+
+def _add(extents: dict[int, int], offset: int, size: int) -> None:
+    """Add an extent, joined with those beside it."""
+    size += extents.pop(offset + size, 0)
+    for at, length in extents.items():
+        if at + length == offset:
+            extents[at] = length + size
+            return
+    extents[offset] = size
+
+
+_HEAPS: dict[int, Heap] = {}
+"""By process: a fork of a rank has mapped the rank's heap, and gives none of it out."""
+
+_MAPPED: dict[bytes, Mapped] = {}
+"""Heaps of other processes, by their tokens."""
+
+
+def own_heap() -> Heap:
+    """Return the heap of this process, made when it is first asked for.
+
+    Raises:
+        OSError: the system or one of its limits does not allow it.
+    """
+    if os.getpid() not in _HEAPS:
+        _HEAPS[os.getpid()] = Heap()
+    return _HEAPS[os.getpid()]
+
+
+def mapped(process: int, file: int, token: bytes, num_bytes: int) -> Mapped | None:
+    """Return the heap that another process has as a file; None unless it has this token.
+
+    Raises:
+        OSError: there is no such file here, or this process may not open it.
+    """
+    if token not in _MAPPED:
+        path = Path(f"/proc/{process}/fd/{file}")
+        if not os.readlink(path).startswith("/memfd:phalanx"):  # opening it might do something
+            return None
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = Mapped(opened, num_bytes)
+        finally:
+            os.close(opened)  # the map has its own
+        if found.token != token:
+            return None
+        _MAPPED[token] = found
+    return _MAPPED[token]

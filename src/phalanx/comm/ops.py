@@ -1,0 +1,73 @@
+"""The ops of the dispatcher by which an engine other than a process group begins its collectives.
+
+Whoever watches the dispatcher so sees one call for each (comm.calls). Gathers and reduce-scatters,
+which gloo runs by direct exchange, are such ops too: comm.exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.heap import own_heap
+from phalanx.comm.transfer import ENGINES, LIBRARY, begun
+
+IN_PLACE: Final = {
+    "all_reduce": "str reduce_op",
+    "broadcast": "int root_rank",
+    "reduce": "int root_rank",
+    "barrier": "int option",
+    "send": "int dst, int tag",
+    "recv": "int src, int tag",
+}
+"""Collective of one tensor -> the arguments that follow the tensor and the name of the group."""
+
+BETWEEN: Final = ("all_to_all", "swap")
+"""Collectives from one tensor to another, beside those of comm.exchange."""
+
+COLLECTIVES: Final[Any] = torch.ops.phalanx_comm
+"""Name of a collective -> its op, which returns the number of a transfer."""
+
+
+def _in_place(op: str) -> Callable[..., int]:
+    def run(tensor: Tensor, group_name: str, engine: int, option: Any, *_: Any) -> int:
+        del group_name
+        return begun(ENGINES[engine].run(op, tensor, tensor, option))
+
+    return run
+
+
+def _between(op: str) -> Callable[..., int]:
+    def run(
+        output: Tensor, given: Tensor, group_name: str, engine: int, option: int, is_spent: bool,
+        *_: Any,
+    ) -> int:  # fmt: skip
+        del group_name
+        return begun(ENGINES[engine].run(op, output, given, option, is_spent))
+
+    return run
+
+
+for _op, _arguments in IN_PLACE.items():
+    LIBRARY.define(f"{_op}(Tensor(a!) tensor, str group_name, int engine, {_arguments}) -> int")
+    LIBRARY.impl(_op, _in_place(_op), "CPU")
+for _op in BETWEEN:
+    LIBRARY.define(
+        f"{_op}(Tensor(a!) output, Tensor input, str group_name, int engine, "
+        "int option, bool is_spent, int[] output_split_sizes, int[] input_split_sizes) -> int"
+    )
+    LIBRARY.impl(_op, _between(_op), "CPU")
+
+
+def _empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return own_heap().empty(size, dtype)
+
+
+HEAP: Final = torch.library.Library("shared_memory", "FRAGMENT")
+"""What makes a tensor on the heap: no collective, and seen by whoever accounts for memory."""
+
+HEAP.define("empty(SymInt[] size, *, ScalarType dtype) -> Tensor")
+HEAP.impl("empty", _empty, "CompositeExplicitAutograd")

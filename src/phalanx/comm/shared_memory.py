@@ -1,0 +1,381 @@
+"""Collectives of the ranks of one host, through memory that they share: nothing is sent.
+
+A rank posts where its tensor lies, in its own heap, and the others read it there (channels.py):
+
+    all_gather, all_to_all    copy the piece of each rank from its heap
+    reduce_scatter, reduce    add up a piece of each rank's heap, in the order of the ranks
+    broadcast, swap, message  copy
+    all_reduce, small         each rank adds up all itself: one rank waits for another once
+    all_reduce, large         rank r adds up slice r of all, and writes the sum to all:
+
+                rank 0's heap     rank 1's heap                rank 0's heap     rank 1's heap
+    bucket      | a0    | b0  |   | a1    | b1  |     ->       | a0+a1 | b0+b1 | | a0+a1 | b0+b1 |
+                  by rank 0 <-------'        '-----> by rank 1
+
+The sum of an element has its terms in the order of the ranks, whoever makes it and however the
+tensor is cut: it is equal to the bit on all ranks and in every run.
+
+A tensor that `empty` has made lies in the heap; any other is copied there first. A block of the
+heap stays until all have read it, however soon its tensor is dropped: what is `is_spent` is so not
+waited for, and a rank whose peers are busy elsewhere continues.
+
+[Note: Progress] There is no thread that does a rank's part while the rank computes: it does what it
+can where it waits, also of what it has begun and not waited for yet. So two ranks may wait for two
+collectives in either order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from phalanx.comm import ops
+from phalanx.comm.channels import SLOTS, Channels, Need, Post
+from phalanx.comm.heap import Block, Heap
+from phalanx.comm.ranges import named as trace_named
+from phalanx.comm.reductions import REDUCTIONS, reduce_into
+from phalanx.comm.transfer import ENGINES, Engine, Transfer, taken
+from phalanx.comm.waits import waiting
+from phalanx.errors import CollectiveMismatch, named
+
+SMALL_BYTES: Final = 32 << 10
+"""Up to here each rank reduces all of a tensor: to wait for others takes longer."""
+
+CROWDED_TICK_S: Final = 1e-3
+"""How long a rank sleeps for one collective while it has begun others."""
+
+OPS: Final = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    *("broadcast", "reduce", "swap", "message", "barrier"),
+)
+
+_DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
+)
+
+_NUMBERS = itertools.count(1)
+
+_UNDER_WAY: list[SharedTransfer] = []
+"""What this process has begun and not ended, in order."""
+
+Steps = Generator[Need]
+
+
+class _Call(NamedTuple):
+    """One call: its channel and number there, and what all ranks must have alike."""
+
+    channel: int | None
+    number: int
+    what: int
+    num_bytes: int
+
+
+class SharedTransfer(Transfer):
+    """A collective in shared memory; `steps` yields what it needs of others to continue."""
+
+    def __init__(self, steps: Steps, channels: Channels) -> None:
+        super().__init__(())
+        self._steps = steps
+        self._channels = channels
+        self._need: Need | None = None
+        self._has_ended = False
+        _UNDER_WAY.append(self)
+        self.advance()
+
+    def advance(self) -> Need | None:
+        """Go on as far as others let it; return what it needs, or None if it has ended."""
+        while not self._has_ended and (self._need is None or self._need.is_met()):
+            try:
+                self._need = next(self._steps)
+            except StopIteration:
+                self._end()
+            except BaseException:
+                self._end()
+                raise
+        return self._need
+
+    def _end(self) -> None:
+        self._has_ended, self._need = True, None
+        _UNDER_WAY.remove(self)
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the output is there; the timeout of the job holds.
+
+        Raises:
+            PeerLost: a rank has ended, or does not come.
+            CollectiveMismatch: a rank calls another collective.
+        """
+        if not self.is_waited_for:
+            with trace_named("wait shared memory"), waiting(self.tensor):
+                self._wait()
+            self.is_waited_for = True
+        return True
+
+    def _wait(self) -> None:
+        begun_s = time.monotonic()
+        while (need := self.advance()) is not None:
+            others = [other for other in _UNDER_WAY if other is not self]
+            for other in others:  # see [Note: Progress]
+                other.advance()
+            if others:
+                self._channels.sleep(need, begun_s, CROWDED_TICK_S)
+            else:
+                self._channels.sleep(need, begun_s)
+
+
+class SharedMemory(Engine):
+    """The collectives of a group whose ranks share memory."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, channels: Channels, heap: Heap, kept: object
+    ) -> None:
+        """Take over channels on which nobody has called yet, and hold what `kept` keeps."""
+        super().__init__(group)
+        self._kept = kept
+        self._number = next(_NUMBERS)
+        ENGINES[self._number] = self
+        self._channels = channels
+        self._heap = heap
+        self._coord, self._size = channels.coord, len(channels.members)
+        self._others = [(self._coord + n) % self._size for n in range(1, self._size)]
+        self._numbers: dict[int | None, int] = {}
+        self._received: dict[int, int] = {}
+        self._held: dict[tuple[int | None, int], tuple[Block, Sequence[int]]] = {}
+
+    @override
+    def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.ops.shared_memory.empty(size, dtype=dtype)
+
+    @override
+    def begin(
+        self, op: str, out: Tensor, given: Tensor, option: Any = None, *, is_spent: bool = False
+    ) -> Transfer:
+        name, number = self.group.group_name, self._number
+        out, given = out.detach(), given.detach()
+        run = getattr(ops.COLLECTIVES, op)
+        match op:
+            case "all_gather" | "reduce_scatter":
+                begun = run(out, given, name, number, is_spent)
+            case "all_to_all":
+                begun = run(out, given, name, number, 0, is_spent, [], [])
+            case "swap":
+                out, given = out.view(-1), given.view(-1)
+                sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
+                begun = run(out, given, name, number, option, is_spent, sizes, sizes)
+            case "send" | "recv":
+                begun = run(given if op == "send" else out, name, number, option, 0)
+            case _:
+                begun = run(out, name, number, option)
+        return taken(begun)
+
+    @override
+    def run(
+        self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
+    ) -> Transfer:
+        steps: Steps = getattr(self, f"_{op}")(out.view(-1), given.view(-1), option, is_spent)
+        return SharedTransfer(steps, self._channels)
+
+    # Collectives. Each is called on all ranks in one order, and has a number by it.
+
+    def _all_reduce(self, out: Tensor, _given: Tensor, reduction: str, _is_spent: bool) -> Steps:
+        call = self._call("all_reduce", out, reduction)
+        is_small = out.nbytes <= SMALL_BYTES
+        mine = yield from self._post(call, out, copies=is_small)
+        terms = yield from self._read_all(call, mine)
+        if is_small:
+            reduce_into(reduction, terms, [out])
+            self._ack_all(call)
+            return
+        size = -(-out.numel() // self._size)
+        parts = [term[self._coord * size :][:size] for term in terms]
+        reduce_into(reduction, parts, parts)
+        self._ack_all(call)
+        yield from self._await_read(call)
+        if mine.data_ptr() != out.data_ptr():
+            out.copy_(mine)
+
+    def _all_gather(self, out: Tensor, given: Tensor, _option: None, is_spent: bool) -> Steps:
+        call, pieces = self._call("all_gather", given), out.view(self._size, -1)
+        yield from self._post(call, given)
+        if pieces[self._coord].data_ptr() != given.data_ptr():
+            pieces[self._coord].copy_(given)
+        for peer in self._others:
+            theirs = yield from self._read(call, peer)
+            pieces[peer].copy_(theirs)
+            self._ack(call, peer)
+        if not is_spent:
+            yield from self._await_read(call, given)
+
+    def _reduce_scatter(self, out: Tensor, given: Tensor, _option: None, is_spent: bool) -> Steps:
+        call, size = self._call("reduce_scatter", given), out.numel()
+        mine = yield from self._post(call, given)
+        terms = yield from self._read_all(call, mine)
+        reduce_into("sum", [term[self._coord * size :][:size] for term in terms], [out])
+        self._ack_all(call)
+        if not is_spent:
+            yield from self._await_read(call, given)
+
+    def _all_to_all(self, out: Tensor, given: Tensor, _option: None, is_spent: bool) -> Steps:
+        call = self._call("all_to_all", given)
+        mine = yield from self._post(call, given)
+        pieces, size = out.view(self._size, -1), out.numel() // self._size
+        pieces[self._coord].copy_(mine[self._coord * size :][:size])
+        for peer in self._others:
+            theirs = yield from self._read(call, peer)
+            pieces[peer].copy_(theirs[self._coord * size :][:size])
+            self._ack(call, peer)
+        if not is_spent:
+            yield from self._await_read(call, given)
+
+    def _swap(self, out: Tensor, given: Tensor, partner: int, _is_spent: bool) -> Steps:
+        call = self._call("swap", given)
+        if partner == self._coord:
+            out.copy_(given)
+            return
+        yield from self._post(call, given, [partner])
+        theirs = yield from self._read(call, partner)
+        out.copy_(theirs)
+        self._ack(call, partner)
+        yield from self._await_read(call, given)
+
+    def _broadcast(self, out: Tensor, _given: Tensor, source: int, _is_spent: bool) -> Steps:
+        call = self._call("broadcast", out, source)
+        if source == self._coord:
+            yield from self._post(call, out)
+            yield from self._await_read(call, out)
+            return
+        theirs = yield from self._read(call, source)
+        out.copy_(theirs)
+        self._ack(call, source)
+
+    def _reduce(self, out: Tensor, _given: Tensor, target: int, _is_spent: bool) -> Steps:
+        call = self._call("reduce", out, target)
+        if target != self._coord:
+            yield from self._post(call, out, [target])
+            yield from self._await_read(call, out)
+            return
+        terms = yield from self._read_all(call, out.clone())
+        reduce_into("sum", terms, [out])
+        self._ack_all(call)
+
+    def _barrier(self, out: Tensor, _given: Tensor, _option: int, _is_spent: bool) -> Steps:
+        call = self._call("barrier", out)
+        yield from self._post(call, out)
+        yield from self._read_all(call, out)
+        self._ack_all(call)
+
+    def _send(self, _out: Tensor, given: Tensor, target: int, _is_spent: bool) -> Steps:
+        call = self._call("message", given, channel=target)
+        yield from self._post(call, given, [target])
+        yield from self._await_read(call, given)
+
+    def _recv(self, out: Tensor, _given: Tensor, source: int, _is_spent: bool) -> Steps:
+        self._received[source] = number = self._received.get(source, 0) + 1
+        call = _Call(self._coord, number, _what("message", out.dtype), out.nbytes)
+        theirs = yield from self._read(call, source)
+        out.copy_(theirs)
+        self._ack(call, source)
+
+    # What they are made of.
+
+    def _call(
+        self, op: str, tensor: Tensor, option: Any = None, channel: int | None = None
+    ) -> _Call:
+        self._numbers[channel] = number = self._numbers.get(channel, 0) + 1
+        return _Call(channel, number, _what(op, tensor.dtype, option), tensor.nbytes)
+
+    def _post(
+        self, call: _Call, tensor: Tensor, readers: Sequence[int] | None = None, *,
+        copies: bool = False,
+    ) -> Generator[Need, None, Tensor]:  # fmt: skip
+        """Post a tensor for readers, all others if None; return the one that they read.
+
+        With `copies` that is a copy in any case.
+        """
+        yield from self._await_read(call._replace(number=call.number - SLOTS))
+        block, seen = None if copies else self._heap.block_of(tensor), tensor
+        if block is None:
+            block = self._heap.block(call.num_bytes)
+            # It holds the block: all may have read before this rank has done its own part.
+            seen = torch.from_numpy(block).view(tensor.dtype).copy_(tensor)
+        for held in [*self._held]:
+            if self._unread(held) is None:
+                del self._held[held]
+        key = call.channel, call.number
+        self._held[key] = block, self._others if readers is None else readers
+        offset = seen.data_ptr() - self._heap.address
+        self._channels.post(*key, Post(offset, call.num_bytes, call.what))
+        return seen
+
+    def _unread(self, key: tuple[int | None, int]) -> Need | None:
+        """Return the need for one that has not read a call of this rank."""
+        readers = self._held[key][1] if key in self._held else ()
+        needs = (self._channels.acked(reader, *key) for reader in readers)
+        return next((need for need in needs if not need.is_met()), None)
+
+    def _await_read(self, call: _Call, given: Tensor | None = None) -> Steps:
+        """Wait until all have read a call of this rank; if the caller's own tensor was posted."""
+        if given is None or self._heap.block_of(given) is not None:
+            while (need := self._unread((call.channel, call.number))) is not None:
+                yield need
+
+    def _read(self, call: _Call, peer: int) -> Generator[Need, None, Tensor]:
+        """Return the tensor that a rank has posted.
+
+        Raises:
+            CollectiveMismatch: it is of another call.
+        """
+        yield self._channels.posted(peer, call.channel, call.number)
+        post = self._channels.read(peer, call.channel, call.number)
+        if (post.num_bytes, post.what) != (call.num_bytes, call.what):
+            ranks = [self._channels.members[coord].rank for coord in (self._coord, peer)]
+            raise CollectiveMismatch(
+                f"{named(ranks[:1])} calls {_words(call.what, call.num_bytes)}, but "
+                f"{named(ranks[1:])} {_words(post.what, post.num_bytes)}; each rank must make the "
+                "same calls: --debug-comm, or phalanx.init(debug_comm=True), names their places",
+                min(ranks),
+            )
+        memory = self._channels.members[peer].memory
+        return memory.tensor(post.offset, post.num_bytes, _dtype(call.what))
+
+    def _read_all(self, call: _Call, mine: Tensor) -> Generator[Need, None, list[Tensor]]:
+        """Return the tensor of each rank, in their order."""
+        terms = {self._coord: mine}
+        for peer in self._others:
+            terms[peer] = yield from self._read(call, peer)
+        return [terms[coord] for coord in range(self._size)]
+
+    def _ack(self, call: _Call, peer: int) -> None:
+        self._channels.ack(peer, call.channel, call.number)
+
+    def _ack_all(self, call: _Call) -> None:
+        for peer in self._others:
+            self._ack(call, peer)
+
+
+def _what(op: str, dtype: torch.dtype, option: Any = None) -> int:
+    """Return a call as a number that is the same on all ranks."""
+    number = [*REDUCTIONS].index(option) if isinstance(option, str) else option or 0
+    return OPS.index(op) | _DTYPES.index(dtype) << 8 | number << 16
+
+
+def _dtype(what: int) -> torch.dtype:
+    return _DTYPES[what >> 8 & 255]
+
+
+def _words(what: int, num_bytes: int) -> str:
+    op, dtype, number = OPS[what & 255], str(_dtype(what)).removeprefix("torch."), what >> 16
+    option = f" {[*REDUCTIONS][number]}" if op == "all_reduce" else ""
+    root = f" with root {number}" if op in ("broadcast", "reduce") else ""
+    return f"{op}{option} of {num_bytes // _dtype(what).itemsize} {dtype}{root}"

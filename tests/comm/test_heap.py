@@ -1,0 +1,79 @@
+"""The heap of a process: blocks are given out once, come back, and beyond a limit leave memory."""
+
+import gc
+import os
+
+import pytest
+import torch
+
+from phalanx.comm import heap as heaps
+from phalanx.comm.heap import KEPT_BYTES, PAGE, Heap, mapped
+
+MIB = 1 << 20
+
+
+def resident_bytes(heap: Heap) -> int:
+    return 512 * os.fstat(heap.file).st_blocks
+
+
+def test_blocks_do_not_overlap_and_are_given_out_again() -> None:
+    heap, generator = Heap(), torch.Generator().manual_seed(0)
+    held: dict[int, torch.Tensor] = {}
+    for turn in range(300):
+        size = int(torch.randint(0, 3 * PAGE, (), generator=generator))
+        held[turn] = heap.empty([size], torch.int32).fill_(turn)
+        if turn % 3:
+            del held[min(held)]
+        for key, tensor in held.items():
+            assert bool((tensor == key).all())
+    views = [tensor[1:2] for tensor in held.values() if len(tensor) > 1]
+    assert all(heap.block_of(view) is not None for view in views)
+    assert heap.block_of(torch.ones(3)) is None
+    del tensor
+    held.clear()
+    views.clear()
+    assert heap.free_bytes() == resident_bytes(heap) - PAGE
+
+
+def test_a_block_stays_while_its_tensor_or_the_block_is_held() -> None:
+    heap = Heap()
+    tensor = heap.empty([4], torch.float64)
+    block, address = heap.block_of(tensor), tensor.data_ptr()
+    del tensor
+    assert heap.empty([4], torch.float64).data_ptr() != address
+    del block
+    assert heap.empty([4], torch.float64).data_ptr() == address
+
+
+def test_what_is_freed_beyond_the_limit_goes_back_to_the_system() -> None:
+    heap = Heap()
+    tensors = [heap.empty([KEPT_BYTES // 2], torch.uint8).fill_(1) for _ in range(4)]
+    assert resident_bytes(heap) == 2 * KEPT_BYTES + PAGE
+    tensors.clear()
+    gc.collect()
+    assert heap.free_bytes() == KEPT_BYTES
+    assert resident_bytes(heap) == KEPT_BYTES + PAGE
+    assert heap.empty([3 * KEPT_BYTES // 4], torch.uint8).sum() >= 0  # two that were kept, joined
+
+
+def test_too_much_is_an_error_and_nothing_else() -> None:
+    heap = Heap()
+    with pytest.raises(OSError, match="left"):
+        heap.empty([heap.num_bytes], torch.uint8)
+    assert heap.empty([MIB], torch.uint8).fill_(3).sum() == 3 * MIB
+
+
+def test_a_file_is_taken_for_a_heap_by_its_token_alone() -> None:
+    heap = Heap()
+    assert mapped(os.getpid(), heap.file, b"0" * 16, heap.num_bytes) is None
+    other = os.open(os.devnull, os.O_RDONLY)
+    try:
+        assert mapped(os.getpid(), other, heap.token, heap.num_bytes) is None
+    finally:
+        os.close(other)
+    found = mapped(os.getpid(), heap.file, heap.token, heap.num_bytes)
+    assert found is not None
+    tensor = heap.empty([3], torch.int64).fill_(7)
+    offset = tensor.data_ptr() - heap.address
+    assert found.tensor(offset, 24, torch.int64).tolist() == [7, 7, 7]
+    del heaps._MAPPED[heap.token]

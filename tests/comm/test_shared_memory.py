@@ -1,0 +1,268 @@
+"""Shared memory: what a reference in float64 gives, to the bit on all ranks; and ranks that die."""
+
+import hashlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marks import by_hand
+from phalanx.comm import same_host
+from phalanx.comm.comm import Ranks
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.reductions import REDUCTIONS
+from phalanx.comm.shared_memory import SharedMemory
+from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.launch.local import run_ranks
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+BITWISE = ("band", "bor", "bxor")
+RANK_1 = r"rank 1 \(process \d+\) "
+LARGE = (1 << 20) + 4
+
+
+def sizes_of(num_ranks: int) -> tuple[int, ...]:
+    return 0, 1, num_ranks - 1, num_ranks + 1, 1023
+
+
+def given(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Return what a rank gives: any rank can say it."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    values = torch.randint(-50, 50, (size,), generator=generator)
+    return values if dtype == torch.int64 else (values / 7).to(dtype)
+
+
+def expected(reduction: str, terms: list[Tensor]) -> Tensor:
+    dtype = torch.int64 if reduction in BITWISE else torch.float64
+    stacked = torch.stack([term.to(dtype) for term in terms])
+    match reduction:
+        case "sum":
+            return stacked.sum(0)
+        case "avg":
+            return stacked.mean(0)
+        case "product":
+            return stacked.prod(0)
+        case "min":
+            return stacked.amin(0)
+        case "max":
+            return stacked.amax(0)
+    total = stacked[0].clone()
+    for term in stacked[1:]:
+        total = {"band": total & term, "bor": total | term, "bxor": total ^ term}[reduction]
+    return total
+
+
+def agrees(found: Tensor, right: Tensor, num_ranks: int, scale: float = 1) -> bool:
+    if found.dtype == torch.int64:
+        return torch.equal(found, right.to(torch.int64))
+    eps = torch.finfo(found.dtype).eps * num_ranks
+    return torch.allclose(found.double(), right, rtol=eps, atol=eps * scale)
+
+
+def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
+    """Check each collective, and return a digest of all that is the same on all ranks."""
+    comm = Ranks({"outer": num_outer, "axis": num_ranks})
+    engine, coord = comm.engine("axis"), comm.coord("axis")
+    assert isinstance(engine, SharedMemory) or num_ranks == 1
+    digest = hashlib.sha256()
+
+    def note(tensor: Tensor) -> None:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+    for dtype in DTYPES:
+        is_whole = dtype == torch.int64
+        for size in (*sizes_of(num_ranks), *((LARGE,) if with_large else ())):
+            terms = [given(rank, size, dtype, size) for rank in range(num_ranks)]
+            for reduction in REDUCTIONS if size < LARGE else ("sum", "max"):
+                if reduction in BITWISE and not is_whole:
+                    continue
+                right = expected(reduction, terms)
+                scale = 50.0**num_ranks if reduction == "product" else 50 * num_ranks
+                for is_registered in (False, True):
+                    x = terms[coord].clone()
+                    if is_registered:
+                        x = comm.empty([size], dtype).copy_(x)
+                    work = engine.begin("all_reduce", x, x, reduction)
+                    assert work is not None and work.wait()
+                    assert agrees(x, right, num_ranks, scale), (reduction, dtype, size)
+                    note(x)
+            gathered = comm.all_gather(terms[coord], "axis", 0)
+            assert torch.equal(gathered, torch.cat(terms))
+            fulls = [given(rank, size * num_ranks, dtype, size) for rank in range(num_ranks)]
+            mine = slice(coord * size, (coord + 1) * size)
+            share = comm.reduce_scatter(fulls[coord], "axis", 0)
+            assert agrees(share, expected("sum", fulls)[mine], num_ranks, 50 * num_ranks)
+            exchanged = comm.all_to_all(fulls[coord], "axis", 0, 0)
+            assert torch.equal(exchanged, torch.cat([full[mine] for full in fulls]))
+            for root in {0, num_ranks - 1}:
+                x = terms[coord].clone()
+                comm.broadcast_start(x, "axis", root).wait()
+                assert torch.equal(x, terms[root])
+                x = terms[coord].clone()
+                comm.reduce_start(x, "axis", root).wait()
+                if coord == root:
+                    assert agrees(x, expected("sum", terms), num_ranks, 50 * num_ranks)
+            partner = coord ^ 1 if coord ^ 1 < num_ranks else coord
+            assert torch.equal(comm.swap(terms[coord], "axis", partner), terms[partner])
+            after, before = (coord + 1) % num_ranks, (coord - 1) % num_ranks
+            sending = comm.send_start(terms[coord], "axis", after)
+            x = torch.empty_like(terms[coord])
+            assert torch.equal(comm.recv_start(x, "axis", before).wait(), terms[before])
+            sending.wait()
+    barrier = engine.begin("barrier", torch.empty(0), torch.empty(0), 0)
+    assert barrier is not None and barrier.wait()
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    "num_outer, num_ranks, with_large",
+    [
+        (1, 3, True),
+        *(by_hand(*case, True) for case in ((1, 1), (1, 2), (1, 4), (1, 5), (1, 7), (1, 8))),
+        *(by_hand(2, num_ranks, True) for num_ranks in (2, 3, 4)),
+    ],
+)
+def test_equal_to_a_reference_and_to_the_bit_on_all_ranks_and_in_every_run(
+    num_outer: int, num_ranks: int, with_large: bool
+) -> None:
+    num_all = num_outer * num_ranks
+    runs = [
+        run_ranks(every_collective, num_all, num_outer, num_ranks, with_large, threads=1)
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1] and len(set(runs[0])) == 1
+
+
+def test_equal_to_a_reference_within_groups() -> None:
+    assert len(set(run_ranks(every_collective, 4, 2, 2, False, threads=1))) == 1
+
+
+def back_to_back() -> int:
+    """Call on two groups in turns, wait in another order on each rank, and drop tensors early."""
+    comm, order = Ranks({"dp": 2, "tp": 2}), torch.Generator().manual_seed(dist.get_rank())
+    num_right = 0
+    for turn in range(250):
+        size = int(torch.randint(1, 20_000, (), generator=torch.Generator().manual_seed(turn)))
+        pending = []
+        for axis in ("dp", "tp"):
+            for registered in (False, True):
+                x = torch.full((size,), float(comm.coord(axis) + turn))
+                if registered:
+                    x = comm.empty([size], torch.float32).copy_(x)
+                pending.append(comm.all_reduce_start(x, axis))
+        for place in torch.randperm(4, generator=order).tolist():
+            num_right += bool((pending[place].wait() == 2 * turn + 1).all())
+        comm.reduce_scatter(torch.ones(2 * size), "dp", 0)  # its input is gone at once
+    return num_right
+
+
+def test_a_thousand_calls_of_two_groups_waited_for_in_any_order() -> None:
+    assert run_ranks(back_to_back, 4, threads=1) == [1000] * 4
+
+
+def counted(shares_memory: bool) -> list[Entry]:
+    comm = Ranks({"dp": 2, "tp": 2}, shares_memory=shares_memory)
+    with Ledger(comm) as ledger, ledger.phase("forward"):
+        comm.all_reduce(torch.ones(3), "data")
+        comm.all_gather(torch.ones(2, 5), "tp", 1)
+        comm.reduce_scatter(torch.ones(4, 5), "tp", 0)
+        comm.all_to_all(torch.ones(4, 6), "tp", 0, 1)
+        comm.broadcast(torch.ones(7), "dp")
+        comm.reduce_start(torch.ones(8), "tp", 1).wait()
+        comm.swap(torch.ones(9), "tp", comm.coord("tp"))
+        for op in (comm.send_start, comm.recv_start)[:: 1 - 2 * comm.coord("tp")]:
+            op(torch.ones(11), "tp", 1 - comm.coord("tp")).wait()
+    return ledger.entries()
+
+
+def test_the_ledger_counts_what_it_counts_over_gloo() -> None:
+    own = [run_ranks(counted, 4, shares) for shares in (True, False)]
+    assert own[0] == own[1] and len(own[0][0]) > 6
+
+
+def engines(hides: bool) -> list[str]:
+    """Return what runs the axes, where the heap of rank 0 cannot be opened if it `hides`."""
+    right = same_host.mapped
+
+    def refuse(process: int, *args: object) -> object:
+        return None if process == first else right(process, *args)
+
+    numbers: list[int] = [0, 0]
+    dist.all_gather_object(numbers, os.getpid())
+    first = numbers[0] if hides else -1
+    with patch.object(same_host, "mapped", refuse):
+        comm = Ranks({"dp": 2})
+        x = torch.ones(3)
+        comm.all_reduce(x, "dp")
+        assert (x == 2).all()
+        return [type(comm.engine("dp")).__name__, type(comm.apart("dp").engine("dp")).__name__]
+
+
+@pytest.mark.fresh_ranks
+def test_ranks_without_memory_of_their_own_kind_use_gloo_on_all_ranks() -> None:
+    assert run_ranks(engines, 2, False) == [["SharedMemory"] * 2] * 2
+    assert run_ranks(engines, 2, True) == [["ProcessGroupEngine"] * 2] * 2
+
+
+def die_within(folder: str) -> None:
+    comm = Ranks({"dp": 2})
+    x = comm.empty([1 << 20], torch.float32).fill_(1)
+    comm.all_reduce(x, "dp")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_reduce(x, "dp")
+    except PeerLost as error:
+        (Path(folder) / "said").write_text(str(error))
+        raise
+
+
+@pytest.mark.fresh_ranks
+def test_a_killed_rank_is_named_by_those_that_wait_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(PhalanxError, match=r"rank 1 failed first[^$]*SIGKILL"):
+        run_ranks(die_within, 2, str(tmp_path))
+    said = (tmp_path / "said").read_text()
+    assert re.fullmatch(RANK_1 + "has ended; rank 0 has waited in vain for another rank", said)
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def stay_away() -> str:
+    comm = Ranks({"dp": 2})
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return ""
+    with pytest.raises(PeerLost) as caught:
+        comm.all_reduce(torch.ones(3), "dp")
+    return str(caught.value)
+
+
+@pytest.mark.fresh_ranks
+def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
+    said, _ = run_ranks(stay_away, 2, timeout_s=1.5)
+    words = "has not been heard of for 2 s; rank 0 has waited in vain for another rank"
+    assert re.fullmatch(RANK_1 + words, said)
+
+
+def call_another() -> str:
+    comm, rank = Ranks({"dp": 2}), dist.get_rank()
+    with pytest.raises(CollectiveMismatch) as caught:
+        if rank:
+            comm.all_gather(torch.ones(3), "dp", 0)
+        else:
+            comm.all_reduce(torch.ones(4), "dp", "max")
+    return str(caught.value)
+
+
+@pytest.mark.fresh_ranks
+def test_another_collective_of_a_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(call_another, 2)
+    assert "rank 0 calls all_reduce max of 4 float32, but rank 1 all_gather of 3 float32" in first
+    assert "rank 1 calls all_gather of 3 float32, but rank 0 all_reduce max of 4 float32" in second
