@@ -176,17 +176,17 @@ class Comm(ABC):
         """Return this rank's shard, along `dim`, of the sum; the axis's size divides it."""
         if self.size(axis) == 1:
             return full
-        shards = self._cut(full, axis, dim)
+        shards, is_copy = self._cut(full, axis, dim)
         out = full.new_empty(shards[0].shape)
-        return self._run("reduce_scatter", axis, out, shards, is_spent=True).wait()
+        return self._run("reduce_scatter", axis, out, shards, is_spent=is_copy).wait()
 
     def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, join_dim: int) -> Tensor:
         """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
         if self.size(axis) == 1:
             return tensor
-        pieces = self._cut(tensor, axis, split_dim)
+        pieces, is_copy = self._cut(tensor, axis, split_dim)
         received = tensor.new_empty(pieces.shape)
-        self._run("all_to_all", axis, received, pieces, is_spent=True).wait()
+        self._run("all_to_all", axis, received, pieces, is_spent=is_copy).wait()
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
@@ -239,10 +239,12 @@ class Comm(ABC):
         """Return the axes of `name` that have more than one rank."""
         return [axis for axis in self.axes_of(name) if self.axes[axis] > 1]
 
-    def _cut(self, full: Tensor, axis: str, dim: int) -> Tensor:
-        """Return the pieces of `full` along `dim`, stacked, one for each rank of `axis`."""
+    def _cut(self, full: Tensor, axis: str, dim: int) -> tuple[Tensor, bool]:
+        """Return the pieces of `full` along `dim`, one a rank; and whether they are a copy."""
         pieces = full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
-        return self.empty(pieces.shape, full.dtype).copy_(pieces)
+        if pieces.is_contiguous():
+            return pieces, False
+        return self.empty(pieces.shape, full.dtype).copy_(pieces), True
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an empty tensor that collectives read, or reduce in place, without a copy."""
@@ -336,7 +338,7 @@ class Ranks(Comm):
         self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
         is_spent: bool = False,
     ) -> Pending:  # fmt: skip
-        if os.getpid() != self._process:  # its messages would pass for those of the rank
+        if os.getpid() != self._process:  # its messages would pass for the rank's own
             raise ScriptError(
                 f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
                 "no rank itself; call what sends to other ranks in the script's own process"

@@ -74,9 +74,7 @@ class TextSession(Session):
         Raises:
             PhalanxError: the strategy, precision or checkpoint does not fit.
         """
-        self.comm = comm = Ranks(
-            job.strategy, job.device, shares_memory=job.config.shared_memory
-        )
+        self.comm = comm = Ranks(job.strategy, job.device, shares_memory=job.config.shared_memory)
         self.saver = Saver(
             job.out,
             keep=job.config.keep_checkpoints,
