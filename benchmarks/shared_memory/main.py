@@ -26,7 +26,7 @@ from common import spread, write_result
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 ROUNDS = 9
-AT_A_TIME_BYTES = 4 << 20
+AT_A_TIME_BYTES = 64 << 20
 """Small calls are repeated until they have moved this much."""
 
 

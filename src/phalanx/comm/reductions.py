@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-CHUNK_BYTES: Final = 256 << 10
+CHUNK_BYTES: Final = 512 << 10
 """Bytes that are reduced at a time: those of two terms stay in the cache of a core."""
 
 REDUCTIONS: Final[dict[str, Callable[..., Tensor]]] = {
