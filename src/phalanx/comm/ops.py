@@ -62,12 +62,12 @@ for _op in BETWEEN:
     LIBRARY.impl(_op, _between(_op), "CPU")
 
 
-def _empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     return own_heap().empty(size, dtype)
 
 
 HEAP: Final = torch.library.Library("shared_memory", "FRAGMENT")
 """What makes a tensor on the heap: no collective, and seen by whoever accounts for memory."""
 
-HEAP.define("empty(SymInt[] size, *, ScalarType dtype) -> Tensor")
-HEAP.impl("empty", _empty, "CompositeExplicitAutograd")
+HEAP.define("allocate(SymInt[] size, *, ScalarType dtype) -> Tensor")
+HEAP.impl("allocate", _allocate, "CompositeExplicitAutograd")

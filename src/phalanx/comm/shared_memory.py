@@ -155,7 +155,7 @@ class SharedMemory(Engine):
 
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.ops.shared_memory.empty(size, dtype=dtype)
+        return torch.ops.shared_memory.allocate(size, dtype=dtype)
 
     @override
     def begin(
