@@ -87,7 +87,7 @@ class Waits:
 def measure(rows: int, rounds: int, is_traced: bool) -> tuple[dict[str, list], dict[str, list]]:
     """Return for each way the seconds, and those of waits, of its steps; and the traced spans."""
     strategy = Strategy.parse(STRATEGY)
-    comm = Ranks(strategy)
+    comm = Ranks(strategy, shares_memory=False)  # what it shows is a thread of gloo
     with torch.device("meta"):
         model = Decoder(SHAPE)
     runner = Plan(strategy, model).build(comm, functools.partial(fill_initial, SHAPE, 5))

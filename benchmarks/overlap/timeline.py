@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.comm import exchange
+from phalanx.comm import exchange, fsdp
 from phalanx.comm.waits import around_waits
 
 
@@ -69,8 +69,8 @@ class Timeline:
     def recording(self) -> Generator[None]:
         """Record the step that is taken inside."""
         kinds = {
-            "gathers": exchange.ExchangeAllGather,
-            "reductions": exchange.ExchangeReduceScatter,
+            "gathers": fsdp.ShardGather,
+            "reductions": fsdp.ShardReduction,
         }
         with ExitStack() as stack:
             for track, kind in kinds.items():
