@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.exchange import ExchangeAllGather, LastReduction, Transfer
+from phalanx.comm.fsdp import LastReduction, ShardGather
+from phalanx.comm.transfer import Transfer
 from phalanx.comm.waits import around_waits
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
@@ -54,9 +55,9 @@ WAYS = ("none in flight", "gathers", "gathers and reductions")
 @contextmanager
 def in_flight(way: str) -> Generator[None]:
     """Let travel what `way` says, and wait at once for all else."""
-    gather = ExchangeAllGather.__call__
+    gather = ShardGather.__call__
 
-    def gather_and_wait(self: ExchangeAllGather, *args: Any, **kwargs: Any) -> Transfer | None:
+    def gather_and_wait(self: ShardGather, *args: Any, **kwargs: Any) -> Transfer | None:
         transfer = gather(self, *args, **kwargs)
         assert transfer is not None
         transfer.wait()
@@ -64,7 +65,7 @@ def in_flight(way: str) -> Generator[None]:
 
     with contextlib.ExitStack() as stack:
         if way == "none in flight":
-            stack.enter_context(patch.object(ExchangeAllGather, "__call__", gather_and_wait))
+            stack.enter_context(patch.object(ShardGather, "__call__", gather_and_wait))
         if way != "gathers and reductions":
             wait = lambda _, transfer: transfer.wait()  # noqa: E731
             stack.enter_context(patch.object(LastReduction, "leave", wait))

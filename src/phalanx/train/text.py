@@ -74,15 +74,10 @@ class TextSession(Session):
         Raises:
             PhalanxError: the strategy, precision or checkpoint does not fit.
         """
-        self.comm = comm = Ranks(job.strategy, job.device, shares_memory=job.config.shared_memory)
-        self.saver = Saver(
-            job.out,
-            keep=job.config.keep_checkpoints,
-            timeout_s=job.config.timeout_s,
-            num_stages=comm.size("pp"),
-        )
-        # Another run may have saved to it, and ended, since the job was resolved.
-        on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
+        shares_memory = job.config.shared_memory
+        self.comm = comm = Ranks(job.strategy.of_worker, job.device, shares_memory=shares_memory)
+        self.data_rank = comm.coord("data")
+        self._claim(job)
         self.precision = precision = resolve(job.config.precision, job.device)
         settled: dict[str, Any] = {"precision": precision.name, "out": str(job.out.absolute())}
         self.config = config = dataclasses.replace(job.config, **settled)
