@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.transfer import Engine
+from phalanx.comm.transfer import CommEngine
 from phalanx.launch.local import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,7 +30,7 @@ AT_A_TIME_BYTES = 64 << 20
 """Small calls are repeated until they have moved this much."""
 
 
-def by_engine(engine: Engine, op: str, whole: Tensor, part: Tensor) -> Callable[[], None]:
+def by_engine(engine: CommEngine, op: str, whole: Tensor, part: Tensor) -> Callable[[], None]:
     """Return what runs a collective of `whole`, or from or to this rank's `part` of it."""
     out, given, option = {
         "all_reduce": (whole, whole, "sum"),

@@ -1,4 +1,4 @@
-"""Words by which the ranks of one host tell each other where data lies, and that it is read.
+"""Words by which the ranks of one host say to each other where data lies, and that it is read.
 
 Each rank writes words of its own alone, and others read them: no word has two writers. The writes
 of a core are seen in the order in which it makes them, on x86-64; other processors do not promise
@@ -128,14 +128,14 @@ class Channels:
         return member.first + self._acks + SLOTS * row + number % SLOTS
 
     def post(self, channel: int | None, number: int, post: Post) -> None:
-        """Tell where this rank's data of a call lies."""
+        """Say where this rank's data of a call lies."""
         words, index = self._me.memory.words, self._post_index(self._me, channel, number)
         words[index + 1], words[index + 2], words[index + 3] = post
         words[index] = number
         self._wake(index, self.members)
 
     def ack(self, of: int, channel: int | None, number: int) -> None:
-        """Tell a rank that its call has been read, or written to."""
+        """Acknowledge that a call of a rank has been read, or written to."""
         index = self._ack_index(self._me, of, channel, number)
         self._me.memory.words[index] = number
         self._wake(index, [self.members[of]])

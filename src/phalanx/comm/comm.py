@@ -39,7 +39,7 @@ from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
-from phalanx.comm.transfer import Engine
+from phalanx.comm.transfer import CommEngine
 from phalanx.comm.watch import Phases
 from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
@@ -350,7 +350,7 @@ class Ranks(Comm):
             work = engine.begin(op, out, given, option, is_spent=is_spent)
             return Pending(out, work, name=name)
 
-    def _message_engine(self, axis: str, peer: int, *, is_send: bool) -> tuple[Engine, int]:
+    def _message_engine(self, axis: str, peer: int, *, is_send: bool) -> tuple[CommEngine, int]:
         """Return what runs a message to or from a coordinate, and the peer's number in it."""
         ends = (self.coord(axis), peer) if is_send else (peer, self.coord(axis))
         if axis != "pp" or ends not in self._one_way:
@@ -363,7 +363,7 @@ class Ranks(Comm):
         axes = (axis for axis in self._engines if self.size(axis) > 1)
         return self.engine(next(axes, next(iter(self.axes)))).empty(size, dtype, self.device)
 
-    def engine(self, axis: str) -> Engine:
+    def engine(self, axis: str) -> CommEngine:
         """Return what runs the collectives over one axis."""
         return self._engines[axis]
 

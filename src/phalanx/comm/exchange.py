@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm.calls import group_named
-from phalanx.comm.transfer import ENGINES, LIBRARY, Engine, Transfer, begun, taken
+from phalanx.comm.transfer import ENGINES, LIBRARY, CommEngine, Transfer, begun, taken
 
 LIBRARY.define(
     "all_gather(Tensor(a!) output, Tensor input, str group_name, "
@@ -135,7 +135,7 @@ _scatter_single = (
 )
 
 
-class ProcessGroupEngine(Engine):
+class ProcessGroupEngine(CommEngine):
     """The collectives of a process group of torch, gloo or NCCL."""
 
     @override

@@ -1,4 +1,4 @@
-"""The collectives of FSDP2 on a CPU, by whatever runs those of its group (comm.transfer).
+"""The collectives of FSDP2 on a CPU, by the engine of its group (comm.transfer).
 
 On a GPU FSDP2's own stand.
 """
@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from typing_extensions import override
 
 from phalanx.comm.ranges import named
-from phalanx.comm.transfer import Engine, Transfer
+from phalanx.comm.transfer import CommEngine, Transfer
 
 
 class ShardGather(AllGather):
@@ -25,7 +25,7 @@ class ShardGather(AllGather):
         transfer: the latest that is to be waited for.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CommEngine) -> None:
         self._engine = engine
         self.transfer: Transfer | None = None
 
@@ -91,7 +91,7 @@ class ShardReduction(ReduceScatter):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: CommEngine,
         last: LastReduction | None = None,
         is_read_at_once: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -100,7 +100,7 @@ class ShardReduction(ReduceScatter):
         Args:
             engine: of the ranks that hold the shards.
             last: of all groups of the model.
-            is_read_at_once: tells, as a reduction begins, whether its output is read right after.
+            is_read_at_once: says, as a reduction begins, whether its output is read right after.
         """
         self._engine = engine
         self._has_input = False

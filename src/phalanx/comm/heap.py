@@ -8,7 +8,7 @@ file system holds, and nothing is left when a process is killed. Another process
     | token   | ............ | bucket 0 ...    | ......... | bucket 1 ... | never touched |
 
 A `Heap` gives out tensors on it. A block is free again once nobody holds the tensor or the block.
-Memory is reserved before it is given out, so that a full host is an error and no signal. What is
+Memory is reserved before it is given out, so that a full host is an error and no signal. Memory
 freed beyond `KEPT_BYTES` goes back to the system.
 """
 
@@ -64,7 +64,7 @@ class Mapped:
 
     @property
     def token(self) -> bytes:
-        """What tells this memory from any other."""
+        """The mark of this memory, which no other has."""
         return bytes(self.map[:_TOKEN_BYTES])
 
     def tensor(self, offset: int, num_bytes: int, dtype: torch.dtype) -> Tensor:

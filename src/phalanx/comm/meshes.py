@@ -25,7 +25,7 @@ from phalanx.comm import same_host
 from phalanx.comm.axes import SHARDS, flattened
 from phalanx.comm.exchange import ProcessGroupEngine
 from phalanx.comm.join import check_files, connect, job_timeout, lazily_connected, set_timeout
-from phalanx.comm.transfer import Engine
+from phalanx.comm.transfer import CommEngine
 
 OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
 """Coordinates on pp of the rank that sends and of the one that receives -> their group."""
@@ -44,7 +44,7 @@ class JobMesh:
     """
 
     def __init__(self, axes: Mapping[str, int], device: str, shares_memory: bool) -> None:
-        """Lay the ranks out, and connect those of each axis; they share memory if they may.
+        """Lay the ranks out, and connect the ranks of each axis; they share memory if they may.
 
         Raises:
             ConfigError: a rank may not open as many files as the mesh needs.
@@ -52,7 +52,7 @@ class JobMesh:
         check_files(axes, dist.get_world_size(), device)
         self.num_checks = 0
         self._shares_memory = shares_memory
-        self._apart: dict[str, Engine] = {}
+        self._apart: dict[str, CommEngine] = {}
         with lazily_connected():
             self.whole = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
             # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
@@ -68,7 +68,7 @@ class JobMesh:
             connect(group, fully=axis != "dp")
         self.engines = {axis: self._engine(group) for axis, group in self.groups.items()}
 
-    def _engine(self, group: dist.ProcessGroup) -> Engine:
+    def _engine(self, group: dist.ProcessGroup) -> CommEngine:
         shared = None
         if self._shares_memory and dist.get_backend(group) == "gloo":
             shared = same_host.connect(group, lambda: job_timeout("cpu").total_seconds())
@@ -101,10 +101,10 @@ class JobMesh:
         size = dict(zip(self.axes, self.whole.shape, strict=True)).get("pp", 1)
         return one_way_groups(self.whole) if size > 1 else {}
 
-    def apart(self, axes: Iterable[str]) -> dict[str, Engine]:
+    def apart(self, axes: Iterable[str]) -> dict[str, CommEngine]:
         """Return what runs a second group of each of some axes.
 
-        Its calls keep no order with those of the first.
+        Its calls keep no order with calls of the first.
         An axis has one second group, however often it is asked for: its calls keep one order among
         themselves.
         """

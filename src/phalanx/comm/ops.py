@@ -26,7 +26,7 @@ IN_PLACE: Final = {
 """Collective of one tensor -> the arguments that follow the tensor and the name of the group."""
 
 BETWEEN: Final = ("all_to_all", "swap")
-"""Collectives from one tensor to another, beside those of comm.exchange."""
+"""Collectives from one tensor to another, beside the collectives of comm.exchange."""
 
 COLLECTIVES: Final[Any] = torch.ops.phalanx_comm
 """Name of a collective -> its op, which returns the number of a transfer."""

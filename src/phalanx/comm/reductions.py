@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES: Final = 512 << 10
-"""Bytes that are reduced at a time: those of two terms stay in the cache of a core."""
+"""Bytes that are reduced at a time: two terms of this size stay in the cache of a core."""
 
 REDUCTIONS: Final[dict[str, Callable[..., Tensor]]] = {
     "sum": torch.add,

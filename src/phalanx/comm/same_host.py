@@ -27,8 +27,8 @@ MOST_RANKS: Final = 256
 def connect(group: dist.ProcessGroup, timeout_s: Callable[[], float]) -> SharedMemory | None:
     """Return what runs the collectives of a group through shared memory; every rank calls this.
 
-    None on all ranks where they are not on one host, as what they read in each other's memory
-    tells, or one of them cannot share memory. A rank waits `timeout_s()` for another.
+    None on all ranks where they are not on one host, as the tokens in each other's memory
+    show, or one of them cannot share memory. A rank waits `timeout_s()` for another.
     """
     size = group.size()
     if not 1 < size <= MOST_RANKS:

@@ -16,7 +16,7 @@ The sum of an element has its terms in the order of the ranks, whoever makes it 
 tensor is cut: it is equal to the bit on all ranks and in every run.
 
 A tensor that `empty` has made lies in the heap; any other is copied there first. A block of the
-heap stays until all have read it, however soon its tensor is dropped: what is `is_spent` is so not
+heap stays until all have read it, however soon its tensor is dropped: a tensor that `is_spent` is so not
 waited for, and a rank whose peers are busy elsewhere continues.
 
 [Note: Progress] There is no thread that does a rank's part while the rank computes: it does what it
@@ -42,7 +42,7 @@ from phalanx.comm.channels import SLOTS, Channels, Need, Post
 from phalanx.comm.heap import Block, Heap
 from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import REDUCTIONS, reduce_into
-from phalanx.comm.transfer import ENGINES, Engine, Transfer, taken
+from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, taken
 from phalanx.comm.waits import waiting
 from phalanx.errors import CollectiveMismatch, named
 
@@ -93,7 +93,7 @@ class SharedTransfer(Transfer):
         self.advance()
 
     def advance(self) -> Need | None:
-        """Go on as far as others let it; return what it needs, or None if it has ended."""
+        """Continue as far as others let it; return what it needs, or None if it has ended."""
         while not self._has_ended and (self._need is None or self._need.is_met()):
             try:
                 self._need = next(self._steps)
@@ -134,7 +134,7 @@ class SharedTransfer(Transfer):
                 self._channels.sleep(need, begun_s)
 
 
-class SharedMemory(Engine):
+class SharedMemory(CommEngine):
     """The collectives of a group whose ranks share memory."""
 
     def __init__(

@@ -22,7 +22,7 @@ from phalanx.comm.ranges import named
 from phalanx.comm.waits import waiting
 
 
-class Engine(ABC):
+class CommEngine(ABC):
     """Runs the collectives of one group.
 
     Attributes:
@@ -61,7 +61,7 @@ class Engine(ABC):
 LIBRARY: Final = torch.library.Library("phalanx_comm", "FRAGMENT")
 """The ops of the dispatcher that are collectives, for whoever watches them (comm.calls)."""
 
-ENGINES: Final[weakref.WeakValueDictionary[int, Engine]] = weakref.WeakValueDictionary()
+ENGINES: Final[weakref.WeakValueDictionary[int, CommEngine]] = weakref.WeakValueDictionary()
 """What runs these ops where not the process group does, by its number; comm.meshes holds it."""
 
 
@@ -70,7 +70,7 @@ class Transfer(dist.Work):
 
     Attributes:
         is_waited_for: whether `wait` has returned.
-        tensor: what it fills, for whoever is told of waits; None if that is not known.
+        tensor: what it fills, for whoever measures waits; None if that is not known.
     """
 
     def __init__(

@@ -38,12 +38,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from phalanx.comm.fsdp import LastReduction, ShardGather, ShardReduction
-from phalanx.comm.transfer import Engine
+from phalanx.comm.transfer import CommEngine
 from phalanx.parallel.groups import Group
 
 
 def use_engine(
-    model: nn.Module, groups: Sequence[Group], engine: Engine, *, has_replicas: bool
+    model: nn.Module, groups: Sequence[Group], engine: CommEngine, *, has_replicas: bool
 ) -> None:
     """Have FSDP2 gather and reduce by `engine`, and wait only where it must.
 
