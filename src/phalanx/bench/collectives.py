@@ -238,7 +238,7 @@ def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
         for op in OPS:
             num_bytes = SMALLEST_BYTES
             while num_bytes <= config.max_mib << 20:
-                call = Collective(comm, op, axis, -(-num_bytes // 4 // num) * num)
+                call = TimedCollective(comm, op, axis, -(-num_bytes // 4 // num) * num)
                 time_s = _median_s(call.run, config.repeats) / (2 if op == "send" else 1)
                 yield Sample(
                     axis=axis,
@@ -252,7 +252,7 @@ def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
                 num_bytes *= GROWTH
 
 
-class Collective:
+class TimedCollective:
     """One collective on float32 tensors that lie where its engine wants them."""
 
     def __init__(self, comm: Comm, op: str, axis: str, size: int) -> None:

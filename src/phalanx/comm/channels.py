@@ -64,7 +64,7 @@ class Post(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Member:
+class SharedRank:
     """A rank of the group.
 
     Attributes:
@@ -81,10 +81,10 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Need:
+class AwaitedWord:
     """A word that a rank waits for: of `member`, at `index`, to be `number`."""
 
-    member: Member
+    member: SharedRank
     index: int
     number: int
 
@@ -105,7 +105,7 @@ class Channels:
     """
 
     def __init__(
-        self, members: Sequence[Member], coord: int, timeout_s: Callable[[], float]
+        self, members: Sequence[SharedRank], coord: int, timeout_s: Callable[[], float]
     ) -> None:
         """Begin with no call; the words of all ranks are zero.
 
@@ -119,11 +119,11 @@ class Channels:
         self._fence = threading.Lock()
         self._libc = ctypes.CDLL(None, use_errno=True)
 
-    def _post_index(self, member: Member, channel: int | None, number: int) -> int:
+    def _post_index(self, member: SharedRank, channel: int | None, number: int) -> int:
         row = 0 if channel is None else 1 + channel
         return member.first + 1 + _POST_WORDS * (SLOTS * row + number % SLOTS)
 
-    def _ack_index(self, member: Member, of: int, channel: int | None, number: int) -> int:
+    def _ack_index(self, member: SharedRank, of: int, channel: int | None, number: int) -> int:
         row = 2 * of + (channel is not None)
         return member.first + self._acks + SLOTS * row + number % SLOTS
 
@@ -140,15 +140,15 @@ class Channels:
         self._me.memory.words[index] = number
         self._wake(index, [self.members[of]])
 
-    def posted(self, by: int, channel: int | None, number: int) -> Need:
+    def posted(self, by: int, channel: int | None, number: int) -> AwaitedWord:
         """Return the need for the post of a rank."""
         member = self.members[by]
-        return Need(member, self._post_index(member, channel, number), number)
+        return AwaitedWord(member, self._post_index(member, channel, number), number)
 
-    def acked(self, by: int, channel: int | None, number: int) -> Need:
+    def acked(self, by: int, channel: int | None, number: int) -> AwaitedWord:
         """Return the need for the acknowledgement by a rank of this one's call."""
         member = self.members[by]
-        return Need(member, self._ack_index(member, self.coord, channel, number), number)
+        return AwaitedWord(member, self._ack_index(member, self.coord, channel, number), number)
 
     def read(self, by: int, channel: int | None, number: int) -> Post:
         """Return a post that is there."""
@@ -156,7 +156,7 @@ class Channels:
         index = self._post_index(member, channel, number)
         return Post(*member.memory.words[index + 1 : index + _POST_WORDS])
 
-    def _wake(self, index: int, readers: Sequence[Member]) -> None:
+    def _wake(self, index: int, readers: Sequence[SharedRank]) -> None:
         """Wake the readers of a word of this rank that sleep."""
         with self._fence:
             pass
@@ -164,7 +164,7 @@ class Channels:
             address, all_of_them = _address(self._me, index), len(self.members)
             self._libc.syscall(_FUTEX, address, _WAKE, all_of_them, None, None, 0)
 
-    def sleep(self, need: Need, begun_s: float, limit_s: float = TICK_S) -> None:
+    def sleep(self, need: AwaitedWord, begun_s: float, limit_s: float = TICK_S) -> None:
         """Return when a need is met, or after a while.
 
         Raises:
@@ -190,7 +190,7 @@ class Channels:
         if not need.is_met():
             self._refuse_lost(need, time.monotonic() - begun_s)
 
-    def _refuse_lost(self, need: Need, waited_s: float) -> None:
+    def _refuse_lost(self, need: AwaitedWord, waited_s: float) -> None:
         member = need.member
         who = f"{named([member.rank])} (process {member.process})"
         vain = f"{named([self._me.rank])} has waited in vain for another rank"
@@ -200,7 +200,7 @@ class Channels:
             raise PeerLost(f"{who} has not been heard of for {waited_s:.0f} s; {vain}")
 
 
-def _address(member: Member, index: int) -> ctypes.c_void_p:
+def _address(member: SharedRank, index: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(member.memory.address + 8 * index)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.channels import IS_SUPPORTED, Channels, Member, reserve
+from phalanx.comm.channels import IS_SUPPORTED, Channels, SharedRank, reserve
 from phalanx.comm.heap import Heap, mapped, own_heap
 from phalanx.comm.shared_memory import SharedMemory
 
@@ -51,9 +51,9 @@ def connect(group: dist.ProcessGroup, timeout_s: Callable[[], float]) -> SharedM
     return SharedMemory(group, Channels(members, group.rank(), timeout_s), heap, kept)
 
 
-def _members(heap: Heap, records: Sequence[Sequence[int]]) -> list[Member]:
+def _members(heap: Heap, records: Sequence[Sequence[int]]) -> list[SharedRank]:
     """Return the ranks whose memory this process has mapped, up to the first that has none."""
-    members: list[Member] = []
+    members: list[SharedRank] = []
     with suppress(OSError):
         for process, file, num_bytes, first, rank, *tokens in records:
             token = struct.pack("qq", *tokens)
@@ -61,5 +61,5 @@ def _members(heap: Heap, records: Sequence[Sequence[int]]) -> list[Member]:
             memory = heap if is_own else mapped(process, file, token, num_bytes)
             if memory is None:
                 break
-            members.append(Member(rank, process, memory, first))
+            members.append(SharedRank(rank, process, memory, first))
     return members

@@ -16,8 +16,8 @@ The sum of an element has its terms in the order of the ranks, whoever makes it 
 tensor is cut: it is equal to the bit on all ranks and in every run.
 
 A tensor that `empty` has made lies in the heap; any other is copied there first. A block of the
-heap stays until all have read it, however soon its tensor is dropped: a tensor that `is_spent` is so not
-waited for, and a rank whose peers are busy elsewhere continues.
+heap stays until all have read it, however soon its tensor is dropped: so nobody waits for the
+readers of a tensor that `is_spent`, and a rank whose peers are busy elsewhere continues.
 
 [Note: Progress] There is no thread that does a rank's part while the rank computes: it does what it
 can where it waits, also of what it has begun and not waited for yet. So two ranks may wait for two
@@ -38,7 +38,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm import ops
-from phalanx.comm.channels import SLOTS, Channels, Need, Post
+from phalanx.comm.channels import SLOTS, Channels, AwaitedWord, Post
 from phalanx.comm.heap import Block, Heap
 from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import REDUCTIONS, reduce_into
@@ -68,7 +68,7 @@ _NUMBERS = itertools.count(1)
 _UNDER_WAY: list[SharedTransfer] = []
 """What this process has begun and not ended, in order."""
 
-Steps = Generator[Need]
+Steps = Generator[AwaitedWord]
 
 
 class _Call(NamedTuple):
@@ -87,12 +87,12 @@ class SharedTransfer(Transfer):
         super().__init__(())
         self._steps = steps
         self._channels = channels
-        self._need: Need | None = None
+        self._need: AwaitedWord | None = None
         self._has_ended = False
         _UNDER_WAY.append(self)
         self.advance()
 
-    def advance(self) -> Need | None:
+    def advance(self) -> AwaitedWord | None:
         """Continue as far as others let it; return what it needs, or None if it has ended."""
         while not self._has_ended and (self._need is None or self._need.is_met()):
             try:
@@ -298,7 +298,7 @@ class SharedMemory(CommEngine):
     def _post(
         self, call: _Call, tensor: Tensor, readers: Sequence[int] | None = None, *,
         copies: bool = False,
-    ) -> Generator[Need, None, Tensor]:  # fmt: skip
+    ) -> Generator[AwaitedWord, None, Tensor]:  # fmt: skip
         """Post a tensor for readers, all others if None; return the one that they read.
 
         With `copies` that is a copy in any case.
@@ -318,7 +318,7 @@ class SharedMemory(CommEngine):
         self._channels.post(*key, Post(offset, call.num_bytes, call.what))
         return seen
 
-    def _unread(self, key: tuple[int | None, int]) -> Need | None:
+    def _unread(self, key: tuple[int | None, int]) -> AwaitedWord | None:
         """Return the need for one that has not read a call of this rank."""
         readers = self._held[key][1] if key in self._held else ()
         needs = (self._channels.acked(reader, *key) for reader in readers)
@@ -330,7 +330,7 @@ class SharedMemory(CommEngine):
             while (need := self._unread((call.channel, call.number))) is not None:
                 yield need
 
-    def _read(self, call: _Call, peer: int) -> Generator[Need, None, Tensor]:
+    def _read(self, call: _Call, peer: int) -> Generator[AwaitedWord, None, Tensor]:
         """Return the tensor that a rank has posted.
 
         Raises:
@@ -349,7 +349,7 @@ class SharedMemory(CommEngine):
         memory = self._channels.members[peer].memory
         return memory.tensor(post.offset, post.num_bytes, _dtype(call.what))
 
-    def _read_all(self, call: _Call, mine: Tensor) -> Generator[Need, None, list[Tensor]]:
+    def _read_all(self, call: _Call, mine: Tensor) -> Generator[AwaitedWord, None, list[Tensor]]:
         """Return the tensor of each rank, in their order."""
         terms = {self._coord: mine}
         for peer in self._others:
