@@ -38,7 +38,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm import ops
-from phalanx.comm.channels import SLOTS, Channels, AwaitedWord, Post
+from phalanx.comm.channels import SLOTS, AwaitedWord, Channels, Post
 from phalanx.comm.heap import Block, Heap
 from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import REDUCTIONS, reduce_into
