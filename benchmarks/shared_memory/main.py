@@ -65,7 +65,8 @@ def measure(kib: int, op: str) -> dict[str, list[float]]:
     num_ranks = dist.get_world_size()
     shared, gloo = (Ranks({"dp": num_ranks}, shares_memory=on) for on in (True, False))
     size = kib * 1024 // 4 // num_ranks * num_ranks
-    usual, lying = torch.zeros(size), shared.empty([size], torch.float32).zero_()
+    usual = torch.zeros(size)
+    lying = shared.empty([size], usual).zero_()
     part = slice(
         shared.coord("dp") * size // num_ranks, (shared.coord("dp") + 1) * size // num_ranks
     )

@@ -6,12 +6,15 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from marks import by_hand
 from phalanx.comm import same_host
@@ -88,7 +91,7 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
                 for is_registered in (False, True):
                     x = terms[coord].clone()
                     if is_registered:
-                        x = comm.empty([size], dtype).copy_(x)
+                        x = comm.empty([size], x).copy_(x)
                     work = engine.begin("all_reduce", x, x, reduction)
                     assert work is not None and work.wait()
                     assert agrees(x, right, num_ranks, scale), (reduction, dtype, size)
@@ -124,8 +127,11 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
 @pytest.mark.parametrize(
     "num_outer, num_ranks, with_large",
     [
-        (1, 3, True),
-        *(by_hand(*case, True) for case in ((1, 1), (1, 2), (1, 4), (1, 5), (1, 7), (1, 8))),
+        (1, 3, False),
+        *(
+            by_hand(*case, True)
+            for case in ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8))
+        ),
         *(by_hand(2, num_ranks, True) for num_ranks in (2, 3, 4)),
     ],
 )
@@ -155,7 +161,7 @@ def back_to_back() -> int:
             for registered in (False, True):
                 x = torch.full((size,), float(comm.coord(axis) + turn))
                 if registered:
-                    x = comm.empty([size], torch.float32).copy_(x)
+                    x = comm.empty([size], x).copy_(x)
                 pending.append(comm.all_reduce_start(x, axis))
         for place in torch.randperm(4, generator=order).tolist():
             num_right += bool((pending[place].wait() == 2 * turn + 1).all())
@@ -187,6 +193,39 @@ def test_the_ledger_counts_what_it_counts_over_gloo() -> None:
     assert own[0] == own[1] and len(own[0][0]) > 6
 
 
+class Seen(TorchDispatchMode):
+    """Notes the operators that pass the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def seen_by_a_mode() -> tuple[list[str], list[str]]:
+    comm, x = Ranks({"dp": 2}), torch.ones(3)
+    y = comm.empty([1 << 16], x).fill_(1)
+    with Seen() as begun:
+        pending = comm.all_reduce_start(x, "dp"), comm.all_reduce_start(y, "dp")
+    with Seen() as ended:
+        for each in pending:
+            each.wait()
+    assert (x == 2).all() and (y == 2).all()
+    return begun.names, ended.names
+
+
+def test_a_mode_of_the_dispatcher_sees_a_collective_begin_and_nothing_of_what_it_does() -> None:
+    begun = ["aten.detach.default"] * 2 + ["phalanx_comm.all_reduce.default"]
+    for found in run_ranks(seen_by_a_mode, 2):
+        assert found == (2 * begun, [])
+
+
 def engines(hides: bool) -> list[str]:
     """Return what runs the axes, where the heap of rank 0 cannot be opened if it `hides`."""
     right = same_host.mapped
@@ -213,7 +252,7 @@ def test_ranks_without_memory_of_their_own_kind_use_gloo_on_all_ranks() -> None:
 
 def die_within(folder: str) -> None:
     comm = Ranks({"dp": 2})
-    x = comm.empty([1 << 20], torch.float32).fill_(1)
+    x = comm.empty([1 << 20], torch.ones(1)).fill_(1)
     comm.all_reduce(x, "dp")
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

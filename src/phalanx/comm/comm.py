@@ -244,11 +244,14 @@ class Comm(ABC):
         pieces = full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
         if pieces.is_contiguous():
             return pieces, False
-        return self.empty(pieces.shape, full.dtype).copy_(pieces), True
+        return self.empty(pieces.shape, full).copy_(pieces), True
 
-    def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor that collectives read, or reduce in place, without a copy."""
-        return torch.empty(*size, dtype=dtype, device=self.device)
+    def empty(self, size: Sequence[int], like: Tensor) -> Tensor:
+        """Return an empty tensor that collectives read, or reduce in place, without a copy.
+
+        Its data type and device are `like`'s.
+        """
+        return like.new_empty(size)
 
     @abstractmethod
     def _run(
@@ -359,9 +362,9 @@ class Ranks(Comm):
         return ProcessGroupEngine(group), 1 - group.rank()
 
     @override
-    def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, size: Sequence[int], like: Tensor) -> Tensor:
         axes = (axis for axis in self._engines if self.size(axis) > 1)
-        return self.engine(next(axes, next(iter(self.axes)))).empty(size, dtype, self.device)
+        return self.engine(next(axes, next(iter(self.axes)))).empty(size, like.dtype, like.device)
 
     def engine(self, axis: str) -> CommEngine:
         """Return what runs the collectives over one axis."""

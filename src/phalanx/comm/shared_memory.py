@@ -22,6 +22,12 @@ readers of a tensor that `is_spent`, and a rank whose peers are busy elsewhere c
 [Note: Progress] There is no thread that does a rank's part while the rank computes: it does what it
 can where it waits, also of what it has begun and not waited for yet. So two ranks may wait for two
 collectives in either order.
+
+[Note: Unwatched] A rank continues a collective wherever it waits: in a forward that is recomputed,
+or in a step whose memory is counted. To the modes of the dispatcher a collective is the one op that
+began it, and they see nothing of the work inside, as they see nothing of gloo's thread:
+recomputation would look for that work in a backward, and the account of memory would count the
+memory of other ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -44,7 +51,7 @@ from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import REDUCTIONS, reduce_into
 from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, taken
 from phalanx.comm.waits import waiting
-from phalanx.errors import CollectiveMismatch, named
+from phalanx.errors import CollectiveMismatch, TrainingError, named
 
 SMALL_BYTES: Final = 32 << 10
 """Up to here each rank reduces all of a tensor: to wait for others takes longer."""
@@ -69,6 +76,22 @@ _UNDER_WAY: list[SharedTransfer] = []
 """What this process has begun and not ended, in order."""
 
 Steps = Generator[AwaitedWord]
+
+# Private, and the only switch for all modes that costs next to nothing; see [Note: Unwatched].
+# tests/comm/test_shared_memory.py pins it.
+_unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _said_if_full() -> Generator[None]:
+    """Say in one sentence that the host has no memory left for a block."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"shared memory: {error}; use smaller batches or more hosts, or have gloo send by "
+            "--no-shared-memory, which needs fewer buffers"
+        ) from error
 
 
 class _Call(NamedTuple):
@@ -96,7 +119,8 @@ class SharedTransfer(Transfer):
         """Continue as far as others let it; return what it needs, or None if it has ended."""
         while not self._has_ended and (self._need is None or self._need.is_met()):
             try:
-                self._need = next(self._steps)
+                with _unwatched():
+                    self._need = next(self._steps)
             except StopIteration:
                 self._end()
             except BaseException:
@@ -155,7 +179,10 @@ class SharedMemory(CommEngine):
 
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.ops.shared_memory.allocate(size, dtype=dtype)
+        if device.type != "cpu":  # a reducer on the meta device only counts
+            return super().empty(size, dtype, device)
+        with _said_if_full():
+            return torch.ops.shared_memory.allocate(size, dtype=dtype)
 
     @override
     def begin(
@@ -306,7 +333,8 @@ class SharedMemory(CommEngine):
         yield from self._await_read(call._replace(number=call.number - SLOTS))
         block, seen = None if copies else self._heap.block_of(tensor), tensor
         if block is None:
-            block = self._heap.block(call.num_bytes)
+            with _said_if_full():
+                block = self._heap.block(call.num_bytes)
             # It holds the block: all may have read before this rank has done its own part.
             seen = torch.from_numpy(block).view(tensor.dtype).copy_(tensor)
         for held in [*self._held]:

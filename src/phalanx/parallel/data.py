@@ -152,7 +152,7 @@ class _Bucket:
         if self.flat is None:
             locals_ = [local_shard(member) for member in self.members]
             sizes = [local.numel() for local in locals_]
-            self.flat = comm.empty([sum(sizes)], locals_[0].dtype)
+            self.flat = comm.empty([sum(sizes)], locals_[0].detach())
             parts = self.flat.split(sizes)
             self.views = {
                 member: part.view(local.shape)

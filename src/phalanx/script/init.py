@@ -36,6 +36,7 @@ def init(
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout_s: float | None = None,
+    shared_memory: bool = True,
     debug_comm: bool = False,
 ) -> Run:
     """Join the job of `phalanx run`, torchrun or Slurm; without one, be a job of one process.
@@ -49,6 +50,7 @@ def init(
         device: what to compute on, "cuda" where there is a GPU if "auto".
         timeout_s: longest wait for another rank in one collective, in seconds; as
             `phalanx run --timeout-s` says if None, else 600.
+        shared_memory: whether ranks of one host that compute on CPUs share memory; else gloo.
         debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
 
     Raises:
@@ -71,9 +73,10 @@ def init(
         )
     name = f"run {next(_NUMBERS)}"
     check_end(f"{name} of the script begins")  # of the runs before, which may not last any longer
-    run = Run(Ranks(parsed, kind), parsed, accumulation, seed, name)
+    comm = Ranks(parsed, kind, shares_memory=shared_memory)
+    run = Run(comm, parsed, accumulation, seed, name)
     if debug_comm:
-        CollectiveCheck(run.comm).__enter__()  # for as long as the process lasts
+        CollectiveCheck(comm).__enter__()  # for as long as the process lasts
     if IN_PLACE:
         IN_PLACE[-1][1](run)
     return run
