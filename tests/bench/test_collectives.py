@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import phalanx.cli.bench as bench
 from forked_torchrun import run_two
 from phalanx.bench.collectives import (
+    OF_TRAINING,
     OPS,
     CommConfig,
     Sample,
@@ -69,7 +70,7 @@ def test_two_ranks_are_measured_and_kept(
     assert max(map(len, shown)) <= 100
     (level,) = read(path).levels
     assert level.devices == 2
-    of = {one["op"]: one for one in document["fits"] if one["engine"] == "shared memory"}
+    of = {one["op"]: one for one in document["fits"] if one["engine"] == OF_TRAINING}
     assert set(level.link.measured) == set(OPS)
     assert level.link.bandwidth == of["all_reduce"]["bandwidth"] > 0
     assert level.link.measured["send"].latency_s == of["send"]["latency_s"]

@@ -71,7 +71,7 @@ def agrees(found: Tensor, right: Tensor, num_ranks: int, scale: float = 1) -> bo
 
 def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
     """Check each collective, and return a digest of all that is the same on all ranks."""
-    comm = Ranks({"outer": num_outer, "axis": num_ranks})
+    comm = Ranks({"outer": num_outer, "axis": num_ranks}, shares_memory=True)
     engine, coord = comm.engine("axis"), comm.coord("axis")
     assert isinstance(engine, SharedMemory) or num_ranks == 1
     digest = hashlib.sha256()
@@ -152,7 +152,10 @@ def test_equal_to_a_reference_within_groups() -> None:
 
 def back_to_back() -> int:
     """Call on two groups in turns, wait in another order on each rank, and drop tensors early."""
-    comm, order = Ranks({"dp": 2, "tp": 2}), torch.Generator().manual_seed(dist.get_rank())
+    comm, order = (
+        Ranks({"dp": 2, "tp": 2}, shares_memory=True),
+        torch.Generator().manual_seed(dist.get_rank()),
+    )
     num_right = 0
     for turn in range(250):
         size = int(torch.randint(1, 20_000, (), generator=torch.Generator().manual_seed(turn)))
@@ -209,7 +212,7 @@ class Seen(TorchDispatchMode):
 
 
 def seen_by_a_mode() -> tuple[list[str], list[str]]:
-    comm, x = Ranks({"dp": 2}), torch.ones(3)
+    comm, x = Ranks({"dp": 2}, shares_memory=True), torch.ones(3)
     y = comm.empty([1 << 16], x).fill_(1)
     with Seen() as begun:
         pending = comm.all_reduce_start(x, "dp"), comm.all_reduce_start(y, "dp")
@@ -237,7 +240,7 @@ def engines(hides: bool) -> list[str]:
     dist.all_gather_object(numbers, os.getpid())
     first = numbers[0] if hides else -1
     with patch.object(same_host, "mapped", refuse):
-        comm = Ranks({"dp": 2})
+        comm = Ranks({"dp": 2}, shares_memory=True)
         x = torch.ones(3)
         comm.all_reduce(x, "dp")
         assert (x == 2).all()
@@ -251,7 +254,7 @@ def test_ranks_without_memory_of_their_own_kind_use_gloo_on_all_ranks() -> None:
 
 
 def die_within(folder: str) -> None:
-    comm = Ranks({"dp": 2})
+    comm = Ranks({"dp": 2}, shares_memory=True)
     x = comm.empty([1 << 20], torch.ones(1)).fill_(1)
     comm.all_reduce(x, "dp")
     if dist.get_rank() == 1:
@@ -274,7 +277,7 @@ def test_a_killed_rank_is_named_by_those_that_wait_and_leaves_nothing(tmp_path: 
 
 
 def stay_away() -> str:
-    comm = Ranks({"dp": 2})
+    comm = Ranks({"dp": 2}, shares_memory=True)
     if dist.get_rank() == 1:
         time.sleep(3)
         return ""
@@ -291,7 +294,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
 
 
 def call_another() -> str:
-    comm, rank = Ranks({"dp": 2}), dist.get_rank()
+    comm, rank = Ranks({"dp": 2}, shares_memory=True), dist.get_rank()
     with pytest.raises(CollectiveMismatch) as caught:
         if rank:
             comm.all_gather(torch.ones(3), "dp", 0)

@@ -49,6 +49,9 @@ BETWEEN: Final[dict[Unit, str]] = {"server": "a host's ranks", "cluster": "hosts
 ENGINES: Final = {"shared memory": True, "gloo": False}
 """What runs the collectives of CPUs, and whether ranks share memory then."""
 
+OF_TRAINING: Final = "gloo"
+"""Which of them training uses if nobody asks for another."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig(ResultConfig):
@@ -363,7 +366,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 def levels_of(fits: Sequence[Fit], num_here: int) -> tuple[Level, ...]:
     """Return the levels of a cluster: a link is as fast as its all-reduce, and knows each other.
 
-    Ranks that share memory are as fast as that: training uses it.
+    On CPUs by the engine that training uses.
     """
     levels: list[Level] = []
     for unit in ("server", "cluster"):
@@ -371,7 +374,7 @@ def levels_of(fits: Sequence[Fit], num_here: int) -> tuple[Level, ...]:
         engines = [one.engine for one in here]
         if not here:
             continue
-        backend = next((engine for engine in ENGINES if engine in engines), engines[0])
+        backend = OF_TRAINING if OF_TRAINING in engines else engines[0]
         of = {one.op: one for one in here if one.engine == backend}
         whole = of["all_reduce"]
         link = Link(

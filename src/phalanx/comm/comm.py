@@ -283,12 +283,12 @@ class Ranks(Comm):
         split: Strategy | Mapping[str, int],
         device: str = "cpu",
         *,
-        shares_memory: bool = True,
+        shares_memory: bool = False,
     ) -> None:
         """Lay out as many ranks as the job has; every rank calls this.
 
         "cuda" is the device of `torch.cuda.set_device`. Ranks of one host that compute on CPUs
-        share memory unless that is switched off.
+        share memory if that is switched on.
 
         Raises:
             StrategyError: the degrees do not multiply to the number of ranks.

@@ -90,7 +90,7 @@ def _said_if_full() -> Generator[None]:
     except OSError as error:
         raise TrainingError(
             f"shared memory: {error}; use smaller batches or more hosts, or have gloo send by "
-            "--no-shared-memory, which needs fewer buffers"
+            "--no-shared-memory (shared_memory=False), which needs fewer buffers"
         ) from error
 
 

@@ -168,7 +168,7 @@ class RunConfig:
     """Evaluations without a better one, by `best` or else min:loss, after which the run ends."""
     nonfinite: Annotated[Literal["stop", "skip"], Use.LAW] = "stop"
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
-    shared_memory: Annotated[bool, Use.LAW] = True
+    shared_memory: Annotated[bool, Use.LAW] = False
     """Whether ranks of one host that compute on CPUs share memory, where gloo would send."""
     debug_comm: Annotated[bool, Use.LAW] = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
