@@ -189,6 +189,14 @@ class Comm(ABC):
         self._run("all_to_all", axis, received, pieces, is_spent=is_copy).wait()
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
+    def exchange_start(self, out: Tensor, pieces: Tensor, axis: str) -> Pending:
+        """Begin to fill `out` with a piece of each rank; both are contiguous, pieces in a row.
+
+        Under the check of calls it begins when it is waited for.
+        """
+        begin = functools.partial(self._run, "all_to_all", axis, out, pieces)
+        return Pending(out, begin=begin) if self.is_compared else begin()
+
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
         """Overwrite `tensor` on every rank with the first rank's tensor."""
         for axis in self._speaking(name) if tensor.numel() else ():
@@ -247,10 +255,7 @@ class Comm(ABC):
         return self.empty(pieces.shape, full).copy_(pieces), True
 
     def empty(self, size: Sequence[int], like: Tensor) -> Tensor:
-        """Return an empty tensor that collectives read, or reduce in place, without a copy.
-
-        Its data type and device are `like`'s.
-        """
+        """Return an empty tensor, of the kind of `like`, that collectives use without a copy."""
         return like.new_empty(size)
 
     @abstractmethod
@@ -279,12 +284,9 @@ class Ranks(Comm):
     """
 
     def __init__(
-        self,
-        split: Strategy | Mapping[str, int],
-        device: str = "cpu",
-        *,
+        self, split: Strategy | Mapping[str, int], device: str = "cpu", *,
         shares_memory: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Lay out as many ranks as the job has; every rank calls this.
 
         "cuda" is the device of `torch.cuda.set_device`. Ranks of one host that compute on CPUs

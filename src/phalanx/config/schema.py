@@ -170,6 +170,9 @@ class RunConfig:
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
     shared_memory: Annotated[bool, Use.LAW] = False
     """Whether ranks of one host that compute on CPUs share memory, where gloo would send."""
+    compress: Annotated[Literal["none", "auto", "bf16", "int8", "powersgd"], Use.LAW] = "none"
+    """How gradients travel over a slow dp, with errors that the next step makes up for; auto:
+    float32, bf16 or int8 as the link makes fastest."""
     debug_comm: Annotated[bool, Use.LAW] = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""

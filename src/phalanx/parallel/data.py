@@ -26,6 +26,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Comm, Ranks, local_shard
@@ -33,6 +34,7 @@ from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
 from phalanx.errors import TrainingError
+from phalanx.parallel.compression.compressor import Compressor
 from phalanx.parallel.reduce import (
     BUCKET_BYTES,
     GradientReducer,
@@ -182,7 +184,13 @@ class BucketedReducer(GradientReducer):
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._num_started = 0
         self._last = frozenset[nn.Parameter]()
+        self._compressor: Compressor | None = None
         self._add(parameters)
+
+    @override
+    def compress(self, compressor: Compressor) -> bool:
+        self._compressor = compressor
+        return True
 
     def retrain(self, trained: list[nn.Parameter]) -> bool:
         """Reduce these gradients from now on; True.
@@ -241,8 +249,13 @@ class BucketedReducer(GradientReducer):
         for bucket in self._buckets[self._num_started :]:
             if bucket.missing:
                 return
-            with named(f"gradient bucket {self._num_started}"):
-                bucket.pending = self.comm.all_reduce_start(bucket.open(self.comm), "grad")
+            flat, number = bucket.open(self.comm), self._num_started
+            with named(f"gradient bucket {number}"):
+                if self._compressor is None:
+                    bucket.pending = self.comm.all_reduce_start(flat, "grad")
+                else:
+                    parts = [*bucket.views.values()]
+                    bucket.pending = self._compressor.start(number, flat, parts)
             self._num_started += 1
 
     @torch.no_grad()
@@ -269,6 +282,8 @@ class BucketedReducer(GradientReducer):
         """Wait for what has begun, and leave the buckets as before a step."""
         self._wait()
         self._empty()
+        if self._compressor is not None:
+            self._compressor.forget()
 
     def _wait(self) -> None:
         for bucket in self._buckets:

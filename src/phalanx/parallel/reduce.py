@@ -33,6 +33,7 @@ from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.errors import StrategyError
 from phalanx.models.attention import to_device
+from phalanx.parallel.compression.compressor import Compressor
 
 BUCKET_BYTES = 25 * 1024 * 1024
 
@@ -101,6 +102,11 @@ class GradientReducer:
         del trained
         return False
 
+    def compress(self, compressor: Compressor) -> bool:
+        """Have buckets of gradients compressed; return False where there are none."""
+        del compressor
+        return False
+
     def abandon(self) -> None:
         """Forget a backward that has failed on every rank, so that the next begins a step anew."""
 
@@ -139,6 +145,10 @@ class OuterReducer(GradientReducer):
     @override
     def finish(self, phase: Phase = no_phase) -> None:
         self._inner.finish(phase)
+
+    @override
+    def compress(self, compressor: Compressor) -> bool:
+        return self._inner.compress(compressor)
 
     @override
     def abandon(self) -> None:

@@ -25,6 +25,7 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
+from phalanx.parallel.compression.choice import compress
 from phalanx.parallel.dropout import MaskPosition, Masks, naming_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
@@ -41,6 +42,7 @@ from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
 from phalanx.train.job.run_folder import check_unused
 from phalanx.train.loop import Stopped, train
+from phalanx.train.notice import announce
 from phalanx.train.precision import check_split, resolve
 from phalanx.train.report.summary import Summary
 from phalanx.train.session import Session
@@ -115,6 +117,7 @@ class ModuleSession(Session):
         )
         check_split(self.config, self.plan)
         runner = self.plan.build(comm)
+        announce(compress(runner.reducer, self.config.compress, strategy, self.config.precision))
         self.optimizer = optimizer_of(trainer.optimizer, model)
         self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle, drop_last=trainer.drop_last)

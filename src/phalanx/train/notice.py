@@ -30,6 +30,12 @@ def said_if_long(what: str) -> Generator[None]:
         timer.cancel()
 
 
+def announce(line: str) -> None:
+    """Print a line, unless it is empty, on rank 0."""
+    if line and dist.get_rank() == 0:
+        _say(line)
+
+
 @contextmanager
 def compiling(is_asked: bool) -> Generator[None]:
     """Run what compiles the blocks on its way, if they are to be compiled at all.

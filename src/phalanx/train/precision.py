@@ -16,6 +16,7 @@ import torch
 from phalanx.config.schema import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import has_fast_bfloat16
+from phalanx.parallel.compression.choice import check_compression
 from phalanx.parallel.plan import Plan
 
 
@@ -56,7 +57,7 @@ def resolve(name: str, device: str) -> Precision:
 
 
 def check_split(config: RunConfig, plan: Plan[Any]) -> None:
-    """Refuse to compile or scale what a strategy has split otherwise.
+    """Refuse to compile, scale or compress what a strategy has split otherwise.
 
     Raises:
         ConfigError: names the nearest setting that the strategy allows.
@@ -66,6 +67,7 @@ def check_split(config: RunConfig, plan: Plan[Any]) -> None:
             f"compile is set, but blocks split by {plan.uncompiled} are not made to be compiled; "
             "leave compile out, or use dp or fsdp"
         )
+    check_compression(config.compress, plan.strategy, config.precision)
     if config.precision == "float16" and (num_stages := plan.strategy.pp.degree) > 1:
         # Each rank's GradScaler lowers the scale for its own stage's overflow alone.
         raise ConfigError(

@@ -34,13 +34,14 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.compression.choice import compress
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner.planned import PlannedStep
 from phalanx.train.best import Best
 from phalanx.train.callback import Called, Extras
 from phalanx.train.job.resolve import Job, manifest_of
 from phalanx.train.job.run_folder import check_unused, keep_origin
-from phalanx.train.notice import said_if_long
+from phalanx.train.notice import announce, said_if_long
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
@@ -91,6 +92,7 @@ class TextSession(Session):
         with said_if_long("building the model"):
             fill = functools.partial(fill_initial, job.shape, config.seed)
             runner = self.plan.build(comm, fill)
+        announce(compress(runner.reducer, config.compress, self.plan.strategy, precision.name))
         if job.init is not None:
             with said_if_long(f"reading weights from {job.init.folder}"):
                 state.load_weights(job.init.folder, model)

@@ -1,0 +1,117 @@
+"""Which compressor a run has: as asked, or what the link between its ranks makes fastest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
+
+import torch
+
+from phalanx.comm.comm import Comm
+from phalanx.errors import ConfigError
+from phalanx.parallel.compression.compressor import AXIS, Compressor
+from phalanx.parallel.compression.low_rank import LowRankSum
+from phalanx.parallel.compression.rounded import Bf16, Int8, RoundedSum
+from phalanx.parallel.reduce import GradientReducer
+from phalanx.strategy import Strategy
+
+Compression = Literal["none", "auto", "bf16", "int8", "powersgd"]
+
+COMPRESSORS: Final[Mapping[str, Callable[[Comm], Compressor]]] = {
+    "bf16": lambda comm: RoundedSum(comm, Bf16()),
+    "int8": lambda comm: RoundedSum(comm, Int8()),
+    "powersgd": LowRankSum,
+}
+
+MEASURED: Final = ("bf16", "int8")
+"""What `auto` measures beside float32: all values arrive but for a rounding."""
+
+PROBE: Final = 1 << 20
+"""Values of the bucket that `auto` measures with."""
+
+ROUNDS: Final = 3
+"""How often `auto` times each way, in turns; the least counts."""
+
+LEAST_GAIN: Final = 1.2
+"""How many times faster than float32 a compressor has to be for `auto` to take it."""
+
+
+def check_compression(
+    compression: Compression, strategy: Strategy, precision: str, setting: str = "compress"
+) -> None:
+    """Refuse a compressor of gradients that no bucket of dp would use.
+
+    Raises:
+        ConfigError: names what the strategy or the precision lacks.
+    """
+    if compression in ("none", "auto"):
+        return
+    if not _has_buckets(strategy):
+        raise ConfigError(
+            f"{setting} is {compression}, but {strategy} sums no gradients in buckets of dp; use "
+            f"dp2 or more without fsdp, or leave {setting} out"
+        )
+    if precision == "float16":
+        raise ConfigError(
+            f"{setting} is {compression} and precision float16, whose scale of the loss changes "
+            "while errors wait for the next step; the nearest precision is bfloat16"
+        )
+
+
+def _has_buckets(strategy: Strategy) -> bool:
+    dp = strategy.dp
+    return dp.degree > 1 and dp.kind == "bucketed" and strategy.fsdp.degree == 1
+
+
+def compress(
+    reducer: GradientReducer | None, compression: Compression, strategy: Strategy, precision: str
+) -> str:
+    """Have a reducer compress as asked, and return what `auto` has measured, as text.
+
+    Every rank of the job calls this together.
+    """
+    is_allowed = reducer is not None and _has_buckets(strategy) and precision != "float16"
+    if reducer is None or compression == "none" or (compression == "auto" and not is_allowed):
+        return ""
+    name, said = str(compression), ""
+    if compression == "auto":
+        times_s = measured(reducer.comm)
+        name = fastest(times_s)
+        shown = ", ".join(f"{each} {1e3 * time_s:.1f} ms" for each, time_s in times_s.items())
+        said = f"gradients travel as {name}: {PROBE} values take {shown}"
+    if name in COMPRESSORS:
+        is_taken = reducer.compress(COMPRESSORS[name](reducer.comm))
+        assert is_taken, f"{strategy} has buckets of gradients"
+    return said
+
+
+def fastest(times_s: Mapping[str, float]) -> str:
+    """Return what is fastest; float32, unless another is `LEAST_GAIN` times as fast."""
+    name = min(times_s, key=times_s.__getitem__)
+    return name if times_s[name] * LEAST_GAIN <= times_s["float32"] else "float32"
+
+
+def measured(comm: Comm) -> dict[str, float]:
+    """Return the seconds in which each way sums a bucket over dp, of the slowest rank of the job.
+
+    Every rank of the job calls this together, and all get the same.
+    """
+    flat = torch.ones(PROBE, device=comm.device)
+    ways: dict[str, Callable[[], object]] = {"float32": lambda: comm.all_reduce(flat, AXIS, "max")}
+    for name in MEASURED:
+        compressor = COMPRESSORS[name](comm)
+        ways[name] = lambda it=compressor: it.start(0, flat.fill_(1), [flat]).wait()
+    rounds = [[_seconds(way, comm) for way in ways.values()] for _ in range(1 + ROUNDS)]
+    times_s = torch.tensor(rounds[1:], device=comm.device).amin(0)  # the first connects the ranks
+    comm.all_reduce(times_s, "job", "max")
+    return dict(zip(ways, times_s.tolist(), strict=True))
+
+
+def _seconds(way: Callable[[], object], comm: Comm) -> float:
+    comm.all_reduce(torch.zeros(1, device=comm.device), "job").cpu()  # which waits for a GPU too
+    begun_s = time.perf_counter()
+    way()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun_s

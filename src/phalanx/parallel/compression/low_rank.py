@@ -1,0 +1,124 @@
+"""PowerSGD: the sum of the gradients of a matrix, as a product of two narrow matrices.
+
+Of M[m, n], the gradient of a rank and its error, all ranks compute
+
+    P = sum_dp M Q          all-reduce of m x r;  P is then made orthonormal
+    Q = sum_dp M.T P        all-reduce of n x r
+    M <- P Q.T              the error is M - P (M.T P).T, of each rank's own M
+
+and begin the next step with this Q (Vogels et al., PowerSGD, 2019, algorithms 1 and 2). A rank
+sends r (m + n) of m n values. Gradients without two dimensions, and those that this does not make
+smaller, are summed as they are, with the first all-reduce.
+
+Every rank computes the orthonormal P from the same sum. Ranks on processors of one kind get the
+same bits, and their replicas stay equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from phalanx.comm.comm import Comm
+from phalanx.comm.pending import Pending
+from phalanx.parallel.compression.compressor import AXIS, Compressor, keep_finite
+
+RANK: Final = 4
+"""Columns of the narrow matrices, r."""
+
+
+@dataclass
+class _Matrix:
+    """A gradient of two dimensions or more, seen as M[m, n], between two steps.
+
+    Attributes:
+        error: [m, n], what was cut off; while a step is under way, M.
+        q: [n, r].
+    """
+
+    error: Tensor
+    q: Tensor
+
+
+class LowRankSum(Compressor):
+    """Sums buckets as the head of this file says."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
+        self._matrices: dict[tuple[int, int], _Matrix] = {}
+
+    @override
+    def _start(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> Pending:
+        wide = [at for at, part in enumerate(parts) if _is_wide(part)]
+        rest = [part for part in parts if not _is_wide(part)]
+        matrices = [self._matrix(number, at, parts[at]) for at in wide]
+        for at, matrix in zip(wide, matrices, strict=True):
+            matrix.error.add_(parts[at].reshape(matrix.error.shape))
+        narrow = [matrix.error @ matrix.q for matrix in matrices]
+        message = _joined([*narrow, *rest], flat)
+        hop = self.comm.all_reduce_start(message, AXIS)
+        finish = functools.partial(
+            self._finish, flat, [parts[at] for at in wide], rest, matrices, message, hop
+        )
+        return Pending(flat, begin=finish)
+
+    def _finish(
+        self, flat: Tensor, wide: Sequence[Tensor], rest: Sequence[Tensor],
+        matrices: Sequence[_Matrix], message: Tensor, hop: Pending,
+    ) -> Pending:  # fmt: skip
+        hop.wait()
+        sizes = [len(matrix.error) * RANK for matrix in matrices]
+        *sums, exact = message.split([*sizes, len(message) - sum(sizes)])
+        for part, total in zip(rest, exact.split([part.numel() for part in rest]), strict=True):
+            part.copy_(total.view_as(part))
+        bases = [torch.linalg.qr(each.view(-1, RANK)).Q for each in sums]
+        own = [matrix.error.T @ base for matrix, base in zip(matrices, bases, strict=True)]
+        totals = self.comm.all_reduce(_joined(own, flat), AXIS)
+        columns = totals.split([each.numel() for each in own])
+        for part, matrix, base, mine, total in zip(
+            wide, matrices, bases, own, columns, strict=True
+        ):
+            q = total.view(-1, RANK)
+            part.copy_((base @ q.T).view_as(part))
+            matrix.error.addmm_(base, mine.T, alpha=-1)
+            keep_finite(matrix.error)
+            matrix.q = torch.where(q.isfinite().all(), q, _first_q(q))
+        return Pending(flat)
+
+    def _matrix(self, number: int, at: int, part: Tensor) -> _Matrix:
+        if (number, at) not in self._matrices:
+            error = part.new_zeros(len(part), part.numel() // len(part), dtype=torch.float32)
+            q = _first_q(error.new_empty(error.shape[1], RANK))
+            self._matrices[number, at] = _Matrix(error, q)
+        return self._matrices[number, at]
+
+    @override
+    def forget(self) -> None:
+        self._matrices.clear()
+
+
+def _is_wide(part: Tensor) -> bool:
+    """Return whether two narrow matrices are half as large as a gradient, or less."""
+    if part.ndim < 2:
+        return False
+    m, n = part.shape[0], math.prod(part.shape[1:])
+    return 2 * RANK * (m + n) <= m * n
+
+
+def _first_q(like: Tensor) -> Tensor:
+    """Return a random matrix of a shape, the same on all ranks."""
+    generator = torch.Generator().manual_seed(len(like))
+    return torch.randn(like.shape, generator=generator).to(like.device)
+
+
+def _joined(parts: Sequence[Tensor], flat: Tensor) -> Tensor:
+    """Return parts in one message of float32."""
+    empty = flat.new_empty(0, dtype=torch.float32)
+    return torch.cat([empty, *(part.reshape(-1).float() for part in parts)])
