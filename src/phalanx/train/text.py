@@ -92,7 +92,8 @@ class TextSession(Session):
         with said_if_long("building the model"):
             fill = functools.partial(fill_initial, job.shape, config.seed)
             runner = self.plan.build(comm, fill)
-        announce(compress(runner.reducer, config.compress, self.plan.strategy, precision.name))
+        how = (config.compress, self.plan.strategy, precision.name)
+        announce(compress(runner.reducer, *how, is_resumed=job.start is not None))
         if job.init is not None:
             with said_if_long(f"reading weights from {job.init.folder}"):
                 state.load_weights(job.init.folder, model)

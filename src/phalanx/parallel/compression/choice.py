@@ -65,9 +65,14 @@ def _has_buckets(strategy: Strategy) -> bool:
 
 
 def compress(
-    reducer: GradientReducer | None, compression: Compression, strategy: Strategy, precision: str
+    reducer: GradientReducer | None,
+    compression: Compression,
+    strategy: Strategy,
+    precision: str,
+    *,
+    is_resumed: bool = False,
 ) -> str:
-    """Have a reducer compress as asked, and return what `auto` has measured, as text.
+    """Have a reducer compress as asked, and return what there is to say of it, perhaps nothing.
 
     Every rank of the job calls this together.
     """
@@ -83,6 +88,9 @@ def compress(
     if name in COMPRESSORS:
         is_taken = reducer.compress(COMPRESSORS[name](reducer.comm))
         assert is_taken, f"{strategy} has buckets of gradients"
+        if is_resumed:
+            lost = f"{name}: the checkpoint has no errors of compressed gradients; they begin at 0"
+            said = f"{said}\n{lost}".strip()
     return said
 
 

@@ -1,6 +1,6 @@
 """Tokens a second of training on two ranks, through shared memory and over gloo, in turns.
 
-python benchmarks/shared_memory/training.py [--rounds 3] [--steps 8] [--precision float32]
+python benchmarks/collectives/training.py [--rounds 3] [--steps 8] [--precision float32]
     [--strategies dp2 fsdp2 tp2] [--out FILE.json]
 """
 

@@ -1,6 +1,6 @@
 """Collectives through shared memory beside gloo's, in turns, one thread a rank.
 
-python benchmarks/shared_memory/main.py [--ranks 2 4] [--kib 64 1024 16384 65536] [--out FILE.json]
+python benchmarks/collectives/main.py [--ranks 2 4] [--kib 64 1024 16384 65536] [--out FILE.json]
 
 Rows: gloo's own collective; its gathers and reduce-scatters by direct exchange (comm/exchange.py);
 shared memory of tensors that lie there; and of tensors that are copied there.
