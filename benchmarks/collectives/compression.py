@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from phalanx.comm.comm import Ranks
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.compression import choice
+from phalanx.parallel.compression import chosen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import spread, write_result
@@ -36,7 +36,7 @@ def measure(mib: int) -> tuple[dict[str, list[float]], str]:
     flat = torch.randn(side * side)
     parts = [flat.view(side, side)]
     ways: dict[str, Callable[[], object]] = {"float32": lambda: comm.all_reduce(flat, "dp")}
-    for name, make in choice.COMPRESSORS.items():
+    for name, make in chosen.COMPRESSORS.items():
         compressor = make(comm)
         ways[name] = lambda it=compressor: it.start(0, flat, parts).wait()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -48,8 +48,8 @@ def measure(mib: int) -> tuple[dict[str, list[float]], str]:
             way()
             dist.barrier()
             seconds[name].append(time.perf_counter() - begin_s)
-    chosen = choice.fastest(choice.measured(comm))
-    return {name: values[1:] for name, values in seconds.items()}, chosen
+    fastest = chosen.fastest(chosen.measured(comm))
+    return {name: values[1:] for name, values in seconds.items()}, fastest
 
 
 def main() -> None:
@@ -64,14 +64,14 @@ def main() -> None:
         shaped = f'{SHAPED.format(args.mbit)} && exec "$0" "$@"'
         again = [sys.executable, *sys.argv]
         os.execvp("unshare", ["unshare", "--net", "sh", "-c", shaped, *again])
-    found, chosen = run_ranks(measure, args.ranks, args.mib, threads=1)[0]
+    found, fastest = run_ranks(measure, args.ranks, args.mib, threads=1)[0]
     print("| travels as | ms, median | min | max | float32 / this |")
     print("|---|---:|---:|---:|---:|")
     for name, values in found.items():
         pairs = zip(found["float32"], values, strict=True)
         ratio = statistics.median(whole / own for whole, own in pairs)
         print(f"| {name} | {spread([1e3 * value for value in values], '.1f')} | {ratio:.2f}x |")
-    print(f"auto: {chosen}")
+    print(f"auto: {fastest}")
     write_result(args.out, {"mbit": args.mbit, "ranks": args.ranks, "mib": args.mib, "s": found})
 
 

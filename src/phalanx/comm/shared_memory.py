@@ -45,10 +45,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm import ops
+from phalanx.comm.call_number import dtype_of, number_of, words_of
 from phalanx.comm.channels import SLOTS, AwaitedWord, Channels, Post
 from phalanx.comm.heap import Block, Heap
 from phalanx.comm.ranges import named as trace_named
-from phalanx.comm.reductions import REDUCTIONS, reduce_into
+from phalanx.comm.reductions import reduce_into
 from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, taken
 from phalanx.comm.waits import waiting
 from phalanx.errors import CollectiveMismatch, TrainingError, named
@@ -58,17 +59,6 @@ SMALL_BYTES: Final = 32 << 10
 
 CROWDED_TICK_S: Final = 1e-3
 """How long a rank sleeps for one collective while it has begun others."""
-
-OPS: Final = (
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    *("broadcast", "reduce", "swap", "message", "barrier"),
-)
-
-_DTYPES: Final = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    *(torch.complex64, torch.complex128),
-)
 
 _NUMBERS = itertools.count(1)
 
@@ -309,7 +299,7 @@ class SharedMemory(CommEngine):
 
     def _recv(self, out: Tensor, _given: Tensor, source: int, _is_spent: bool) -> Steps:
         self._received[source] = number = self._received.get(source, 0) + 1
-        call = _Call(self._coord, number, _what("message", out.dtype), out.nbytes)
+        call = _Call(self._coord, number, number_of("message", out.dtype), out.nbytes)
         theirs = yield from self._read(call, source)
         out.copy_(theirs)
         self._ack(call, source)
@@ -320,7 +310,7 @@ class SharedMemory(CommEngine):
         self, op: str, tensor: Tensor, option: Any = None, channel: int | None = None
     ) -> _Call:
         self._numbers[channel] = number = self._numbers.get(channel, 0) + 1
-        return _Call(channel, number, _what(op, tensor.dtype, option), tensor.nbytes)
+        return _Call(channel, number, number_of(op, tensor.dtype, option), tensor.nbytes)
 
     def _post(
         self, call: _Call, tensor: Tensor, readers: Sequence[int] | None = None, *,
@@ -369,13 +359,13 @@ class SharedMemory(CommEngine):
         if (post.num_bytes, post.what) != (call.num_bytes, call.what):
             ranks = [self._channels.members[coord].rank for coord in (self._coord, peer)]
             raise CollectiveMismatch(
-                f"{named(ranks[:1])} calls {_words(call.what, call.num_bytes)}, but "
-                f"{named(ranks[1:])} {_words(post.what, post.num_bytes)}; each rank must make the "
-                "same calls: --debug-comm, or phalanx.init(debug_comm=True), names their places",
+                f"{named(ranks[:1])} calls {words_of(call.what, call.num_bytes)}, but "
+                f"{named(ranks[1:])} {words_of(post.what, post.num_bytes)}; each rank must make "
+                "the same calls: --debug-comm, or phalanx.init(debug_comm=True), names places",
                 min(ranks),
             )
         memory = self._channels.members[peer].memory
-        return memory.tensor(post.offset, post.num_bytes, _dtype(call.what))
+        return memory.tensor(post.offset, post.num_bytes, dtype_of(call.what))
 
     def _read_all(self, call: _Call, mine: Tensor) -> Generator[AwaitedWord, None, list[Tensor]]:
         """Return the tensor of each rank, in their order."""
@@ -390,20 +380,3 @@ class SharedMemory(CommEngine):
     def _ack_all(self, call: _Call) -> None:
         for peer in self._others:
             self._ack(call, peer)
-
-
-def _what(op: str, dtype: torch.dtype, option: Any = None) -> int:
-    """Return a call as a number that is the same on all ranks."""
-    number = [*REDUCTIONS].index(option) if isinstance(option, str) else option or 0
-    return OPS.index(op) | _DTYPES.index(dtype) << 8 | number << 16
-
-
-def _dtype(what: int) -> torch.dtype:
-    return _DTYPES[what >> 8 & 255]
-
-
-def _words(what: int, num_bytes: int) -> str:
-    op, dtype, number = OPS[what & 255], str(_dtype(what)).removeprefix("torch."), what >> 16
-    option = f" {[*REDUCTIONS][number]}" if op == "all_reduce" else ""
-    root = f" with root {number}" if op in ("broadcast", "reduce") else ""
-    return f"{op}{option} of {num_bytes // _dtype(what).itemsize} {dtype}{root}"

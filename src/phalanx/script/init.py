@@ -62,10 +62,8 @@ def init(
     known = {"accumulation": accumulation, "seed": seed}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     facts = {"strategy": parsed and str(parsed), **known}
-    kind = attach(facts, device=device, timeout_s=timeout_s)
-    num_ranks = dist.get_world_size()
-    if parsed is None:
-        parsed = Strategy.parse(f"dp{num_ranks}")
+    kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
+    parsed = parsed or Strategy.parse(f"dp{num_ranks}")
     if parsed.num_ranks != num_ranks == 1:
         raise StrategyError(
             f"init: strategy '{parsed}' needs {parsed.num_ranks} ranks, but this is one process; "

@@ -25,7 +25,7 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
-from phalanx.parallel.compression.choice import compress
+from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.dropout import MaskPosition, Masks, naming_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
@@ -117,8 +117,6 @@ class ModuleSession(Session):
         )
         check_split(self.config, self.plan)
         runner = self.plan.build(comm)
-        how = (self.config.compress, strategy, self.config.precision)
-        announce(compress(runner.reducer, *how, is_resumed=self._is_resumed))
         self.optimizer = optimizer_of(trainer.optimizer, model)
         self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle, drop_last=trainer.drop_last)
@@ -144,6 +142,8 @@ class ModuleSession(Session):
         self._batches = self._passes()
 
     def _step_of(self, model: nn.Module, runner: Runner) -> Step:
+        how = (self.config.compress, self.strategy, self.config.precision)
+        announce(compress(runner.reducer, *how, is_resumed=self._is_resumed))
         objective = Sums(
             self.trainer.objective,
             has_stages=self.comm.size("pp") > 1,

@@ -16,7 +16,7 @@ import torch
 from phalanx.config.schema import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import has_fast_bfloat16
-from phalanx.parallel.compression.choice import check_compression
+from phalanx.parallel.compression.chosen import check_compression
 from phalanx.parallel.plan import Plan
 
 

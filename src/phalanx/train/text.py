@@ -34,7 +34,7 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.blocks import blocks_of
-from phalanx.parallel.compression.choice import compress
+from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner.planned import PlannedStep
 from phalanx.train.best import Best

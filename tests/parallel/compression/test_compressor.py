@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.compression.choice import COMPRESSORS
+from phalanx.parallel.compression.chosen import COMPRESSORS
 from phalanx.parallel.compression.compressor import Compressor
 from phalanx.parallel.compression.low_rank import RANK
 from phalanx.parallel.compression.rounded import BLOCK, Bf16, Int8

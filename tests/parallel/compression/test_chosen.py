@@ -13,8 +13,8 @@ from torch import nn
 from phalanx.comm.comm import Ranks
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.compression import choice
-from phalanx.parallel.compression.choice import check_compression, compress, fastest
+from phalanx.parallel.compression import chosen
+from phalanx.parallel.compression.chosen import check_compression, compress, fastest
 from phalanx.parallel.compression.rounded import RoundedSum
 from phalanx.parallel.data import BucketedReducer, apply
 from phalanx.strategy import Strategy
@@ -44,8 +44,8 @@ def test_float32_is_left_only_for_a_gain() -> None:
 def reducer_by_auto(shares_memory: bool, times_s: dict[str, float] | None) -> tuple[str, str]:
     comm = Ranks({"dp": 2}, shares_memory=shares_memory)
     reducer = apply(nn.Linear(2, 2), comm)
-    measured = choice.measured if times_s is None else lambda _: times_s
-    with patch.object(choice, "measured", measured):
+    measured = chosen.measured if times_s is None else lambda _: times_s
+    with patch.object(chosen, "measured", measured):
         said = compress(reducer, "auto", Strategy.parse("dp2"), "float32")
     assert isinstance(reducer, BucketedReducer)
     found = reducer._compressor
@@ -64,12 +64,12 @@ def test_what_was_measured_decides(int8_s: float, compressor: str, said: str) ->
 
 
 def times() -> dict[str, float]:
-    return choice.measured(Ranks({"dp": 2}))
+    return chosen.measured(Ranks({"dp": 2}))
 
 
 def test_all_ranks_have_the_times_of_the_slowest() -> None:
     first, second = run_ranks(times, 2)
-    assert first == second and list(first) == ["float32", *choice.MEASURED]
+    assert first == second and list(first) == ["float32", *chosen.MEASURED]
     assert min(first.values()) > 0
 
 
@@ -84,13 +84,13 @@ SLOW_LINK = """
 import statistics, sys, time
 import torch, torch.distributed as dist
 from phalanx.comm.comm import Ranks
-from phalanx.parallel.compression import choice
+from phalanx.parallel.compression import chosen
 from phalanx.launch.local import run_ranks
 
 def timed():
     comm = Ranks({"dp": 4})
-    times = choice.measured(comm)
-    return times["float32"] / times["int8"], choice.fastest(times)
+    times = chosen.measured(comm)
+    return times["float32"] / times["int8"], chosen.fastest(times)
 
 if __name__ == "__main__":
     for gain, name in run_ranks(timed, 4, threads=1):
@@ -121,6 +121,6 @@ def test_over_one_gigabit_int8_is_chosen(tmp_path: Path) -> None:
 
 
 def test_every_compressor_is_one_of_the_setting() -> None:
-    names = set(choice.Compression.__args__) - {"none", "auto"}
-    assert set(choice.COMPRESSORS) == names and set(choice.MEASURED) <= names
-    assert torch.ones(choice.PROBE).nbytes == 4 << 20
+    names = set(chosen.Compression.__args__) - {"none", "auto"}
+    assert set(chosen.COMPRESSORS) == names and set(chosen.MEASURED) <= names
+    assert torch.ones(chosen.PROBE).nbytes == 4 << 20

@@ -95,7 +95,7 @@ def compress(
 
 
 def fastest(times_s: Mapping[str, float]) -> str:
-    """Return what is fastest; float32, unless another is `LEAST_GAIN` times as fast."""
+    """Return the fastest way; float32, unless another is `LEAST_GAIN` times as fast."""
     name = min(times_s, key=times_s.__getitem__)
     return name if times_s[name] * LEAST_GAIN <= times_s["float32"] else "float32"
 

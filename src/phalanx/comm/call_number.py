@@ -1,0 +1,39 @@
+"""A collective of shared memory as a number, by which ranks compare their calls."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from phalanx.comm.reductions import REDUCTIONS
+
+OPS: Final = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    *("broadcast", "reduce", "swap", "message", "barrier"),
+)
+
+DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
+)
+
+
+def number_of(op: str, dtype: torch.dtype, option: Any = None) -> int:
+    """Return a call as a number that is the same on all ranks."""
+    number = [*REDUCTIONS].index(option) if isinstance(option, str) else option or 0
+    return OPS.index(op) | DTYPES.index(dtype) << 8 | number << 16
+
+
+def dtype_of(what: int) -> torch.dtype:
+    """Return the data type of such a call."""
+    return DTYPES[what >> 8 & 255]
+
+
+def words_of(what: int, num_bytes: int) -> str:
+    """Return such a call in words, for a message."""
+    op, dtype, number = OPS[what & 255], str(dtype_of(what)).removeprefix("torch."), what >> 16
+    option = f" {[*REDUCTIONS][number]}" if op == "all_reduce" else ""
+    root = f" with root {number}" if op in ("broadcast", "reduce") else ""
+    return f"{op}{option} of {num_bytes // dtype_of(what).itemsize} {dtype}{root}"
