@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -26,6 +27,11 @@ from phalanx.models.decoder import Decoder
 
 VOCABULARY = 97
 NUM_NEW = 24
+DEMAND = 32 * 44
+"""Positions that 32 prompts and their continuations fill, about."""
+
+GRID = list(itertools.product((1, 4, 16), (1, 7, 64, 512), (True, False), (True, False)))
+"""Block sizes, budgets, whether prefixes are found, and whether the pool is ample."""
 
 
 @functools.cache

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from models_and_prompts import NUM_NEW, engine, expected, prompts, twins
+from models_and_prompts import DEMAND, GRID, NUM_NEW, engine, expected, prompts, twins
 
 from phalanx.infer.options import Sampling
 from phalanx.infer.paged import FlatStep
@@ -25,10 +24,6 @@ def _one_thread() -> Iterator[None]:
 
 GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0)
 FAMILIES = ("llama-tied-llama3-rope", "qwen2", "qwen3-tied-every-other-window", "phi3", "olmo2")
-DEMAND = 32 * 44
-"""Positions that 32 prompts and their continuations fill, about."""
-
-GRID = list(itertools.product((1, 4, 16), (1, 7, 64, 512), (True, False), (True, False)))
 QUICK = {(1, 64, True, False), (4, 7, True, False), (16, 512, True, True), (16, 64, False, False)}
 
 

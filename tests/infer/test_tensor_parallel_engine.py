@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models_and_prompts import NUM_NEW, expected, prompts, twins
+from models_and_prompts import DEMAND, GRID, NUM_NEW, expected, prompts, twins
 from served_model import published
 
 from phalanx.cli.main import main
@@ -32,23 +32,41 @@ def write(out: Path, served: Served, texts: TextEngine) -> None:
     out.write_text(json.dumps(found))
 
 
+QUICK = (4, 64, True, False)
+CELLS = [
+    *(("tp2", *cell) for cell in GRID),
+    ("tp2:megatron", *QUICK),
+    ("tp2:megatron", 16, 512, True, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "cache_tokens"),
-    [
-        ("tp2", 490),
-        pytest.param("tp2", 2800, marks=pytest.mark.slow),
-        pytest.param("tp2:megatron", 490, marks=pytest.mark.slow),
-    ],
+    ("strategy", "block_size", "budget", "finds_prefixes", "is_ample"),
+    [pytest.param(*c, marks=[] if c == ("tp2", *QUICK) else pytest.mark.slow) for c in CELLS],
 )
-def test_tokens_equal_generate(strategy: str, cache_tokens: int, tmp_path: Path) -> None:
+def test_tokens_equal_generate(
+    strategy: str,
+    block_size: int,
+    budget: int,
+    finds_prefixes: bool,
+    is_ample: bool,
+    tmp_path: Path,
+) -> None:
     config = EngineConfig(
-        strategy=strategy, precision="float32", cache_tokens=cache_tokens, block_size=4, budget=64
+        strategy=strategy,
+        precision="float32",
+        cache_tokens=2 * DEMAND if is_ample else int(0.35 * DEMAND),
+        block_size=block_size,
+        budget=budget,
+        prefix_cache=finds_prefixes,
     )
     out = tmp_path / "found.json"
     with_engine(published(tmp_path), config, functools.partial(write, out))
     num_preemptions, num_found, tokens = json.loads(out.read_text())
     assert tokens == expected("llama", 32)
-    assert num_found > 0 and (num_preemptions > 0) is (cache_tokens == 490)
+    assert (num_found > 0) is finds_prefixes
+    if budget > 7:
+        assert (num_preemptions > 0) is not is_ample
 
 
 def fail_amid_a_step(out: Path, served: Served, texts: TextEngine) -> None:
