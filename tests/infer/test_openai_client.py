@@ -42,3 +42,29 @@ def test_the_client_of_openai(folder: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="there is no model"):
             client.completions.create(prompt="a", model="other")
         client.close()
+
+
+@pytest.mark.slow
+def test_answers_are_as_openai_describes_them(folder: Path) -> None:
+    types = pytest.importorskip("openai.types", reason="the openai client is not installed")
+    options: dict[str, Any] = {"max_tokens": 4, "n": 2, "ignore_eos": True}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], **options}
+    chat |= {"logprobs": True, "top_logprobs": 2}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    with serving(folder) as server:
+        text = {"prompt": "Once", "logprobs": 2, **options}
+        _, whole = server.ask("/v1/completions", text)
+        pieces = server.events("/v1/completions", {**text, **stream})
+        for each in pieces:  # the description has no null there, and OpenAI's streams do
+            for choice in each["choices"]:
+                choice["finish_reason"] = choice["finish_reason"] or "length"
+        for each in (whole, *pieces):
+            types.Completion.model_validate(each, strict=True)
+        _, whole = server.ask("/v1/chat/completions", chat)
+        types.chat.ChatCompletion.model_validate(whole, strict=True)
+        for each in server.events("/v1/chat/completions", {**chat, **stream}):
+            types.chat.ChatCompletionChunk.model_validate(each, strict=True)
+        for each in server.ask("/v1/models")[1]["data"]:
+            types.Model.model_validate(each, strict=True)
+        _, refused = server.ask("/v1/completions", {"prompt": []})
+        types.ErrorObject.model_validate(refused["error"])

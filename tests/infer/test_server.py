@@ -148,6 +148,12 @@ def test_a_refusal_has_a_reason(client: Client, body: Any, status: int, words: s
     assert client.ask("/health") == (200, {"status": "ok"})
 
 
+def test_two_names_of_one_limit_are_refused(client: Client) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    status, answer = client.ask("/v1/chat/completions", {**body, "max_completion_tokens": 3})
+    assert status == 400 and "give one of them" in answer["error"]["message"]
+
+
 def test_what_can_be_looked_at(client: Client) -> None:
     assert client.ask("/v1/models")[1]["data"][0]["id"] == "hf"
     assert client.ask("/no/such")[0] == 404 and client.ask("/v1/completions")[0] == 405
@@ -324,6 +330,30 @@ def test_broken_http_ends_no_server(client: Client, caplog: pytest.LogCaptureFix
         assert client.ask("/health")[0] == 200
     logger.removeHandler(caplog.handler)
     assert not caplog.text
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.infer.app.BODY_TIMEOUT_S", 0.1)
+    for rest, status in (
+        (b"Content-Length: 100\r\n\r\n{", b"408"),
+        (b"Content-Length: 9999999\r\n\r\n" + b" " * 5001, b"413"),
+        (b"Transfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n%b\r\n" % (b" " * 1000) * 6, b"413"),
+    ):
+        with socket.create_connection(("127.0.0.1", client.port), timeout=30) as raw:
+            raw.sendall(HEAD + rest)
+            answer = b"".join(iter(lambda: raw.recv(65536), b""))  # until the server closes
+        assert answer.startswith(b"HTTP/1.1 " + status), answer
+
+
+def test_a_stop_text_of_several_tokens_ends_a_stream_before_it(client: Client) -> None:
+    body = {"prompt": "Once", "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    whole = client.ask("/v1/completions", body)[1]["choices"][0]["text"]
+    body |= {"stop": [whole[9:14], "never"], "stream": True}
+    pieces = [event["choices"][0] for event in client.events("/v1/completions", body)]
+    assert "".join(piece["text"] for piece in pieces) == whole[: whole.index(whole[9:14])]
+    assert pieces[-1]["finish_reason"] == "stop" and len(pieces) > 2
 
 
 def test_an_engine_that_fails_answers_all_who_wait(

@@ -53,6 +53,9 @@ from phalanx.infer.texts import TextEngine
 BODY_TIMEOUT_S: Final = 30.0
 """How long the body of a request may take to come."""
 
+CLOSE: Final = {"Connection": "close"}
+"""Of an answer before the whole body has come, of which the rest is not waited for."""
+
 DEFAULT_TOKENS: Final = 16
 """Tokens of a completion that names no number, as OpenAI's; a chat takes all that fit."""
 
@@ -135,6 +138,10 @@ class Gateway:
         body: ChatBody = await self._body(request, ChatBody)
         if body.top_logprobs is not None and not body.logprobs:
             raise ConfigError("top_logprobs: it needs logprobs: true")
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise ConfigError(
+                "max_tokens and max_completion_tokens are one thing; give one of them"
+            )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         prompt = self._chat.encode(body.messages)
         room = self.thread.texts.engine.most_tokens - len(prompt)
@@ -160,11 +167,12 @@ class Gateway:
                     content += part
                     if len(content) > self.limits.max_body_bytes:
                         most = f"{self.limits.max_body_bytes:,}"
-                        raise HTTPException(413, f"the body has more than {most} bytes")
+                        raise HTTPException(413, f"the body has more than {most} bytes", CLOSE)
         except ClientDisconnect:
             raise HTTPException(499, "the client has left") from None
         except TimeoutError:
-            raise HTTPException(408, f"the body took over {BODY_TIMEOUT_S:.0f} s") from None
+            why = f"the body took over {BODY_TIMEOUT_S:g} s"
+            raise HTTPException(408, why, CLOSE) from None
         body = parse(kind, bytes(content))
         if body.model not in (None, self.served.name):
             raise HTTPException(
