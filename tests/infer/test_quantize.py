@@ -1,4 +1,4 @@
-"""int8 weights and an int8 cache: what they take, and how far the logits move."""
+"""int8 weights, and a cache in int8 or fp8: what they take, and how far the logits move."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from models_and_prompts import engine, prompts, twins
 from served_model import published
 
 from phalanx.cli.main import main
-from phalanx.infer.assembly import cache_sizes, engine_of
+from phalanx.infer.assembly import STORED, cache_sizes, engine_of
 from phalanx.infer.options import EngineConfig, Sampling
-from phalanx.infer.paged import FlatStep, Int8Cache, StepSpan
+from phalanx.infer.paged import FlatStep, QuantizedCache, StepSpan
 from phalanx.infer.quantize import quantize_linears, quantized
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.served import open_served
@@ -26,6 +26,13 @@ def test_each_channel_is_rounded_by_its_own_scale() -> None:
     assert q.dtype == torch.int8 and scale.shape == (5, 1)
     assert ((q * scale - x).abs() <= 0.501 * scale).all()
     assert (q[3] == 0).all() and int(q[0].abs().max()) == 127
+
+
+def test_fp8_keeps_the_size_of_each_number() -> None:
+    x = torch.randn(5, 40).exp() * torch.tensor([1e-6, 1.0, 1e3, 0.0, 1.0])[:, None]
+    q, scale = quantized(x, torch.float8_e4m3fn)
+    assert ((q.float() * scale - x).abs() <= x / 16 + scale * 2**-10).all()
+    assert float(q[0].float().max()) == 448
 
 
 def logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
@@ -44,18 +51,26 @@ def test_the_logits_move_little(name: str) -> None:
     runner: Any = served._logits  # pyright: ignore[reportPrivateUsage]
     expected = logits(runner, prompt)
     sizes = cache_sizes(model.shape, served.scheduler.pool)
-    cache = Int8Cache(sizes, 16, torch.float32, torch.device("cpu"))
-    assert cache.nbytes < 0.5 * runner.cache.nbytes  # heads of 8 numbers; wider ones are nearer 1/4
+    device = torch.device("cpu")
+    int8, fp8 = (
+        QuantizedCache(sizes, 16, torch.float32, device, stored) for stored in STORED.values()
+    )
+    assert int8.nbytes < 0.5 * runner.cache.nbytes  # heads of 8 numbers; wider ones are nearer 1/4
+    assert fp8.nbytes == int8.nbytes
     small = copy.deepcopy(model)
     quantize_linears(small)
-    for changed in (ModelRunner(model, cache), ModelRunner(small, runner.cache)):
-        error = (logits(changed, prompt) - expected).abs().max() / expected.abs().max()
-        assert 0 < error < 0.02
+    changed = (ModelRunner(model, int8), ModelRunner(small, runner.cache), ModelRunner(model, fp8))
+    for each, most in zip(changed, (0.02, 0.02, 0.1), strict=True):
+        error = (logits(each, prompt) - expected).abs().max() / expected.abs().max()
+        assert 0 < error < most
 
 
-def test_an_engine_of_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_an_engine_that_rounds(
+    kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = published(tmp_path)
-    config = EngineConfig(weights="int8", cache="int8", precision="float32", cache_tokens=640)
+    config = EngineConfig(weights="int8", cache=kind, precision="float32", cache_tokens=640)
     served = engine_of(open_served(folder), config).engine
     found = served.generate(prompts(8), Sampling(max_tokens=9, temperature=0, ignore_end=True))
     assert all(len(tokens) == 9 for tokens in found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from phalanx.checkpoint.weights import load_decoder
@@ -9,7 +11,7 @@ from phalanx.data.tokenizer import count_ids
 from phalanx.errors import ConfigError
 from phalanx.infer.engine import Engine, LiveLogits
 from phalanx.infer.options import EngineConfig
-from phalanx.infer.paged import Int8Cache, KVCache
+from phalanx.infer.paged import KVCache, QuantizedCache
 from phalanx.infer.pool import BlockPool
 from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
@@ -19,6 +21,9 @@ from phalanx.infer.texts import TextEngine
 from phalanx.measure.environment import free_memory_bytes, has_fast_bfloat16
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+
+STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Data types of the caches that round."""
 
 CACHE_PART = 0.3
 """Most of the free memory that the cache takes unless its size is given."""
@@ -89,8 +94,10 @@ def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: 
     """Return an empty cache on the device of a model."""
     weight = next(model.parameters())
     sizes = cache_sizes(model.shape, pool, num_shards)
-    kind = Int8Cache if config.cache == "int8" else KVCache
-    return kind(sizes, config.block_size, weight.dtype, weight.device)
+    if config.cache == "full":
+        return KVCache(sizes, config.block_size, weight.dtype, weight.device)
+    stored = STORED[config.cache]
+    return QuantizedCache(sizes, config.block_size, weight.dtype, weight.device, stored)
 
 
 def cache_sizes(
@@ -112,7 +119,7 @@ def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> 
     longest = -(-shape.max_seq_len // size)
     num_groups = shape.num_kv_heads // num_shards
     head_bytes = weight.dtype.itemsize * shape.head_dim
-    if config.cache == "int8":
+    if config.cache != "full":
         head_bytes = shape.head_dim + torch.float32.itemsize
     token_bytes = 2 * shape.num_layers * num_groups * head_bytes
     # The ranks of a host share its memory; each GPU has its own.

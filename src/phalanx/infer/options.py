@@ -84,8 +84,9 @@ class EngineConfig:
     weights: Literal["full", "int8"] = "full"
     """int8 rounds the linear maps of the blocks, a scale for each output; less memory, not less
     time."""
-    cache: Literal["full", "int8"] = "full"
-    """int8 rounds keys and values, a scale for each position and head."""
+    cache: Literal["full", "int8", "fp8"] = "full"
+    """int8 and fp8 (E4M3) round keys and values, a scale for each position and head; int8 is
+    nearer."""
     prefix_cache: bool = True
     """Find the keys and values of prompts that begin alike, and compute them once."""
     chunked_prefill: bool = True

@@ -112,8 +112,8 @@ class KVCache:
         return keys.index_select(0, slots), values.index_select(0, slots)
 
 
-class Int8Cache(KVCache):
-    """The same in int8, with a scale for each position and head; read in the type it is made for.
+class QuantizedCache(KVCache):
+    """The same in int8 or float8, with a scale for each position and head; read in `dtype`.
 
     Attributes:
         key_scales, value_scales: [L, S, G, 1], float32.
@@ -125,8 +125,9 @@ class Int8Cache(KVCache):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype = torch.int8,
     ) -> None:
-        super().__init__(sizes, block_size, torch.int8, device)
+        super().__init__(sizes, block_size, stored, device)
         self._dtype = dtype
         shape = (*self.keys.shape[:3], 1)
         self.key_scales = torch.zeros(shape, device=device)
@@ -138,15 +139,18 @@ class Int8Cache(KVCache):
 
     @override
     def write(self, layer: int, slots_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
-        values = (*quantized(k_NGK), *quantized(v_NGK))
-        homes = (self.keys, self.key_scales, self.values, self.value_scales)
-        for home, value in zip(homes, values, strict=True):
-            home[layer].index_copy_(0, slots_N, value)
+        k, key_scales = quantized(k_NGK, self.keys.dtype)
+        v, value_scales = quantized(v_NGK, self.values.dtype)
+        for home, value in ((self.keys, k), (self.values, v)):  # torch copies no float8 by index
+            home[layer].view(torch.uint8).index_copy_(0, slots_N, value.view(torch.uint8))
+        self.key_scales[layer].index_copy_(0, slots_N, key_scales)
+        self.value_scales[layer].index_copy_(0, slots_N, value_scales)
 
     @override
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         k, v, key_scales, value_scales = (part[layer][slots] for part in self.parts())
-        return (k * key_scales).to(self._dtype), (v * value_scales).to(self._dtype)
+        k, v = k.float() * key_scales, v.float() * value_scales
+        return k.to(self._dtype), v.to(self._dtype)
 
 
 class PagedAttention:

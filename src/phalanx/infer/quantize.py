@@ -9,7 +9,7 @@ Suffixes: O outputs, I inputs of a linear map.
 from __future__ import annotations
 
 from types import MethodType
-from typing import cast
+from typing import Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,19 @@ from torch import Tensor, nn
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import Linear
 
+LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest number of each type that is rounded to (E4M3: Micikevicius et al. 2022, table 1)."""
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x in int8, and the scales over its last dimension: x is about q * scale."""
+
+def quantized(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Return x in a type of one byte, and the scales of its last dimension: x is about q * scale.
+
+    int8 has an error of at most half a scale, float8 of at most 1/16 of each number.
+    """
     largest = x.abs().amax(-1, keepdim=True).float()
-    scale = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (x / scale).round_().to(torch.int8), scale
+    scale = (largest / LARGEST[dtype]).clamp_(min=torch.finfo(torch.float32).tiny)
+    q = x / scale
+    return (q.round_() if dtype == torch.int8 else q).to(dtype), scale
 
 
 @torch.no_grad()

@@ -1,22 +1,24 @@
-"""What int8 weights and an int8 cache change: bytes, logits, tokens and time, beside float32.
+"""What weights of int8 and caches of int8 or fp8 change: bytes, logits, tokens and time.
 
-python benchmarks/inference/int8.py --rounds 3
+python benchmarks/inference/rounded.py --rounds 3
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from phalanx.infer.assembly import cache_sizes
+from phalanx.infer.assembly import STORED, cache_sizes
 from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
-from phalanx.infer.paged import Int8Cache, KVCache
+from phalanx.infer.paged import KVCache, QuantizedCache
 from phalanx.infer.pool import BlockPool
 from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
@@ -24,7 +26,7 @@ from phalanx.infer.scheduler import Scheduler
 from throughput import CACHE_TOKENS, twins, workload
 
 
-def engine(model: Any, cache_type: type[KVCache]) -> tuple[Engine, int]:
+def engine(model: Any, cache_type: Callable[..., KVCache]) -> tuple[Engine, int]:
     pool = BlockPool(CACHE_TOKENS // 16, 16)
     cache = cache_type(cache_sizes(model.shape, pool), 16, torch.float32, torch.device("cpu"))
     made = Engine(ModelRunner(model, cache), Scheduler(pool), max_seq_len=model.shape.max_seq_len)
@@ -39,11 +41,13 @@ def main() -> None:
     full, _ = twins()
     small = copy.deepcopy(full)
     quantize_linears(small)
-    kinds = {
+    int8, fp8 = (functools.partial(QuantizedCache, stored=each) for each in STORED.values())
+    kinds: dict[str, tuple[Any, Callable[..., KVCache]]] = {
         "float32": (full, KVCache),
-        "int8 cache": (full, Int8Cache),
+        "int8 cache": (full, int8),
+        "fp8 cache": (full, fp8),
         "int8 weights": (small, KVCache),
-        "both": (small, Int8Cache),
+        "int8 weights and cache": (small, int8),
     }
     prompts, lengths = workload(32)
     samplings = [Sampling(max_tokens=n, temperature=0, logprobs=0) for n in lengths]
