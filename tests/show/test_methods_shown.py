@@ -7,6 +7,7 @@ import torch
 
 from marks import by_hand
 from phalanx.comm.algorithms.catalogue import COLLECTIVES, algorithms_of, list_steps
+from phalanx.errors import ConfigError
 from phalanx.show import main_device, one_step, owner
 from phalanx.show.collective import ShowCollective, show_collective
 from phalanx.show.point_to_point import show_messages
@@ -70,6 +71,11 @@ def test_a_step_sends_what_its_plan_says(topic: str) -> None:
     counted, planned = said[3], said[said.index("says") + 1].rstrip(".")
     # Buckets of another size are as many bytes.
     assert counted == planned and "All ranks have the loss" in str(shown.parts[-1])
+
+
+def test_ranks_that_no_two_groups_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ranks is 3; hsdp .* the nearest is 2"):
+        one_step.show_step("hsdp", ShowRun(ranks=3))
 
 
 def test_buckets_leave_last_layers_first_under_backward() -> None:

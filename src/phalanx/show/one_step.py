@@ -22,6 +22,7 @@ from phalanx.comm.algorithms.steps import runs_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger, Tally, sent_bytes
 from phalanx.config import OptimizerConfig
+from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import Kind, MemoryLedger
 from phalanx.models.decoder import Decoder
@@ -109,10 +110,15 @@ def show_step(topic: str, config: ShowRun) -> Shown:
     """Run a step under the strategy of a topic.
 
     Raises:
-        StrategyError: the strategy has no such number of ranks.
+        ConfigError: the strategy has no such number of ranks.
     """
     example = STRATEGIES[topic]
     strategy = example.strategy_of(config.ranks)
+    if strategy.num_ranks != config.ranks:
+        raise ConfigError(
+            f"ranks is {config.ranks}; {topic} has ranks in two equal groups; the nearest is "
+            f"{strategy.num_ranks}"
+        )
     found: list[RankStep] = run_ranks(take_step, strategy.num_ranks, example, threads=1)
     first = found[0]
     grids: list[Grid | Strip] = [holdings(found), memory(f"rank of {strategy}", found)]

@@ -5,8 +5,9 @@
     shards   every layer lies in N parts, one a rank  all-gather, compute, free; gradients are
                                                       reduce-scattered (fully_shard, ours)
 
-Both hold 1/N of the weights. With owners one rank sends while the others receive; with shards all
-links carry the same, and no rank holds more than the others, whatever the layers' sizes.
+Both hold each weight once. With owners one rank sends a layer while the others receive, and a rank
+holds what its layers have; with shards all links carry the same, and all ranks hold the same,
+whatever the layers' sizes.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def show_fsdp(config: ShowRun) -> Shown:
     steps = run_ranks(take_step, num_ranks, STRATEGIES["zero3"], threads=1)
     parts += [holdings(steps), journal(steps[0].events)]
     parts.append(
-        "At once: a gather that stands before a forward or backward in the list travels while that "
-        "module computes, and so does a reduction after it. The next block's weights travel under "
-        "this block's forward."
+        "At once: the last gather before `forward block 0` is of block 1, and travels while block "
+        "0 computes. The gather after `backward block 1` is of block 0, and travels under that "
+        "backward; a reduction travels under the backward that follows it."
     )
     return Shown(
         f"sharded weights by owners and by shards, {num_ranks} ranks",

@@ -60,8 +60,8 @@ STRATEGIES: Final = {
         "a step with sharded optimizer state",
         "fsdpN:zero1",
         [
-            "Masters, gradients and moments are sharded; the weights are gathered once a step and "
-            "stay, and gradients are reduced once a step, whole."
+            "Masters and moments are sharded; the weights are gathered once a step and stay. "
+            "Gradients are summed whole over microbatches, and reduced to shards once a step."
         ],
         "ZeroRedundancyOptimizer(params, torch.optim.AdamW)",
     ),
