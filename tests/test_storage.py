@@ -73,3 +73,26 @@ def test_a_destination_below_a_circle_of_links_is_looked_at(tmp_path: Path) -> N
     storage.check_free(tmp_path / "source", tmp_path / "circle" / "x")
     with pytest.raises(ConfigError, match="lies in"):
         storage.check_free(tmp_path / "source", tmp_path / "source" / "x")
+
+
+def test_a_file_that_a_user_names_is_read_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device has no end, and a pipe is waited for."""
+    monkeypatch.setattr(storage, "MOST_TEXT_BYTES", 4)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_text("12345")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    (tmp_path / "short").write_text("1234")
+    (tmp_path / "link").symlink_to("short")
+    for path, words in {
+        Path("/dev/zero"): "is no regular file",
+        tmp_path / "pipe": "is no regular file",
+        tmp_path: "Is a directory",
+        tmp_path / "none": "No such file",
+        tmp_path / "long": "it has more than",
+        tmp_path / "bytes": "it is not UTF-8",
+    }.items():
+        with pytest.raises(ConfigError, match=f"cannot read {path}: .*{words}"):
+            storage.read_text(path)
+    assert storage.read_text(tmp_path / "link") == "1234"

@@ -31,6 +31,9 @@ Checksum = tuple[int, str]
 PARTIAL: Final = ".partial"
 """What the name of a file or folder ends with while it is written."""
 
+MOST_TEXT_BYTES: Final = 64 << 20
+"""Largest text file that is read at once."""
+
 STALE_S: Final = 24 * 3600.0
 """How long nothing has changed in a folder that a process left half written."""
 
@@ -58,6 +61,27 @@ def open_regular(path: Path, *, may_be_link: bool = False) -> io.FileIO:
         file.close()
         raise CheckpointError(f"{path} is no regular file")
     return file
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file that the user names.
+
+    Raises:
+        ConfigError: it cannot be read, is no regular file, is not UTF-8, or has more than
+            MOST_TEXT_BYTES.
+    """
+    try:
+        with io.BufferedReader(open_regular(path, may_be_link=True)) as file:
+            text = file.read(MOST_TEXT_BYTES + 1)
+        if len(text) > MOST_TEXT_BYTES:
+            raise ConfigError(f"cannot read {path}: it has more than {MOST_TEXT_BYTES >> 20} MiB")
+        return text.decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8") from None
+    except CheckpointError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def open_to_append(path: Path) -> io.TextIOWrapper:

@@ -67,6 +67,7 @@ def test_the_table_has_the_error_of_each_group(
         (None, "--runs is missing"),
         ("{", "line 1 is no JSON"),
         ("[]", "line 1 has no id"),
+        ("[" * 100_000, "line 1 is no JSON"),
         (b"\xff", "it is not UTF-8"),
     ],
 )

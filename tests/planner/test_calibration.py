@@ -103,7 +103,9 @@ def test_the_file_in_the_cache_is_that_of_this(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 1}', '{"format": 0, "levels": []}', '"format"']
+    "text",
+    ["", "[]", "{}", '{"format": 1}', '{"format": 0, "levels": []}', '"format"', "[" * 100_000],
+    ids=lambda text: text[:20],
 )
 def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"

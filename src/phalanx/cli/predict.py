@@ -17,6 +17,7 @@ from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError
 from phalanx.planner import published
+from phalanx.storage import read_text
 
 NEEDED: Final = ("id", "hardware", "num_gpus", "model", "seq_len", "parallel")
 """Fields of a run without which it is none."""
@@ -66,18 +67,14 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: it cannot be read, or a line is no run.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"cannot read {path}: {why}") from None
+    lines = read_text(path).splitlines()
     return [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}, line {number} is no JSON: {error}; expected one object a line"
         ) from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phalanx.errors import ConfigError
+from phalanx.storage import read_text
 
 PRECISIONS: Final[Mapping[str, str]] = {
     **{"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "auto": "auto"},
@@ -23,11 +24,7 @@ def read_properties(path: Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: the file cannot be read, or a value is none that its key may have.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"cannot read {path}: {why}") from None
+    lines = read_text(path).splitlines()
     found: dict[str, Any] = {}
     left_out: list[str] = []
     for number, line in enumerate(map(str.strip, lines), 1):

@@ -17,7 +17,7 @@ from typing import Any, Final
 from phalanx.account import host
 from phalanx.errors import ConfigError
 from phalanx.planner.machine import Cluster, Core, Device, Level, Link, OpCost
-from phalanx.storage import replace_file
+from phalanx.storage import read_text, replace_file
 
 THIS: Final = "this"
 """The name of the machine at hand, and of its calibration file, which is in the user's cache."""
@@ -167,8 +167,12 @@ def read(path: Path) -> Calibration:
     Raises:
         ConfigError: there is no such file, or it is none.
     """
+    if not path.exists():
+        advice = "phalanx bench comm --write makes one"
+        raise ConfigError(f"{path}: there is no such file; {advice}")
+    text = read_text(path)
     try:
-        document: dict[str, Any] = json.loads(path.read_bytes())
+        document: dict[str, Any] = json.loads(text)
         if document.pop("format") != FORMAT:
             raise ValueError("another format")
         levels = [_level(level) for level in document.pop("levels")]
@@ -178,10 +182,7 @@ def read(path: Path) -> Calibration:
             compute=_compute(compute) if compute else None,
             levels=tuple(levels),
         )
-    except FileNotFoundError:
-        advice = "phalanx bench comm --write makes one"
-        raise ConfigError(f"{path}: there is no such file; {advice}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no calibration of this version ({type(error).__name__}: {error}); delete "
             "it, and write it anew by phalanx bench ceiling and bench comm with --write"

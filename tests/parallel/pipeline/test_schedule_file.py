@@ -131,7 +131,7 @@ def test_stages_of_ranks_that_are_no_neighbours_are_refused(tmp_path: Path) -> N
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe0F0")
     for name, words in [
-        ("none", "No such file"), ("", "Is a directory"), ("bytes", "no text in UTF-8"),
+        ("none", "No such file"), ("", "Is a directory"), ("bytes", "not UTF-8"),
     ]:  # fmt: skip
         with pytest.raises(StrategyError, match=words):
             read_schedule(str(tmp_path / name), 2)

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast, get_args
 
-from phalanx.errors import StrategyError
+from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.pipeline.lowering import COMPUTES, RECEIVES, SENDS, lower
 from phalanx.parallel.pipeline.schedule import Action, Op, Schedule
 from phalanx.parallel.pipeline.simulate import simulate
+from phalanx.storage import read_text
 
 _ACTION = re.compile(
     rf"([0-9]{{1,6}})({'|'.join(sorted(get_args(Op), reverse=True))})([0-9]{{1,6}})"
@@ -45,10 +46,9 @@ def read_schedule(path: str, num_ranks: int) -> Schedule:
             is not legal or does not end; see `simulate`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise StrategyError(f"schedule {path}: cannot read the file: {reason}") from None
+        text = read_text(Path(path))
+    except ConfigError as error:
+        raise StrategyError(f"schedule: {error}") from None
     lines = [
         (number, line)
         for number, line in enumerate(text.splitlines(), 1)
