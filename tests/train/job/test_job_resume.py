@@ -23,6 +23,7 @@ from phalanx.config.load import load_config
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, remarks_on, resolve
+from phalanx.train.job.resume import check_stream
 from phalanx.train.job.run_folder import claim
 from phalanx.train.run import train
 from phalanx.train.text import TextSession
@@ -282,6 +283,15 @@ def test_a_checkpoint_of_a_run_has_the_settings_of_the_run(run: Path) -> None:
         assert resolved("--resume", str(place)).config.optimizer.warmup_steps == 5
     with pytest.raises(ConfigError, match=r"init is .* and resume is"):
         resolved("--resume", str(run), "--init", str(run))
+
+
+def test_a_size_of_the_text_that_is_no_number_is_shown(run: Path) -> None:
+    """As in a manifest that somebody else has changed."""
+    found, job = manifest.find_and_read(run), resolved("--resume", str(run))
+    stream = {**found.about.stream, "text": "another", "text bytes": "many"}
+    changed = found._replace(about=dataclasses.replace(found.about, stream=stream))
+    with pytest.raises(CheckpointError, match=r"has changed since \(many bytes, now [\d,]+\)"):
+        check_stream(changed, job.config, job.tokens)
 
 
 def test_a_run_that_was_resumed_with_another_length_keeps_it(run: Path) -> None:

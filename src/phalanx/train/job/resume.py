@@ -194,7 +194,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
     if not differing:
         return
     name, was, corpus = differing[0], start.about.settings, config.corpus
-    sizes = f"({before.get('text bytes', 0):,} bytes"
+    sizes = f"({_size_words(before)} bytes"
     if name == "text" and was.get("corpus.max_bytes") != corpus.max_bytes:
         said = (
             f"corpus.max_bytes is {corpus.max_bytes}, but this run was made with "
@@ -230,6 +230,11 @@ def _gone_order(stream: dict[str, Any]) -> str:
         return f"was made with corpus.shuffle_len {stream['corpus.shuffle_len']}"
     has_lengths = manifest.EARLIER_LENGTHS in stream
     return "changed the length of its samples within an epoch" if has_lengths else ""
+
+
+def _size_words(stream: dict[str, Any]) -> str:
+    num_bytes = stream.get("text bytes", 0)  # anything, in a manifest that somebody has changed
+    return f"{num_bytes:,}" if isinstance(num_bytes, int) else str(num_bytes)
 
 
 def _data_words(path: str | None) -> str:
