@@ -88,12 +88,12 @@ class Served:
         self.client.push(self.version, 0, self.grads, **numbers)
 
     def pull(self, *, is_shared: bool) -> None:
-        self.client._is_shared = is_shared
+        self.client.is_shared = is_shared
         recipes = [(self.version, 0.1, 1.0)]
         self.version = self.client.pull(self.weights, self.version + 1, recipes)
 
     def only_pull(self, *, is_shared: bool) -> None:
-        self.client._is_shared = is_shared
+        self.client.is_shared = is_shared
         self.client.pull(self.weights, self.version)
 
 

@@ -22,6 +22,7 @@ class Client(Requests):
     """A worker's view of the weights.
 
     Attributes:
+        is_shared: whether weights of a server of this host are read from its memory.
         sent_bytes, received_bytes: of gradients and weights, since the start.
         applied: updates that every server had applied when it was last asked for totals.
         done: clocks of each slot that were pushed to all servers by the last answer.
@@ -32,7 +33,7 @@ class Client(Requests):
         self.sent_bytes = self.received_bytes = 0
         self.applied, self.done = 0, dict[int, int]()
         self._views: dict[int, tuple[Any, SharedView]] = {}
-        self._is_shared = True
+        self.is_shared = True
 
     def lay_out(
         self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES
@@ -139,7 +140,7 @@ class Client(Requests):
         Returns:
             The oldest version of a part.
         """
-        fields = {"needed": needed, "recipes": list(recipes), "shared": self._is_shared}
+        fields = {"needed": needed, "recipes": list(recipes), "shared": self.is_shared}
         replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("pull", fields)), idle)
         for shard, reply in replies.items():
             parts = self._parts(shard, targets)
@@ -160,7 +161,7 @@ class Client(Requests):
                 return True
         except OSError:
             pass  # another host, or a server that has gone: over the network then
-        self._is_shared = False
+        self.is_shared = False
         return False
 
     def read(self, flats: Sequence[Sequence[Tensor]]) -> float:

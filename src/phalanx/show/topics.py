@@ -91,6 +91,10 @@ RUN: Final[Mapping[str, Topic]] = {
         for kind, about in _SCHEDULES.items()
     },
     **_steps(*STRATEGIES),  # those that are left
+    "parameter-server": Topic(
+        "a master's link beside a ring; steps and versions in four consistencies",
+        "served ShowServer show_parameter_server",
+    ),
     "rolling-batch": Topic(
         "requests in slots: static batches, and rolling ones",
         "generation ShowGeneration show_rolling_batch",

@@ -1,0 +1,227 @@
+"""A parameter server and the ring beside it, and the order of updates in each consistency.
+
+One rank is the master, a server that holds all weights; the others are workers. Everything runs on
+real roles and clients (phalanx.server), as threads of this process, with small weights; the seconds
+of larger weights and of a link follow from the bytes that were counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, NamedTuple
+
+import torch
+
+from phalanx.config.fields import Range
+from phalanx.launch.local import run_ranks
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
+from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.show.main_device import Calls
+from phalanx.show.shown import MOST_RANKS, Grid, Shown, ShowTopic
+
+ELEMENTS: Final = 840 * 64
+"""Of the small weights: each number of ranks cuts them evenly."""
+
+STEP_S: Final = 0.02
+"""A worker's step, in place of which it sleeps; the last worker takes five times as long."""
+
+NUM_CLOCKS: Final = 4
+GROWTH: Final = (2, 3, 5, 9, 17, 33, 65)
+"""Ranks of the table of growth."""
+
+KINDS: Final = (("ps", 0), ("ssp", 2), ("async", 0), ("local", 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowServer(ShowTopic):
+    """Exchange by a parameter server and by a ring, and print what each link carries.
+
+    Then print which weights each worker computed with, in four consistencies.
+    """
+
+    ranks: Annotated[int, Range(2, MOST_RANKS, "[]")] = 5
+    """Ranks: the master, which holds the weights, and workers."""
+    bytes: Annotated[float, Range(1)] = 1e9
+    """Bytes of the weights, for the seconds."""
+    bandwidth: Annotated[float, Range(1)] = 1e9
+    """Bytes a second of each link, in each direction."""
+
+
+class LinkBytes(NamedTuple):
+    """What a rank sends and receives, in parts of the weights."""
+
+    sent: float
+    received: float
+
+
+def show_parameter_server(config: ShowServer) -> Shown:
+    """Run both exchanges and the four consistencies."""
+    num_workers = config.ranks - 1
+    workers = served_links(num_workers)
+    out, back = (sum(getattr(link, name) for link in workers) for name in ("sent", "received"))
+    ring = ring_links(config.ranks)
+    unit_s = config.bytes / config.bandwidth
+    ring_s = max(max(link) for link in ring) * unit_s
+    rows = [_row("0, master", LinkBytes(back, out), 1.0, 1.0)]
+    for number, link in enumerate(workers, 1):
+        rows.append(_row(f"{number}, worker", link, link.sent / out, link.received / back))
+    heads = ["rank", "sends", "receives", "load to the master", "load back"]
+    in_ring = [
+        _row(str(rank), link, link.sent * unit_s / ring_s, link.received * unit_s / ring_s)
+        for rank, link in enumerate(ring)
+    ]
+    ring_heads = ["rank", "sends", "receives", "load out", "load in"]
+    parts: list[Grid | str] = [
+        Grid("by a master, in weights", heads, rows, heads[1:]),
+        f"{seconds(out * unit_s)} to the master, {seconds(back * unit_s)} back",
+        Grid("by a ring all-reduce, in weights", ring_heads, in_ring, ring_heads[1:]),
+        f"the ring {seconds(ring_s)}",
+        growth(unit_s),
+        *(trace(kind, option) for kind, option in KINDS),
+    ]
+    return Shown(
+        f"a parameter server and {num_workers} workers, {config.bytes:.3g} B of weights, links of "
+        f"{config.bandwidth:.3g} B/s",
+        ["Workers push gradients to the master and pull weights; its link carries all of it.",
+         "Load is the part of the time of an exchange in which a link is busy."],
+        parts,
+        "torch has none; dist.reduce(gradients, dst=0) and dist.broadcast(weights, src=0) move the "
+        "same bytes",
+    )  # fmt: skip
+
+
+def seconds(value: float) -> str:
+    """Return seconds with three digits."""
+    return f"{value:.3g} s"
+
+
+def _row(name: str, link: LinkBytes, to_master: float, back: float) -> list[str]:
+    """Return a row: what a rank carries, and how busy its link is in either half."""
+    return [name, f"{link.sent:.2f}", f"{link.received:.2f}", f"{to_master:.0%}", f"{back:.0%}"]
+
+
+def served_links(num_workers: int) -> list[LinkBytes]:
+    """Push gradients and pull weights once; return what each worker has sent and received."""
+    law, links = Consistency("ps", num_workers), dict[int, LinkBytes]()
+    num_bytes = ELEMENTS * 8
+
+    def work(made: LocalRoles, worker: int) -> None:
+        client = _client(made, worker, law, 1)
+        weights = [torch.zeros(ELEMENTS, dtype=torch.float64)]
+        client.received_bytes = 0
+        version = _step(client, weights, 0, 0)
+        assert version == 1, "the sum is applied"
+        links[worker] = LinkBytes(client.sent_bytes / num_bytes, client.received_bytes / num_bytes)
+        client.ask_scheduler("leave")
+        client.close()
+
+    with local_roles(1) as made:
+        _in_threads(work, made, num_workers)
+    return [links[worker] for worker in range(num_workers)]
+
+
+def ring_links(num_ranks: int) -> list[LinkBytes]:
+    """All-reduce the gradients by a ring; return what each rank has sent and received."""
+    sent = run_ranks(_ring_bytes, num_ranks, threads=1)
+    return [LinkBytes(sent[rank], sent[rank - 1]) for rank in range(num_ranks)]
+
+
+def _ring_bytes() -> float:
+    from phalanx import collectives
+
+    calls, flat = Calls(), torch.ones(ELEMENTS, dtype=torch.float64)
+    calls(1, "all-reduce the gradients", flat,
+          lambda: collectives.all_reduce(flat, algorithm="ring"))  # fmt: skip
+    return calls.made[0].sent / flat.nbytes
+
+
+def growth(unit_s: float) -> Grid:
+    """Return seconds of an exchange over the number of ranks, by formulas."""
+    rows = [
+        [str(ranks), *(seconds(2 * max(1, (ranks - 1) / num) * unit_s) for num in (1, 4)),
+         seconds(2 * (ranks - 1) / ranks * unit_s)]
+        for ranks in GROWTH
+    ]  # fmt: skip
+    heads = ["ranks", "1 server and workers", "4 servers and as many workers", "ring"]
+    return Grid(
+        "an exchange over the number of ranks: its seconds by the formulas", heads, rows, heads
+    )
+
+
+def trace(kind: str, option: int) -> Grid:
+    """Run three workers, of which the last is slow; return what each computed with."""
+    law = Consistency(kind, 3, option)
+    found: dict[int, list[str]] = {}
+    ages: dict[int, int] = {}
+
+    def work(made: LocalRoles, worker: int) -> None:
+        client, weights = _client(made, worker, law, NUM_CLOCKS), [torch.zeros(8).double()]
+        version, found[worker] = client.pull(weights, 0), []
+        for clock in range(NUM_CLOCKS):
+            found[worker].append(f"{clock}@{version}")
+            time.sleep(STEP_S * (5 if worker == law.num_slots - 1 else 1) * law.num_local_steps)
+            version = _step(client, weights, clock, version)
+        client.ask_scheduler("leave")
+        if worker == law.num_slots - 1:
+            ages.update(client.ages())
+        client.close()
+
+    with local_roles(1) as made:
+        _in_threads(work, made, law.num_slots)
+    name = f"{kind}/{option}" if option else kind
+    late = ", ".join(f"{age}: {count}" for age, count in sorted(ages.items()))
+    unit = f"round of {option} steps" if kind == "local" else "step"
+    rows = [[str(worker), " ".join(found[worker])] for worker in range(law.num_slots)]
+    return Grid(
+        f"dp3:{name}: each {unit}@version of the weights it began with; versions late: {late}",
+        ["worker", "the last is 5 times slower"],
+        rows,
+    )
+
+
+def _client(made: LocalRoles, worker: int, law: Consistency, num_clocks: int) -> Client:
+    """Return a worker, which the servers know; the first has brought the weights."""
+    size = ELEMENTS if num_clocks == 1 else 8
+    client = Client(made.meeting, worker, law, (0, num_clocks), timeout_s=60)
+    client.is_shared = num_clocks > 1  # bytes are counted on sockets
+    client.lay_out([size], torch.float64)
+    weights = [torch.zeros(size, dtype=torch.float64)]
+    if worker == 0:
+        client.create(weights, {"name": "sgd"}, 2.0)
+    client.pull(weights, 0)
+    return client
+
+
+def _step(client: Client, weights: Sequence[torch.Tensor], clock: int, version: int) -> int:
+    """Push a gradient, and pull the weights that the law asks for; return their version."""
+    law, grads = client.law, [torch.ones_like(flat) for flat in weights]
+    client.push(clock, client.worker, grads, base=version, tokens=1.0, loss=0.0, rate=0.1)
+    needed = law.needs(clock + 1)
+    totals = () if law.is_open else sorted(client.totals(needed))
+    recipes = [(each, 0.1, 1.0) for each in totals if each >= client.applied]
+    return client.pull(weights, needed, recipes)
+
+
+def _in_threads(
+    work: Callable[[LocalRoles, int], None], made: LocalRoles, num_workers: int
+) -> None:
+    """Run workers, each in a thread; raise what the first has raised."""
+    failures: list[BaseException] = []
+
+    def guarded(worker: int) -> None:
+        try:
+            work(made, worker)
+        except BaseException as failure:  # it is raised in the caller's thread
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
