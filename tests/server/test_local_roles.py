@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -229,3 +230,26 @@ def test_a_peer_that_answers_nonsense_does_not_end_a_role() -> None:
         assert server.is_over
         assert [line for line in lines if "header that cannot be read" in line]
         assert [line for line in lines if "ignored: 'map': KeyError: 'term'" in line]
+
+
+def test_weights_that_take_long_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker and a primary ask for news, which comes behind what is still on its way."""
+    heard, handle = list[str](), Server.handle
+
+    def slow(server: Server, peer: bytes, message: WireMessage) -> None:
+        heard.append(message.kind)
+        if message.tensors:
+            time.sleep(0.5)
+        handle(server, peer, message)
+
+    monkeypatch.setattr(Server, "handle", slow)
+    with local_roles(2) as made:
+        client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
+        client.pull(weights, 0)
+        heard.clear()  # of the time when servers did not know yet what they hold
+        client.push(0, 0, weights, base=0, tokens=1.0, loss=0.0)
+        client.pull(weights, 1, [(0, 0.1, 1.0)])
+        client.close()
+    assert heard.count("push") == heard.count("pull") == 2  # one a server
+    assert heard.count("op") == 4 and "copy" not in heard
+    assert heard.count("again") > 2

@@ -22,7 +22,8 @@ from phalanx.server.shard import Shard
 from phalanx.server.wire import Connection
 
 AGAIN_S: Final = 1.0
-"""Seconds after which an operation that a backup has not acknowledged is sent again."""
+"""Seconds after which a primary asks for news of what a backup has not acknowledged, see
+[Note: Sent again] in requests.py."""
 
 
 @dataclass
@@ -136,7 +137,7 @@ class HeldShards(Member):
         super().tick()
         for number, backup in self._backups.items():
             if time.monotonic() - backup.sent_s > AGAIN_S:
-                self._send_again(number, backup)
+                self._ask_again(number, backup)
 
     def change(self, number: int, op: str, fields: Settings, tensors: Any = ()) -> None:
         """Do an operation here, and send it to the backup."""
@@ -158,12 +159,12 @@ class HeldShards(Member):
         else:
             backup.waiting.append((self.shards[number].index, act))
 
-    def _send_again(self, number: int, backup: Backup) -> None:
+    def _ask_again(self, number: int, backup: Backup) -> None:
         backup.sent_s = time.monotonic()
-        if not backup.has_copy:
-            self._copy(number)
-        for message in backup.sent.values():
-            backup.link.send(message)
+        if number in self.shards and (backup.sent or not backup.has_copy):
+            fields = {"shard": number, "epoch": self.map["epoch"]}
+            fields["sent"] = self.shards[number].index
+            backup.link.send(WireMessage("where", fields))
 
     @override
     def hear(self, link: Connection, message: WireMessage) -> None:
@@ -175,16 +176,20 @@ class HeldShards(Member):
 
     def _take_word(self, number: int, backup: Backup, message: WireMessage) -> None:
         """Take what a backup says of its copy."""
-        if message.kind == "gap":  # something was lost, or a new process is there
-            backup.has_copy = False
+        index = int(message.fields.get("index", -1))
+        is_behind = message.kind == "at" and index < message["sent"]
+        if message.kind == "gap" or (is_behind and index + 1 not in backup.sent):
+            backup.has_copy = False  # something was lost, or a new process is there
             self._copy(number)
-        elif message.kind == "has":
+        elif message.kind in ("has", "at"):
             backup.has_copy = True
-            index = int(message["index"])
             for each in [each for each in backup.sent if each <= index]:
                 del backup.sent[each]
             while backup.waiting and backup.waiting[0][0] <= index:
                 backup.waiting.popleft()[1]()
+            if is_behind:  # what was sent before the question, and is not there, is lost
+                for each in [each for each in backup.sent if each <= message["sent"]]:
+                    backup.link.send(backup.sent[each])
 
     def back(self, peer: bytes, message: WireMessage) -> None:
         """Do as a primary has done, if it still is one."""
@@ -194,6 +199,13 @@ class HeldShards(Member):
             self.reply(peer, message, "fenced", shard=number)  # it has an old map, or is replaced
             return
         shard = self.shards.get(number)
+        if message.kind == "where":
+            if shard is None or number not in self._synced:
+                self.reply(peer, message, "gap", shard=number)
+            else:
+                more = {"index": shard.index, "sent": message["sent"]}
+                self.reply(peer, message, "at", shard=number, **more)
+            return
         if message.kind == "copy":
             state = message["state"]
             if shard is None or shard.index <= state["index"] or number not in self._synced:

@@ -1,7 +1,11 @@
 """Requests of a worker to its servers and its scheduler.
 
-Every request is sent again until it is answered, to whoever holds the shard by then; requests may
-be answered twice, and change nothing the second time.
+A request that is not answered is sent to whoever holds the shard by then; requests may be answered
+twice, and change nothing the second time.
+
+[Note: Sent again] Weights may take long over a slow link, and sent twice they take twice as long.
+So one asks the same holder for news first: messages of a connection come in order, and the answer
+"resend" shows that the request, or its answer, is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from phalanx.server.tasks import LEASE_S
 from phalanx.server.wire import Connection, Faults
 
 AGAIN_S: Final = 0.5
-"""Seconds after which a request is sent again, the first time; each time twice as many."""
+"""Seconds after which one asks for news of a request, the first time; each time twice as many."""
 
 LONGEST_AGAIN_S: Final = 4.0
 
@@ -58,7 +62,8 @@ class _Asked:
 
     shard: int
     message: WireMessage
-    sent_s: float
+    address: str = ""
+    sent_s: float = 0.0
     again_s: float = field(default_factory=lambda: AGAIN_S)
 
 
@@ -142,7 +147,7 @@ class Requests:
             number = next(self._numbers)
             fields = {**message.fields, "q": number, "shard": shard}
             fields["is_known"] = shard in self._known
-            waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors), 0.0)
+            waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors))
         found: dict[int, WireMessage] = {}
         self._due |= waiting.keys()
         until_s = time.monotonic() + self._timeout_s
@@ -176,6 +181,9 @@ class Requests:
             self._ask_map()
             each.sent_s, each.again_s = time.monotonic(), AGAIN_S / 5
             return
+        if reply.kind == "resend":
+            self._send(each)
+            return
         del waiting[number]
         self._due.remove(number)
         found[each.shard] = reply
@@ -189,19 +197,20 @@ class Requests:
         )
 
     def _urge(self, waiting: dict[int, _Asked]) -> None:
-        """Send again what was not answered for some time, by the latest map."""
+        """Ask for news of what was not answered for some time, by the latest map."""
         now_s = time.monotonic()
         for each in waiting.values():
             if now_s - each.sent_s > each.again_s:
                 each.again_s = min(LONGEST_AGAIN_S, 2 * each.again_s)
-                self._send(each)
+                self._send_again(each)
         if waiting and now_s - self._asked_map_s > AGAIN_S:
             epoch = self.map["epoch"]
             self._ask_map()
             self._hear()
             if self.map["epoch"] != epoch:
                 for each in waiting.values():
-                    self._send(each)
+                    if each.address != self._holder(each.shard):
+                        self._send(each)
             for each in waiting.values():
                 if each.shard != SCHEDULER:
                     self._look_after(each.shard)
@@ -213,14 +222,25 @@ class Requests:
         elif time.monotonic() - self._gone_s.setdefault(shard, time.monotonic()) > ALONE_S:
             raise self._lost(shard)
 
+    def _holder(self, shard: int) -> str:
+        """Return the address of who answers requests of a shard; nothing if there is nobody."""
+        if shard == SCHEDULER:
+            return self.map["scheduler"]
+        return self.map["addresses"].get(self.map["holders"][shard][0], "")
+
     def _send(self, each: _Asked) -> None:
-        each.sent_s = time.monotonic()
-        if each.shard == SCHEDULER:
-            address = self.map["scheduler"]
-        else:
-            address = self.map["addresses"].get(self.map["holders"][each.shard][0])
-        if address:
-            self._link(address).send(each.message)
+        each.sent_s, each.address = time.monotonic(), self._holder(each.shard)
+        if each.address:
+            self._link(each.address).send(each.message)
+
+    def _send_again(self, each: _Asked) -> None:
+        """Ask whether a request has come, see [Note: Sent again]."""
+        if each.shard == SCHEDULER or each.address != self._holder(each.shard):
+            self._send(each)
+        elif each.address:
+            each.sent_s = time.monotonic()
+            fields = {name: each.message.fields[name] for name in ("q", "shard")}
+            self._link(each.address).send(WireMessage("again", fields))
 
     def _link(self, address: str) -> Connection:
         if address not in self._links:
@@ -242,8 +262,9 @@ class Requests:
                 if (found["term"], found["epoch"]) > (self.map["term"], self.map["epoch"]):
                     self.map = found
                     self._unlink_gone()
-            elif message.fields.get("q") in self._due:
-                self._inbox[message["q"]] = message
+            elif (number := message.fields.get("q")) in self._due:
+                if message.kind != "resend" or number not in self._inbox:
+                    self._inbox[number] = message
 
     def _unlink_gone(self) -> None:
         """Close connections to addresses that nobody has any more."""

@@ -25,23 +25,39 @@ class Server(HeldShards):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._parked: dict[tuple[bytes, int], WireMessage] = {}
+        self._open = set[tuple[bytes, int]]()  # requests that will be answered
         self._num_workers = 1 << 30
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
-        if message.kind in ("op", "copy"):
+        if message.kind in ("op", "copy", "where"):
             self.back(peer, message)
             return
-        number = int(message["shard"])
+        number, key = int(message["shard"]), (peer, int(message["q"]))
         if not self.is_primary(number):
             self.reply(peer, message, "moved", epoch=self.map["epoch"])
             return
+        if message.kind == "again":
+            if key not in self._open:
+                self.reply(peer, message, "resend")
+            return
+        self._open.add(key)
         if message.kind == "init":
             self._init(peer, message, number)
         elif not self._answer(peer, message, number):
-            self._parked[peer, int(message["q"])] = message
+            self._parked[key] = message
         else:
-            self._parked.pop((peer, int(message["q"])), None)
+            self._parked.pop(key, None)
+
+    @override
+    def reply(self, peer: bytes, request: WireMessage, *args: Any, **more: Any) -> None:
+        super().reply(peer, request, *args, **more)
+        self._open.discard((peer, request.fields.get("q", 0)))
+
+    @override
+    def changed(self) -> None:
+        super().changed()
+        self._open.clear()  # what a backup was to acknowledge may be answered by none
 
     def _init(self, peer: bytes, message: WireMessage, number: int) -> None:
         shard = self.shards.get(number)

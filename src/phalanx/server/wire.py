@@ -235,7 +235,7 @@ class Connection:
         if self._is_welcome:
             self._send(message)
         else:
-            self._waiting[message.fields.get("q", message.kind)] = message
+            self._waiting[message.kind, message.fields.get("q")] = message
             self._greet()
 
     def receive(self) -> list[WireMessage]:
