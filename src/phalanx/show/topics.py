@@ -93,7 +93,7 @@ RUN: Final[Mapping[str, Topic]] = {
     **_steps(*STRATEGIES),  # those that are left
     "parameter-server": Topic(
         "a master's link beside a ring; steps and versions in four consistencies",
-        "served ShowServer show_parameter_server",
+        "parameter_server ShowServer show_parameter_server",
     ),
     "rolling-batch": Topic(
         "requests in slots: static batches, and rolling ones",
