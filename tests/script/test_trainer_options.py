@@ -120,6 +120,17 @@ def test_a_loss_that_is_not_finite_ends_the_run_or_its_step_is_skipped(tmp_path:
     ]
 
 
+def test_gradients_are_compressed_as_asked(tmp_path: Path) -> None:
+    exact = job(epochs=2).train("dp1", phalanx.Options(out=tmp_path / "exact", threads=1)).losses
+    options = phalanx.Options(out=tmp_path / "int8", threads=1, compress="int8")
+    with pytest.raises(ConfigError, match="compress is int8, but fsdp2 sums no gradients"):
+        job().train("fsdp2", options)
+    losses = job().train("dp2", options).losses
+    resumed = job(epochs=2).train("dp2", dataclasses.replace(options, resume=True)).losses
+    assert losses + resumed != exact
+    assert losses + resumed == pytest.approx(exact, rel=1e-2)
+
+
 def test_a_report_shows_where_time_bytes_and_memory_went(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,16 @@ def test_what_was_measured_decides(int8_s: float, compressor: str, said: str) ->
     assert run_ranks(reducer_by_auto, 2, False, times_s) == [expected] * 2
 
 
+def said_of_a_resumed_run() -> str:
+    reducer = apply(nn.Linear(2, 2), Ranks({"dp": 2}))
+    return compress(reducer, "int8", Strategy.parse("dp2"), "float32", is_resumed=True)
+
+
+def test_a_resumed_run_says_that_errors_are_lost() -> None:
+    said = "int8: the checkpoint has no errors of compressed gradients; they begin at 0"
+    assert run_ranks(said_of_a_resumed_run, 2) == [said] * 2
+
+
 def times() -> dict[str, float]:
     return chosen.measured(Ranks({"dp": 2}))
 
