@@ -20,7 +20,7 @@ def main() -> None:
 
     def commands(out: str) -> dict[str, list[str]]:
         steps = args.steps + WARMUP_STEPS
-        shared = rows_of(args.strategies, steps, out, args.precision, "--shared-memory")
+        shared = rows_of(args.strategies, steps, out, args.precision)
         gloo = rows_of(args.strategies, steps, out, args.precision, "--no-shared-memory")
         rows = {}
         for name in shared:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.comm import heap as heaps
-from phalanx.comm.heap import KEPT_BYTES, PAGE, Heap, mapped
+from phalanx.comm.heap import PAGE, Heap, mapped
 
 MIB = 1 << 20
 
@@ -45,15 +45,18 @@ def test_a_block_stays_while_its_tensor_or_the_block_is_held() -> None:
     assert heap.empty([4], torch.float64).data_ptr() == address
 
 
-def test_what_is_freed_beyond_the_limit_goes_back_to_the_system() -> None:
+def test_what_is_freed_beyond_the_limit_goes_back_to_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heaps, "KEPT_BYTES", 16 * MIB)
     heap = Heap()
-    tensors = [heap.empty([KEPT_BYTES // 2], torch.uint8).fill_(1) for _ in range(4)]
-    assert resident_bytes(heap) == 2 * KEPT_BYTES + PAGE
+    tensors = [heap.empty([8 * MIB], torch.uint8).fill_(1) for _ in range(4)]
+    assert resident_bytes(heap) == 32 * MIB + PAGE
     tensors.clear()
     gc.collect()
-    assert heap.free_bytes() == KEPT_BYTES
-    assert resident_bytes(heap) == KEPT_BYTES + PAGE
-    assert heap.empty([3 * KEPT_BYTES // 4], torch.uint8).sum() >= 0  # two that were kept, joined
+    assert heap.free_bytes() == 16 * MIB
+    assert resident_bytes(heap) == 16 * MIB + PAGE
+    assert heap.empty([12 * MIB], torch.uint8).sum() >= 0  # two that were kept, joined
 
 
 def test_too_much_is_an_error_and_nothing_else() -> None:

@@ -49,7 +49,7 @@ BETWEEN: Final[dict[Unit, str]] = {"server": "a host's ranks", "cluster": "hosts
 ENGINES: Final = {"shared memory": True, "gloo": False}
 """What runs the collectives of CPUs, and whether ranks share memory then."""
 
-OF_TRAINING: Final = "gloo"
+OF_TRAINING: Final = "shared memory"
 """Which of them training uses if nobody asks for another."""
 
 

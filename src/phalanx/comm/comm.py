@@ -285,12 +285,12 @@ class Ranks(Comm):
 
     def __init__(
         self, split: Strategy | Mapping[str, int], device: str = "cpu", *,
-        shares_memory: bool = False,
+        shares_memory: bool = True,
     ) -> None:  # fmt: skip
         """Lay out as many ranks as the job has; every rank calls this.
 
         "cuda" is the device of `torch.cuda.set_device`. Ranks of one host that compute on CPUs
-        share memory if that is switched on.
+        share memory unless that is switched off.
 
         Raises:
             StrategyError: the degrees do not multiply to the number of ranks.

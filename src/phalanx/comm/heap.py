@@ -32,8 +32,8 @@ from torch import Tensor
 
 PAGE: Final = mmap.PAGESIZE
 
-KEPT_BYTES: Final = 64 << 20
-"""Free memory that a heap keeps for its next blocks: pages that are new cost time."""
+KEPT_BYTES: Final = 256 << 20
+"""Free memory that a heap keeps for its next blocks: new pages of 100 MiB take some 40 ms."""
 
 MOST_BYTES: Final = 1 << 40
 """Addresses that a heap takes at most."""

@@ -125,7 +125,7 @@ _made: dict[tuple[Any, ...], JobMesh] = {}
 """By the job's group of all ranks, which holds no two jobs for one, and what it is asked for."""
 
 
-def job_mesh(axes: Mapping[str, int], device: str = "cpu", shares_memory: bool = False) -> JobMesh:
+def job_mesh(axes: Mapping[str, int], device: str = "cpu", shares_memory: bool = True) -> JobMesh:
     """Return the job's mesh of `axes`, one however often it is asked for; every rank calls this.
 
     PyTorch caches layouts under meshes that compare equal, and FSDP2 requires the same object. The

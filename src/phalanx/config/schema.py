@@ -168,7 +168,7 @@ class RunConfig:
     """Evaluations without a better one, by `best` or else min:loss, after which the run ends."""
     nonfinite: Annotated[Literal["stop", "skip"], Use.LAW] = "stop"
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
-    shared_memory: Annotated[bool, Use.LAW] = False
+    shared_memory: Annotated[bool, Use.LAW] = True
     """Whether ranks of one host that compute on CPUs share memory, where gloo would send."""
     compress: Annotated[Literal["none", "auto", "bf16", "int8", "powersgd"], Use.LAW] = "none"
     """How gradients travel over a slow dp, with errors that the next step makes up for; auto:

@@ -36,7 +36,7 @@ def init(
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout_s: float | None = None,
-    shared_memory: bool = False,
+    shared_memory: bool = True,
     debug_comm: bool = False,
 ) -> Run:
     """Join the job of `phalanx run`, torchrun or Slurm; without one, be a job of one process.
