@@ -69,8 +69,8 @@ _LASTING = (
 _OWN = ("/proc/", "/memfd:phalanx")
 """How the names of files begin that are the listing's own, or memory that ranks share."""
 
-_STAYING = ("phalanx.comm.meshes", "phalanx.comm.heap")
-"""Modules whose tables hold what belongs to a process, as its meshes and its memory."""
+_STAYING = ("phalanx.comm.meshes", "phalanx.comm.heap", "phalanx.comm.shared_memory")
+"""Modules whose tables hold what belongs to a process: meshes, memory, collectives under way."""
 
 _OF_TORCH = ("nn", "optim", "distributed", "autograd", "utils", "amp", "random", "overrides")
 _WATCHED = ("phalanx", *(f"torch.{name}" for name in _OF_TORCH), "transformers.models")
@@ -361,8 +361,11 @@ class _Start:
         import torch.distributed as dist
 
         from phalanx.comm import meshes as comm_meshes
+        from phalanx.comm import shared_memory
 
         meshes: Any = comm_meshes
+        if under_way := vars(shared_memory)["_UNDER_WAY"]:  # other ranks may still wait for them
+            raise Changed(f"{len(under_way)} collectives are under way")
         if dist.group.WORLD is not self._job:
             raise Changed("the job was left")
         known = {self._job}

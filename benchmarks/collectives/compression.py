@@ -31,7 +31,7 @@ SHAPED = "ip link set lo up && tc qdisc add dev lo root tbf rate {}mbit burst 25
 
 def measure(mib: int) -> tuple[dict[str, list[float]], str]:
     """Return the seconds of a sum in each round, by the way it travels; and what auto chooses."""
-    comm = Ranks({"dp": dist.get_world_size()})
+    comm = Ranks({"dp": dist.get_world_size()}, shares_memory=False)
     side = int((mib << 20) ** 0.5 / 2)
     flat = torch.randn(side * side)
     parts = [flat.view(side, side)]
