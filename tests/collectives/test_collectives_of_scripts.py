@@ -68,7 +68,7 @@ def test_messages_with_tags_and_behind_a_collective() -> None:
 
 def refused(number: int) -> str:
     """Return what is said of a wrong call; all ranks make it."""
-    x = torch.zeros(4)
+    x, rows = torch.zeros(4), torch.zeros(3, 2)
     calls = [
         lambda: collectives.all_reduce(x, "add"),
         lambda: collectives.all_reduce(x, "xor"),
@@ -77,6 +77,8 @@ def refused(number: int) -> str:
         lambda: collectives.all_gather(x, x),
         lambda: collectives.all_gather(torch.zeros(2, 8).T[:4], x),
         lambda: collectives.all_to_all(torch.zeros(3, 1), torch.zeros(3, 1)),
+        lambda: collectives.all_to_all(x.view(2, 2), x.view(2, 2)),
+        lambda: collectives.all_to_all(rows[:2], rows[1:]),
         lambda: collectives.scatter(x, None, dist.get_rank()),
         lambda: collectives.send(x, 5),
         lambda: collectives.barrier(algoritm="ring"),
@@ -94,6 +96,8 @@ SAID = [
     "all_gather: the full tensor is (4,) of torch.float32",
     "all_gather: the full tensor is not contiguous",
     "expected one shape and type, with 2 rows",
+    "all_to_all: given and output lie in the same memory",
+    "lie in the same memory",
     "is the root, and its full tensor is None",
     "rank 5 is not in the group of 2 ranks",
     "a collective takes algorithm, group, async_op by name, and not 'algoritm'",

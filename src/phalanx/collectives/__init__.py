@@ -166,7 +166,7 @@ def scatter(
 def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective | None:
     """Send row s of `given` to rank s, and fill row r of `output` with what rank r sends.
 
-    Both have a row, along their first dimension, for each rank.
+    Both have a row, along their first dimension, for each rank, and memory of their own.
     """
     group = _joined(how)
     if group is None:
@@ -175,6 +175,12 @@ def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective 
         raise ScriptError(
             f"all_to_all: given is {_told(given)} and output {_told(output)}; expected one shape "
             f"and type, with {group.size()} rows"
+        )
+    begins, num_bytes = (output.data_ptr(), given.data_ptr()), output.nbytes
+    if num_bytes and abs(begins[0] - begins[1]) < num_bytes:
+        raise ScriptError(
+            "all_to_all: given and output lie in the same memory, so rows would be overwritten "
+            "before they are sent; give another tensor for output"
         )
     into = _rows("all_to_all", output, output[0], group)
     held = Passing(given.reshape(into.shape), into, group.rank())
