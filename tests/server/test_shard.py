@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from phalanx.server.consistency import Consistency
 from phalanx.server.replica import perform
-from phalanx.server.rule import RowWiseAdagrad
 from phalanx.server.shard import Shard
 
 
@@ -54,17 +53,6 @@ def test_rules_compute_what_torch_does(name: str) -> None:
         ours.grad = (grads[0] * 3 + grads[1] * 5) / 8 * 0.5
         optimizer.step()
         torch.testing.assert_close(shard.weights[0], ours.detach(), rtol=1e-14, atol=1e-15)
-
-
-def test_rows_without_a_gradient_stay_under_row_wise_adagrad() -> None:
-    flat = torch.ones(12, requires_grad=False)
-    optimizer = RowWiseAdagrad([flat], lr=0.5, eps=1e-12, width=4)
-    flat.grad = torch.tensor([0.0] * 4 + [2.0] * 4 + [1.0, 3.0, 0.0, 0.0])
-    optimizer.step()
-    assert flat[:4].tolist() == [1.0] * 4
-    torch.testing.assert_close(flat[4:8], torch.full((4,), 0.5))
-    root = (10 / 4) ** 0.5
-    torch.testing.assert_close(flat[8:], 1 - 0.5 * torch.tensor([1.0, 3.0, 0.0, 0.0]) / root)
 
 
 @given(st.integers(0, 2**32), st.integers(2, 4), st.integers(0, 3))

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, TrainConfig
+from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError
 from phalanx.train.run import train
 from small_run import losses, small_run
@@ -53,6 +55,19 @@ def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
+@pytest.mark.parametrize("rule", ["sgd", "momentum"])
+def test_servers_of_another_rule_resume_as_if_there_had_been_no_pause(
+    rule: Literal["sgd", "momentum"], tmp_path: Path
+) -> None:
+    server = ServerConfig(rule=rule)
+    whole = run(tmp_path, "dp2:ps", "whole", steps=6, save_every=3, server=server)
+    middle = str(manifest.whole(tmp_path / "whole")[3])
+    again = run(tmp_path, "dp2:ps", "again", steps=6, resume=middle, server=server)
+    assert again == whole[3:] and whole[-1] < whole[0]
+
+
+@pytest.mark.slow
+@pytest.mark.fresh_ranks
 @pytest.mark.parametrize("strategy", ["dp3:ssp/2", "dp3:async", "dp3:quorum/2", "dp2:local/4"])
 def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
     found = run(tmp_path, strategy, "run", steps=40)
@@ -64,6 +79,7 @@ def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
     [
         ("dp2:local/4", {"steps": 6}, "agree after every 4 steps; the nearest is 8"),
         ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave it out"),
+        ("dp2:local/2", {"steps": 4, "server": ServerConfig(rule="sgd")}, "server.rule is sgd"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(

@@ -19,6 +19,7 @@ from phalanx.train.optimizer import build_optimizer
 from phalanx.train.served_step import ClockedStep, ServedStep
 
 NUM_STEPS = 4
+AS_SET = ServerConfig()
 
 
 class Squares:
@@ -31,14 +32,19 @@ class Squares:
         return len(microbatch)
 
 
-def worker(made: LocalRoles, kind: type[ServedStep], law: Consistency) -> ServedStep:
+def worker(
+    made: LocalRoles,
+    kind: type[ServedStep],
+    law: Consistency,
+    server: ServerConfig = AS_SET,
+) -> ServedStep:
     """Return the step of the only worker of a job, which has joined it."""
     torch.manual_seed(0)
     model, config = nn.Linear(3, 2).double(), OptimizerConfig(lr=1e-2)
     given: Any = (model, build_optimizer(model, config), Squares(), config)
     step = kind(*given, comm=Alone(), num_steps=NUM_STEPS)
     client = Client(made.meeting, 0, law, (0, NUM_STEPS), timeout_s=10)
-    step.join(client, ServerConfig(), is_first=True)
+    step.join(client, server, is_first=True)
     return step
 
 
@@ -71,6 +77,30 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
             found.append(step.flat.weights[0].clone())
             step.client.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum"])
+def test_servers_update_as_the_optimizer_of_the_rule_does(rule: str) -> None:
+    server, law = ServerConfig(rule=rule), Consistency("ps", 1)  # pyright: ignore[reportArgumentType]
+    batches = torch.randn(NUM_STEPS, 5, 3, dtype=torch.float64)
+    with local_roles(2) as made:
+        step = worker(made, ClockedStep, law, server)
+        torch.manual_seed(0)
+        alone = nn.Linear(3, 2).double()
+        decays = {"weight": 0.1, "bias": 0.0}
+        groups = [{"params": [p], "weight_decay": decays[n]} for n, p in alone.named_parameters()]
+        optimizer = torch.optim.SGD(groups, 1e-2, 0.9 if rule == "momentum" else 0.0)
+        for number, batch in enumerate(batches):
+            step([batch])
+            optimizer.zero_grad()
+            (alone(batch).square().sum() / 5).backward()
+            nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = step.rate(number)
+            optimizer.step()
+        for ours, theirs in zip(step.model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)
+        step.client.close()
 
 
 def _killed(*_: object, **__: object) -> None:

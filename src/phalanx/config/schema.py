@@ -123,6 +123,10 @@ class ServerConfig:
     """Servers that the weights are spread over; of two or more, each is the backup of another."""
     grace_s: Annotated[float, Use.LAW, Range(0, 60, "[]")] = 0.0
     """How long an update of dp:quorum that has its quorum waits for more, in seconds."""
+    rule: Annotated[Literal["adamw", "sgd", "momentum"], Use.LAW] = "adamw"
+    """How servers update the weights by gradients; the workers of dp:local always take AdamW."""
+    momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9
+    """Momentum of the rule of that name."""
     outer_lr: Annotated[float, Use.LAW, Range(0, math.inf, "()")] = 0.7
     """Learning rate by which servers apply the changes of dp:local."""
     outer_momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9

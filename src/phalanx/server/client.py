@@ -164,21 +164,23 @@ class Client(Requests):
         self.is_shared = False
         return False
 
-    def read(self, flats: Sequence[Sequence[Tensor]]) -> float:
+    def read(self, flats: Sequence[Sequence[Tensor]]) -> float | None:
         """Fill of each group the flat weights and what the optimizer keeps; return its steps.
 
-        Moments are left alone where there is nothing yet.
+        Moments are left alone where there is nothing yet, which returns None.
         """
+        has_kept = True
         replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("read")))
         for shard, reply in replies.items():
             sent = iter(reply.tensors)
             targets = [(g, each[0]) for g, each in enumerate(flats)]
+            has_kept = has_kept and len(reply.tensors) > len(flats)
             if len(reply.tensors) > len(flats):
                 targets += [(g, flat) for g, each in enumerate(flats) for flat in each[1:]]
             for group, target in targets:
                 parts = [target[c.begin : c.end] for c in self._chunks[shard][group]]
                 deal(next(sent), parts)
-        return min(float(reply["steps"]) for reply in replies.values())
+        return min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
 
     def lend(self, clock: int, flats: Sequence[Tensor]) -> None:
         """Bring flat tensors, as many of each group, for a checkpoint of version `clock`."""

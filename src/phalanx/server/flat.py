@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam keeps of each parameter."""
+from phalanx.server.rule import KEPT
 
 
 class FlatParameters:
@@ -18,10 +17,12 @@ class FlatParameters:
         groups: the parameters.
         weights: the memory that they are views of, a tensor for each group.
         grads: likewise, for gradients to push.
+        names: what the optimizer keeps of each parameter, beside a number of steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the parameters of an optimizer to flat memory."""
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: str) -> None:
+        """Move the parameters of an optimizer, of that rule, to flat memory."""
+        self.names, self._has_steps = KEPT[rule], rule == "adamw"
         self.groups: list[list[nn.Parameter]] = [g["params"] for g in optimizer.param_groups]
         self._state = optimizer.state
         self.weights = [torch.cat([p.detach().reshape(-1) for p in group]) for group in self.groups]
@@ -52,18 +53,19 @@ class FlatParameters:
 
     def moments(self) -> tuple[list[list[Tensor]], float]:
         """Return what the optimizer keeps of each group, and its steps; nothing before one."""
-        if not self._state:
+        if not self._state or not self.names:
             return [], 0.0
-        steps = float(self._state[self.groups[0][0]]["step"])
+        steps = float(self._state[self.groups[0][0]]["step"]) if self._has_steps else 0.0
         kept = [
-            [torch.cat([self._state[p][name].reshape(-1) for p in group]) for name in MOMENTS]
+            [torch.cat([self._state[p][name].reshape(-1) for p in group]) for name in self.names]
             for group in self.groups
         ]
         return kept, steps
 
     def give_moments(self, kept: Sequence[Sequence[Tensor]], steps: float) -> None:
         """Have the optimizer keep these."""
-        for number, name in enumerate(MOMENTS):
+        for number, name in enumerate(self.names):
             for parameter, view in self._views([of_group[number] for of_group in kept]):
                 self._state[parameter][name] = view
-                self._state[parameter]["step"] = torch.tensor(steps)
+                if self._has_steps:
+                    self._state[parameter]["step"] = torch.tensor(steps)

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
-from phalanx.server.flat import MOMENTS
 from phalanx.train.served_step import Recipe, ServedStep
 from phalanx.train.step import StepResult
 
@@ -77,9 +76,14 @@ class LocalStep(ServedStep):
         self.rounds.moments = ()
 
     def _take_moments(self, moments: Sequence[Tensor]) -> None:
-        size = len(MOMENTS)
+        size = len(self.flat.names)
         groups = [moments[at : at + size] for at in range(0, len(moments), size)]
         self.flat.give_moments(groups, self.rounds.steps)
+
+    @property
+    @override
+    def inner_rule(self) -> str:
+        return "adamw"
 
     @override
     def rule(self) -> dict[str, Any]:

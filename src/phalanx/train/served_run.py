@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
+import torch
+from torch import nn
 from typing_extensions import override
 
 from phalanx.checkpoint.registered import LOCAL_ROUNDS
@@ -58,6 +60,11 @@ def check(job: Job) -> None:
     if config.debug_comm:
         raise ConfigError(
             f"debug_comm compares collectives, of which {job.strategy} has none; leave it out"
+        )
+    if law.kind == "local" and config.server.rule != "adamw":
+        raise ConfigError(
+            f"server.rule is {config.server.rule}, but the workers of {job.strategy} take AdamW, "
+            "and servers Nesterov momentum; leave it out"
         )
     size = law.num_local_steps
     for name, steps in (("steps", job.num_steps), ("save_every", config.save_every)):
@@ -123,6 +130,16 @@ class ServedSession(TextSession):
     @override
     def is_first(self) -> bool:
         return self.worker == 0
+
+    @override
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer, server = super()._optimizer(model), self.config.server
+        if server.rule == "adamw":
+            return optimizer
+        keys = ("params", "weight_decay")
+        groups = [{key: group[key] for key in keys} for group in optimizer.param_groups]
+        momentum = server.momentum if server.rule == "momentum" else 0.0
+        return torch.optim.SGD(groups, self.config.optimizer.lr, momentum)
 
     @override
     def _claim(self, job: Job) -> None:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
-from phalanx.server.flat import MOMENTS, FlatParameters
+from phalanx.server.flat import FlatParameters
 from phalanx.train.clip import scale_to
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.step import Step, StepResult
@@ -57,7 +57,7 @@ class ServedStep(Step):
         """Meet the servers, which the first worker gives the first weights; then pull."""
         self.client, self.law, self.server = client, client.law, server
         self._helped_s, self._is_over = 0.0, False
-        self.flat = FlatParameters(self.optimizer)
+        self.flat = FlatParameters(self.optimizer, self.inner_rule)
         client.lay_out([len(each) for each in self.flat.weights], self.flat.weights[0].dtype)
         if is_first:
             kept, steps = self.kept()
@@ -73,12 +73,17 @@ class ServedStep(Step):
         """Say how updates that are complete, and belong to a clock, are to be applied."""
         return []
 
+    @property
+    def inner_rule(self) -> str:
+        """The rule of this worker's own optimizer, which checkpoints hold."""
+        return self.server.rule
+
     def rule(self) -> dict[str, Any]:
         """Return how servers change the weights."""
-        config = self.config
+        config, server = self.config, self.server
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        betas = [config.beta1, config.beta2]
-        return {"name": "adamw", "betas": betas, "eps": config.eps, "decays": decays}
+        numbers = {"betas": [config.beta1, config.beta2], "eps": config.eps}
+        return {"name": server.rule, **numbers, "momentum": server.momentum, "decays": decays}
 
     def kept(self) -> tuple[list[list[Tensor]], float]:
         """Return what servers are to keep to begin with, which this optimizer then does not."""
@@ -88,9 +93,10 @@ class ServedStep(Step):
 
     def before_save(self) -> None:
         """Have the optimizer keep what the servers do, as a checkpoint has it."""
-        flats = [[flat, *(torch.empty_like(flat) for _ in MOMENTS)] for flat in self.flat.weights]
+        names = self.flat.names
+        flats = [[flat, *(torch.empty_like(flat) for _ in names)] for flat in self.flat.weights]
         steps = self.client.read(flats)
-        if steps:
+        if steps is not None:
             self.flat.give_moments([of_group[1:] for of_group in flats], steps)
 
     def rate(self, clock: int) -> float:

@@ -99,7 +99,7 @@ class TextSession(Session):
                 state.load_weights(job.init.folder, model)
         self.step = self.step_type(
             model,
-            build_optimizer(model, config.optimizer),
+            self._optimizer(model),
             NextToken(config.seed, job.shape.dropout),
             config.optimizer,
             comm=comm,
@@ -116,6 +116,9 @@ class TextSession(Session):
         self.loader = loader_of(job, self.data_rank)
         self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
         self._num_rows = 0
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model, self.config.optimizer)
 
     def _claim(self, job: Job) -> None:
         """Keep others from saving to the folder of the run."""
