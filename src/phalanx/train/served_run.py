@@ -133,13 +133,13 @@ class ServedSession(TextSession):
 
     @override
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        optimizer, server = super()._optimizer(model), self.config.server
+        optimizer, server = super()._optimizer(model), self.job.config.server
         if server.rule == "adamw":
             return optimizer
         keys = ("params", "weight_decay")
         groups = [{key: group[key] for key in keys} for group in optimizer.param_groups]
         momentum = server.momentum if server.rule == "momentum" else 0.0
-        return torch.optim.SGD(groups, self.config.optimizer.lr, momentum)
+        return torch.optim.SGD(groups, self.job.config.optimizer.lr, momentum)
 
     @override
     def _claim(self, job: Job) -> None:

@@ -118,7 +118,7 @@ class TextSession(Session):
         self._num_rows = 0
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model, self.config.optimizer)
+        return build_optimizer(model, self.job.config.optimizer)
 
     def _claim(self, job: Job) -> None:
         """Keep others from saving to the folder of the run."""
