@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,16 +39,26 @@ def test_the_table_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> No
     ]  # fmt: skip
     assert row[12] == f"{best['memory_bytes'] / best['usable_bytes']:.0%}"
     assert all(each["step_time_s"] >= best["step_time_s"] for each in others)
-    assert all(line in " ".join(text.split()) for line in found["advice"])
+    words = " ".join(text.split())
+    assert all(line in words for line in found["advice"])
+    assert f"at its peak, {best['memory_moment']}: " in words
+    causes, total, unit = re.search(
+        r"at its peak, [a-z ]+: (.*) = ([0-9.,]+) of [0-9.,]+ ([GM]iB)", words
+    ).groups()
+    printed = {name: float(num) for name, num in map(str.split, causes.split(" + "))}
+    assert round(10 * sum(printed.values())) == round(10 * float(total))
+    assert unit == "GiB" and float(total) == round(best["memory_bytes"] / 2**30, 1)
+    for name, num_bytes in best["memory"].items():
+        assert abs(printed.get(name, 0.0) - num_bytes / 2**30) < 0.1
 
 
 def test_figures_of_a_candidate_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = planned(capsys, ON_TWO)
     for each in found["candidates"]:
         assert sum(each["causes_s"].values()) == pytest.approx(each["step_time_s"])
-        parts = each["memory"]  # gradients may come as activations go
-        assert sum(parts.values()) - parts["gradients"] <= each["memory_bytes"]
-        assert each["memory_bytes"] <= min(sum(parts.values()), each["usable_bytes"])
+        assert sum(each["memory"].values()) == each["memory_bytes"] <= each["usable_bytes"]
+        is_late = each["memory_moment"] == "with all gradients"
+        assert is_late == (each["memory"]["activations"] == 0)
         assert each["tokens_per_s_per_device"] * each["step_time_s"] * 2 == pytest.approx(4 * 1024)
         peak_s = each["t_theoretical_s"] / each["step_time_s"]
         assert peak_s == pytest.approx(each["mfu_causal"]) and each["devices"][-1] == 2

@@ -315,7 +315,8 @@ def test_the_table_fits_and_names_what_has_no_formula() -> None:
     assert report.peak_bytes == 8 * 2**20
     console = Console(width=100, record=True, file=None, quiet=False)
     with console.capture() as capture:
-        console.print(report.table({"gathered": 2 * 2**30, "peak": 2**20}), report.text())
+        at_peak = {"gathered": 2**19, "gradients": 2**19}
+        console.print(report.table({"gathered": 2 * 2**30}, at_peak), report.text())
     lines = capture.get().splitlines()
     assert max(map(len, lines)) <= 100
     rows = {line.split("│")[1].strip(): line for line in lines if line.startswith("│")}
@@ -324,9 +325,12 @@ def test_the_table_fits_and_names_what_has_no_formula() -> None:
         "communication buffers", "activations", "other", "all",
     ]  # fmt: skip
     assert rows["activations"].split("│")[2].strip() == "-"
-    cells = [cell.strip() for cell in rows["gathered parameters"].split("│")[2:6]]
-    assert cells == ["2048.00", "3072.00", "-33.3 %", "1.00"]
-    assert [cell.strip() for cell in rows["all"].split("│")[2:6]] == ["1.00", "", "-87.5 %", "8.00"]
+    cells = [[cell.strip() for cell in row.split("│")[2:7]] for row in rows.values()]
+    assert cells[1] == ["2048.00", "3072.00", "-33.3 %", "0.50", "1.00"]
+    assert cells[-1] == ["", "", "-87.5 %", "1.00", "8.00"]
+    for predicted_or_measured in (3, 4):
+        *kinds, whole = (row[predicted_or_measured] for row in cells)
+        assert sum(float(each) for each in kinds if each != "-") == float(whole)
     text = " ".join(capture.get().split())
     assert "of any rank is 9.00 MiB. CUDA's allocator gave out 8.00 MiB." in text
 

@@ -85,12 +85,15 @@ def test_the_predicted_step_stands_beside_the_measured_one(whole: dict[str, Any]
 
 
 def test_the_summary_accounts_for_the_memory_of_a_step(whole: dict[str, Any]) -> None:
-    memory = whole["memory"]
-    for kind, of in whole["predicted"]["bytes"].items():
+    memory, predicted = whole["memory"], whole["predicted"]
+    for kind, of in predicted["bytes"].items():
         if kind != "peak":
             assert of["measured"] == memory["at_most"][kind]
             assert 0.97 * of["measured"] <= of["predicted"] <= 1.1 * of["measured"], kind
-    assert whole["predicted"]["bytes"]["peak"]["measured"] == memory["peak_bytes"]
+    assert predicted["bytes"]["peak"]["measured"] == memory["peak_bytes"]
+    parts = predicted["bytes_at_peak"]
+    assert sum(of["predicted"] for of in parts.values()) == predicted["bytes"]["peak"]["predicted"]
+    assert all(of["measured"] == memory["at_peak"][kind] for kind, of in parts.items())
     assert memory["largest_bytes"] >= memory["peak_bytes"] == sum(memory["at_peak"].values())
     assert memory["resident_bytes"] > memory["peak_bytes"]
     assert memory["allocated_bytes"] is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -72,13 +74,23 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
         if s > 0.005 * best.step_time_s
     )
     _say(console, f"  time: {', '.join(causes)}")
-    held = (f"{name} {num / 2**30:.1f}" for name, num in best.memory.items() if num > 0.05 * 2**30)
     _say(
         console,
-        f"  memory of stage {best.stage}, the heaviest, in GiB: {', '.join(held)}; "
-        f"{best.memory_bytes / 2**30:.1f} of {best.usable_bytes / 2**30:.1f}",
+        f"  memory of stage {best.stage}, the heaviest, at its peak, {best.memory_moment}: "
+        f"{_memory(best)}",
     )
     _say(console, f"  can resume on {_numbers(best.devices)} devices")
+
+
+def _memory(of: Figures) -> str:
+    """Return the memory by cause, in tenths of a unit that add up to the rounded total."""
+    unit = "GiB" if of.memory_bytes >= 2**30 else "MiB"
+    tenth = (2**30 if unit == "GiB" else 2**20) / 10
+    ends = [round(end / tenth) for end in itertools.accumulate(of.memory.values(), initial=0)]
+    tenths = zip(of.memory, map(operator.sub, ends[1:], ends), strict=True)
+    held = (f"{name} {num / 10:,.1f}" for name, num in tenths if num)
+    usable = of.usable_bytes / tenth / 10
+    return f"{' + '.join(held)} = {ends[-1] / 10:,.1f} of {usable:,.1f} {unit}"
 
 
 def table(rows: Iterable[Figures], unit: str = "tokens", widest: int = 34) -> Table:

@@ -49,11 +49,20 @@ class MemoryReport(MemoryAccount):
             return f"{peak} is more than the {gave} MiB that CUDA's allocator gave out"
         return None
 
-    def table(self, predicted: Mapping[str, int] = MappingProxyType({})) -> Table | Text:
-        """Draw a row for each kind, in MiB, beside what was `predicted` of it and of the peak."""
+    def table(
+        self,
+        predicted: Mapping[str, int] = MappingProxyType({}),
+        at_peak: Mapping[str, int] = MappingProxyType({}),
+    ) -> Table | Text:
+        """Draw a row for each kind in MiB, and under them the peak.
+
+        Args:
+            predicted: of each kind at its most; not all at one time.
+            at_peak: predicted of each kind at the peak, whose sum the predicted peak is.
+        """
         if self.doubt is not None:
             return Text(self.doubt)
-        heads = "predicted", "at most", "error"
+        heads = "predicted", "at most", "error", "predicted"
         table = Table(
             "what",
             *(Column(name, justify="right") for name in (*heads, "at the peak")),
@@ -61,11 +70,12 @@ class MemoryReport(MemoryAccount):
             title_justify="left",
         )
         for kind in KINDS:
-            name, most = _NAMES.get(kind, kind), self.at_most[kind]
-            table.add_row(name, *_beside(predicted.get(kind), most), _mib(self.at_peak[kind]))
+            most = _beside(predicted.get(kind), self.at_most[kind])
+            peak = _beside(at_peak.get(kind), self.at_peak[kind])[:2]
+            table.add_row(_NAMES.get(kind, kind), *most, *peak)
         table.add_section()
-        *beside, error = _beside(predicted.get("peak"), self.peak_bytes)
-        table.add_row("all", beside[0], "", error, _mib(self.peak_bytes))
+        *peak, error = _beside(sum(at_peak.values()) if at_peak else None, self.peak_bytes)
+        table.add_row("all", "", "", error, *peak)
         return table
 
     def text(self) -> str:

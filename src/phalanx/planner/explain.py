@@ -38,7 +38,9 @@ class Figures:
     Attributes:
         causes_s: cause -> its seconds of the step.
         sent_s: seconds in which dp and fsdp send, of which `causes_s` has the exposed part.
-        memory: cause -> bytes on the heaviest stage.
+        memory: cause -> bytes on the heaviest stage at the moment of its peak; their sum is
+            `memory_bytes`.
+        memory_moment: when the peak is: with the most activations, or with all gradients.
         devices: numbers of devices on which the run can resume with this microbatch: fewer or as
             many replicas, which divide the batch and fit.
     """
@@ -56,6 +58,7 @@ class Figures:
     sent_s: float
     stage: int
     memory: Mapping[str, int]
+    memory_moment: str
     memory_bytes: int
     usable_bytes: float
     mesh: str
@@ -85,7 +88,8 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         causes_s=causes_s(candidate),
         sent_s=cost.sent_s,
         stage=candidate.memory.stage,
-        memory=candidate.memory.causes(),
+        memory=candidate.memory.at_peak(),
+        memory_moment=candidate.memory.moment,
         memory_bytes=candidate.memory.total,
         usable_bytes=question.cluster.device.usable_bytes,
         mesh=mesh(question, planned.strategy),

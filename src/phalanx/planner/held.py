@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -40,10 +41,16 @@ _BUFFERS_BYTES: Final = 256 << 20
 _UNUSABLE: Final = 0.04
 """Part of allocated memory that falls between blocks of the allocator."""
 
+MOST_ACTIVATIONS, ALL_GRADIENTS = "with the most activations", "with all gradients"
+"""The moments at which a rank may hold the most."""
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank of one stage holds at its peak, by cause; see above.
+    """Bytes that a rank of one stage holds of each cause at the most; see above.
+
+    Gradients come as activations go, so a rank holds the most of all causes together at one of two
+    moments: with the most activations, or with all gradients.
 
     Attributes:
         early: bytes of the gradients that are there when activations are the most; all where
@@ -63,29 +70,40 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What it holds at one time: gradients come as activations go."""
-        passing = self.casts + self.activations + self.logits
-        all_of_it = sum(self.causes().values())
-        return all_of_it - min(self.gradients - self.early, passing)
+        """What it holds at its peak."""
+        return sum(self.at_peak().values())
 
-    def causes(self) -> dict[str, int]:
-        """Return bytes by cause, in the order in which they are printed."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in ("stage", "early")
-        }
+    @property
+    def moment(self) -> str:
+        """When its peak is."""
+        passing = self.casts + self.activations + self.logits
+        return ALL_GRADIENTS if self.gradients - self.early > passing else MOST_ACTIVATIONS
+
+    def at_peak(self) -> dict[str, int]:
+        """Return bytes by cause at the moment of the peak, in printed order."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("stage", "early")]
+        gone = dict.fromkeys(("casts", "activations", "logits"), 0)
+        other = gone if self.moment == ALL_GRADIENTS else {"gradients": self.early}
+        return {name: getattr(self, name) for name in names} | other
 
     def kinds(self) -> dict[Kind, int]:
-        """Return bytes by the kinds that the memory of a run is measured by."""
-        return {
-            "parameters": self.weights,
-            "gathered": self.gathered,
-            "cast": self.casts,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations + self.logits,
-        }
+        """Return bytes at the most by the kinds that the memory of a run is measured by."""
+        return _kinds({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+    def kinds_at_peak(self) -> dict[Kind, int]:
+        """Return bytes at the moment of the peak by the same kinds."""
+        return _kinds(self.at_peak())
+
+
+def _kinds(causes: Mapping[str, int]) -> dict[Kind, int]:
+    return {
+        "parameters": causes["weights"],
+        "gathered": causes["gathered"],
+        "cast": causes["casts"],
+        "gradients": causes["gradients"],
+        "optimizer": causes["optimizer"],
+        "activations": causes["activations"] + causes["logits"],
+    }
 
 
 @functools.singledispatch

@@ -53,15 +53,15 @@ class Predicted:
         machine: what the machine is described by.
         step_s: of the median step.
         time_s: cause -> seconds of it.
-        memory: what rank 0 holds, by kind, each at its most.
-        peak_bytes: what it holds at its peak.
+        at_most: what rank 0 holds, by kind, each at its most.
+        at_peak: the same at the moment of its peak; their sum is the peak.
     """
 
     machine: str
     step_s: float
     time_s: Mapping[str, float]
-    memory: Mapping[Kind, int]
-    peak_bytes: int
+    at_most: Mapping[Kind, int]
+    at_peak: Mapping[Kind, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,15 @@ class Judged:
         machine: what the machine is described by.
         time_s: `step`, and its causes -> seconds.
         bytes: `peak`, and what rank 0 holds of each kind at its most -> bytes.
+        bytes_at_peak: what it holds of each kind at its peak, whose sum `peak` is; the measured one
+            has `communication` and `other` beside.
         errors: of each of these, predicted over measured, less 1.
     """
 
     machine: str
     time_s: Mapping[str, Forecast]
     bytes: Mapping[str, Forecast]
+    bytes_at_peak: Mapping[str, Forecast]
     errors: Mapping[str, float]
 
     def line(self) -> str:
@@ -127,8 +130,8 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted:
             "communication": cost.tensor_s + cost.ring_s + cost.bubble_s + cost.exposed_s,
             "optimizer": cost.optimizer_s,
         },
-        memory=held.kinds(),
-        peak_bytes=held.total - held.margin,
+        at_most=held.kinds(),
+        at_peak=held.kinds_at_peak(),
     )
 
 
@@ -143,11 +146,19 @@ def judge(
             measured = sum(steps.medians_s[term] for term in terms)
             time_s[cause] = Forecast(predicted=predicted.time_s[cause], measured=measured)
     held: dict[str, Forecast] = {}
+    at_peak: dict[str, Forecast] = {}
     if memory is not None and memory.doubt is None:
-        held["peak"] = Forecast(predicted=predicted.peak_bytes, measured=memory.peak_bytes)
-        for kind, num_bytes in predicted.memory.items():
-            held[kind] = Forecast(predicted=num_bytes, measured=memory.at_most[kind])
+        peak_bytes = sum(predicted.at_peak.values())
+        held["peak"] = Forecast(predicted=peak_bytes, measured=memory.peak_bytes)
+        for into, these, those in (
+            (held, predicted.at_most, memory.at_most),
+            (at_peak, predicted.at_peak, memory.at_peak),
+        ):
+            for kind, num_bytes in these.items():
+                into[kind] = Forecast(predicted=num_bytes, measured=those[kind])
     if not time_s and not held:
         return None
     errors = {name: each.error for name, each in {**time_s, **held}.items()}
-    return Judged(machine=predicted.machine, time_s=time_s, bytes=held, errors=errors)
+    return Judged(
+        machine=predicted.machine, time_s=time_s, bytes=held, bytes_at_peak=at_peak, errors=errors
+    )

@@ -92,9 +92,10 @@ def _tables(summary: Summary) -> list[RenderableType]:
     if summary.sent:
         parts += [_sent_table(summary.sent), Text()]
     if summary.memory is not None:
-        bytes_of = summary.predicted.bytes if summary.predicted is not None else {}
-        expected = {name: int(each.predicted) for name, each in bytes_of.items()}
-        parts += [summary.memory.table(expected), Text(summary.memory.text())]
+        judged = summary.predicted
+        both = (judged.bytes, judged.bytes_at_peak) if judged is not None else ()
+        expected = ({name: int(each.predicted) for name, each in of.items()} for of in both)
+        parts += [summary.memory.table(*expected), Text(summary.memory.text())]
     elif summary.no_memory is not None:
         parts += [Text(summary.no_memory)]
     if summary.utilization is not None:
