@@ -16,8 +16,8 @@ Where backward is at attention, a ring has blocks of keys and values on their wa
 gradients, beyond the kept bytes: `passing`. Its closed form stands here, since a count mixes these
 with gradients inside the block.
 
-What passes while the head or a block works is `working`'s (working.py); `most` has it too. Compiled
-blocks keep what the compiler chooses.
+`most` has too what passes while the head or a block works. Compiled blocks keep what the compiler
+chooses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.account.count import Case, Counted, Device, count, kind_of
-from phalanx.account.working import working
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.strategy import Recompute, Strategy
@@ -121,8 +120,7 @@ def _of_blocks(case: Case, recompute: Recompute) -> Activations:
     counted = _count_blocks(case)
     first, blocks = counted[0], [each.block for each in counted]
     held, again = sum(blocks), max(each.again for each in counted)
-    at_work = working(_of_window(case, shape.window_of(0)))
-    block_at_work = at_work.block
+    block_at_work = first.block_at_work
     if segment_size is not None:
         starts = range(0, shape.num_layers, segment_size)
         held = len(starts) * first.stream
@@ -135,7 +133,7 @@ def _of_blocks(case: Case, recompute: Recompute) -> Activations:
         head=first.head,
         gradient=first.stream,
         passing=_passing(case),
-        head_at_work=max(first.head, at_work.head),
+        head_at_work=max(first.head, first.head_at_work),
         tied=_tied_bytes(case),
         block_at_work=block_at_work,
     )

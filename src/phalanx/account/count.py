@@ -1,13 +1,17 @@
-"""What one block of a decoder keeps for backward, and multiplies, counted by running it.
+"""What one block of a decoder holds for backward, and while it works, counted by running it.
 
-A decoder of one block, its embedding and its head, split within samples as on a rank, runs on the
-meta device: nothing is computed, and all storages are seen to come and go.
+A decoder of one block, its embedding and its head, split within samples as on a rank, runs forward
+and backward on the meta device: nothing is computed, and all storages are seen to come and go.
 
     embedding -> [block] -> norm, head        bytes alive at the brackets and at the end:
-    inputs       block      head              their differences are the parts
+    inputs       block      head              their differences are what the parts keep
 
-Then backward, up to where it has run the block again, shows what that makes. The count is of the
-kernels of the device that is named (models/kernels.py), and of its attention:
+    loss, head <- [again, block]              the most bytes alive in either part: what passes too,
+    head_at_work  block_at_work               logits and their gradients, gradients in a block
+
+Bytes at work are counted from the level at which the norm begins, the residual included. Gradients
+of parameters do not count there: they stay. The count is of the kernels of the device that is named
+(models/kernels.py), and of its attention:
 
     cpu, by blocks    phalanx::causal_attention: bfloat16; documents and windows of any type
     cpu, else         _scaled_dot_product_flash_attention_for_cpu
@@ -20,7 +24,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal, NamedTuple, cast
@@ -29,16 +35,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from phalanx.comm.comm import Counting
 from phalanx.models import kernels
 from phalanx.models.attention import Documents
 from phalanx.models.decoder import Block, Decoder
-from phalanx.models.loss import chunk_rows
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
@@ -73,7 +77,7 @@ class Case:
 
 
 class Counted(NamedTuple):
-    """Bytes on one rank of one microbatch, and FLOPs of products with weights.
+    """Bytes on one rank of one microbatch.
 
     Attributes:
         inputs: what all blocks share, and the embedding's.
@@ -81,9 +85,8 @@ class Counted(NamedTuple):
         block: kept by the block from forward on, the stream that it reads included.
         again: made when backward runs the block again, less what that lets go.
         head: kept by the last norm and the loss.
-        block_flops: of the block's forward.
-        again_flops: of what backward runs again of the block.
-        head_flops: of the output projection, forward and backward: the loss makes both at once.
+        head_at_work: the most while the head works, forward and backward, with the residual.
+        block_at_work: the most in the backward of the block, beyond what blocks keep.
     """
 
     inputs: int
@@ -91,11 +94,11 @@ class Counted(NamedTuple):
     block: int
     again: int
     head: int
-    block_flops: int
-    again_flops: int
-    head_flops: int
+    head_at_work: int
+    block_at_work: int
 
 
+@functools.lru_cache(maxsize=256)
 def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
     """Return a decoder of one block, like the blocks of `shape` that have `window`."""
     return dataclasses.replace(
@@ -112,51 +115,44 @@ def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
 def count(case: Case) -> Counted:
     """Count a case by running it on the meta device; each case runs once.
 
-    More sequences add what the second does, if the loss has full chunks of rows from the first on.
-
     Raises:
         StrategyError: the strategy does not split such a decoder.
     """
-    strategy, num = case.strategy, case.num_sequences
-    tokens, vocabulary = case.seq_len // strategy.sample_shards, case.shape.vocab_size
-    shard = max(1, vocabulary // strategy.tp.degree)  # a block alone has no vocabulary
-    rows = chunk_rows(shard, getattr(torch, case.precision), case.device)
-    if num <= 2 or tokens < rows:
-        return _count(case)
-    one, two = (_count(dataclasses.replace(case, num_sequences=n)) for n in (1, 2))
-    return Counted(*(a + (num - 1) * (b - a) for a, b in zip(one, two, strict=True)))
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _count(case: Case) -> Counted:
-    model = decoder_of(case)
-    live, kernel_mode, (block, *_) = _Live(), Kernels(case.device), model.blocks
-    block.forward = MethodType(functools.partial(_marked, live, kernel_mode), block)
+    model, spans = decoder_of(case), Spans()
+    kernel_mode, (block, *_) = Kernels(case.device), model.blocks
+    block.forward = MethodType(functools.partial(_marked, spans, kernel_mode), block)
     split(case, model)
-    for module in (block, model.norm):
-        module.register_forward_pre_hook(live.mark)
-    labels_BT = labels_of(case)
-    with kernels.assumed(case.device), kernel_mode, live:
-        batch = batch_of(case)  # alive until the end, as a step has it
+    streams: list[int] = []
+
+    def enter(name: str, _module: Any, args: tuple[Tensor, ...]) -> None:
+        spans.mark(name)
+        streams.append(args[0].untyped_storage().nbytes())
+        if name == "head":
+            args[0].register_hook(functools.partial(spans.mark, "backward"))
+
+    block.register_forward_pre_hook(functools.partial(enter, "block"))
+    model.norm.register_forward_pre_hook(functools.partial(enter, "head"))
+    labels_BT = labels_of(case)  # alive until the end, as all that a step reads
+    with kernels.assumed(case.device, in_chunks=True), kernel_mode, spans:
+        batch = batch_of(case)
         loss = model(labels_BT=labels_BT, **batch)
-        end = live.now_with_flops()
-        if case.strategy.recompute.kind != "none":
-            live.is_backward = True
-            try:
-                loss.backward()
-            except _RunAgain:
-                pass
-    before, after = live.marks
-    begin, over = live.again
+        spans.mark("loss")
+        loss.backward()
+    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    levels, marks = spans.levels(gradients), spans.marks
+    stream, stream_of_head = streams
+    block_from, head_from, loss_from = (levels[marks[name]] for name in ("block", "head", "loss"))
+    end = marks.get("end", len(levels) - 1)
+    again = levels[marks["made again"]] - levels[marks["again"]] if "again" in marks else 0
+    floor = head_from - stream_of_head
     return Counted(
-        inputs=before.num_bytes - before.stream,
-        stream=before.stream,
-        block=after.num_bytes - before.num_bytes,
-        again=over.num_bytes - begin.num_bytes,
-        head=end.num_bytes - after.num_bytes + after.stream,
-        block_flops=after.flops - before.flops,
-        again_flops=over.flops - begin.flops,
-        head_flops=end.flops - after.flops,
+        inputs=block_from - stream,
+        stream=stream,
+        block=head_from - block_from,
+        again=again,
+        head=loss_from - floor,
+        head_at_work=max(levels[marks["head"] : marks["backward"] + 1]) - floor,
+        block_at_work=max(levels[marks["backward"] : end + 1]) - floor,
     )
 
 
@@ -197,71 +193,81 @@ def batch_of(case: Case) -> dict[str, Any]:
     }
 
 
-class _Moment(NamedTuple):
-    """Bytes alive and FLOPs done at a point of the run, and the bytes of the residual there."""
+@dataclass(eq=False)
+class _Storage:
+    """A storage from when it is made until it is freed."""
 
     num_bytes: int
-    flops: int
-    stream: int = 0
 
 
-class _RunAgain(Exception):
-    """Backward has run the block again, and all is known."""
-
-
-class _Live(TorchDispatchMode):
-    """Counts the bytes of arrays that operators make until they are freed, and FLOPs."""
+class Spans(TorchDispatchMode):
+    """Notes when storages are made and freed, and where parts of the run begin."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.flops = 0
-        self.marks: list[_Moment] = []
-        self.again = [_Moment(0, 0), _Moment(0, 0)]
-        self.is_backward = self.is_over = False
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.events: list[tuple[_Storage, int]] = []
+        self.marks: dict[str, int] = {}
+        self.mark_next = ""
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Storage]] = {}
 
-    def mark(self, _module: Any, args: tuple[Tensor, ...]) -> None:
-        """Note the bytes alive where a module begins, whose input is the residual."""
-        self.marks.append(_Moment(self.now, self.flops, args[0].untyped_storage().nbytes()))
-
-    def now_with_flops(self) -> _Moment:
-        return _Moment(self.now, self.flops)
+    def mark(self, name: str, *_: Any) -> None:
+        """Note where a part begins."""
+        self.marks[name] = len(self.events)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.is_over:
-            self.again[1] = self.now_with_flops()
-            raise _RunAgain
+        if self.mark_next:
+            self.mark(self.mark_next)
+            self.mark_next = ""
         kwargs = kwargs or {}
-        packet = func.overloadpacket
-        if packet is torch.ops.phalanx_tensor.ring_attention:
+        if func.overloadpacket is torch.ops.phalanx_tensor.ring_attention:
             # Run here, it would go through all blocks of all rows, and keep no more.
             q_BTHK: Tensor = args[0]
             wide = torch.promote_types(q_BTHK.dtype, torch.float32)
             sizes = q_BTHK.shape
-            out = q_BTHK.new_empty(sizes), q_BTHK.new_empty(sizes[:3], dtype=wide)
+            out: Any = (q_BTHK.new_empty(sizes), q_BTHK.new_empty(sizes[:3], dtype=wide))
         else:
             out = func(*args, **kwargs)
-        if packet in flop_registry and "attention" not in str(packet):
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        given = {storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.ndim and storage_id(x) not in given:
+        given = {storage_id(x) for x in tensors_in(args, kwargs)}
+        for x in tensors_in(out):
+            if x.ndim and storage_id(x) not in given:
                 self._add(x.untyped_storage())
+        self.see(func, args, kwargs, out)
         return out
 
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Be shown an operator that has run."""
+
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = cast(Any, storage)._cdata, storage.nbytes()
-        if key in self._known:
+        key = cast(Any, storage)._cdata
+        if key in self._live:
             return
+        span = _Storage(storage.nbytes())
 
         def free(_: Any) -> None:
-            del self._known[key]
-            self.now -= num_bytes
+            del self._live[key]
+            self.events.append((span, -1))
 
-        self._known[key] = weakref.ref(storage, free)
-        self.now += num_bytes
+        self._live[key] = weakref.ref(storage, free), span
+        self.events.append((span, 1))
+
+    def levels(self, kept: list[Tensor]) -> list[int]:
+        """Return the bytes alive before the first event and after each, without `kept`."""
+        spans = {id(self._live[k][1]) for k in map(storage_id, kept) if k in self._live}
+        sizes = (0 if id(span) in spans else sign * span.num_bytes for span, sign in self.events)
+        return list(itertools.accumulate(sizes, initial=0))
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an operator's arguments or results, in order."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(*cast(Sequence[Any], value))
+        elif isinstance(value, dict):
+            yield from tensors_in(*cast(dict[str, Any], value).values())
 
 
 def storage_id(x: Tensor) -> int:
@@ -269,15 +275,22 @@ def storage_id(x: Tensor) -> int:
     return cast(Any, x.untyped_storage())._cdata
 
 
-def _marked(live: _Live, kernel_mode: Kernels, block: Block, *args: Any) -> Tensor:
-    """Run a block's own forward, and note where backward begins and ends to run it again."""
-    if live.is_backward:
-        live.again[0] = live.now_with_flops()
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _marked(spans: Spans, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any) -> Tensor:
+    """Run a block's own forward; note where backward runs it again, and where that ends."""
+    is_again = "loss" in spans.marks
+    if is_again:
+        spans.mark("again")
+    elif x.requires_grad:
+        x.register_hook(functools.partial(spans.mark, "end"))
     try:
         with kernel_mode:  # backward runs without the modes around it
-            return Block.forward(block, *args)
+            return Block.forward(block, x, *args)
     finally:
-        live.is_over = live.is_backward
+        spans.mark_next = "made again" if is_again else ""
 
 
 class _FusedNorm(Function):

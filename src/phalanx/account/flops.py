@@ -29,7 +29,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from phalanx.account.count import Case, Counted, count, kind_of
+from phalanx.account.count import Case, kind_of
+from phalanx.account.work import Work, product_flops, work_of
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.strategy import Recompute, Strategy
@@ -97,11 +98,14 @@ def step_flops(
     num_pairs = num_sequences * sum(attention_pairs(seq_len, attention, w) for w in windows)
     all_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
     once = _of_sequence(shape, seq_len, "none")
-    block, head = (num_sequences * each for each in (once.block_flops, once.head_flops // 3))
+    # The loss makes its gradients as it goes: the head has three products, of which one is forward.
+    forward_flops, head_flops = product_flops(once.block), product_flops(once.head) // 3
+    block, head = num_sequences * forward_flops, num_sequences * head_flops
     segment_size = recompute.segment_size(shape.num_layers)
     recomputed = 0
     if segment_size is not None:
-        last = num_sequences * (once.block_flops - _of_sequence(shape, seq_len, "full").again_flops)
+        again = product_flops(_of_sequence(shape, seq_len, "full").again)
+        last = num_sequences * (forward_flops - again)
         num_segments = -(-shape.num_layers // segment_size)
         recomputed = shape.num_layers * block + all_attention - num_segments * last
     return Flops(
@@ -111,13 +115,12 @@ def step_flops(
     )
 
 
-def _of_sequence(shape: ModelShape, seq_len: int, recompute: Literal["none", "full"]) -> Counted:
+def _of_sequence(shape: ModelShape, seq_len: int, recompute: Literal["none", "full"]) -> Work:
     """Count one sequence through one block; blocks differ in their windows, no weights do."""
     strategy = Strategy(recompute=Recompute(recompute))
     one = kind_of(shape, None, seq_len)
-    return count(
-        Case(shape=one, strategy=strategy, seq_len=seq_len, num_sequences=1, precision="float32")
-    )
+    # Products with weights are the same on any device; the kernels of a GPU have fewer operators.
+    return work_of(Case(one, strategy, seq_len, 1, "float32", "cuda"))
 
 
 def attention_pairs(seq_len: int, attention: Attention, window: int | None = None) -> int:

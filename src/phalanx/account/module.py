@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from phalanx.account.count import storage_id
+from phalanx.account.count import Spans, storage_id
 from phalanx.account.work import Operation, operation_of
-from phalanx.account.working import Spans
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.pipeline.links import Links, links_of

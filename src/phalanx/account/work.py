@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from phalanx.account.count import (
@@ -35,6 +34,7 @@ from phalanx.account.count import (
     labels_of,
     split,
     storage_id,
+    tensors_in,
 )
 from phalanx.models import kernels
 from phalanx.models.decoder import Block
@@ -80,6 +80,11 @@ class Work(NamedTuple):
     backward: tuple[Operation, ...]
     again: tuple[Operation, ...]
     head: tuple[Operation, ...]
+
+
+def product_flops(part: Iterable[Operation]) -> int:
+    """Return the FLOPs of products of matrices, attention's not among them."""
+    return sum(each.flops for each in part if any(each.product))
 
 
 def work_of(case: Case) -> Work:
@@ -197,7 +202,7 @@ class _Operations(TorchDispatchMode):
         if "attention" in found.name:
             flops = int(found.flops * self._seen)
             found = found._replace(flops=flops, scores=self._num_scores)
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        inputs, outputs = [*tensors_in(args, kwargs)], [*tensors_in(out)]
         is_of_weights = all(storage_id(x) in self._of_weights for x in inputs if x.ndim)
         rows, _, inner = found.product
         if is_of_weights or (inner == self._num_tokens and rows != inner):  # a weight's gradient
@@ -224,7 +229,7 @@ def operation_of(
 ) -> Operation | None:
     """Return what an operator does that has run; None if it has no kernel worth counting."""
     packet = func.overloadpacket
-    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+    inputs, outputs = [*tensors_in(args, kwargs)], [*tensors_in(out)]
     name = str(packet).split(".", 1)[-1]
     known = {storage_id(x) for x in inputs}
     is_view = not func._schema.is_mutable and all(storage_id(x) in known for x in outputs)
@@ -243,10 +248,6 @@ def operation_of(
             rows = max(x.shape[:-1].numel() for x in (inputs[0], outputs[0]))
             product = rows, max(1, flops // (2 * rows * inner)), inner
     return Operation(name, flops, num_bytes, product, scores)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _nbytes(x: Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from phalanx.account.count import Case, kind_of
 from phalanx.account.work import Operation, Work, work_of
+from phalanx.models.shape import ModelShape
 from phalanx.planner import roofline
 from phalanx.planner.machine import Device
 from phalanx.planner.planned import PlannedStep
@@ -99,8 +100,7 @@ def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spe
     Raises:
         StrategyError: the strategy does not split the model.
     """
-    shape = planned.shape
-    windows = Counter(shape.window_of(number) for number in range(shape.num_layers))
+    windows = _windows(planned.shape)
     of_device = of_host = 0.0
     for number, (window, num_blocks) in enumerate(windows.items()):
         of = part_seconds(planned, device, software, window)
@@ -109,3 +109,9 @@ def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spe
         of_device += sum(num * part.device for num, part in parts)
         of_host += sum(num * part.host for num, part in parts)
     return Spent(of_device, of_host)
+
+
+@functools.lru_cache(maxsize=64)
+def _windows(shape: ModelShape) -> Counter[int | None]:
+    """Return how many blocks have each window."""
+    return Counter(shape.window_of(number) for number in range(shape.num_layers))
