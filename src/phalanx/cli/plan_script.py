@@ -13,7 +13,7 @@ from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
 from phalanx.planner.price import price
 from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.planner.software import software
-from phalanx.script.counting import module_of
+from phalanx.script.counting import loader_rate, module_of, question_of
 from phalanx.script.trainer import Trainer, trainer_of
 from phalanx.strategy import Strategy, require_built
 
@@ -30,14 +30,7 @@ def plan_script(
         raise ConfigError("--cluster is missing; expected a cluster, such as h100:8, or this")
     trainer = trainer_of(script)
     module = module_of(trainer, script)
-    question = Question(
-        shape=cast(Any, None),  # of decoders
-        cluster=hardware.cluster(cluster),
-        software=software(program),
-        seq_len=1,
-        num_sequences=trainer.batch_size,
-        precision=module.precision,
-    )
+    question = question_of(trainer, module, hardware.cluster(cluster), software(program))
     answer = _searched if strategy is None else _given
     candidates, rejected = answer(question, module, trainer, strategy)
     best = candidates[0] if candidates else None
@@ -60,6 +53,7 @@ def plan_script(
         "candidates": [explain.figures(question, each) for each in candidates],
         "rejected": [asdict(each) | {"text": str(each)} for each in shown],
         "advice": [*explain.advice(question, best), *_stages(best)] if best else [],
+        "loader_rows_per_s": loader_rate(trainer),
     }
 
 

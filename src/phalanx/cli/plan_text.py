@@ -29,6 +29,8 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
         _show_best(console, candidates, "rows" if is_module else "tokens")
     else:
         _say(console, "no strategy fits", "bold")
+    if rate := document.get("loader_rows_per_s"):
+        _say(console, f"  the job's loader gives {_rate(rate)} rows a second here, in one process")
     if document["rejected"]:
         _say(console, "\nrejected, the nearest first:" if candidates else "\nrejected:", "bold")
         for each in document["rejected"]:
@@ -79,6 +81,8 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
         f"  memory of stage {best.stage}, the heaviest, at its peak, {best.memory_moment}: "
         f"{_memory(best)}",
     )
+    read = "rows" if unit == "rows" else "sequences"
+    _say(console, f"  reads {_rate(best.samples_per_s)} {read} a second on all data ranks together")
     _say(console, f"  can resume on {_numbers(best.devices)} devices")
 
 
@@ -95,7 +99,8 @@ def _memory(of: Figures) -> str:
 
 def table(rows: Iterable[Figures], unit: str = "tokens", widest: int = 34) -> Table:
     """Return strategies as a table of at most 100 columns."""
-    drawn = _columns(("strategy", "batch", "step", f"{unit}/s", "MFU, %", "", "memory"))
+    rate = f"{unit}/s\na device"
+    drawn = _columns(("strategy", "batch", "step", rate, "MFU, %", "", "memory"))
     for each in rows:
         drawn.add_row(Text(_in_lines(each.strategy, widest)), *map(Text, cells(each)))
     return drawn
@@ -139,11 +144,20 @@ def _show_question(console: Console, asked: dict[str, Any]) -> None:
     batch = f"{asked['global_batch']:,} {unit}"
     _say(
         console,
-        f"{asked['model']}, {asked['parameters'] / 1e9:.3g} B parameters, on "
+        f"{asked['model']}, {_count(asked['parameters'])} parameters, on "
         f"{asked['num_devices']:,} x {asked['device']} ({asked['cluster']}), {batch} a step, "
         f"by {asked['software']}",
         "bold",
     )
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _count(number: int) -> str:
+    scale, letter = (1e9, "B") if number >= 1e9 else (1e6, "M") if number >= 1e6 else (1e3, "k")
+    return f"{number / scale:.3g} {letter}"
 
 
 def show_several(console: Console, document: dict[str, Any]) -> None:
@@ -152,7 +166,7 @@ def show_several(console: Console, document: dict[str, Any]) -> None:
     several: list[BestPlan] = document.get("compare") or document["scale"]
     is_scale = "scale" in document
     heads = ["devices"] if is_scale else ["cluster"]
-    heads += ["strategy", "batch", "step", "tokens/s", "MFU, %", ""]
+    heads += ["strategy", "batch", "step", "tokens/s\na device", "MFU, %", ""]
     heads += ["speed-up", "efficiency"] if is_scale else ["memory"]
     drawn = _columns(heads)
     for each in several:

@@ -7,11 +7,12 @@ import os
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range, Schema, settings
+from phalanx.config.law import AUTO
 from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.errors import ConfigError
 
@@ -71,6 +72,13 @@ class ScriptVerifyConfig:
     """Make the last line of standard output one JSON document."""
 
 
+class _Chosen(NamedTuple):
+    """A strategy, and why it was chosen."""
+
+    strategy: str
+    why: list[str]
+
+
 def train(argv: list[str]) -> int:
     """Train the job that the command line names, and print what was measured."""
     from phalanx.launch.torchrun import run_verb
@@ -78,18 +86,24 @@ def train(argv: list[str]) -> int:
     return run_verb(lambda: _settle(argv), lambda settled: _train(*settled))
 
 
-def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
+def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Options]:
     """Return what the command line says, the job, its strategy and how it is run."""
+    from phalanx.script.auto import chosen
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.strategy import refuse_servers
-    from phalanx.train.job.request import choose
+    from phalanx.train.job.request import choose, choose_device
     from phalanx.train.job.run_folder import new_folder
 
     config = _read(argv, ScriptTrainConfig, prog="phalanx train --script")
     trainer = trainer_of(config.script)
     if config.steps is not None:
         trainer = dataclasses.replace(trainer, steps=config.steps)
-    strategy, device = choose(config.strategy, config.nproc, config.device)
+    if config.strategy == AUTO:
+        strategy, why = chosen(trainer, config.script, config)
+        device, _ = choose_device(config.device)
+    else:
+        strategy, device = choose(config.strategy, config.nproc, config.device)
+        why = []
     refuse_servers(strategy, "a script")
     if config.out is not None and config.resume is not None:
         raise ConfigError("out and resume are both given, and resume writes to its own folder")
@@ -97,11 +111,14 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, str, Options]:
     out = Path(config.resume or config.out or new_folder(name, strategy))
     shared = {each.name: getattr(config, each.name) for each in dataclasses.fields(RunConfig)}
     shared["device"] = device
-    return config, trainer, str(strategy), Options(**shared, out=out, resume=bool(config.resume))
+    options = Options(**shared, out=out, resume=bool(config.resume))
+    return config, trainer, _Chosen(str(strategy), why), options
 
 
-def _train(config: ScriptTrainConfig, trainer: Trainer, strategy: str, options: Options) -> int:
-    summary = trainer.start(strategy, options, f"phalanx train --script {config.script} --resume")
+def _train(config: ScriptTrainConfig, trainer: Trainer, chosen: _Chosen, options: Options) -> int:
+    again = f" --strategy {AUTO}" if config.strategy == AUTO else ""
+    command = f"phalanx train --script {config.script}{again} --resume"
+    summary = trainer.start(chosen.strategy, options, command, chosen.why)
     if os.environ.get("RANK", "0") == "0":
         screen().print(summary.render(report=config.report), crop=False)
         if config.json:

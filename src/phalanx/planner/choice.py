@@ -49,20 +49,30 @@ def choose(question: Question, strategy: Strategy | None = None) -> Choice:
     """
     if strategy is None:
         found = search(question)
-        fitting, rejected = list(found.candidates), found.rejected
-    else:
-        each_size = answers(question, strategy)
-        fitting = [each for each in each_size if isinstance(each, Candidate)]
-        fitting.sort(key=lambda each: each.price.step_s)
-        rejected = [each for each in each_size if isinstance(each, Inequality)]
+        return choice_of(found.candidates, found.rejected, question.cluster)
+    each_size = answers(question, strategy)
+    fitting = [each for each in each_size if isinstance(each, Candidate)]
+    fitting.sort(key=lambda each: each.price.step_s)
+    rejected = [each for each in each_size if isinstance(each, Inequality)]
+    return choice_of(fitting, rejected, question.cluster)
+
+
+def choice_of(
+    fitting: Sequence[Candidate], rejected: Sequence[Inequality], cluster: Cluster
+) -> Choice:
+    """Return the first of the candidates, and the nearest of the others.
+
+    Raises:
+        ConfigError: there is none; says how near the nearest is.
+    """
     if not fitting:
         nearest = neighbours(None, rejected)
         raise ConfigError(
-            f"auto: nothing fits {question.cluster.num_devices} x {question.cluster.device.title}; "
+            f"auto: nothing fits {cluster.num_devices} x {cluster.device.title}; "
             f"{nearest[0] if nearest else 'no microbatch divides the batch'}"
         )
     best, *slower = fitting
-    return Choice(best, tuple(_nearest(best, slower, rejected)), question.cluster)
+    return Choice(best, tuple(_nearest(best, slower, rejected)), cluster)
 
 
 def _nearest(

@@ -36,6 +36,7 @@ class Figures:
     """The figures of one strategy.
 
     Attributes:
+        samples_per_s: sequences, or rows of a module's batch, that all data ranks must read.
         causes_s: cause -> its seconds of the step.
         sent_s: seconds in which dp and fsdp send, of which `causes_s` has the exposed part.
         memory: cause -> bytes on the heaviest stage at the moment of its peak; their sum is
@@ -51,6 +52,7 @@ class Figures:
     step_time_s: float
     t_theoretical_s: float
     tokens_per_s_per_device: float
+    samples_per_s: float
     mfu_causal: float
     mfu_full: float
     grade: str
@@ -82,6 +84,7 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         step_time_s=cost.step_s,
         t_theoretical_s=cost.theoretical_s,
         tokens_per_s_per_device=tokens / cost.step_s / num_ranks,
+        samples_per_s=planned.num_sequences / cost.step_s,
         mfu_causal=cost.mfu,
         mfu_full=cost.mfu_full,
         grade=grade(cost.mfu),
@@ -198,7 +201,7 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
     levers = {
         "tp": "that compute does not hide; a lower degree sends less",
         RING: "in rings that attention does not hide; a lower degree or longer sequences hide more",
-        "pp": f"in its bubble of {of.accumulation} microbatches on {strategy.pp.degree} stages; "
+        "pp": f"in its bubble on {strategy.pp.degree} stages of {_microbatches(of.accumulation)}; "
         "more microbatches shorten it",
         data: f"of {time(of.sent_s)} sent, which compute does not hide; a larger batch hides more",
         "optimizer": "in the step of AdamW; more shards shorten it",
@@ -208,6 +211,10 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
         if seconds > WORTH * of.step_time_s:
             name = cause if cause == "optimizer" else _text(strategy, cause)
             yield seconds, f"{name} costs {time(seconds)} ({seconds / of.step_time_s:.0%}) {lever}"
+
+
+def _microbatches(num: int) -> str:
+    return f"{num:,} microbatch{'' if num == 1 else 'es'}"
 
 
 def _text(strategy: Strategy, cause: str) -> str:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from phalanx.data.rows import map_batch
+from phalanx.data.rows import count_rows, map_batch
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.skeleton import copied_on_meta
 from phalanx.planner.any_module import AnyModule, PlannedModule
+from phalanx.planner.machine import Cluster
+from phalanx.planner.search import Question
+from phalanx.planner.software import Software
 from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
     from phalanx.script.trainer import Trainer
+
+
+_BATCHES_READ, _MOST_READ_S = 16, 1.0
+"""Batches by which a loader is timed, and seconds after which it is timed by fewer."""
 
 
 def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> AnyModule:
@@ -39,6 +47,33 @@ def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> An
     options = {"roles": trainer.roles, "batch_norm": trainer.batch_norm}
     rows = functools.partial(_rows, batch)
     return AnyModule(name, built, trainer.objective, rows, trainer.optimizer, options)
+
+
+def loader_rate(trainer: Trainer) -> float:
+    """Return the rows a second that a trainer's loader gives in this process, by some batches."""
+    state = torch.get_rng_state()
+    rows, begun_s, ended_s = 0, time.perf_counter(), 0.0
+    for number, batch in enumerate(trainer.loader(trainer.data)):
+        ended_s = time.perf_counter()
+        rows += count_rows(batch)
+        if number == _BATCHES_READ or ended_s - begun_s > _MOST_READ_S:
+            break
+    torch.set_rng_state(state)
+    return rows / (ended_s - begun_s)
+
+
+def question_of(
+    trainer: Trainer, module: AnyModule, cluster: Cluster, program: Software
+) -> Question:
+    """Return what the planner is asked of a trainer: its batch of rows on a cluster."""
+    return Question(
+        shape=cast(Any, None),  # of decoders
+        cluster=cluster,
+        software=program,
+        seq_len=1,
+        num_sequences=trainer.batch_size,
+        precision=module.precision,
+    )
 
 
 def counted_of(trainer: Trainer, strategy: Strategy, model: nn.Module) -> AnyModule | None:

@@ -1,4 +1,4 @@
-"""The FLOPs of a module of any kind, counted by running it on shapes alone, and stages cut by them.
+"""The FLOPs of a module of any kind, as the account counts its links, and stages cut by them.
 
 `parallel/pipeline/split.py` knows the parameters of a module alone, and a convolution's say little:
 the first layers of a residual network have few and do most of the work.
@@ -7,22 +7,21 @@ the first layers of a residual network have few and do most of the work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.account.module import CountedLink, count_module
 from phalanx.data.rows import count_rows, map_tensors, tensors_of
+from phalanx.errors import ConfigError
 from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.pipeline.cut import cut_chain, schedule_of
-from phalanx.parallel.pipeline.links import Links, links_of
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
-from phalanx.parallel.skeleton import copied_on_meta
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
 
@@ -34,10 +33,14 @@ if TYPE_CHECKING:
 class ModuleFlops:
     """Floating-point operations of forward and backward of a batch."""
 
-    total: int
-    of_module: Mapping[str, int]
+    links: tuple[CountedLink, ...]
     num_rows: int
     row_shapes: tuple[torch.Size, ...]
+
+    @property
+    def total(self) -> int:
+        """Of all links."""
+        return sum(link.flops for link in self.links)
 
     def are_of(self, microbatches: Sequence[Any]) -> bool:
         """Return whether all rows have the shapes that were counted.
@@ -56,26 +59,15 @@ def row_shapes(batch: Any) -> tuple[torch.Size, ...]:
 def flops_of(model: nn.Module, objective: Objective, batch: Any) -> ModuleFlops | None:
     """Return the FLOPs of forward and backward of a batch; None if they cannot be counted.
 
-    Copies of the model and of the objective run on the meta device, and compute nothing. Matrix
-    products, convolutions and attention count, 2 a multiply-add, as PyTorch's FlopCounterMode
-    counts them.
+    Matrix products, convolutions and attention count, 2 a multiply-add, by PyTorch's formulas.
     """
+    rows = map_tensors(batch, lambda tensor: tensor.to("meta"))
     try:
-        # An objective that keeps a state, as a count of its calls, is not to see this one.
-        shapes, of_shapes = copied_on_meta((model, objective))
-        rows = map_tensors(batch, lambda tensor: tensor.to("meta"))
-        with FlopCounterMode(display=False) as counter:
-            of_shapes.loss_sum(shapes, rows, 0).backward()
-    except Exception:  # whatever a module does with numbers, which there are none of
+        links = tuple(count_module(model, objective, rows, type(model).__name__))
+    except ConfigError:  # whatever a module does with numbers, which there are none of
         return None
-    # Its names begin with the class of the model.
-    counted = {
-        name.partition(".")[2]: sum(of_kinds.values())
-        for name, of_kinds in counter.get_flop_counts().items()
-        if "." in name
-    }
-    total = counter.get_total_flops()
-    return ModuleFlops(total, counted, count_rows(batch), row_shapes(batch)) if total else None
+    found = ModuleFlops(links, count_rows(batch), row_shapes(batch))
+    return found if found.total else None
 
 
 def flops_of_trainer(
@@ -106,21 +98,24 @@ def cut_by_flops(
     """
     if strategy.pp.degree == 1 or flops is None or isinstance(model, Decoder):
         return strategy, []
-    links = links_of(model)
-    costs = [float(sum(flops.of_module.get(name, 0) for name in link)) for link in links]
-    cut = cut_chain(strategy, costs, ", ".join(" + ".join(link) for link in links))
+    names = [link.modules for link in flops.links]
+    costs = [float(link.flops) for link in flops.links]
+    cut = cut_chain(strategy, costs, ", ".join(map(" + ".join, names)))
     counted = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
-    return counted, _lines(counted, links, costs, cut)
+    return counted, _lines(counted, names, costs, cut)
 
 
 def _lines(
-    strategy: Strategy, links: Links, costs: Sequence[float], cut: Sequence[range]
+    strategy: Strategy,
+    modules: Sequence[Sequence[str]],
+    costs: Sequence[float],
+    cut: Sequence[range],
 ) -> list[str]:
     rank_of, per_stage = schedule_of(strategy, 1).rank_of, stage_costs(costs, cut)
     lines: list[str] = []
     for stage, part in enumerate(cut):
-        names = [name for at in part for name in links[at]]
-        modules = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        names = [name for at in part for name in modules[at]]
+        words = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         share = percent(per_stage[stage] / sum(per_stage))
-        lines.append(f"stage {stage}, rank {rank_of[stage]} of pp: {modules}, {share} of the FLOPs")
+        lines.append(f"stage {stage}, rank {rank_of[stage]} of pp: {words}, {share} of the FLOPs")
     return [*lines, f"slowest stage / mean: {imbalance(costs, cut):.2f}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,20 +54,30 @@ if TYPE_CHECKING:
 
 
 def train_module(
-    trainer: Trainer, strategy: Strategy, options: Options, command: str = ""
+    trainer: Trainer,
+    strategy: Strategy,
+    options: Options,
+    command: str = "",
+    choice: Sequence[str] = (),
 ) -> Summary | Stopped:
     """Train on this rank, with the others of the job.
 
     `command` is the command line, but for the folder, that resumes the run; empty if none does.
+    `choice` are the lines that say why the strategy was chosen.
     """
-    return train(ModuleSession(trainer, strategy, options, command))
+    return train(ModuleSession(trainer, strategy, options, command, choice))
 
 
 class ModuleSession(Session):
     """A trainer's run on one rank."""
 
     def __init__(
-        self, trainer: Trainer, strategy: Strategy, options: Options, command: str = ""
+        self,
+        trainer: Trainer,
+        strategy: Strategy,
+        options: Options,
+        command: str = "",
+        choice: Sequence[str] = (),
     ) -> None:
         """Split the model, and load a checkpoint if there is one to resume."""
         check_same_job(trainer, strategy, options)
@@ -75,7 +85,7 @@ class ModuleSession(Session):
         self.out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
         self.trainer, self.strategy, self.config = trainer, strategy, options
         self.unit = trainer.unit
-        self._command, self._is_resumed = command, options.resume
+        self._command, self._choice, self._is_resumed = command, choice, options.resume
         self.best, self.log = Best.of(options), trainer.log
         self.precision = ModulePrecision(options)
         self.saver = Saver(
@@ -106,7 +116,8 @@ class ModuleSession(Session):
         self._counted = counted_of(trainer, strategy, model) if comm.is_first else None
         refuse_max_norm(model)
         require_statistics(model, strategy, trainer.batch_norm)
-        cut, self._stages = cut_by_flops(strategy, model, self._flops)
+        cut, stages = cut_by_flops(strategy, model, self._flops)
+        self._stages = [*self._choice, *stages]
         self.plan = Plan(
             cut,
             model.to(comm.device),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,13 +25,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.config.fields import SEED, STEPS, Range
-from phalanx.config.schema import MOST_ROWS, RunConfig
+from phalanx.config.law import AUTO
+from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.attach import report_in_one_message
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, not_ending
+from phalanx.script.auto import chosen
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
 from phalanx.strategy import Strategy, refuse_servers
@@ -125,8 +127,9 @@ class Trainer:
     def train(self, strategy: str | Strategy = "dp1", options: Options | None = None) -> Summary:
         """Train on as many processes of this host as the strategy needs.
 
-        A process that is a rank of a job, as under torchrun, joins it instead. The result is the
-        first rank's. A run that fails before its first step leaves no folder behind.
+        `auto` is the fastest strategy that fits, on a rank for each GPU or core. A process that is
+        a rank of a job, as under torchrun, joins it instead. The result is the first rank's. A run
+        that fails before its first step leaves no folder behind.
 
         Raises:
             PhalanxError: the strategy does not split the model, or the run went wrong.
@@ -136,15 +139,27 @@ class Trainer:
         return self.start(strategy, options)
 
     def start(
-        self, strategy: str | Strategy, options: Options | None, command: str = ""
+        self,
+        strategy: str | Strategy,
+        options: Options | None,
+        command: str = "",
+        choice: Sequence[str] = (),
     ) -> Summary:
-        """Train as `train`; `command` is the command line that resumes, but for the folder."""
+        """Train as `train`.
+
+        `command` is the command line that resumes, but for the folder; `choice` says why the
+        strategy was chosen.
+        """
+        options = options or Options(out=Path("runs") / "job")
+        if strategy == AUTO:
+            resume = str(options.out) if options.resume else None
+            asked = JobConfig(strategy=AUTO, device=options.device, resume=resume)
+            strategy, choice = chosen(self, "phalanx.Trainer", asked)
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         refuse_servers(parsed, "a Trainer")
-        options = options or Options(out=Path("runs") / "job")
         is_new = not options.out.exists()
         advice = functools.partial(how_to_resume, options.out, resume_text(options.out, command))
-        args = (parsed.num_ranks, self, parsed, options, command)
+        args = (parsed.num_ranks, self, parsed, options, command, (*choice,))
         try:
             return summary_of(train_module, *args, config=options, advice=advice)
         except PhalanxError:

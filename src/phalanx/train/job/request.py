@@ -18,6 +18,7 @@ from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
 from phalanx.config.law import AUTO, check
+from phalanx.config.schema import JobConfig
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
@@ -153,7 +154,7 @@ def settle(config: TrainConfig) -> Request:
     return request
 
 
-def choose_strategy(config: TrainConfig) -> tuple[Strategy, str]:
+def choose_strategy(config: JobConfig) -> tuple[Strategy, str]:
     """Return the strategy of a checked configuration, dp if none is named, and the device.
 
     For `auto` it is dp over all ranks, until the planner chooses. Processes are as many as torchrun

@@ -1,0 +1,49 @@
+"""The strategy `auto` of a trainer: the planner's choice on the machine at hand, for its module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.checkpoint.manifest import find_and_read
+from phalanx.config.schema import JobConfig
+from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.planner.any_module import search_module
+from phalanx.planner.calibration import ASSUMED, this_machine
+from phalanx.planner.choice import choice_of
+from phalanx.planner.software import DEFAULT
+from phalanx.script.counting import module_of, question_of
+from phalanx.strategy import Strategy
+from phalanx.train.job.request import choose, choose_strategy
+
+if TYPE_CHECKING:
+    from phalanx.script.trainer import Trainer
+
+
+def chosen(trainer: Trainer, name: str, config: JobConfig) -> tuple[Strategy, list[str]]:
+    """Return the fastest strategy that fits, over as many ranks as there are, and why.
+
+    A run that is resumed keeps its own, unless another number of processes is asked for.
+
+    Args:
+        trainer: whose module is counted.
+        name: of the job, for messages.
+        config: the strategy `auto`; which processes, which device, and what is resumed.
+
+    Raises:
+        PhalanxError: the module cannot be counted, or nothing that is legal fits.
+    """
+    given, _ = choose_strategy(config)
+    if config.resume is not None:
+        before = find_and_read(Path(config.resume)).about.strategy
+        is_open = config.nproc is None and not is_under_torchrun()
+        if is_open or Strategy.parse(before).num_ranks == given.num_ranks:
+            strategy, _ = choose(before, config.nproc, config.device)
+            return strategy, [f"auto: {before}, as the run before"]
+    # Ranks that others have started each choose by themselves, and must choose alike.
+    cluster = this_machine(given.num_ranks, ASSUMED if is_under_torchrun() else None)
+    module = module_of(trainer, name)
+    question = question_of(trainer, module, cluster, DEFAULT)
+    found = search_module(question, module, trainer.accumulation)
+    choice = choice_of(found.candidates, found.rejected, cluster)
+    return choice.best.planned.strategy, choice.lines()
