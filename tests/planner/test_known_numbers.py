@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.account.activations import activations
 from phalanx.account.count import Case, count, kind_of
 from phalanx.account.parameters import num_parameters
 from phalanx.models.registry import shape_of
@@ -94,3 +96,43 @@ def test_the_perceptron_of_8_layers_of_8192() -> None:
     flops = counter.get_total_flops()
     assert flops / 1e12 == pytest.approx(26.4, abs=0.05)
     assert 1000 * flops / device("h100").flops == pytest.approx(26.7, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [  # of a layer over s b h, without the scores, 5 a s / h; t ranks
+        ("dp1", lambda t: 34),  # equation 1; without scores also 5
+        ("tp8:megatron", lambda t: 10 + 24 / t),  # equation 2
+        ("tp8", lambda t: 34 / t),  # equation 4, with sequence parallelism; 6 without scores
+        ("tp2", lambda t: 34 / t),
+        ("recompute:full", lambda t: 2),  # section 5
+        ("tp8,recompute:full", lambda t: 2 / t),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_activations_of_a_layer(text: str, published: Callable[[int], float], rows: int) -> None:
+    """Korthikanti et al. 2022, in bfloat16 with dropout, to the byte but for 8 of each row's keys.
+
+    Flash attention keeps no scores, 5 a s^2 b bytes, of which it keeps the log-sum-exp in 32 bits:
+    what the paper calls selective recomputation is how it runs. Two norms keep mean and deviation
+    in 32 bits.
+    """
+    strategy, seq_len = Strategy.parse(text), 1024
+    shape = dataclasses.replace(shape_of("gpt3-175b"), num_layers=3, dropout=0.1)
+    tokens, t = seq_len * rows, strategy.tp.degree
+    held = activations(shape, strategy, seq_len, rows, "bfloat16", device="cuda", has_casts=False)
+    beside = 4 * shape.num_heads * tokens / t + 2 * 8 * tokens / (1 if ":meg" in text else t)
+    layer = tokens * shape.hidden * published(t)
+    layer += 0 if strategy.recompute.kind == "full" else beside
+    assert held.blocks == pytest.approx(3 * layer, abs=3 * 8 * rows)
+
+
+def test_selective_recomputation_keeps_products() -> None:
+    """Of 34 bytes the results of six products, 20, and the input; what is between is made again."""
+    shape = dataclasses.replace(shape_of("gpt3-175b"), num_layers=3, dropout=0.1)
+    selective = Strategy.parse("recompute:selective")
+    held = activations(shape, selective, 1024, 1, "bfloat16", device="cuda", has_casts=False)
+    of_layer = 1024 * shape.hidden
+    log_sum_exp = 4 * shape.num_heads * 1024
+    assert held.blocks == pytest.approx(3 * (22 * of_layer + log_sum_exp), abs=3 * 16)
+    assert held.recomputed == pytest.approx(12 * of_layer, rel=2e-4)

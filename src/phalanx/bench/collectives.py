@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
 from phalanx.bench.link_picture import draw_fits
 from phalanx.bench.verb import Found, ResultConfig, Say, table
@@ -30,6 +31,7 @@ from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.measure.core import small_step
 from phalanx.measure.logs import values_of
 from phalanx.planner import calibration
 from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
@@ -37,6 +39,9 @@ from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
 OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 SMALLEST_BYTES: Final = 4 << 10
+_STEPS: Final = 9
+"""Steps by which a collective in a step is timed."""
+
 GROWTH: Final = 4
 """Ratio of a size to the one before."""
 
@@ -127,10 +132,13 @@ def run(config: CommConfig, say: Say) -> Found:
         run_ranks(time_rank, num_ranks, config, num_here, device=device, threads=config.threads)
     )
     fits = list(fitted(samples))
+    in_step = 1.0
+    if device == "cpu":
+        in_step = max(run_ranks(time_in_step, num_ranks, num_here, threads=config.threads))
     kept = "--write this keeps it for the planner, as the cluster 'this'"
     if path is not None and is_first:
         found = calibration.blank("gpu" if device == "cuda" else "cpu")
-        levels = levels_of(fits, num_here)
+        levels = levels_of(fits, num_here, in_step)
         num_hosts = num_ranks // num_here
         calibration.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
         kept = f"wrote {path}"
@@ -255,6 +263,33 @@ def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
                 num_bytes *= GROWTH
 
 
+def time_in_step(num_here: int) -> float:
+    """Return how much longer the sum of a small model's gradients takes in a step than alone."""
+    num_ranks = torch.distributed.get_world_size()
+    comm = Ranks({"dp": num_ranks // num_here, "tp": num_here}, "cpu")
+    axis = "tp" if num_here > 1 else "dp"
+    model, compute = small_step()
+    compute()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    alone = torch.cat([g.flatten() for g in gradients])
+
+    def call() -> None:
+        comm.all_reduce(alone, axis, "max")  # a sum would grow
+
+    def whole() -> None:
+        compute()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        comm.all_reduce(flat, axis)
+        for gradient, part in zip(
+            gradients, flat.split([*map(Tensor.numel, gradients)]), strict=True
+        ):
+            gradient.copy_(part.view_as(gradient))
+
+    alone_s, compute_s, whole_s = (_median_s(each, _STEPS) for each in (call, compute, whole))
+    return max(1.0, (whole_s - compute_s) / alone_s)
+
+
 class TimedCollective:
     """One collective on float32 tensors that lie where its engine wants them."""
 
@@ -363,10 +398,11 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     return (latency_s, per_byte_s) if latency_s >= 0 else (0.0, s1 / ss)
 
 
-def levels_of(fits: Sequence[Fit], num_here: int) -> tuple[Level, ...]:
+def levels_of(fits: Sequence[Fit], num_here: int, in_step: float) -> tuple[Level, ...]:
     """Return the levels of a cluster: a link is as fast as its all-reduce, and knows each other.
 
-    On CPUs by the engine that training uses.
+    On CPUs by the engine that training uses, where a collective takes `in_step` times as long in a
+    step.
     """
     levels: list[Level] = []
     for unit in ("server", "cluster"):
@@ -383,6 +419,7 @@ def levels_of(fits: Sequence[Fit], num_here: int) -> tuple[Level, ...]:
             latency_s=whole.latency_s,
             source=f"measured by phalanx bench comm on {whole.num_ranks} ranks",
             date=time.strftime("%Y-%m"),
+            in_step=in_step,
             measured={
                 op: OpCost(latency_s=one.latency_s, bandwidth=one.bandwidth)
                 for op, one in of.items()

@@ -6,6 +6,7 @@ attention has small ones, and an operator costs time of its own.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Final
@@ -15,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.measure.environment import has_fast_bfloat16
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
 
 _TOKENS, _WIDTH, _INNER = 1024, 512, 1408
 _HEADS: Final = 4, 8, 256, 64
 """Rows, heads, positions and width of a head."""
 
 _BUDGET_S: Final = 0.15
+_STEPS: Final = 7
 _CHAIN: Final = 32
 """Small operators, one after another, forward and backward."""
 
@@ -76,6 +80,46 @@ def operator_s() -> float:
         y.sum().backward()
 
     return _best_s(chain) / (4 * _CHAIN)  # one forward, three backward
+
+
+SMALL: Final = ModelShape(
+    vocab_size=4096,
+    num_layers=2,
+    hidden=256,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn=1408,
+    max_seq_len=256,
+    tied=True,
+)
+"""The decoder whose step says what operators take in a step beside the same alone."""
+
+SMALL_ROWS: Final = 4
+
+
+def small_step() -> tuple[Decoder, Callable[[], None]]:
+    """Return a small decoder, and what runs it forward and backward in its fastest data type."""
+    model, seq_len = Decoder(SMALL), SMALL.max_seq_len
+    model.compute_dtype = torch.bfloat16 if has_fast_bfloat16("cpu") else torch.float32
+    tokens_BT = torch.arange(SMALL_ROWS * seq_len).view(SMALL_ROWS, seq_len) % SMALL.vocab_size
+
+    def run() -> None:
+        model.zero_grad()
+        model(tokens_BT, tokens_BT).backward()
+
+    return model, run
+
+
+def step_s() -> float:
+    """Return the median seconds of such a step."""
+    _, run = small_step()
+    times_s: list[float] = []
+    for _ in range(1 + _STEPS):
+        begun_s = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - begun_s)
+    return statistics.median(times_s[1:])
 
 
 def _best_s(run: Callable[[], None]) -> float:

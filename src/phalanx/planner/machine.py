@@ -57,11 +57,15 @@ class Core:
         products: FLOP/s in the products of a layer and of its gradients, by data type.
         attention: FLOP/s of attention, forward and backward, by data type.
         operator_s: of an operator, however small its tensors.
+        in_step: time of operators in a step beside the same alone: tensors are not in caches.
+        crowd: exponent by which it slows down with the ranks that share it, and its caches.
     """
 
     products: Mapping[str, float] = field(hash=False)
     attention: Mapping[str, float] = field(hash=False)
     operator_s: float
+    in_step: float = 1.2
+    crowd: float = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,8 @@ class Link:
         latency_s: of one hop.
         measured: collective -> its own latency and bandwidth, where they were measured.
         turn_s: by which a hop is longer for each further rank on a core.
+        in_step: on processors, time of a collective in a step beside the same alone: it copies what
+            it sends and receives, out of caches that others use.
         strains: how it does over more and more units; none where nothing is known.
     """
 
@@ -159,6 +165,7 @@ class Link:
     date: str
     measured: Mapping[str, OpCost] = field(default_factory=dict, hash=False)
     turn_s: float = 4e-4
+    in_step: float = 2.2
     strains: tuple[Strain, ...] = ()
 
     def over(self, num_units: int) -> Strain:

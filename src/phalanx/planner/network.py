@@ -21,10 +21,6 @@ from dataclasses import dataclass
 from phalanx.planner.machine import Cluster, ring
 from phalanx.planner.software import Software
 
-_IN_STEP = 2.2
-"""On processors, time of a collective in a step beside the same alone: it copies what it sends and
-receives, out of caches that others use."""
-
 
 @dataclass(frozen=True)
 class Members:
@@ -114,7 +110,7 @@ def _measured_s(op: str, group: Members, sent_bytes: float, calls: int, cluster:
     cost = link.measured[op]
     hop_s = cost.latency_s + link.turn_s * others
     alone_s = calls * ring(op, group.size, 0)[0] * hop_s + sent_bytes / cost.bandwidth
-    return alone_s * (1.0 if cluster.device.core is None else _IN_STEP)
+    return alone_s * (1.0 if cluster.device.core is None else link.in_step)
 
 
 def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: Software) -> float:

@@ -45,13 +45,6 @@ _UNMASKED: Final = {False: 2.0, True: 1.6}
 """FLOPs of such attention beside the fused kernel's, which skips what the mask hides."""
 
 
-_IN_STEP: Final = 1.2
-"""On a processor, time of operators in a step beside the same alone: tensors are not in caches."""
-
-_CROWD: Final = 0.25
-"""Exponent by which a core slows down with the ranks that share it, and its caches."""
-
-
 def seconds(
     operations: Sequence[Operation], device: Device, software: Software, precision: str
 ) -> tuple[float, float]:
@@ -83,8 +76,7 @@ def _on_cores(
     in_memory_s = software.fusion * num_bytes * device.cores / device.bandwidth / cores
     each_s = core.operator_s * len(operations)
     alone_s = flops[True] / rate + flops[False] / attention + in_memory_s + each_s
-    crowd = max(1.0, 1 / device.cores) ** _CROWD
-    return alone_s * crowd * _IN_STEP
+    return alone_s * max(1.0, 1 / device.cores) ** core.crowd * core.in_step
 
 
 def _rate(of: Mapping[str, float], precision: str) -> float:
