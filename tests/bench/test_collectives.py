@@ -24,7 +24,7 @@ from phalanx.bench.collectives import (
 )
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.planner.calibration import read
+from phalanx.planner.calibration_file import read
 from phalanx.planner.hardware import cluster
 from phalanx.planner.machine import ring
 

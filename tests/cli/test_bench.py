@@ -5,7 +5,7 @@ import pytest
 
 import phalanx.cli.bench as bench
 from phalanx.errors import ConfigError
-from phalanx.planner.calibration import read
+from phalanx.planner.calibration_file import read
 from phalanx.planner.hardware import cluster
 from phalanx.show.topics import RUN
 

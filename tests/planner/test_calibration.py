@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.planner.calibration import Calibration, Compute, as_cluster, blank, keep, path_of, read
+from phalanx.planner.calibration import as_cluster, blank
+from phalanx.planner.calibration_file import Calibration, Compute, keep, path_of, read
 from phalanx.planner.hardware import DEVICES, cluster
 from phalanx.planner.machine import Level, Link, OpCost, ring
 

@@ -9,7 +9,8 @@ import pytest
 from phalanx.config import BatchConfig, TrainConfig
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of
-from phalanx.planner.calibration import ASSUMED, Calibration, as_cluster
+from phalanx.planner.calibration import ASSUMED, as_cluster
+from phalanx.planner.calibration_file import Calibration
 from phalanx.planner.choice import choose
 from phalanx.planner.given import priced_strategy
 from phalanx.planner.machine import Cluster

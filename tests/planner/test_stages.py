@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from phalanx.models.registry import shape_of
 from phalanx.parallel.pipeline.cut import schedule_of
+from phalanx.parallel.pipeline.simulate import simulate
+from phalanx.parallel.plan import plan_decoder
 from phalanx.planner import stages
 from phalanx.planner.stages import StageTimes
 from phalanx.strategy import Strategy
@@ -33,7 +37,10 @@ def test_interleaved_stages_have_a_part_of_it(chunks: int) -> None:
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "interleaved/2", "zb/1", "zbv", "dualpipev"])
 def test_long_steps_are_as_long_as_simulated(kind: str) -> None:
-    """Rounds of microbatches that are added are those of the simulation."""
+    """Rounds of microbatches that are added are those of the simulation.
+
+    Uneven chunks that are interleaved have not settled after two rounds: they differ by up to 2 %.
+    """
     strategy = Strategy.parse(f"pp4:{kind}")
     num_stages = 4 * {"interleaved/2": 2, "zbv": 2, "dualpipev": 2}.get(kind, 1)
     times = tuple(
@@ -42,7 +49,31 @@ def test_long_steps_are_as_long_as_simulated(kind: str) -> None:
     )
     for num in (8, 12, 20, 40):
         found = stages.step_s(strategy, num, times)
-        assert found == pytest.approx(stages.timeline(strategy, num, times).length, rel=0.02)
+        apart = 0.02 if kind == "interleaved/2" and num == 40 else 1e-9
+        assert found == pytest.approx(stages.timeline(strategy, num, times).length, rel=apart)
+
+
+@pytest.mark.parametrize(
+    ("text", "ops"),
+    [
+        ("pp2:zb/1", "BFIW"),  # the last backwards of a stage may be whole
+        ("pp2:zb/1,dp2", "BFIW"),
+        ("pp2:zb/1,fsdp2", "BF"),
+        ("pp2:zbv,tp2", "BF"),
+        ("pp2:dualpipev,recompute:full", "BF"),
+    ],
+)
+def test_the_list_that_runs_is_priced(text: str, ops: str) -> None:
+    """Beside axes that make both gradients at once no backward is split, run or priced."""
+    strategy = Strategy.parse(text)
+    schedule = plan_decoder(strategy, shape_of("demo"), torch.float32).schedule(6)
+    assert schedule is not None and schedule == schedule_of(strategy, 6)
+    found = {action.op for order in schedule.orders for action in order}
+    assert found <= set(ops) and ("W" in found) == ("W" in ops)
+    times = (EQUAL,) * schedule.num_stages
+    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    run = simulate(schedule, lambda action: seconds[action.op])
+    assert stages.step_s(strategy, 6, times) == pytest.approx(run.length)
 
 
 def test_split_backwards_shorten_the_bubble() -> None:

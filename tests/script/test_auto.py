@@ -14,7 +14,8 @@ from phalanx.cli.main import main
 from phalanx.config.schema import JobConfig
 from phalanx.errors import ConfigError
 from phalanx.planner.any_module import search_module
-from phalanx.planner.calibration import ASSUMED, Calibration, as_cluster
+from phalanx.planner.calibration import ASSUMED, as_cluster
+from phalanx.planner.calibration_file import Calibration
 from phalanx.planner.machine import Cluster
 from phalanx.planner.software import DEFAULT
 from phalanx.script import auto

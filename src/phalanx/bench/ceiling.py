@@ -28,8 +28,8 @@ from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.logs import values_of
 from phalanx.measure.products import FEWEST_REPEATS, MatmulPoint, arithmetic_of, measure_matmul
 from phalanx.measure.utilization import percent
-from phalanx.planner import calibration
-from phalanx.planner.calibration import Calibration, Compute
+from phalanx.planner import calibration, calibration_file
+from phalanx.planner.calibration_file import Calibration, Compute
 from phalanx.planner.machine import Core
 from phalanx.planner.parts import model_spent
 from phalanx.planner.planned import PlannedStep
@@ -57,7 +57,7 @@ class CeilingConfig(DeviceConfig):
 def run(config: CeilingConfig, say: Say) -> Found:
     """Measure, and show a table and a picture."""
     del say
-    path = None if config.write is None else calibration.path_of(config.write)
+    path = None if config.write is None else calibration_file.path_of(config.write)
     ceiling = measure_ceiling(config)
     if path is not None:
         found = calibration.blank("gpu" if ceiling.device == "cuda" else "cpu")
@@ -66,7 +66,7 @@ def run(config: CeilingConfig, say: Say) -> Found:
         compute = calibration.compute_of(found, best, sustained, ceiling.num_threads or 1)
         if compute.core is not None:
             compute = dataclasses.replace(compute, core=core_in_step(found, compute, compute.core))
-        calibration.keep(path, dataclasses.replace(found, compute=compute))
+        calibration_file.keep(path, dataclasses.replace(found, compute=compute))
     return Found(
         name=f"ceiling-{ceiling.device}-{ceiling.arithmetic}",
         shown=[

@@ -33,7 +33,7 @@ from phalanx.launch.local import num_cores, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.measure.core import small_step
 from phalanx.measure.logs import values_of
-from phalanx.planner import calibration
+from phalanx.planner import calibration, calibration_file
 from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
 
 OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
@@ -126,7 +126,7 @@ def run(config: CommConfig, say: Say) -> Found:
         ConfigError: there are too few ranks.
     """
     is_first = not is_under_torchrun() or read_rank_env().rank == 0
-    path = None if config.write is None else calibration.path_of(config.write)
+    path = None if config.write is None else calibration_file.path_of(config.write)
     num_ranks, num_here, device = _asked(config)
     samples = slowest(
         run_ranks(time_rank, num_ranks, config, num_here, device=device, threads=config.threads)
@@ -140,7 +140,7 @@ def run(config: CommConfig, say: Say) -> Found:
         found = calibration.blank("gpu" if device == "cuda" else "cpu")
         levels = levels_of(fits, num_here, in_step)
         num_hosts = num_ranks // num_here
-        calibration.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
+        calibration_file.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
         kept = f"wrote {path}"
     return Found(
         name=f"comm-{device}",

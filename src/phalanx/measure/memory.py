@@ -65,6 +65,8 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+_PASSING: tuple[Kind, ...] = ("cast", "communication", "activations")
+
 _COMPUTING = ("forward", "backward")
 """Phases of the step in which storages are activations unless they are found to be more."""
 
@@ -79,6 +81,8 @@ class MemoryAccount:
         at_end: when the step had ended.
         peak_phase: phase of the step at the peak.
         allocated_bytes: the peak by CUDA's caching allocator, which rounds up; None on a CPU.
+        passing_bytes: activations, casts and buffers of collectives when these three together were
+            the most.
     """
 
     at_peak: dict[Kind, int]
@@ -86,6 +90,7 @@ class MemoryAccount:
     at_end: dict[Kind, int]
     peak_phase: str
     allocated_bytes: int | None = None
+    passing_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -167,15 +172,17 @@ class MemoryLedger(Watch):
         for span in self._before:
             now[span.final_kind()] += span.num_bytes
         total = peak = sum(now.values())
+        passing = 0
         at_peak, at_most, peak_phase = dict(now), dict(now), "before"
         for span, sign in self._events:
             kind = span.final_kind()
             now[kind] += sign * span.num_bytes
             total += sign * span.num_bytes
             at_most[kind] = max(at_most[kind], now[kind])
+            passing = max(passing, sum(now[each] for each in _PASSING))
             if total > peak:
                 peak, at_peak, peak_phase = total, dict(now), span.phase
-        return MemoryAccount(at_peak, at_most, now, peak_phase, self._allocated_bytes)
+        return MemoryAccount(at_peak, at_most, now, peak_phase, self._allocated_bytes, passing)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and note what it reads and makes."""

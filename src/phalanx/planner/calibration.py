@@ -1,4 +1,4 @@
-"""The machine at hand as a cluster, and the calibration file that keeps what was measured of it.
+"""The machine at hand as a cluster, and other machines by their calibration files.
 
 A device is a GPU, or where there is none an even part of the cores for each rank. What the file
 does not hold is measured for about a second, or assumed.
@@ -7,23 +7,14 @@ does not hold is measured for about a second, or assumed.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
 from phalanx.account import host
 from phalanx.errors import ConfigError
-from phalanx.planner.machine import Cluster, Core, Device, Level, Link, OpCost
-from phalanx.storage import read_text, replace_file
-
-THIS: Final = "this"
-"""The name of the machine at hand, and of its calibration file, which is in the user's cache."""
-
-FORMAT: Final = 1
-FILE_NAME: Final = "calibration.json"
+from phalanx.planner.calibration_file import THIS, Calibration, Compute, path_of, read
+from phalanx.planner.machine import ARITHMETICS, Cluster, Core, Device, Level, Link, OpCost
 
 COPY_BYTES: Final = 64 << 20
 """Memory that is read to measure its bandwidth; more than the caches of a core."""
@@ -39,26 +30,6 @@ _ASSUMED = Link(
         for op in ("all_reduce", "all_gather", "reduce_scatter", "send")
     },
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compute:
-    """What one GPU or one core does, by data type, FLOP/s and bytes/s.
-
-    Attributes:
-        best: of the fastest matrix product.
-        sustained: the best median.
-        bandwidth: of memory, read and written.
-        core: of a processor, what training runs on it.
-    """
-
-    best: Mapping[str, float]
-    sustained: Mapping[str, float]
-    bandwidth: float
-    memory_bytes: float
-    date: str
-    core: Core | None = None
-    source: str = "measured on this machine"
 
 
 ASSUMED: Final = Compute(
@@ -77,46 +48,7 @@ ASSUMED: Final = Compute(
 """A core of a server's processor, where nothing was measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """What was measured of a machine.
-
-    Attributes:
-        kind: "gpu" or "cpu".
-        device_name: as the driver or the system names it.
-        num_here: GPUs or cores of a host.
-        num_hosts: hosts over which the links were measured.
-        compute: None until `phalanx bench ceiling` has measured it.
-        levels: innermost first; empty until `phalanx bench comm` has measured them.
-    """
-
-    kind: str
-    device_name: str
-    num_here: int
-    num_hosts: int = 1
-    compute: Compute | None = None
-    levels: tuple[Level, ...] = field(default=())
-
-
-def path_of(name: str) -> Path:
-    """Return the calibration file that `--write` names: `this`, in the cache, or one's own.
-
-    Raises:
-        ConfigError: it is not a name that ends in .json.
-    """
-    if name == THIS:
-        from phalanx.data.cache import cache_folder
-
-        return cache_folder(None) / FILE_NAME
-    if not name.endswith(".json"):
-        raise ConfigError(
-            f"{name!r} is no calibration file; expected '{THIS}', for the machine at hand, or a "
-            f"name such as {name or 'cluster'}.json"
-        )
-    return Path(name)
-
-
-def blank(kind: str) -> Calibration:
+def blank(kind: Literal["gpu", "cpu"]) -> Calibration:
     """Return the calibration of this machine before anything is measured: "gpu" or "cpu"."""
     if kind == "gpu":
         import torch
@@ -130,63 +62,6 @@ def blank(kind: str) -> Calibration:
     from phalanx.measure.environment import cpu_name
 
     return Calibration(kind=kind, device_name=cpu_name(), num_here=num_cores())
-
-
-def keep(path: Path, found: Calibration) -> None:
-    """Write what was measured; what the file holds of the same machine otherwise is kept."""
-    if path.exists():
-        before = read(path)
-        if (before.kind, before.device_name) == (found.kind, found.device_name):
-            compute = found.compute or before.compute
-            if found.compute and before.compute:
-                compute = _joined(before.compute, found.compute)
-            linked = found if found.levels else before
-            found = dataclasses.replace(
-                found, compute=compute, levels=linked.levels, num_hosts=linked.num_hosts
-            )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"format": FORMAT, **dataclasses.asdict(found)}
-    replace_file(path, f"{json.dumps(document, indent=1)}\n".encode())
-
-
-def _joined(before: Compute, found: Compute) -> Compute:
-    """Return what was measured of two data types, or twice."""
-    core = found.core
-    if core and before.core:
-        products = {**before.core.products, **core.products}
-        attention = {**before.core.attention, **core.attention}
-        core = dataclasses.replace(core, products=products, attention=attention)
-    best = {**before.best, **found.best}
-    sustained = {**before.sustained, **found.sustained}
-    return dataclasses.replace(found, best=best, sustained=sustained, core=core)
-
-
-def read(path: Path) -> Calibration:
-    """Read a calibration.
-
-    Raises:
-        ConfigError: there is no such file, or it is none.
-    """
-    if not path.exists():
-        advice = "phalanx bench comm --write makes one"
-        raise ConfigError(f"{path}: there is no such file; {advice}")
-    text = read_text(path)
-    try:
-        document: dict[str, Any] = json.loads(text)
-        if document.pop("format") != FORMAT:
-            raise ValueError("another format")
-        levels = [_level(level) for level in document.pop("levels")]
-        compute = document.pop("compute")
-        return Calibration(
-            **document,
-            compute=_compute(compute) if compute else None,
-            levels=tuple(levels),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is no calibration of this version ({type(error).__name__}: {error}); delete "
-            "it, and write it anew by phalanx bench ceiling and bench comm with --write"
-        ) from None
 
 
 def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
@@ -280,8 +155,7 @@ def _cores(name: str, found: Calibration, num_cores: float) -> Device:
 
 
 def _measured(name: str, found: Calibration, compute: Compute) -> Device:
-    order = "bfloat16", "float16", "tf32", "float32", "float64"
-    types = [of for of in order if of in compute.best]
+    types = [of for of in ARITHMETICS if of in compute.best]
     return Device(
         name=name,
         title=found.device_name,
@@ -343,11 +217,6 @@ def compute_of(
     )
 
 
-def _compute(values: dict[str, Any]) -> Compute:
-    core = values.pop("core", None)
-    return Compute(**values, core=Core(**core) if core else None)
-
-
 def _memory_bytes(found: Calibration) -> float:
     if found.kind == "gpu":
         import torch
@@ -377,12 +246,3 @@ def core_of() -> Core:
 
     products, attention, operator_s = measure_core()
     return Core(products=products, attention=attention, operator_s=operator_s)
-
-
-def _level(values: dict[str, Any]) -> Level:
-    names = {each.name for each in dataclasses.fields(Link)} - {"strains"}  # never measured
-    link = {name: value for name, value in values["link"].items() if name in names}
-    measured = {op: OpCost(**cost) for op, cost in link.pop("measured").items()}
-    return Level(
-        name=values["name"], devices=values["devices"], link=Link(**link, measured=measured)
-    )

@@ -16,7 +16,8 @@ from typing import Final
 
 from phalanx.errors import ConfigError, nearest
 from phalanx.measure.peaks import sheet_of
-from phalanx.planner.calibration import THIS, as_cluster, path_of, read, this_machine
+from phalanx.planner.calibration import as_cluster, this_machine
+from phalanx.planner.calibration_file import THIS, path_of, read
 from phalanx.planner.machine import Chip, Cluster, Device, Level, Link, Strain, Unit
 
 _MIB, _GIB = 2**20, 2**30

@@ -15,6 +15,9 @@ from phalanx.errors import ConfigError
 Kind = Literal["gpu", "tpu", "cpu"]
 Unit = Literal["server", "rack", "pod", "cluster"]
 
+ARITHMETICS: Final = ("bfloat16", "float16", "tf32", "float32", "float64")
+"""Data types of products, the fastest first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
@@ -109,8 +112,7 @@ class Device:
     @property
     def flops(self) -> float:
         """Peak of 16-bit matrix products; of 32-bit ones where it has no others."""
-        types = ("bfloat16", "float16", "tf32", "float32", "float64")
-        return next(self.peak_flops[name] for name in types if name in self.peak_flops)
+        return next(self.peak_flops[name] for name in ARITHMETICS if name in self.peak_flops)
 
     @property
     def flops_per_byte(self) -> float:

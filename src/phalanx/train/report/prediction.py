@@ -71,7 +71,8 @@ class Judged:
     Attributes:
         machine: what the machine is described by.
         time_s: `step`, and its causes -> seconds.
-        bytes: `peak`, and what rank 0 holds of each kind at its most -> bytes.
+        bytes: `peak`, what rank 0 holds of each kind at its most, and as `passing` of activations,
+            casts and buffers of collectives together, which the planner counts in one run -> bytes.
         bytes_at_peak: what it holds of each kind at its peak, whose sum `peak` is; the measured one
             has `communication` and `other` beside.
         errors: of each of these, predicted over measured, less 1.
@@ -150,6 +151,8 @@ def judge(
     if memory is not None and memory.doubt is None:
         peak_bytes = sum(predicted.at_peak.values())
         held["peak"] = Forecast(predicted=peak_bytes, measured=memory.peak_bytes)
+        passing = predicted.at_most["cast"] + predicted.at_most["activations"]
+        held["passing"] = Forecast(predicted=passing, measured=memory.passing_bytes)
         for into, these, those in (
             (held, predicted.at_most, memory.at_most),
             (at_peak, predicted.at_peak, memory.at_peak),

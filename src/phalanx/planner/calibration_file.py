@@ -1,0 +1,183 @@
+"""The calibration file, which keeps what was measured of a machine.
+
+`phalanx bench ceiling` and `phalanx bench comm` write it; calibration.py makes a cluster of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Final, Literal, cast, get_args, get_origin, get_type_hints
+
+from phalanx.errors import ConfigError
+from phalanx.planner.machine import ARITHMETICS, Core, Level
+from phalanx.storage import read_text, replace_file
+
+THIS: Final = "this"
+"""The name of the machine at hand, and of its calibration file, which is in the user's cache."""
+
+FORMAT: Final = 1
+FILE_NAME: Final = "calibration.json"
+
+_MAY_BE_ZERO: Final = ("latency_s", "turn_s", "crowd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What one GPU or one core does, by data type, FLOP/s and bytes/s.
+
+    Attributes:
+        best: of the fastest matrix product.
+        sustained: the best median.
+        bandwidth: of memory, read and written.
+        core: of a processor, what training runs on it.
+    """
+
+    best: Mapping[str, float]
+    sustained: Mapping[str, float]
+    bandwidth: float
+    memory_bytes: float
+    date: str
+    core: Core | None = None
+    source: str = "measured on this machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured of a machine.
+
+    Attributes:
+        kind: "gpu" or "cpu".
+        device_name: as the driver or the system names it.
+        num_here: GPUs or cores of a host.
+        num_hosts: hosts over which the links were measured.
+        compute: None until `phalanx bench ceiling` has measured it.
+        levels: innermost first; empty until `phalanx bench comm` has measured them.
+    """
+
+    kind: Literal["gpu", "cpu"]
+    device_name: str
+    num_here: int
+    num_hosts: int = 1
+    compute: Compute | None = None
+    levels: tuple[Level, ...] = field(default=())
+
+
+def path_of(name: str) -> Path:
+    """Return the calibration file that `--write` names: `this`, in the cache, or one's own.
+
+    Raises:
+        ConfigError: it is not a name that ends in .json.
+    """
+    if name == THIS:
+        from phalanx.data.cache import cache_folder
+
+        return cache_folder(None) / FILE_NAME
+    if not name.endswith(".json"):
+        raise ConfigError(
+            f"{name!r} is no calibration file; expected '{THIS}', for the machine at hand, or a "
+            f"name such as {name or 'cluster'}.json"
+        )
+    return Path(name)
+
+
+def keep(path: Path, found: Calibration) -> None:
+    """Write what was measured; what the file holds of the same machine otherwise is kept."""
+    if path.exists():
+        before = read(path)
+        if (before.kind, before.device_name) == (found.kind, found.device_name):
+            compute = found.compute or before.compute
+            if found.compute and before.compute:
+                compute = _joined(before.compute, found.compute)
+            linked = found if found.levels else before
+            found = dataclasses.replace(
+                found, compute=compute, levels=linked.levels, num_hosts=linked.num_hosts
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"format": FORMAT, **dataclasses.asdict(found)}
+    replace_file(path, f"{json.dumps(document, indent=1)}\n".encode())
+
+
+def _joined(before: Compute, found: Compute) -> Compute:
+    """Return what was measured of two data types, or twice."""
+    core = found.core
+    if core and before.core:
+        products = {**before.core.products, **core.products}
+        attention = {**before.core.attention, **core.attention}
+        core = dataclasses.replace(core, products=products, attention=attention)
+    best = {**before.best, **found.best}
+    sustained = {**before.sustained, **found.sustained}
+    return dataclasses.replace(found, best=best, sustained=sustained, core=core)
+
+
+def read(path: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        ConfigError: there is no such file, or it is none.
+    """
+    if not path.exists():
+        advice = "phalanx bench comm --write makes one"
+        raise ConfigError(f"{path}: there is no such file; {advice}")
+    text = read_text(path)
+    try:
+        document: dict[str, Any] = json.loads(text)
+        if document.pop("format") != FORMAT:
+            raise ValueError("another format")
+        found: Calibration = _typed(Calibration, document, "the file")
+        if found.compute is not None:
+            _check(found.compute)
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is no calibration of this version ({type(error).__name__}: {error}); delete "
+            "it, and write it anew by phalanx bench ceiling and bench comm with --write"
+        ) from None
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    """Return a value of JSON as a field's type has it; each number is finite and above 0.
+
+    Raises:
+        ValueError: it is of another type, or out of range.
+    """
+    of = get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return cast(Any, kind)(**{key: _typed(hints[key], value[key], key) for key in value})
+    if get_origin(kind) is UnionType:
+        return None if value is None else _typed(of[0], value, name)
+    if get_origin(kind) is tuple:
+        return tuple(_typed(of[0], each, name) for each in value)
+    if get_origin(kind) is Mapping:
+        return {key: _typed(of[1], each, f"{name} of {key}") for key, each in value.items()}
+    if get_origin(kind) is Literal:
+        is_legal = value in of
+    elif kind is str:
+        is_legal = isinstance(value, str)
+    else:
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        is_legal = is_number and math.isfinite(value) and (value > 0 or name in _MAY_BE_ZERO)
+        is_legal = is_legal and value >= 0
+    if not is_legal:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _check(compute: Compute) -> None:
+    """Refuse rates of which the fastest is unknown.
+
+    Raises:
+        ValueError: says what is missing.
+    """
+    if compute.best.keys() != compute.sustained.keys() or not compute.best.keys() & {*ARITHMETICS}:
+        raise ValueError(f"best has rates of {[*compute.best]}, sustained {[*compute.sustained]}")
+    if compute.core is not None and not (compute.core.products and compute.core.attention):
+        raise ValueError("core has no rates")
+    if not compute.date[:4].isdecimal():
+        raise ValueError(f"date is {compute.date!r}")
