@@ -28,6 +28,7 @@ LARGE = {**RUN, "id": "b", "model": {**MODEL, "layers": 40, "hidden": 8192}, "gr
 NO_HEADS = {**RUN, "id": "c", "model": {"layers": 4, "hidden": 1024}}
 NO_MODEL = {key: value for key, value in RUN.items() if key != "model"} | {"id": "d"}
 WORDS = {**RUN, "id": "e", "seq_len": "long"}
+NEGATIVE = {**RUN, "id": "f", "parallel": {"dp": -3}, "measured": 5}
 
 
 def file_of(folder: Path, *rows: dict[str, Any]) -> str:
@@ -39,7 +40,7 @@ def file_of(folder: Path, *rows: dict[str, Any]) -> str:
 def test_each_run_has_its_answer_or_why_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = RUN, LARGE, NO_HEADS, NO_MODEL, WORDS
+    rows = RUN, LARGE, NO_HEADS, NO_MODEL, WORDS, NEGATIVE
     assert main(["predict", "--runs", file_of(tmp_path, *rows), "--json"]) == 0
     fits, unfit, *others = map(json.loads, capsys.readouterr().out.splitlines())
     assert fits["step_time_s"] == published.seconds(published.read(RUN))
@@ -47,18 +48,19 @@ def test_each_run_has_its_answer_or_why_not(
     assert fits["fits"] and 0 < fits["memory_bytes"] < 80e9
     # 32 B parameters at 16 B.
     assert not unfit["fits"] and unfit["memory_bytes"] > 32e9 * 16
-    assert [other["id"] for other in others] == ["c", "d", "e"]
+    assert [other["id"] for other in others] == ["c", "d", "e", "f"]
     assert all(set(other) == {"id", "error"} and other["error"] for other in others)
     assert "model.heads" in others[0]["error"] and others[1]["error"] == "the run lacks model"
+    assert "parallel.dp is -3; expected a whole number from 1" in others[3]["error"]
 
 
 def test_the_table_has_the_error_of_each_group(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half = {**RUN, "measured": {"step_time_s": 2 * published.seconds(published.read(RUN))}}
-    assert main(["predict", "--runs", file_of(tmp_path, half, NO_HEADS, LARGE)]) == 0
+    assert main(["predict", "--runs", file_of(tmp_path, half, NO_HEADS, LARGE, NEGATIVE)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["megatron-sc21", "2", "1", "1", "50.0%", "1"] in rows
+    assert ["megatron-sc21", "3", "2", "1", "50.0%", "1"] in rows
 
 
 @pytest.mark.parametrize(

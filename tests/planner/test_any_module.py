@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.account.module import count_module
 from phalanx.cli.plan_script import plan_script
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StrategyError
 
 JOB = """
 import functools
@@ -51,6 +51,14 @@ def job(build=build):
 
 def asking():
     return job(Asks)
+
+
+def failing():
+    raise OSError("the disk is away")
+
+
+def empty():
+    return job(nn.Identity)
 """
 
 
@@ -99,6 +107,12 @@ def test_a_named_strategy_says_where_it_cuts(script: str) -> None:
 def test_what_asks_for_numbers_is_refused_in_a_sentence(script: str) -> None:
     with pytest.raises(ConfigError, match=r"asking cannot be counted on the meta device.*item\(\)"):
         plan_script(f"{script}:asking", "h100:4", "phalanx", None)
+    with pytest.raises(ConfigError, match=r"raised OSError: the disk is away \(.*plan\.py, line"):
+        plan_script(f"{script}:failing", "h100:4", "phalanx", None)
+    with pytest.raises(ConfigError, match="Identity has no parameters, so nothing is trained"):
+        plan_script(f"{script}:empty", "h100:4", "phalanx", None)
+    with pytest.raises(StrategyError, match="a script starts no servers for dp:async"):
+        plan_script(f"{script}:job", "h100:4", "phalanx", "dp4:async")
     with pytest.raises(ConfigError, match="the nearest batch is 72"):
         plan_script(f"{script}:job", "h100:64", "phalanx", "dp12,fsdp3")
 

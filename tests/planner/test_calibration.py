@@ -115,6 +115,31 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
         cluster(str(path))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('"num_here": 4', '"num_here": 0', "num_here is 0"),
+        ('"num_here": 4', '"num_here": true', "num_here is True"),
+        ('"kind": "cpu"', '"kind": "tpu"', "kind is 'tpu'"),
+        ('"latency_s": 0.0002', '"latency_s": "late"', "latency_s is 'late'"),
+        ('"bandwidth": 1500000000.0', '"bandwidth": -1', "bandwidth is -1"),
+        ('"bfloat16": 200000000000.0', '"bfloat16": NaN', "best of bfloat16 is nan"),
+        ('"bfloat16": 200000000000.0', '"int8": 1.0', "best has rates of"),
+        ('"date": "2026-01-02"', '"date": "today"', "date is 'today'"),
+        ('"num_hosts": 1', '"num_host": 1', "KeyError: 'num_host'"),
+    ],
+)
+def test_a_value_out_of_range_is_named(before: str, after: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    keep(path, CPU)
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(ConfigError) as caught:
+        cluster(str(path))
+    assert said in str(caught.value)
+
+
 def test_a_name_without_its_ending() -> None:
     with pytest.raises(ConfigError, match=r"expected 'this', .* or a name such as mine\.json"):
         path_of("mine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -46,13 +46,13 @@ class PlanConfig:
     """A job of your own in the model's place, FILE.py:FUNCTION, with its own batch."""
     cluster: str | None = None
     """A cluster of phalanx show, with a number of devices, such as h100:64."""
-    sequence: Annotated[int | None, Range(1)] = None
+    sequence: Annotated[int | None, Range(1, 2**40, "[]")] = None
     """Tokens of a sequence."""
-    global_batch: Annotated[int | None, Range(1)] = None
+    global_batch: Annotated[int | None, Range(1, 2**40, "[]")] = None
     """Sequences of a step of all devices."""
     strategy: str | None = None
     """Price this strategy alone."""
-    microbatch: Annotated[int | None, Range(1)] = None
+    microbatch: Annotated[int | None, Range(1, 2**40, "[]")] = None
     """Its sequences in one forward pass of a rank; the fastest of 1, 2, 4, 8 if unset."""
     compare: str | None = None
     """Clusters, joined by commas, such as a100,h100: the best on as many devices of each."""
@@ -70,6 +70,9 @@ class PlanConfig:
     """Make the last line of standard output one JSON document."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""
+
+
+_DEFAULTS: Final = PlanConfig()
 
 
 def run(argv: list[str]) -> int:
@@ -118,12 +121,17 @@ def _check_together(config: PlanConfig) -> None:
     modes = [f"--{n}" for n in ("strategy", "compare", "scale") if getattr(config, n) is not None]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} are different questions; give one of them")
-    of_model = ("model", "sequence", "global_batch", "microbatch", "compare", "scale", "trace")
-    given = [name for name in of_model if getattr(config, name) is not None]
+    of_script = ("script", "cluster", "strategy", "software", "json")
+    given = [
+        each.name
+        for each in fields(PlanConfig)
+        if each.name not in of_script
+        and getattr(config, each.name) != getattr(_DEFAULTS, each.name)
+    ]
     if config.script is not None and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')} is for --model; --script has its module, its batch "
-            "and its microbatches"
+            f"--{given[0].replace('_', '-')} does not go with --script, which has its module, its "
+            "batch, its microbatches and its data type; leave it out"
         )
     for name, other in (("microbatch", "strategy"), ("svg", "scale")):
         if getattr(config, name) is not None and getattr(config, other) is None:
@@ -132,6 +140,9 @@ def _check_together(config: PlanConfig) -> None:
         raise ConfigError(f"--trace has no single timeline with {modes[0]}; leave one of them out")
     if config.svg is not None:
         check_picture(Path(config.svg))
+    for path in filter(None, (config.svg, config.trace)):
+        if not Path(path).parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
 def question_of(config: PlanConfig) -> Question:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, cast
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.measure.utilization import percent
 from phalanx.planner import explain, hardware
 from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
@@ -15,7 +16,7 @@ from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.planner.software import software
 from phalanx.script.counting import loader_rate, module_of, question_of
 from phalanx.script.trainer import Trainer, trainer_of
-from phalanx.strategy import Strategy, require_built
+from phalanx.strategy import Strategy, refuse_servers, require_built
 
 
 def plan_script(
@@ -28,9 +29,18 @@ def plan_script(
     """
     if cluster is None:
         raise ConfigError("--cluster is missing; expected a cluster, such as h100:8, or this")
-    trainer = trainer_of(script)
-    module = module_of(trainer, script)
-    question = question_of(trainer, module, hardware.cluster(cluster), software(program))
+    on = hardware.cluster(cluster)
+    try:
+        trainer = trainer_of(script)
+        module = module_of(trainer, script)
+    except (PhalanxError, MemoryError):
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise ConfigError(
+            f"{script} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error
+    question = question_of(trainer, module, on, software(program))
     answer = _searched if strategy is None else _given
     candidates, rejected = answer(question, module, trainer, strategy)
     best = candidates[0] if candidates else None
@@ -67,13 +77,14 @@ def _given(
 ) -> tuple[Any, Any]:
     strategy = Strategy.parse(text or "")
     require_built(strategy)
+    refuse_servers(strategy, "a script")
     unit = strategy.data_ranks * trainer.accumulation
     microbatch, rest = divmod(trainer.batch_size, unit)
     if rest or not microbatch:
         legal = max(1, round(trainer.batch_size / unit)) * unit
         raise ConfigError(
             f"the batch of {trainer.batch_size} rows is not a multiple of {strategy.data_ranks} "
-            f"data ranks x {trainer.accumulation} microbatches; the nearest batch is {legal}"
+            f"data ranks x accumulation {trainer.accumulation}; the nearest batch is {legal}"
         )
     planned: Any = PlannedModule(module, strategy, microbatch, trainer.accumulation)
     held = fits(question, planned)

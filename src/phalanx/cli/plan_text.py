@@ -19,6 +19,9 @@ from phalanx.planner.several import BestPlan
 BAR: Final = 8
 """Characters of a bar of memory."""
 
+_MFU: Final = "MFU, %\ncausal / full"
+"""The head of two figures, by how the pairs of attention are counted."""
+
 
 def show_answer(console: Console, document: dict[str, Any]) -> None:
     """Print an answer."""
@@ -100,7 +103,7 @@ def _memory(of: Figures) -> str:
 def table(rows: Iterable[Figures], unit: str = "tokens", widest: int = 34) -> Table:
     """Return strategies as a table of at most 100 columns."""
     rate = f"{unit}/s\na device"
-    drawn = _columns(("strategy", "batch", "step", rate, "MFU, %", "", "memory"))
+    drawn = _columns(("strategy", "batch", "step", rate, _MFU, "", "memory"))
     for each in rows:
         drawn.add_row(Text(_in_lines(each.strategy, widest)), *map(Text, cells(each)))
     return drawn
@@ -166,7 +169,7 @@ def show_several(console: Console, document: dict[str, Any]) -> None:
     several: list[BestPlan] = document.get("compare") or document["scale"]
     is_scale = "scale" in document
     heads = ["devices"] if is_scale else ["cluster"]
-    heads += ["strategy", "batch", "step", "tokens/s\na device", "MFU, %", ""]
+    heads += ["strategy", "batch", "step", "tokens/s\na device", _MFU, ""]
     heads += ["speed-up", "efficiency"] if is_scale else ["memory"]
     drawn = _columns(heads)
     for each in several:

@@ -15,12 +15,15 @@ from rich.text import Text
 
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config.command_line import read_command_line
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.planner import published
 from phalanx.storage import read_text
 
 NEEDED: Final = ("id", "hardware", "num_gpus", "model", "seq_len", "parallel")
 """Fields of a run without which it is none."""
+
+ANY_VALUE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a run whose fields may have any value, and what follows from it may be no number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +99,11 @@ def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
         run = published.read(row)
         step_s = published.seconds(run)
         memory_bytes, fits = published.held(run)
-    # A field may have any value, and what follows from it may not be a number.
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return {"id": row["id"], "error": str(error) or type(error).__name__}
+    except PhalanxError as error:
+        return {"id": row["id"], "error": str(error)}
+    except ANY_VALUE as error:
+        words = f"a field has an unexpected value ({type(error).__name__}: {error})"
+        return {"id": row["id"], "error": f"run {row['id']}: {words}"}
     tokens = run.planned.num_sequences * run.planned.seq_len
     return {
         "id": row["id"],
@@ -136,6 +141,6 @@ def _cells(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Ite
 
 def _measured_s(row: dict[str, Any]) -> float | None:
     """Return the measured time of a step of a run that can be read, if it has one."""
-    if not row.get("measured"):
+    if not isinstance(row.get("measured"), dict):
         return None
     return published.measured_s(row, published.read(row).planned.shape)

@@ -252,8 +252,8 @@ def search_module(question: Question, module: AnyModule, accumulation: int) -> F
         found.append(Candidate(cast(Any, planned), cost, held))
     if not num_legal:
         raise ConfigError(
-            f"no strategy splits the batch of {question.num_sequences} rows in {accumulation} "
-            f"microbatches over {question.cluster.num_devices} devices; take a batch that is a "
+            f"no strategy splits the batch of {question.num_sequences} rows at accumulation "
+            f"{accumulation} over {question.cluster.num_devices} devices; take a batch that is a "
             "multiple of both"
         )
     found.sort(key=lambda each: each.price.step_s)

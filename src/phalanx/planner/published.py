@@ -81,6 +81,12 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     for name in ("layers", "hidden", "heads"):
         if not model.get(name):
             raise ConfigError(f"run {row['id']}: model.{name} is {model.get(name)}; it is needed")
+    degrees = {f"parallel.{name}": parallel.get(name) for name in (*AXES, "ep", "vpp")}
+    for name, value in {"num_gpus": row["num_gpus"], "seq_len": row["seq_len"], **degrees}.items():
+        if value and not (1 <= value <= 2**40 and value % 1 == 0):
+            raise ConfigError(f"run {row['id']}: {name} is {value}; expected a whole number from 1")
+    if not row["num_gpus"]:
+        raise ConfigError(f"run {row['id']}: num_gpus is 0; expected a whole number from 1")
     microbatch = row.get("micro_batch") or 1
     replicas = parallel.get("dp") or 1
     sequences = row.get("global_batch_seqs") or microbatch * replicas * (row.get("grad_accum") or 1)

@@ -36,13 +36,17 @@ def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> An
         model: the module, not yet split.
 
     Raises:
-        ConfigError: the data are empty.
+        ConfigError: the data are empty, or the module has no parameters.
     """
     state = torch.get_rng_state()
     batch = next(iter(trainer.loader(trainer.data)), None)
     if batch is None:
         raise ConfigError(f"{name} has no data, of which a batch is counted")
     built = _built(trainer) if model is None else copied_on_meta((model,))[0]
+    if next(built.parameters(), None) is None:
+        raise ConfigError(
+            f"{name}: {type(built).__name__} has no parameters, so nothing is trained"
+        )
     torch.set_rng_state(state)
     options = {"roles": trainer.roles, "batch_norm": trainer.batch_norm}
     rows = functools.partial(_rows, batch)
