@@ -8,8 +8,6 @@ begins to be busy.
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,28 +17,18 @@ from typing import Annotated
 import torch
 from rich.table import Table
 
+from phalanx.bench.in_step import core_in_step
 from phalanx.bench.picture import draw_ceiling
 from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
 from phalanx.config.fields import Range
-from phalanx.launch.local import run_ranks
-from phalanx.measure.core import SMALL, SMALL_ROWS, step_s
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.logs import values_of
 from phalanx.measure.products import FEWEST_REPEATS, MatmulPoint, arithmetic_of, measure_matmul
 from phalanx.measure.utilization import percent
 from phalanx.planner import calibration, calibration_file
-from phalanx.planner.calibration_file import Calibration, Compute
-from phalanx.planner.machine import Core
-from phalanx.planner.parts import model_spent
-from phalanx.planner.planned import PlannedStep
-from phalanx.planner.software import DEFAULT
-from phalanx.strategy import Strategy
 
 SMALLEST_SIZE = 512
 LARGEST_SIZE = 32768
-
-_CROWD = 4
-"""Ranks that share a core where it is calibrated for more than one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +67,6 @@ def run(config: CeilingConfig, say: Say) -> Found:
         values=values_of(ceiling),
         draw=partial(draw_ceiling, ceiling),
     )
-
-
-def core_in_step(found: Calibration, compute: Compute, core: Core) -> Core:
-    """Return a core with what the operators of a step take beside the same alone, and in a crowd.
-
-    A small decoder runs on a rank for each core, and on `_CROWD` ranks for each.
-    """
-    precision = "bfloat16" if "bfloat16" in core.products else "float32"
-    one_s, crowd_s = (
-        statistics.median(run_ranks(step_s, num * found.num_here, threads=1)) for num in (1, _CROWD)
-    )
-    alone = dataclasses.replace(core, in_step=1.0)
-    measured = dataclasses.replace(found, compute=dataclasses.replace(compute, core=alone))
-    planned = PlannedStep(SMALL, Strategy(), SMALL.max_seq_len, SMALL_ROWS, 1, precision)
-    device = calibration.as_cluster("this", measured).device
-    in_step = one_s / model_spent(planned, device, DEFAULT).alone
-    crowd = math.log(crowd_s / one_s / _CROWD) / math.log(_CROWD)
-    return dataclasses.replace(core, in_step=in_step, crowd=max(0.0, crowd))
 
 
 @dataclass(frozen=True, kw_only=True)

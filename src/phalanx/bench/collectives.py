@@ -12,26 +12,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
+from phalanx.bench.in_step import median_s, time_in_step
 from phalanx.bench.link_picture import draw_fits
 from phalanx.bench.verb import Found, ResultConfig, Say, table
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.shared_memory import SharedMemory
-from phalanx.comm.together import barrier
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
-from phalanx.measure.core import small_step
 from phalanx.measure.logs import values_of
 from phalanx.planner import calibration, calibration_file
 from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
@@ -39,9 +36,6 @@ from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
 OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 SMALLEST_BYTES: Final = 4 << 10
-_STEPS: Final = 9
-"""Steps by which a collective in a step is timed."""
-
 GROWTH: Final = 4
 """Ratio of a size to the one before."""
 
@@ -250,7 +244,7 @@ def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
             num_bytes = SMALLEST_BYTES
             while num_bytes <= config.max_mib << 20:
                 call = TimedCollective(comm, op, axis, -(-num_bytes // 4 // num) * num)
-                time_s = _median_s(call.run, config.repeats) / (2 if op == "send" else 1)
+                time_s = median_s(call.run, config.repeats) / (2 if op == "send" else 1)
                 yield Sample(
                     axis=axis,
                     op=op,
@@ -261,33 +255,6 @@ def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
                     num_wrong=call.num_wrong(),
                 )
                 num_bytes *= GROWTH
-
-
-def time_in_step(num_here: int) -> float:
-    """Return how much longer the sum of a small model's gradients takes in a step than alone."""
-    num_ranks = torch.distributed.get_world_size()
-    comm = Ranks({"dp": num_ranks // num_here, "tp": num_here}, "cpu")
-    axis = "tp" if num_here > 1 else "dp"
-    model, compute = small_step()
-    compute()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    alone = torch.cat([g.flatten() for g in gradients])
-
-    def call() -> None:
-        comm.all_reduce(alone, axis, "max")  # a sum would grow
-
-    def whole() -> None:
-        compute()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in gradients])
-        comm.all_reduce(flat, axis)
-        for gradient, part in zip(
-            gradients, flat.split([*map(Tensor.numel, gradients)]), strict=True
-        ):
-            gradient.copy_(part.view_as(gradient))
-
-    alone_s, compute_s, whole_s = (_median_s(each, _STEPS) for each in (call, compute, whole))
-    return max(1.0, (whole_s - compute_s) / alone_s)
 
 
 class TimedCollective:
@@ -331,23 +298,6 @@ class TimedCollective:
             right = numbers[self._coord & ~1]
         wrong = (self._out != right).sum()
         return int(self._comm.all_reduce(wrong, self._axis))
-
-
-def _median_s(call: Callable[[], object], repeats: int) -> float:
-    times_s: list[float] = []
-    for _ in range(1 + repeats):
-        barrier()
-        _finish()
-        begun_s = time.perf_counter()
-        call()
-        _finish()
-        times_s.append(time.perf_counter() - begun_s)
-    return statistics.median(times_s[1:])
-
-
-def _finish() -> None:
-    if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl":
-        torch.cuda.synchronize()
 
 
 def slowest(of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:

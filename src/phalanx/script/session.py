@@ -116,8 +116,7 @@ class ModuleSession(Session):
         self._counted = counted_of(trainer, strategy, model) if comm.is_first else None
         refuse_max_norm(model)
         require_statistics(model, strategy, trainer.batch_norm)
-        cut, stages = cut_by_flops(strategy, model, self._flops)
-        self._stages = [*self._choice, *stages]
+        cut, self._stages = cut_by_flops(strategy, model, self._flops)
         self.plan = Plan(
             cut,
             model.to(comm.device),
@@ -291,10 +290,11 @@ class ModuleSession(Session):
 
     @override
     def remarks(self) -> list[str]:
-        if self.step.steps_done < self.num_steps:
-            return self._stages
-        done = f"nothing to do: {self.step.steps_done} steps are done"
-        return [*self._stages, f"{done}; --steps N resumes it up to step N"]
+        words = [*self._choice, *self._stages]
+        if self.step.steps_done >= self.num_steps:
+            done = f"nothing to do: {self.step.steps_done} steps are done"
+            words.append(f"{done}; --steps N resumes it up to step N")
+        return words
 
     @override
     def title(self) -> str:

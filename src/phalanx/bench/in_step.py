@@ -1,0 +1,98 @@
+"""What a step of training takes on processors beside its operators and its collectives alone.
+
+Tensors are not in caches, ranks share cores, and collectives copy what they send and receive. A
+small decoder shows how much each of these costs; the planner reads it in the calibration file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.comm import Ranks
+from phalanx.comm.together import barrier
+from phalanx.launch.local import run_ranks
+from phalanx.measure.core import SMALL, SMALL_ROWS, small_step, step_s
+from phalanx.planner import calibration
+from phalanx.planner.calibration_file import Calibration, Compute
+from phalanx.planner.machine import Core
+from phalanx.planner.parts import model_spent
+from phalanx.planner.planned import PlannedStep
+from phalanx.planner.software import DEFAULT
+from phalanx.strategy import Strategy
+
+_CROWD: Final = 4
+"""Ranks that share a core where it is calibrated for more than one."""
+
+_STEPS: Final = 9
+"""Steps by which a collective in a step is timed."""
+
+
+def core_in_step(found: Calibration, compute: Compute, core: Core) -> Core:
+    """Return a core with what the operators of a step take beside the same alone, and in a crowd.
+
+    A small decoder runs on a rank for each core, and on `_CROWD` ranks for each.
+    """
+    precision = "bfloat16" if "bfloat16" in core.products else "float32"
+    one_s, crowd_s = (
+        statistics.median(run_ranks(step_s, num * found.num_here, threads=1)) for num in (1, _CROWD)
+    )
+    alone = dataclasses.replace(core, in_step=1.0)
+    measured = dataclasses.replace(found, compute=dataclasses.replace(compute, core=alone))
+    planned = PlannedStep(SMALL, Strategy(), SMALL.max_seq_len, SMALL_ROWS, 1, precision)
+    device = calibration.as_cluster("this", measured).device
+    in_step = one_s / model_spent(planned, device, DEFAULT).alone
+    crowd = math.log(crowd_s / one_s / _CROWD) / math.log(_CROWD)
+    return dataclasses.replace(core, in_step=in_step, crowd=max(0.0, crowd))
+
+
+def time_in_step(num_here: int) -> float:
+    """Return how much longer the sum of a small model's gradients takes in a step than alone."""
+    num_ranks = torch.distributed.get_world_size()
+    comm = Ranks({"dp": num_ranks // num_here, "tp": num_here}, "cpu")
+    axis = "tp" if num_here > 1 else "dp"
+    model, compute = small_step()
+    compute()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    alone = torch.cat([g.flatten() for g in gradients])
+
+    def call() -> None:
+        comm.all_reduce(alone, axis, "max")  # a sum would grow
+
+    def whole() -> None:
+        compute()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        comm.all_reduce(flat, axis)
+        for gradient, part in zip(
+            gradients, flat.split([*map(Tensor.numel, gradients)]), strict=True
+        ):
+            gradient.copy_(part.view_as(gradient))
+
+    alone_s, compute_s, whole_s = (median_s(each, _STEPS) for each in (call, compute, whole))
+    return max(1.0, (whole_s - compute_s) / alone_s)
+
+
+def median_s(call: Callable[[], object], repeats: int) -> float:
+    """Return the median seconds of what all ranks call together, after a first time."""
+    times_s: list[float] = []
+    for _ in range(1 + repeats):
+        barrier()
+        _finish()
+        begun_s = time.perf_counter()
+        call()
+        _finish()
+        times_s.append(time.perf_counter() - begun_s)
+    return statistics.median(times_s[1:])
+
+
+def _finish() -> None:
+    if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl":
+        torch.cuda.synchronize()
