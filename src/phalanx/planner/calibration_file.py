@@ -173,7 +173,7 @@ def _check(compute: Compute) -> None:
     """Refuse rates of which the fastest is unknown.
 
     Raises:
-        ValueError: says what is missing.
+        ValueError: names the rates that are missing.
     """
     if compute.best.keys() != compute.sustained.keys() or not compute.best.keys() & {*ARITHMETICS}:
         raise ValueError(f"best has rates of {[*compute.best]}, sustained {[*compute.sustained]}")

@@ -28,7 +28,7 @@ def chosen(trainer: Trainer, name: str, config: JobConfig) -> tuple[Strategy, li
     Args:
         trainer: whose module is counted.
         name: of the job, for messages.
-        config: the strategy `auto`; which processes, which device, and what is resumed.
+        config: the strategy `auto`; which processes, which device, and which run is resumed.
 
     Raises:
         PhalanxError: the module cannot be counted, or nothing that is legal fits.
