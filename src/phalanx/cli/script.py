@@ -88,7 +88,7 @@ def train(argv: list[str]) -> int:
 
 def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Options]:
     """Return what the command line says, the job, its strategy and how it is run."""
-    from phalanx.script.auto import chosen
+    from phalanx.script.automatic import chosen
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.strategy import refuse_servers
     from phalanx.train.job.request import choose, choose_device

@@ -33,7 +33,7 @@ from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, not_ending
-from phalanx.script.auto import chosen
+from phalanx.script.automatic import chosen
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
 from phalanx.strategy import Strategy, refuse_servers

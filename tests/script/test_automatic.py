@@ -18,7 +18,7 @@ from phalanx.planner.calibration import ASSUMED, as_cluster
 from phalanx.planner.calibration_file import Calibration
 from phalanx.planner.machine import Cluster
 from phalanx.planner.software import DEFAULT
-from phalanx.script import auto
+from phalanx.script import automatic
 from phalanx.script.counting import module_of, question_of
 
 HERE = Calibration(kind="cpu", device_name="A CPU", num_here=2, compute=ASSUMED)
@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def this_machine(num: int | None, _: object) -> Cluster:
         return as_cluster("this", HERE, num)
 
-    monkeypatch.setattr(auto, "this_machine", this_machine)
+    monkeypatch.setattr(automatic, "this_machine", this_machine)
 
 
 def asked(**more: object) -> JobConfig:
@@ -38,7 +38,7 @@ def asked(**more: object) -> JobConfig:
 
 def test_a_trainer_takes_what_the_planner_ranks_first() -> None:
     job = jobs.job()
-    strategy, why = auto.chosen(job, "a job", asked())
+    strategy, why = automatic.chosen(job, "a job", asked())
     module = module_of(job, "a job")
     question = question_of(job, module, as_cluster("this", HERE, 2), DEFAULT)
     best, *_ = search_module(question, module, job.accumulation).candidates
@@ -49,7 +49,7 @@ def test_a_trainer_takes_what_the_planner_ranks_first() -> None:
 def test_what_no_strategy_divides_is_said() -> None:
     job = dataclasses.replace(jobs.job(), batch_size=1)
     with pytest.raises(ConfigError, match="no strategy splits the batch of 1 rows"):
-        auto.chosen(job, "a job", asked())
+        automatic.chosen(job, "a job", asked())
 
 
 def test_a_run_that_chose_resumes_under_its_choice(
@@ -61,7 +61,7 @@ def test_a_run_that_chose_resumes_under_its_choice(
     before = find_and_read(tmp_path).about.strategy
     assert f"phalanx {words} --resume {tmp_path}" in printed
     # Whatever the planner would choose now, the run keeps its own.
-    monkeypatch.setattr(auto, "search_module", None)
+    monkeypatch.setattr(automatic, "search_module", None)
     resumed = dataclasses.replace(jobs.job(), steps=4)
     options = phalanx.Options(out=tmp_path, device="cpu", resume=True)
     assert resumed.train("auto", options).steps_done == 4
