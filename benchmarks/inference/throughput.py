@@ -40,7 +40,7 @@ Found = tuple[list[list[int]], int]
 """The new tokens of each request, and the steps that were computed (0 if unknown)."""
 
 
-def twins() -> tuple[Decoder, Any]:
+def twins(max_seq_len: int = 512) -> tuple[Decoder, Any]:
     """Return the same model, ours and transformers'."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -50,7 +50,7 @@ def twins() -> tuple[Decoder, Any]:
         num_hidden_layers=6,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=512,
+        max_position_embeddings=max_seq_len,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,

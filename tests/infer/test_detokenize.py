@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from phalanx.infer.detokenize import TextStream
+from phalanx.infer.detokenize import TextStream, bytes_of
 
 
 class ByteTokens:
@@ -45,6 +45,19 @@ def test_the_first_word_behind_a_prompt_keeps_its_space() -> None:
     assert [taken.take(1), taken.take(2), taken.end()] == [" upon", " a", ""]
     alone = TextStream(tokenizer)
     assert [alone.take(1), alone.take(2)] == ["upon", " a"]
+
+
+def test_the_bytes_of_a_token_that_is_a_part_of_a_character() -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = "a \u00e9\u2603\n\ufffd\x00" + "".join(map(chr, range(0x80, 0x250)))
+    found = [bytes_of(tokenizer, token) for token in tokenizer.encode(text).ids]
+    assert found == [bytes([byte]) for byte in text.encode()]
+    fallback = Tokenizer(models.BPE({"<0xE2>": 0, "a": 1}, [], byte_fallback=True))
+    fallback.decoder = decoders.ByteFallback()
+    assert [bytes_of(fallback, token) for token in (0, 1)] == [b"\xe2", b"a"]
 
 
 @pytest.mark.parametrize("seed", range(30))

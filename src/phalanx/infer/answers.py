@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from phalanx.infer.detokenize import bytes_of
 from phalanx.infer.engine import NOT_FINITE
 from phalanx.infer.engine_thread import Ticket, Update
 from phalanx.infer.options import TokenScore
@@ -85,8 +86,16 @@ class Answer(ABC):
     def _end(self, number: int, finished: str | None) -> dict[str, Any]:
         return {"index": number, "logprobs": None, "finish_reason": finished}
 
+    def _bytes_of(self, token: int) -> tuple[str, bytes]:
+        """Return the text of a token, and its bytes; as OpenAI, those where they are no text."""
+        found = bytes_of(self._tokenizer, token)
+        try:
+            return found.decode(), found
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), found
+
     def _text_of(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._bytes_of(token)[0]
 
 
 class CompletionAnswer(Answer):
@@ -139,8 +148,8 @@ class ChatAnswer(Answer):
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text, content = self._bytes_of(token)
+        return {"token": text, "logprob": logprob, "bytes": list(content)}
 
 
 def _completion(ticket: Ticket) -> Completion:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Final
 
 from tokenizers import Tokenizer
 
@@ -14,6 +16,31 @@ _CONTEXT = 8
 
 _LONGEST = 12
 """Tokens that wait for the rest of a character, before they are taken for none."""
+
+
+def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+    """Return the bytes that a token stands for, which may be a part of a character."""
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    piece = tokenizer.id_to_token(token)
+    if BROKEN not in text or piece is None:
+        return text.encode()
+    if (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)) is not None:  # SentencePiece's fallback
+        return bytes.fromhex(byte[1])
+    if all(letter in _BYTES for letter in piece):
+        return bytes(_BYTES[letter] for letter in piece)
+    return text.encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the byte of each letter by which byte-level BPE writes it (Radford et al. 2019)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + number): byte for number, byte in enumerate(hidden)
+    }
+
+
+_BYTES: Final = _byte_letters()
 
 
 class TextStream:
