@@ -119,17 +119,22 @@ def test_siblings_continue_as_requests_of_their_own() -> None:
 
 def test_bfloat16_agrees_on_the_most_probable_tokens() -> None:
     model, theirs = twins("mistral")
-    prompt = prompts(8)[-1]
-    with torch.no_grad():
-        logits: Any = theirs(torch.tensor([prompt])).logits
-    best = logits[0, -1].topk(5).indices.tolist()
     half = Decoder(model.shape).to(torch.bfloat16)
     half.load_state_dict({name: p.to(torch.bfloat16) for name, p in model.state_dict().items()})
     served = engine(half.eval(), dtype=torch.bfloat16, budget=7)
-    served.add(prompt, Sampling(max_tokens=1, temperature=0, logprobs=5))
-    scores = [new.score for _ in range(9) for new in served.step()]
-    assert scores[0] is not None
-    assert len(set(best) & {token for token, _ in scores[0].top}) >= 4
+    scores: dict[int, set[int]] = {}
+    for number, prompt in enumerate(prompts(32)):
+        served.add(prompt, Sampling(max_tokens=1, temperature=0, logprobs=5, seed=number))
+    while served.scheduler.has_work:
+        for new in served.step():
+            assert new.score is not None
+            scores[new.request.sampling.seed] = {token for token, _ in new.score.top}
+    common: list[int] = []
+    for number, prompt in enumerate(prompts(32)):
+        with torch.no_grad():
+            logits: Any = theirs(torch.tensor([prompt])).logits
+        common.append(len(scores[number] & set(logits[0, -1].topk(5).indices.tolist())))
+    assert sum(common) >= 0.9 * 5 * 32 and min(common) >= 4
 
 
 def test_changed_weights_are_used_at_once_and_the_prefixes_forgotten() -> None:
