@@ -212,9 +212,12 @@ def test_it_is_listed_drawn_and_measured(tmp_path: Path) -> None:
     assert listed[: len(lower(lanes.schedule, 0))] == [*map(str, lower(lanes.schedule, 0))]
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == sum(map(len, lanes.schedule.orders))
+    config = dataclasses.replace(config, trace=str(tmp_path / "none" / "trace.json"))
+    with pytest.raises(ConfigError, match=r"cannot write .*trace.json: No such file"):
+        show_schedule(kind, config)
 
 
-@pytest.mark.parametrize(("factor", "is_said"), [(1.01, False), (1.1, True)])
+@pytest.mark.parametrize(("factor", "is_said"), [(1.01, False), (1.1, True), (3.0, True)])
 def test_waits_that_took_too_long_are_said(factor: float, is_said: bool) -> None:
     kind, config = config_of("1f1b", 4, 8)
     schedule = schedule_of(kind, config)
@@ -222,7 +225,8 @@ def test_waits_that_took_too_long_are_said(factor: float, is_said: bool) -> None
     longer = plan(schedule, WaitTimes(*(factor * time_s for time_s in times)))
     measured = dataclasses.replace(longer, work_s=plan(schedule, times).work_s)
     lines = " ".join(schedules.remarks(config, measured))
-    assert ("Stages waited 10.0 % longer than asked" in lines) is is_said
+    said = f"Stages waited {100 * (factor - 1):.1f} % longer than asked"
+    assert (said in lines) is is_said
     # Time that was spent, and no work done in it, is not in the highest MFU.
     assert measured.highest_mfu == pytest.approx(8 / 11 / factor)
     assert measured.timeline.bubble == pytest.approx(3 / 11)

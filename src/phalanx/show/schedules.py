@@ -18,7 +18,6 @@ from phalanx.account.fit import check_memory_for
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.measure.utilization import percent
 from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Span, Timeline, most_in_flight, simulate
@@ -75,14 +74,18 @@ def show_schedule(kind: str, config: ShowSchedule) -> Shown:
     """Plan, measure, and show both.
 
     Raises:
-        ConfigError: the kind has no such chunks, or memory is short for the processes.
+        ConfigError: the kind has no such chunks, memory is short for the processes, or the trace
+            cannot be written.
     """
     schedule = schedule_of(kind, config)
     check_memory_for(config.ranks)
     times = stage_times(config, schedule)
     outcomes = (plan(schedule, times), measure(config, schedule, times))
     if config.trace is not None:
-        write_trace(outcomes[1].timeline, Path(config.trace))
+        try:
+            write_trace(outcomes[1].timeline, Path(config.trace))
+        except OSError as error:
+            raise ConfigError(f"cannot write {config.trace}: {error.strerror}") from None
     name = f"{kind}/{len(schedule.stages_of(0))}" if KINDS[kind].chunks is None else kind
     return Shown(
         f"{name}: {config.ranks} ranks, {schedule.num_stages} stages, {config.microbatches} "
@@ -245,7 +248,7 @@ def remarks(config: ShowSchedule, measured: Outcome) -> list[str]:
     longer = sum(measured.busy) * measured.timeline.length / measured.work_s - 1
     if longer > DISTURBED:
         lines.append(
-            f"Stages waited {percent(longer)} longer than asked: other work disturbed the machine, "
-            "or --forward-ms is too short for its clock."
+            f"Stages waited {100 * longer:.1f} % longer than asked: other work disturbed the "
+            "machine, or --forward-ms is too short for its clock."
         )
     return lines
