@@ -1,7 +1,8 @@
 """Push and pull 16 MiB, beside a raw TCP echo of the same bytes: python transport.py [ADDRESS]
 
 ADDRESS is this host's own on a network, such as 10.0.0.5: there, bytes are encrypted. All is
-measured in turns, and a server without a backup holds the weights.
+measured in turns, and a server without a backup holds the weights. A ZeroMQ echo, of frames of a
+megabyte, shows what the sockets alone take, and encryption alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+import zmq
 
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
@@ -51,6 +53,35 @@ def echo(host: str, port: int) -> None:
     while True:
         fill(connection, buffer)
         connection.sendall(buffer)
+
+
+def frames_echo(address: str, key: bytes) -> None:
+    """Send back what comes over ZeroMQ; encrypted if there is a key."""
+    router = zmq.Context().socket(zmq.ROUTER)
+    if key:
+        router.curve_publickey, router.curve_secretkey = Secret(key).curve("listener")
+        router.curve_server = True
+    router.bind(address)
+    while True:
+        router.send_multipart(router.recv_multipart(copy=False), copy=False)
+
+
+def frames_round_trip(address: str, key: bytes):
+    """Return what sends frames to such an echo, and takes them back."""
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=frames_echo, args=(address, key), daemon=True).start()
+    dealer = zmq.Context().socket(zmq.DEALER)
+    if key:
+        dealer.curve_publickey, dealer.curve_secretkey = Secret(key).curve("link")
+        dealer.curve_serverkey = Secret(key).curve("listener")[0]
+    dealer.connect(address)
+    frames = [bytearray(1 << 20) for _ in range(NUM_BYTES >> 20)]
+
+    def round_trip() -> None:
+        dealer.send_multipart(frames, copy=False)
+        dealer.recv_multipart(copy=False)
+
+    return round_trip
 
 
 def fill(connection: socket.socket, buffer: bytearray) -> None:
@@ -115,7 +146,9 @@ def main(host: str | None) -> None:
         served.pull(is_shared=False)
 
     cases = {"raw TCP echo": round_trip, "push + pull": lambda: exchange(plain)}
+    cases["ZeroMQ echo"] = frames_round_trip("tcp://127.0.0.1:24301", b"")
     if coded is not None:
+        cases["ZeroMQ echo, CURVE"] = frames_round_trip("tcp://127.0.0.1:24302", bytes(32))
         cases["push + pull, CURVE"] = lambda: exchange(coded)
     cases["pull over TCP"] = lambda: plain.only_pull(is_shared=False)
     cases["pull from shared memory"] = lambda: plain.only_pull(is_shared=True)

@@ -14,8 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.server import wire
-from phalanx.server.message import NAMES, WireError, WireMessage, decode, encode
+from phalanx.server.message import (
+    FRAME_BYTES,
+    NAMES,
+    WireError,
+    WireMessage,
+    decode,
+    encode,
+    in_frames,
+    num_frames,
+)
 from phalanx.server.secret import Secret
+from phalanx.server.shared import deal
 from phalanx.server.wire import Connection, Listener
 
 
@@ -34,6 +44,21 @@ def test_a_tensor_is_sent_from_where_it_lies() -> None:
     frame = encode(WireMessage("push", {}, [tensor]))[1]
     tensor[0] = 9.0
     assert torch.frombuffer(bytearray(frame), dtype=torch.float32)[0] == 9.0
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, FRAME_BYTES // 8 - 1, FRAME_BYTES // 8, FRAME_BYTES // 4 + 1]
+)
+def test_a_flat_tensor_is_cut_into_frames_and_dealt_out_again(size: int) -> None:
+    flat = torch.arange(size, dtype=torch.float64)
+    frames = in_frames(flat)
+    assert len(frames) == num_frames(size, flat.dtype)
+    assert all(frame.nbytes <= FRAME_BYTES for frame in frames)
+    found = torch.zeros_like(flat)
+    for parts in ([found], list(found.split(1 << 16)), [found[: size // 3], found[size // 3 :]]):
+        found.zero_()
+        deal(frames, parts)
+        assert torch.equal(found, flat)
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.server.message import WireMessage
+from phalanx.server.message import WireMessage, num_frames
 from phalanx.server.placement import CHUNK_BYTES, WeightRange, chunks_of, place
 from phalanx.server.requests import Requests
 from phalanx.server.role import Settings
@@ -146,9 +147,11 @@ class Client(Requests):
             parts = self._parts(shard, targets)
             if "place" in reply.fields and not self._read(shard, reply["place"], parts):
                 return self.pull(targets, needed, recipes)
-            for flat, each in zip(reply.tensors, parts, strict=False):
-                deal(flat, each)
-                self.received_bytes += flat.nbytes
+            sent = iter(reply.tensors)
+            for size, each in zip(self._sizes(shard), parts, strict=True):
+                if reply.tensors:
+                    deal(list(islice(sent, num_frames(size, self._dtype))), each)
+            self.received_bytes += sum(flat.nbytes for flat in reply.tensors)
         return min(int(reply["version"]) for reply in replies.values())
 
     def _read(self, shard: int, where: Any, parts: Sequence[Sequence[Tensor]]) -> bool:
@@ -179,7 +182,7 @@ class Client(Requests):
                 targets += [(g, flat) for g, each in enumerate(flats) for flat in each[1:]]
             for group, target in targets:
                 parts = [target[c.begin : c.end] for c in self._chunks[shard][group]]
-                deal(next(sent), parts)
+                deal([next(sent)], parts)
         return min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
 
     def lend(self, clock: int, flats: Sequence[Tensor]) -> None:
@@ -205,7 +208,7 @@ class Client(Requests):
             for shard, reply in replies.items():
                 for at, flat in enumerate(found[-1]):
                     parts = [flat[c.begin : c.end] for c in self._chunks[shard][at // num]]
-                    deal(reply.tensors[slot * size + at], parts)
+                    deal([reply.tensors[slot * size + at]], parts)
         return found
 
     def gradient(self, flats: Sequence[Tensor], needed: int) -> None:
@@ -217,7 +220,7 @@ class Client(Requests):
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
         for shard, reply in replies.items():
             for flat, parts in zip(reply.tensors, self._parts(shard, flats), strict=True):
-                deal(flat, parts)
+                deal([flat], parts)
 
     def ages(self) -> dict[int, int]:
         """Return how many gradients were applied how many versions late, over all servers."""

@@ -18,6 +18,9 @@ from phalanx.errors import PhalanxError
 MOST_HEADER_BYTES: Final = 1 << 20
 MOST_FRAMES: Final = 1 << 14
 
+FRAME_BYTES: Final = 1 << 20
+"""Bytes of a frame of weights: one is encrypted while the one before is sent."""
+
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -56,6 +59,16 @@ def encode(message: WireMessage) -> list[Any]:
     shapes = [[NAMES[tensor.dtype], tensor.numel()] for tensor in message.tensors]
     header = {"kind": message.kind, "fields": dict(message.fields), "tensors": shapes}
     return [json.dumps(header).encode(), *(_bytes_of(tensor) for tensor in message.tensors)]
+
+
+def in_frames(flat: Tensor) -> Sequence[Tensor]:
+    """Cut a flat tensor into tensors of a frame each, see `num_frames`."""
+    return flat.split(FRAME_BYTES // flat.itemsize)
+
+
+def num_frames(size: int, dtype: torch.dtype) -> int:
+    """Return how many frames a flat tensor of `size` elements is cut into."""
+    return max(1, -(-size * dtype.itemsize // FRAME_BYTES))
 
 
 def decode(frames: Sequence[Any]) -> WireMessage:

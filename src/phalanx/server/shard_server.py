@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from phalanx.server.message import WireMessage
+from phalanx.server.message import WireMessage, in_frames
 from phalanx.server.replica import HeldShards
 from phalanx.server.shard import Shard
 
@@ -140,7 +140,8 @@ class Server(HeldShards):
         if place is not None:
             self.reply(peer, message, "ok", version=shard.version, place=place)
         else:
-            self.reply(peer, message, "ok", shard.published(), version=shard.version)
+            sent = [each for flat in shard.published() for each in in_frames(flat)]
+            self.reply(peer, message, "ok", sent, version=shard.version)
 
     def _look_at_parked(self) -> None:
         for key, message in list(self._parked.items()):

@@ -30,11 +30,13 @@ _NUM_TRIES: Final = 8
 IS_POSSIBLE: Final = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def deal(flat: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy a flat tensor into parts, one after the other."""
+def deal(flats: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy flat tensors, one after the other, into parts, likewise."""
     if parts:
-        pieces = flat.split([part.numel() for part in parts])
-        torch._foreach_copy_(list(parts), list(pieces))  # pyright: ignore[reportPrivateUsage]
+        pieces, sizes = list(flats), [part.numel() for part in parts]
+        if [piece.numel() for piece in pieces] != sizes:
+            pieces = list((pieces[0] if len(pieces) == 1 else torch.cat(pieces)).split(sizes))
+        torch._foreach_copy_(list(parts), pieces)  # pyright: ignore[reportPrivateUsage]
 
 
 class SharedTensors:
@@ -98,7 +100,7 @@ class SharedView:
             before = int(self._changes)
             if before % 2 == 0:
                 for tensor, parts in zip(self.tensors, targets, strict=True):
-                    deal(tensor, parts)
+                    deal([tensor], parts)
                 if int(self._changes) == before:
                     return True
         return False
