@@ -5,32 +5,68 @@
 RUNS.jsonl has one run a line; the fields are those of `phalanx predict`. Without --all, of the runs
 that name a core the core is taken. Beside the error of the planner stands the error of a constant:
 the median MFU of the group itself, which no run but those of the group can know. `left out` prices
-each group as if its program had never been seen: with the median of the constants of the others.
+each group as if nobody had published it: with the median of the constants of the other programs,
+and with the speed of its device at which the other groups on that device have the least error; of a
+device on which no other ran, as the catalogue assumes of unknown ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from phalanx.errors import PhalanxError
 from phalanx.planner import published
-from phalanx.planner.software import typical
+from phalanx.planner.published import PublishedRun
+from phalanx.planner.software import DEFAULT, Software, on_device, typical
+
+SCALES: Final = (0.8, 0.87, 0.93, 1.0, 1.07, 1.15, 1.25)
+"""Speeds of a device beside its constants, of which the one with the least error is taken."""
+
+
+@dataclass
+class Measured:
+    """A run, its group, the seconds of its step, and its cell of equal work."""
+
+    run: PublishedRun
+    group: str
+    cell: tuple[Any, ...]
+    step_s: float
+    peak_s: float
+    memory_gb: float | None
+
+    @property
+    def on(self) -> tuple[float, float]:
+        """The constants of the device, by which devices of a family are alike."""
+        return on_device(DEFAULT, self.run.cluster.device)
+
+    @functools.cached_property
+    def errors(self) -> list[float]:
+        """The errors with the speeds of `SCALES`."""
+        return [error(self.predicted_s(scale=scale), self.step_s) for scale in SCALES]
+
+    def predicted_s(self, program: Software | None = None, scale: float = 1.0) -> float:
+        """Return the predicted seconds, of another program or on a faster device if given."""
+        of = program or self.run.software
+        products, attention = scale * of.products, scale * of.attention
+        of = dataclasses.replace(of, products=products, attention=attention)
+        of = dataclasses.replace(of, speed_up=self.run.software.speed_up)
+        return published.seconds(dataclasses.replace(self.run, software=of))
 
 
 class Priced(NamedTuple):
-    """A run: what was measured and predicted, in seconds; and its cell of equal work."""
+    """What was measured and predicted of a run, in seconds and bytes."""
 
-    group: str
-    cell: tuple[Any, ...]
     measured_s: float
     predicted_s: float
     alone_s: float
@@ -40,8 +76,8 @@ class Priced(NamedTuple):
     fits: bool
 
 
-def priced(row: dict[str, Any]) -> Priced | None:
-    """Price a run; None where nothing was measured.
+def measured(row: dict[str, Any]) -> Measured | None:
+    """Read a run; None where nothing was measured.
 
     Raises:
         PhalanxError: the planner cannot read it.
@@ -50,23 +86,39 @@ def priced(row: dict[str, Any]) -> Priced | None:
     shape = run.planned.shape
     if (step_s := published.measured_s(row, shape)) is None:
         return None
-    of_others = typical(without=run.software.name)
-    of_others = dataclasses.replace(of_others, speed_up=run.software.speed_up)
-    unknown = dataclasses.replace(run, software=of_others)
-    gigabytes, fits = published.held(run)
     tokens = row["global_batch_seqs"] * row["seq_len"]
     peak = run.cluster.device.flops * row["num_gpus"]
-    return Priced(
+    return Measured(
+        run=run,
         group=row["group"],
         cell=(row["group"], row["model"]["name"], row["num_gpus"], row["seq_len"]),
-        measured_s=step_s,
-        predicted_s=published.seconds(run),
-        alone_s=published.seconds(unknown),
+        step_s=step_s,
         peak_s=published.flops_of_token(shape, row["seq_len"]) * tokens / peak,
-        measured_gb=row["measured"].get("memory_gb"),
+        memory_gb=row["measured"].get("memory_gb"),
+    )
+
+
+def priced(of: Measured, others: list[Measured]) -> Priced:
+    """Price a run: with all that is known, and with what the runs of `others` alone say."""
+    gigabytes, fits = published.held(of.run)
+    return Priced(
+        measured_s=of.step_s,
+        predicted_s=of.predicted_s(),
+        alone_s=of.predicted_s(typical(without=of.run.software.name), _scale(of, others)),
+        peak_s=of.peak_s,
+        measured_gb=of.memory_gb,
         held_gb=gigabytes / 1e9,
         fits=fits,
     )
+
+
+def _scale(of: Measured, others: list[Measured]) -> float:
+    """Return the speed of a run's device beside its constants, by others' runs on its like."""
+    same = [each.errors for each in others if each.on == of.on]
+    if not same:
+        return 0.8 * of.run.cluster.device.matmul_efficiency / of.on[0]
+    means = [statistics.mean(column) for column in zip(*same, strict=True)]
+    return SCALES[means.index(min(means))]
 
 
 def error(predicted: float, measured: float) -> float:
@@ -109,19 +161,22 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in args.runs.read_text(encoding="utf-8").splitlines()]
     rows = [r for r in rows if "timing" in r["usable_for"] and (args.all or r.get("core"))]
-    groups: dict[str, list[Priced]] = defaultdict(list)
-    cells: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    runs: list[Measured] = []
     failed = 0
-    for number, row in enumerate(rows, 1):
-        print(f"\r{number} of {len(rows)}", end="", file=sys.stderr, flush=True)
+    for row in rows:
         try:
-            run = priced(row)
+            run = measured(row)
         except PhalanxError:
             failed += 1
             continue
-        if run is not None:
-            groups[run.group].append(run)
-            cells[run.cell].append((run.measured_s, run.predicted_s))
+        runs += [] if run is None else [run]
+    groups: dict[str, list[Priced]] = defaultdict(list)
+    cells: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    for number, run in enumerate(runs, 1):
+        print(f"\r{number} of {len(runs)}", end="", file=sys.stderr, flush=True)
+        of = priced(run, [each for each in runs if each.group != run.group])
+        groups[run.group].append(of)
+        cells[run.cell].append((of.measured_s, of.predicted_s))
     print(file=sys.stderr)
     table = {name: row_of(runs) for name, runs in groups.items()}
     table["all"] = row_of([run for runs in groups.values() for run in runs])

@@ -25,7 +25,9 @@ def question(
     return Question(shape, cluster(cluster_text), SOFTWARE["phalanx"], seq_len, num_sequences)
 
 
-SMALL = question("llama3-1b", "h100:4", 2048, 16, num_layers=4)
+SMALL = dataclasses.replace(
+    question("llama3-1b", "h100:4", 2048, 16, num_layers=4), microbatches=(1, 4)
+)
 TIGHT = question("llama3-8b", "h100:8", 8192, 16)
 
 
