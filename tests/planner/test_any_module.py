@@ -101,7 +101,8 @@ def test_a_named_strategy_says_where_it_cuts(script: str) -> None:
     found = plan_script(f"{script}:job", "h100:4", "phalanx", "pp2,dp2")
     assert [each.strategy for each in found["candidates"]] == ["pp2,dp2"]
     stages = [line for line in found["advice"] if line.startswith("stage")]
-    assert len(stages) == 2 and stages[1].startswith("stage 1: ")
+    assert len(stages) == 2 and stages[1].startswith("stage 1, rank 1 of pp: ")
+    assert found["advice"][-1].startswith("slowest stage / mean: ")
 
 
 def test_what_asks_for_numbers_is_refused_in_a_sentence(script: str) -> None:

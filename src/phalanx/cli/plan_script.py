@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, cast
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.measure.utilization import percent
 from phalanx.planner import explain, hardware
 from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
 from phalanx.planner.price import price
 from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.planner.software import software
 from phalanx.script.counting import loader_rate, module_of, question_of
+from phalanx.script.flops import stage_lines
 from phalanx.script.trainer import Trainer, trainer_of
 from phalanx.strategy import Strategy, refuse_servers, require_built
 
@@ -93,13 +92,8 @@ def _given(
     return [Candidate(planned, price(planned, question.cluster, question.software), held)], []
 
 
-def _stages(best: Candidate) -> Iterator[str]:
-    """Yield where a pipeline cuts the module."""
+def _stages(best: Candidate) -> list[str]:
+    """Return where a pipeline cuts the module."""
     planned: PlannedModule = cast(Any, best.planned)
-    links, cut = planned.links, planned.plan.cut
-    total = sum(link.flops for link in links)
-    for stage, part in enumerate(cut or []):
-        names = [name for at in part for name in links[at].modules]
-        modules = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        share = sum(links[at].flops for at in part) / total if total else 0.0
-        yield f"stage {stage}: {modules}, {percent(share)} of the FLOPs"
+    plan = planned.plan
+    return [] if plan.cut is None else stage_lines(plan.strategy, planned.links, plan.cut)

@@ -98,24 +98,22 @@ def cut_by_flops(
     """
     if strategy.pp.degree == 1 or flops is None or isinstance(model, Decoder):
         return strategy, []
-    names = [link.modules for link in flops.links]
     costs = [float(link.flops) for link in flops.links]
-    cut = cut_chain(strategy, costs, ", ".join(map(" + ".join, names)))
+    cut = cut_chain(strategy, costs, ", ".join(" + ".join(link.modules) for link in flops.links))
     counted = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
-    return counted, _lines(counted, names, costs, cut)
+    return counted, stage_lines(counted, flops.links, cut)
 
 
-def _lines(
-    strategy: Strategy,
-    modules: Sequence[Sequence[str]],
-    costs: Sequence[float],
-    cut: Sequence[range],
+def stage_lines(
+    strategy: Strategy, links: Sequence[CountedLink], cut: Sequence[range]
 ) -> list[str]:
+    """Return what each stage has of the links, and how uneven the stages are."""
+    costs = [float(link.flops) for link in links]
     rank_of, per_stage = schedule_of(strategy, 1).rank_of, stage_costs(costs, cut)
     lines: list[str] = []
     for stage, part in enumerate(cut):
-        names = [name for at in part for name in modules[at]]
+        names = [name for at in part for name in links[at].modules]
         words = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        share = percent(per_stage[stage] / sum(per_stage))
+        share = percent(per_stage[stage] / (sum(per_stage) or 1.0))
         lines.append(f"stage {stage}, rank {rank_of[stage]} of pp: {words}, {share} of the FLOPs")
     return [*lines, f"slowest stage / mean: {imbalance(costs, cut):.2f}"]
