@@ -15,7 +15,7 @@ from loops import Numbers, Twice, normed, perceptron
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import phalanx
 from phalanx.errors import PhalanxError
@@ -607,6 +607,28 @@ def test_each_mistake_is_named_in_one_sentence() -> None:
         for (mistake, pattern), words in zip(MISTAKES.items(), rank_words, strict=True):
             assert re.search(pattern, words, re.DOTALL), (mistake.__name__, words)
             assert len(words.splitlines()) == 1, mistake.__name__
+
+
+def loss_of_no_rows() -> str:
+    run = phalanx.init("dp2")
+    model = perceptron().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(Subset(Numbers(), range(9)), 8)
+    _, _, loader = run.prepare(model, optimizer, loader)
+    said = ""
+    for number, (_, y) in enumerate(loader):
+        if number == 1:
+            with pytest.raises(PhalanxError) as raised:
+                run.backward(torch.zeros(()), len(y))
+            said = str(raised.value)
+    return said
+
+
+def test_a_loss_of_no_rows_that_has_no_graph_names_the_batch() -> None:
+    """Of the last batch, of one row, rank 1 has none: as where each expert takes some rows."""
+    first, other = run_ranks(loss_of_no_rows, 2, threads=1)
+    assert "compute it outside torch.no_grad()" in first
+    assert "the batch of this rank has no rows" in other and "drop_last=True" in other
 
 
 def saved_without_its_schedule(folder: str, is_registered: bool) -> list[str]:

@@ -19,6 +19,7 @@ from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
 from phalanx.script.checks import check_count
 from phalanx.script.deal import Spare
+from phalanx.script.loader import has_empty_batch
 from phalanx.train.objective import Objective
 
 _MEAN: Final = 1
@@ -36,6 +37,12 @@ def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
         raise ScriptError(
             f"{where}: the loss is {what}; expected one number, the sum of the losses of this "
             "rank's samples"
+        )
+    if not loss_sum.requires_grad and has_empty_batch():
+        raise ScriptError(
+            f"{where}: the batch of this rank has no rows, since it has fewer than there are "
+            "ranks, and the loss of none has no graph; give the DataLoader drop_last=True, or "
+            "compute it from what the model makes of no rows"
         )
     if not loss_sum.requires_grad:
         raise ScriptError(
