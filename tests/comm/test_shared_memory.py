@@ -28,7 +28,8 @@ from phalanx.launch.local import run_ranks
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 BITWISE = ("band", "bor", "bxor")
 RANK_1 = r"rank 1 \(process \d+\) "
-LARGE = (1 << 20) + 4
+LARGE = (1 << 18) + 1
+"""1 MiB and 4 bytes of float32."""
 
 
 def sizes_of(num_ranks: int) -> tuple[int, ...]:
@@ -86,6 +87,8 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
             for reduction in REDUCTIONS if size < LARGE else ("sum", "max"):
                 if reduction in BITWISE and not is_whole:
                     continue
+                if num_ranks == 1 and reduction not in ("sum", "min", "max"):
+                    continue  # a rank alone has gloo's engine, which has these of the communicator
                 right = expected(reduction, terms)
                 scale = 50.0**num_ranks if reduction == "product" else 50 * num_ranks
                 for is_registered in (False, True):
@@ -114,13 +117,16 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
                     assert agrees(x, expected("sum", terms), num_ranks, 50 * num_ranks)
             partner = coord ^ 1 if coord ^ 1 < num_ranks else coord
             assert torch.equal(comm.swap(terms[coord], "axis", partner), terms[partner])
+            if num_ranks == 1:
+                continue  # with nobody to send to
             after, before = (coord + 1) % num_ranks, (coord - 1) % num_ranks
             sending = comm.send_start(terms[coord], "axis", after)
             x = torch.empty_like(terms[coord])
             assert torch.equal(comm.recv_start(x, "axis", before).wait(), terms[before])
             sending.wait()
-    barrier = engine.begin("barrier", torch.empty(0), torch.empty(0), 0)
-    assert barrier is not None and barrier.wait()
+    if num_ranks > 1:
+        barrier = engine.begin("barrier", torch.empty(0), torch.empty(0), 0)
+        assert barrier is not None and barrier.wait()
     return digest.hexdigest()
 
 
