@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -235,17 +236,25 @@ def test_a_mode_of_the_dispatcher_sees_a_collective_begin_and_nothing_of_what_it
         assert found == (2 * begun, [])
 
 
-def engines(hides: bool) -> list[str]:
-    """Return what runs the axes, where the heap of rank 0 cannot be opened if it `hides`."""
+def engines(lacks: str) -> list[str]:
+    """Return what runs the axes, where rank 0 `lacks` a platform, memory or a host in common."""
     right = same_host.mapped
+
+    def no_heap() -> object:
+        raise OSError("no memory")
 
     def refuse(process: int, *args: object) -> object:
         return None if process == first else right(process, *args)
 
     numbers: list[int] = [0, 0]
     dist.all_gather_object(numbers, os.getpid())
-    first = numbers[0] if hides else -1
-    with patch.object(same_host, "mapped", refuse):
+    first = numbers[0] if lacks == "host" else -1
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(same_host, "mapped", refuse))
+        if lacks == "platform" and dist.get_rank() == 0:
+            stack.enter_context(patch.object(same_host, "IS_SUPPORTED", False))
+        if lacks == "memory" and dist.get_rank() == 0:
+            stack.enter_context(patch.object(same_host, "own_heap", no_heap))
         comm = Ranks({"dp": 2}, shares_memory=True)
         x = torch.ones(3)
         comm.all_reduce(x, "dp")
@@ -255,8 +264,9 @@ def engines(hides: bool) -> list[str]:
 
 @pytest.mark.fresh_ranks
 def test_ranks_without_memory_of_their_own_kind_use_gloo_on_all_ranks() -> None:
-    assert run_ranks(engines, 2, False) == [["SharedMemory"] * 2] * 2
-    assert run_ranks(engines, 2, True) == [["ProcessGroupEngine"] * 2] * 2
+    assert run_ranks(engines, 2, "nothing") == [["SharedMemory"] * 2] * 2
+    for lacks in ("host", "platform", "memory"):
+        assert run_ranks(engines, 2, lacks) == [["ProcessGroupEngine"] * 2] * 2
 
 
 def die_within(folder: str) -> None:

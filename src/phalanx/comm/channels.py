@@ -34,8 +34,15 @@ from typing import Final, NamedTuple
 from phalanx.comm.heap import Heap, Mapped
 from phalanx.errors import PeerLost, named
 
-IS_SUPPORTED: Final = sys.platform == "linux" and platform.machine() == "x86_64"
-"""Whether writes are seen in order here, and the kernel has futexes and anonymous files."""
+IS_SUPPORTED: Final = (
+    sys.platform == "linux"
+    and platform.machine() == "x86_64"
+    and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
+)
+"""Whether writes are seen in order here, and this Python knows anonymous files and processes.
+
+A Python that was built on an old system lacks the latter two.
+"""
 
 SLOTS: Final = 16
 """Calls of a channel that some rank may not have acknowledged yet."""
