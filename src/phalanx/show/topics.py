@@ -92,7 +92,7 @@ RUN: Final[Mapping[str, Topic]] = {
     },
     **_steps(*STRATEGIES),  # those that are left
     "parameter-server": Topic(
-        "a master's link beside a ring; steps and versions in four consistencies",
+        "a master's link beside a ring; versions in four consistencies",
         "parameter_server ShowServer show_parameter_server",
     ),
     "rolling-batch": Topic(
