@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,12 +20,16 @@ from typing_extensions import override
 
 from marks import by_hand
 from phalanx.comm import same_host
-from phalanx.comm.comm import Ranks
+from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.reductions import REDUCTIONS
 from phalanx.comm.shared_memory import SharedMemory
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.launch.local import run_ranks
+from phalanx.models.initial import fill_initial
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.plan import plan_decoder
+from phalanx.strategy import Strategy
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 BITWISE = ("band", "bor", "bxor")
@@ -201,6 +206,56 @@ def counted(shares_memory: bool) -> list[Entry]:
 def test_the_ledger_counts_what_it_counts_over_gloo() -> None:
     own = [run_ranks(counted, 4, shares) for shares in (True, False)]
     assert own[0] == own[1] and len(own[0][0]) > 6
+
+
+SHAPE = ModelShape(
+    vocab_size=96, num_layers=2, hidden=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn=48,
+    max_seq_len=16,
+)  # fmt: skip
+
+
+def weights_after_steps(texts: list[str]) -> list[bool]:
+    """Return for each strategy whether shared memory and gloo lead to the same bits."""
+    tokens = torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(1))
+    found: list[bool] = []
+    for text in texts:
+        ended: list[list[Tensor]] = []
+        for shares_memory in (True, False):
+            strategy = Strategy.parse(text)
+            comm = Ranks(strategy, shares_memory=shares_memory)
+            plan = plan_decoder(strategy, SHAPE)
+            model = plan.model.train()
+            runner = plan.build(comm, partial(fill_initial, SHAPE, 5))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(3):
+                rows = tokens.roll(step + comm.coord("data"), 0)
+                runner(
+                    [rows[:2], rows[2:]],
+                    lambda batch, model=model: model(batch[:, :-1], batch[:, 1:]),
+                    lambda loss: loss / 64,
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+            ended.append([local_shard(parameter).detach() for parameter in model.parameters()])
+        found.append(all(torch.equal(a, b) for a, b in zip(*ended, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "num_ranks, texts",
+    [
+        (2, ["dp2", "dp2:naive", "fsdp2", "fsdp2:zero2", "fsdp2:zero1", "tp2", "cp2:ulysses"]),
+        # FSDP2 refuses a second mesh of the same ranks beside tp.
+        by_hand(4, ["dp2,tp2", "dp2,fsdp2", "tp4:2d", "dp2,cp2:ulysses"]),
+    ],
+)
+def test_axes_of_two_ranks_compute_what_gloo_computes_to_the_bit(
+    num_ranks: int, texts: list[str]
+) -> None:
+    assert (
+        run_ranks(weights_after_steps, num_ranks, texts, threads=1)
+        == [[True] * len(texts)] * num_ranks
+    )
 
 
 class Seen(TorchDispatchMode):
