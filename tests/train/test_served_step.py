@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.train.local_step import LocalStep
-from phalanx.train.optimizer import build_optimizer
+from phalanx.train.optimizer import build_optimizer, learning_rate
 from phalanx.train.served_step import ClockedStep, ServedStep
 
 NUM_STEPS = 4
@@ -77,6 +78,48 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
             found.append(step.flat.weights[0].clone())
             step.client.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
+
+
+def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
+    """Two servers; float64, so that the order of sums alone is left: 1e-12."""
+    num_steps, law, config = 100, Consistency("ps", 3), OptimizerConfig(lr=1e-2)
+    batches = torch.randn(num_steps, 12, 3, dtype=torch.float64)
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
+
+    def work(made: LocalRoles, number: int, model: nn.Module) -> None:
+        given: Any = (model, build_optimizer(model, config), Squares(), config)
+        step = ClockedStep(*given, comm=Alone(), num_steps=num_steps)
+        client = Client(made.meeting, number, law, (0, num_steps), timeout_s=60)
+        step.join(client, AS_SET, is_first=number == 0)
+        for batch in batches:
+            step([batch[:3], batch[3:5], batch[5:]][number : number + 1])  # rows of no one number
+        found[number] = [p.detach().clone() for p in model.parameters()]
+        client.close()
+
+    with local_roles(2) as made:
+        threads = [threading.Thread(target=work, args=(made, n, net())) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    alone = net()
+    optimizer = build_optimizer(alone, config)
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        (alone(batch).square().sum() / len(batch)).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), config.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, number, num_steps)
+        optimizer.step()
+    due = [p.detach() for p in alone.parameters()]
+    for number in range(3):
+        for ours, theirs in zip(found[number], due, strict=True):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
 
 
 @pytest.mark.parametrize("rule", ["sgd", "momentum"])
