@@ -146,5 +146,20 @@ def test_servers_update_as_the_optimizer_of_the_rule_does(rule: str) -> None:
         step.client.close()
 
 
+def test_rounds_without_outer_momentum_take_the_mean() -> None:
+    """At a rate of 1 servers then hold the workers' own weights, if there is one worker."""
+    server, batches = ServerConfig(outer_lr=1.0, outer_momentum=0.0), torch.randn(2, 5, 3).double()
+    with local_roles(1) as made:
+        step = worker(made, LocalStep, Consistency("local", 1, 2), server)
+        first = step.flat.weights[0].clone()
+        for batch in batches:
+            before = step.flat.weights[0].clone()
+            step([batch])
+        assert not torch.equal(first, before)
+        step.before_save()
+        assert isinstance(step, LocalStep) and step.rounds.momentum == ()
+        step.client.close()
+
+
 def _killed(*_: object, **__: object) -> None:
     raise KeyboardInterrupt

@@ -87,7 +87,8 @@ class LocalStep(ServedStep):
 
     @override
     def rule(self) -> dict[str, Any]:
-        return {"name": "nesterov", "momentum": self.server.outer_momentum}
+        momentum = self.server.outer_momentum
+        return {"name": "nesterov" if momentum else "sgd", "momentum": momentum}
 
     @override
     def kept(self) -> tuple[list[list[Tensor]], float]:
@@ -103,8 +104,8 @@ class LocalStep(ServedStep):
             return
         self.rounds.steps, self.rounds.moments = steps, client.lent(clock)
         flats = [[torch.empty_like(flat) for _ in range(2)] for flat in self.flat.weights]
-        client.read(flats)
-        self.rounds.momentum = [momentum for _, momentum in flats]
+        has_momentum = client.read(flats) is not None
+        self.rounds.momentum = [momentum for _, momentum in flats] if has_momentum else ()
 
     @override
     def rate(self, clock: int) -> float:
