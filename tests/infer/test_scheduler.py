@@ -32,6 +32,19 @@ def take(scheduler: Scheduler, step: ScheduledStep) -> list[GenerationRequest]:
     return served
 
 
+def check_step(scheduler: Scheduler, step: ScheduledStep) -> None:
+    """Check that a step is within its budget: all of it, or its last part begins below it."""
+    room = scheduler.budget
+    for part in step.parts:
+        num_tokens = part.stop - part.start
+        assert num_tokens > 0 and room > 0
+        if scheduler.is_chunked:
+            assert num_tokens <= room
+        else:
+            assert part.gives_token
+        room -= num_tokens
+
+
 def run(
     scheduler: Scheduler, seen: Callable[[ScheduledStep, list[GenerationRequest]], object]
 ) -> None:
@@ -41,6 +54,7 @@ def run(
             return
         step = scheduler.schedule()
         assert step.parts, "work is left, but no step is scheduled"
+        check_step(scheduler, step)
         seen(step, take(scheduler, step))
     raise AssertionError("it does not end")
 
@@ -197,11 +211,41 @@ def test_a_request_that_never_fits_is_refused() -> None:
     scheduler.add(request(10, 2))
 
 
-def test_random_arrivals_and_aborts_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("lengths", [[300, 300, 100], [600, 600], [512, 40]])
+def test_prompts_beyond_the_budget_are_computed_whole_one_after_another(lengths: list[int]) -> None:
+    scheduler = scheduler_of(budget=512, is_chunked=False)
+    for number, length in enumerate(lengths):
+        scheduler.add(request(length, 2, 1000 * number))
+    prefills: list[list[int]] = []
+
+    def seen(step: ScheduledStep, served: list[GenerationRequest]) -> None:
+        assert len(served) == len(step.parts)
+        prefills.append([part.stop for part in step.parts if part.start == 0])
+
+    run(scheduler, seen)
+    expected = {300: [[300, 300], [100]], 600: [[600], [600]], 512: [[512], [40]]}
+    assert [step for step in prefills if step] == expected[lengths[0]]
+
+
+def test_a_fork_that_the_budget_leaves_no_token_keeps_its_blocks() -> None:
+    scheduler = scheduler_of(size=4, budget=10)
+    first, *forks = [request(10, 3) for _ in range(12)]
+    first.siblings = list(forks)
+    scheduler.add(first)
+    computed: list[int] = []
+    run(scheduler, lambda step, served: computed.append(step.num_tokens))
+    assert sum(computed) == 10 + 11 * 1 + 12 * 2  # the prompt once, its last token for each fork
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_random_arrivals_and_aborts_leave_nothing_behind(is_chunked: bool) -> None:
     for seed in range(20):
         draw = random.Random(seed)
-        scheduler = scheduler_of(num_blocks=20, size=4, slots=5, budget=draw.choice([3, 9, 64]))
-        alive: list[GenerationRequest] = []
+        budget, batching = draw.choice([3, 9, 64]), draw.choice(["rolling", "dynamic", "static"])
+        scheduler = scheduler_of(
+            num_blocks=20, size=4, slots=5, budget=budget, batching=batching, is_chunked=is_chunked
+        )
+        alive, all_added = list[GenerationRequest](), list[GenerationRequest]()
         for _ in range(150):
             if draw.random() < 0.3:
                 each = request(draw.randint(1, 40), draw.randint(1, 30), draw.choice([0, 50]))
@@ -210,12 +254,16 @@ def test_random_arrivals_and_aborts_leave_nothing_behind() -> None:
                     sibling.prompt = list(each.prompt)
                     sibling.tokens = list(each.prompt)
                 alive += [each, *each.siblings]
+                all_added += [each, *each.siblings]
                 scheduler.add(each)
             step = scheduler.schedule()
-            assert step.num_tokens <= scheduler.budget
+            check_step(scheduler, step)
             take(scheduler, step)
             alive = [each for each in alive if each.finished is None]
             if alive and draw.random() < 0.1:
                 scheduler.finish(draw.choice(alive), "abort")
+        scheduler.is_draining = True
         run(scheduler, lambda step, served: None)
         assert scheduler.pool.num_held == 0
+        for each in all_added:
+            assert each.finished == "abort" or each.num_generated == each.sampling.max_tokens

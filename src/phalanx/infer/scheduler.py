@@ -128,7 +128,10 @@ class Scheduler:
         is_chunked: bool = True,
         delay_s: float = 0.1,
     ) -> None:
-        """Make a scheduler without requests; without chunks a prompt is computed in one step."""
+        """Make a scheduler without requests.
+
+        Without chunks a prompt is computed in one step, which may pass the budget by it.
+        """
         self.pool, self.budget, self.slots = pool, budget, slots
         self.batching, self.is_chunked, self.delay_s = batching, is_chunked, delay_s
         self.waiting: deque[GenerationRequest] = deque()
@@ -199,7 +202,7 @@ class Scheduler:
                 self._continue(request, step)
         if self.num_preemptions == num_preempted:
             for request in self._admissible(now_s):
-                if not self._admit(request, step):
+                if step.num_tokens >= self.budget or not self._admit(request, step):
                     break
         for part in step.parts:
             part.request.num_computed = part.stop
@@ -260,15 +263,15 @@ class Scheduler:
         """Reserve for a waiting request, if some blocks stay free for those that run."""
         missing = self.pool.blocks_for(stop) - len(request.table.blocks)
         spare = int(WATERMARK * self.pool.num_blocks) if self.running else 0
-        if stop == start or missing + spare > self.pool.num_free:
+        if missing + spare > self.pool.num_free:
             return None
         return self.pool.reserve(request.table, start, stop)
 
     def _stop(self, request: GenerationRequest, step: ScheduledStep) -> int:
-        """Return where the tokens of a request end that fit into the step."""
+        """Return where the tokens of a request end that join a step with room for at least one."""
+        if not self.is_chunked:
+            return len(request.tokens)  # whatever the budget
         room = self.budget - step.num_tokens
-        if not self.is_chunked and room > 0:
-            room = request.num_missing  # whatever the budget
         return request.num_computed + min(request.num_missing, room)
 
     def _put(self, part: Part, copies: list[BlockCopy], step: ScheduledStep) -> None:
