@@ -66,16 +66,21 @@ def test_too_much_is_an_error_and_nothing_else() -> None:
     assert heap.empty([MIB], torch.uint8).fill_(3).sum() == 3 * MIB
 
 
-def test_a_file_is_taken_for_a_heap_by_its_token_alone() -> None:
-    heap = Heap()
-    assert mapped(os.getpid(), heap.file, b"0" * 16, heap.num_bytes) is None
-    other = os.open(os.devnull, os.O_RDONLY)
-    try:
-        assert mapped(os.getpid(), other, heap.token, heap.num_bytes) is None
-    finally:
+def test_a_file_is_taken_for_a_heap_by_its_name_size_and_token() -> None:
+    heap, process = Heap(), os.getpid()
+    with pytest.raises(OSError, match="another heap"):
+        mapped(process, heap.file, b"0" * 16, heap.num_bytes)
+    for size in (heap.num_bytes + PAGE, heap.num_bytes - PAGE):
+        with pytest.raises(OSError, match=f"has {heap.num_bytes} bytes, and not {size}"):
+            mapped(process, heap.file, heap.token, size)
+    others = os.open(os.devnull, os.O_RDONLY), os.memfd_create("phalanx-weights")
+    os.ftruncate(others[1], heap.num_bytes)
+    os.pwrite(others[1], heap.token, 0)
+    for other in others:
+        with pytest.raises(OSError, match="no memory of the name phalanx"):
+            mapped(process, other, heap.token, heap.num_bytes)
         os.close(other)
-    found = mapped(os.getpid(), heap.file, heap.token, heap.num_bytes)
-    assert found is not None
+    found = mapped(process, heap.file, heap.token, heap.num_bytes)
     tensor = heap.empty([3], torch.int64).fill_(7)
     offset = tensor.data_ptr() - heap.address
     assert found.tensor(offset, 24, torch.int64).tolist() == [7, 7, 7]

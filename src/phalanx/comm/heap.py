@@ -23,12 +23,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from phalanx.comm.memory_file import memory_file
 
 PAGE: Final = mmap.PAGESIZE
 
@@ -38,6 +39,7 @@ KEPT_BYTES: Final = 256 << 20
 MOST_BYTES: Final = 1 << 40
 """Addresses that a heap takes at most."""
 
+_NAME: Final = "phalanx"
 _TOKEN_BYTES: Final = 16
 
 Block = np.ndarray[Any, Any]
@@ -84,7 +86,7 @@ class Heap(Mapped):
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             raise OSError("addresses are limited, and a heap takes as many as the host has memory")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        file = os.memfd_create("phalanx")
+        file = os.memfd_create(_NAME)
         size = min(MOST_BYTES, memory) // PAGE * PAGE
         os.ftruncate(file, size)
         super().__init__(file, size)
@@ -191,22 +193,16 @@ def own_heap() -> Heap:
     return _HEAPS[os.getpid()]
 
 
-def mapped(process: int, file: int, token: bytes, num_bytes: int) -> Mapped | None:
-    """Return the heap that another process has as a file; None unless it has this token.
+def mapped(process: int, file: int, token: bytes, num_bytes: int) -> Mapped:
+    """Return the heap that another process has as a file.
 
     Raises:
-        OSError: there is no such file here, or this process may not open it.
+        OSError: that file is not the heap with this token and size, or this process may not open
+            or map it.
     """
     if token not in _MAPPED:
-        path = Path(f"/proc/{process}/fd/{file}")
-        if not os.readlink(path).startswith("/memfd:phalanx"):  # opening it might do something
-            return None
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            found = Mapped(opened, num_bytes)
-        finally:
-            os.close(opened)  # the map has its own
-        if found.token != token:
-            return None
-        _MAPPED[token] = found
+        with memory_file(process, file, _NAME, num_bytes, is_written=True) as opened:
+            if os.pread(opened, _TOKEN_BYTES, 0) != token:
+                raise OSError(f"file {file} of process {process} is another heap")
+            _MAPPED[token] = Mapped(opened, num_bytes)  # the map has a file of its own
     return _MAPPED[token]

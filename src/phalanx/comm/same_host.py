@@ -59,7 +59,5 @@ def _members(heap: Heap, records: Sequence[Sequence[int]]) -> list[SharedRank]:
             token = struct.pack("qq", *tokens)
             is_own = token == heap.token
             memory = heap if is_own else mapped(process, file, token, num_bytes)
-            if memory is None:
-                break
             members.append(SharedRank(rank, process, memory, first))
     return members
