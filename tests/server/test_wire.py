@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import socket
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -76,11 +79,74 @@ def test_random_bytes_are_refused(frames: list[bytes]) -> None:
         {"kind": 3, "fields": {}, "tensors": []},
         {"kind": "push", "fields": {}, "tensors": [["float32", 3]]},
         {"kind": "push", "fields": {}, "tensors": [["complex64", 1]]},
+        {"kind": "push", "fields": {}, "tensors": [["float32", math.inf]]},
+        {"kind": "push", "fields": {}, "tensors": [["float32", math.nan]]},
+        {"kind": "push", "fields": {}, "tensors": [["float32", -1]]},
+        {"kind": "\ud800", "fields": {}, "tensors": []},
+        {"kind": "hello", "fields": {"number": "\ud800"}, "tensors": []},
+        {"kind": "hello", "fields": {"\ud800": [{"deep": "\udfff"}]}, "tensors": []},
     ],
 )
 def test_a_header_that_is_none_is_refused(header: object) -> None:
     with pytest.raises(WireError):
         decode([json.dumps(header).encode()])
+
+
+@pytest.mark.parametrize("size", ["0.0", "true", '"0"', "null"])
+def test_a_size_that_is_no_whole_number_is_refused(size: str) -> None:
+    header = b'{"kind": "push", "fields": {}, "tensors": [["float32", %s]]}' % size.encode()
+    with pytest.raises(WireError, match="no whole number"):
+        decode([header, b""])
+
+
+def test_text_beyond_ascii_comes_as_it_went() -> None:
+    fields = {"name": "käse \U0001f9c0 \\ud800", "loss": math.inf}
+    (frame,) = encode(WireMessage("beat", fields))
+    assert decode([frame]).fields == fields
+
+
+def messages(rng: random.Random) -> Generator[list[bytes]]:
+    """Yield random messages, and real ones with bytes, values or frames replaced."""
+    odd = [
+        math.inf,
+        math.nan,
+        -1,
+        10**400,
+        True,
+        None,
+        "\ud800",
+        "\udfff\0",
+        [],
+        {},
+        [[]],
+        "x" * 99,
+    ]
+    kinds = ["hello", "proof", "push", "beat", "who", "challenge", "\ud800"]
+    for _ in range(2000):
+        named = {
+            name: rng.choice([rng.choice(odd), "0" * 32, 7]) for name in ("number", "proof", "q")
+        }
+        sizes = [[rng.choice(["float32", "int64", None]), rng.choice([0, 2, *odd])]]
+        header = {"kind": rng.choice(kinds), "fields": named, "tensors": sizes * rng.randrange(2)}
+        if rng.random() < 0.3:
+            header[rng.choice([*header])] = rng.choice(odd)
+        text = bytearray(json.dumps(header).encode())
+        for _ in range(rng.choice([0, 0, 1, 4])):
+            text[rng.randrange(len(text))] = rng.randrange(256)
+        frames = [bytes(text)] + [rng.randbytes(rng.choice([0, 8]))] * rng.choice([0, 0, 0, 1, 2])
+        yield rng.choice([frames, frames, frames, frames[1:], [rng.randbytes(20)]])
+
+
+def test_a_message_is_read_or_refused_and_nothing_else() -> None:
+    num_read = 0
+    for frames in messages(random.Random(0)):
+        try:
+            found = decode(frames)
+        except WireError:
+            continue
+        assert found.kind.encode() is not None
+        num_read += 1
+    assert 100 < num_read < 1900
 
 
 def test_a_truncated_tensor_is_refused() -> None:
@@ -157,6 +223,46 @@ def test_strangers_are_refused_and_named_and_nobody_else_notices(is_encrypted: b
         assert heard.kind == "pull"
     finally:
         ends.close()
+
+
+def test_whatever_strangers_send_a_peer_that_is_known_is_served_on(tmp_path: Path) -> None:
+    ends = Ends(f"ipc://{tmp_path}/socket", False)
+    raw = ends.context.socket(zmq.DEALER)
+    try:
+        known = ends.link()
+        known.send(WireMessage("push", {"q": 0}))
+        assert len(ends.hear(1)) == 1
+        raw.connect(ends.listener.address)
+        for number, frames in enumerate(messages(random.Random(1)), 1):
+            raw.send_multipart(frames or [b""])
+            if number % 100 == 0:
+                known.send(WireMessage("pull", {"q": number}))
+                assert [message["q"] for message in ends.hear(1)] == [number]
+                while raw.poll(0):  # what a stranger is told
+                    kind = decode([bytearray(each) for each in raw.recv_multipart()]).kind
+                    assert kind in ("who", "challenge")
+        assert ends.listener.num_refused > 1000
+        assert all(line.encode() for line in ends.lines)
+    finally:
+        raw.close(linger=0)
+        ends.close()
+
+
+def test_a_listener_that_answers_by_anything_ends_no_connection(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    false, lines = context.socket(zmq.ROUTER), list[str]()
+    false.bind(f"ipc://{tmp_path}/socket")
+    link = Connection(context, Secret.new(), f"ipc://{tmp_path}/socket", lines.append)
+    try:
+        peer, *_ = false.recv_multipart()
+        for frames in messages(random.Random(2)):
+            false.send_multipart([peer, *frames])
+            assert link.receive() == []
+        assert lines
+    finally:
+        link.close()
+        false.close(linger=0)
+        context.destroy(linger=0)
 
 
 def test_a_message_above_the_limit_does_not_come(

@@ -53,6 +53,13 @@ class WireMessage:
             raise WireError(f"a message '{self.kind}' lacks '{name}'")
         return self.fields[name]
 
+    def text(self, name: str) -> str:
+        """Return a field that has to be text."""
+        found = self[name]
+        if not isinstance(found, str):
+            raise WireError(f"'{name}' of a message '{self.kind}' is no text")
+        return found
+
 
 def encode(message: WireMessage) -> list[Any]:
     """Return the frames of a message; the bytes of its tensors are not copied."""
@@ -83,13 +90,18 @@ def decode(frames: Sequence[Any]) -> WireMessage:
     if first.nbytes > MOST_HEADER_BYTES:
         raise WireError(f"a header of {first.nbytes} bytes; at most {MOST_HEADER_BYTES}")
     try:
-        header = json.loads(bytes(first))
+        text = bytes(first).decode()
+        header = json.loads(text)
+        if "\\u" in text:  # JSON lets half of a surrogate pair through, which no text can hold
+            json.dumps(header, ensure_ascii=False).encode()
         kind, fields, shapes = header["kind"], header["fields"], header["tensors"]
-        sizes = [(DTYPES[name], int(size)) for name, size in shapes]
+        sizes = [(DTYPES[name], size) for name, size in shapes]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"a header that cannot be read: {type(error).__name__}") from None
     if not isinstance(kind, str) or not isinstance(fields, dict):
         raise WireError("a header whose kind is no text, or whose fields are none")
+    if not all(type(size) is int for _, size in sizes):
+        raise WireError("a header with a size that is no whole number")
     if len(sizes) != len(frames) - 1:
         raise WireError(f"{len(frames) - 1} tensors came; the header has {len(sizes)}")
     tensors: list[Tensor] = []

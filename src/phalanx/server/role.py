@@ -19,7 +19,7 @@ TICK_S: Final = 0.05
 BEAT_S: Final = 0.5
 """How often a member of the job says that it is there, in seconds."""
 
-MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError)
+MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError, OverflowError)
 """What a message raises that says what it should not."""
 
 Settings = dict[str, Any]

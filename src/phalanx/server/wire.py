@@ -179,7 +179,7 @@ class Listener:
         """Take a step of a greeting; say to anyone else that they are not known."""
         reply = WireMessage("who")
         if message.kind == "hello":
-            numbers = (str(message["number"])[:64], secrets.token_hex(16))
+            numbers = (message.text("number")[:64], secrets.token_hex(16))
             self._greeting[peer] = numbers
             if len(self._greeting) > MOST_GREETINGS:
                 self._greeting.popitem(last=False)
@@ -190,7 +190,7 @@ class Listener:
         elif message.kind == "proof" and peer in self._greeting:
             numbers = self._greeting.pop(peer)
             due = self._secret.proof("link", *numbers)
-            if hmac.compare_digest(str(message["proof"]).encode(), due.encode()):
+            if hmac.compare_digest(message.text("proof").encode(), due.encode()):
                 self._known[peer] = None
                 if len(self._known) > MOST_KNOWN:
                     self._known.popitem(last=False)
@@ -198,7 +198,7 @@ class Listener:
             else:
                 self._refuse("a peer that does not know the job's secret")
         else:
-            self._refuse(f"a message '{message.kind[:40]}' of a peer that is not known")
+            self._refuse(f"a message {message.kind[:40]!a} of a peer that is not known")
         self.send(peer, reply)
 
 
@@ -283,9 +283,9 @@ class Connection:
             self._is_welcome = False
             self._greet()
         elif message.kind == "challenge":
-            numbers = (self._number, str(message["number"]))
+            numbers = (self._number, message.text("number"))
             due = self._secret.proof("listener", *numbers)
-            if not hmac.compare_digest(str(message["proof"]).encode(), due.encode()):
+            if not hmac.compare_digest(message.text("proof").encode(), due.encode()):
                 return  # of an older greeting, or of somebody else: it is not answered
             self._is_proven = True
             self._send(WireMessage("proof", {"proof": self._secret.proof("link", *numbers)}))
