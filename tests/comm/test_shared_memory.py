@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -22,8 +24,9 @@ from marks import by_hand
 from phalanx.comm import same_host
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.pending import Pending
 from phalanx.comm.reductions import REDUCTIONS
-from phalanx.comm.shared_memory import SharedMemory
+from phalanx.comm.shared_memory import SharedMemory, SharedTransfer
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.launch.local import run_ranks
 from phalanx.models.initial import fill_initial
@@ -32,6 +35,8 @@ from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+MOVED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.bool)
+"""Data types of which no reduction is asked."""
 BITWISE = ("band", "bor", "bxor")
 RANK_1 = r"rank 1 \(process \d+\) "
 LARGE = (1 << 18) + 1
@@ -130,6 +135,17 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
             x = torch.empty_like(terms[coord])
             assert torch.equal(comm.recv_start(x, "axis", before).wait(), terms[before])
             sending.wait()
+    for dtype in MOVED:
+        terms = [
+            given(rank, 2 * num_ranks, torch.int64).abs().to(dtype) for rank in range(num_ranks)
+        ]
+        right = torch.cat([term.float() for term in terms])
+        assert torch.equal(comm.all_gather(terms[coord], "axis", 0).float(), right)
+    image = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    # The last lies in another order on rank 0.
+    for each in (image, image.contiguous().mT, image.contiguous() if coord else image):
+        x, total = each * (coord + 1), sum(range(1, num_ranks + 1))
+        assert torch.equal(comm.all_reduce(x, "axis"), each * total)
     if num_ranks > 1:
         barrier = engine.begin("barrier", torch.empty(0), torch.empty(0), 0)
         assert barrier is not None and barrier.wait()
@@ -364,6 +380,54 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
     said, _ = run_ranks(stay_away, 2, timeout_s=1.5)
     words = "has not been heard of for 2 s; rank 0 has waited in vain for another rank"
     assert re.fullmatch(RANK_1 + words, said)
+
+
+def threads_that_wait() -> int:
+    """Have two threads wait for what one of them has begun."""
+    comm, num_right = Ranks({"dp": 2}, shares_memory=True), 0
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(50):
+            given = [torch.ones(40_000) for _ in range(4)]
+            pending = [comm.all_reduce_start(x, "dp") for x in given]
+            num_right += sum(bool((x == 2).all()) for x in pool.map(Pending.wait, pending))
+    return num_right
+
+
+def test_threads_may_wait_at_once() -> None:
+    assert run_ranks(threads_that_wait, 2, threads=1) == [200, 200]
+
+
+class Promise:
+    """What collectives wait for."""
+
+    is_kept = False
+
+    def is_met(self) -> bool:
+        return self.is_kept
+
+
+def test_an_error_is_raised_by_who_meets_it_and_in_each_wait_for_its_collective() -> None:
+    first, second, channels = Promise(), Promise(), MagicMock()
+
+    def keep_one(*_: object) -> None:
+        (second if first.is_kept else first).is_kept = True
+
+    channels.sleep.side_effect = keep_one
+
+    def wrong() -> Generator[Any]:
+        yield first
+        raise CollectiveMismatch("another call", 0)
+
+    def right() -> Generator[Any]:
+        yield second
+
+    begun_wrong, begun_right = (SharedTransfer(each(), channels) for each in (wrong, right))
+    with pytest.raises(CollectiveMismatch, match="another call"):
+        begun_right.wait()  # it continues the other while it waits
+    assert begun_right.wait()
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatch, match="another call"):
+            begun_wrong.wait()
 
 
 def call_another() -> str:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from phalanx.comm.reductions import REDUCTIONS
+from phalanx.errors import ConfigError
 
 OPS: Final = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
@@ -16,12 +17,25 @@ OPS: Final = (
 DTYPES: Final = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    *(torch.complex64, torch.complex128),
+    *(torch.complex64, torch.complex128, torch.complex32),
+    # Those that no reduction knows are moved alone.
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
 )
 
 
 def number_of(op: str, dtype: torch.dtype, option: Any = None) -> int:
-    """Return a call as a number that is the same on all ranks."""
+    """Return a call as a number that is the same on all ranks.
+
+    Raises:
+        ConfigError: shared memory does not carry this data type.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"{op}: shared memory carries no {dtype}; give tensor.view(torch.uint8), or have gloo "
+            "send by --no-shared-memory (shared_memory=False)"
+        )
     number = [*REDUCTIONS].index(option) if isinstance(option, str) else option or 0
     return OPS.index(op) | DTYPES.index(dtype) << 8 | number << 16
 

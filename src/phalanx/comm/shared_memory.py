@@ -33,6 +33,7 @@ memory of other ranks.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ from typing_extensions import override
 
 from phalanx.comm import ops
 from phalanx.comm.call_number import dtype_of, number_of, words_of
-from phalanx.comm.channels import SLOTS, AwaitedWord, Channels, Post
+from phalanx.comm.channels import SLOTS, TICK_S, AwaitedWord, Channels, Post
 from phalanx.comm.heap import Block, Heap
 from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import reduce_into
@@ -64,6 +65,9 @@ _NUMBERS = itertools.count(1)
 
 _UNDER_WAY: list[SharedTransfer] = []
 """What this process has begun and not ended, in order."""
+
+_TURN: Final = threading.RLock()
+"""Who holds it continues a collective: another thread may wait for the same one."""
 
 Steps = Generator[AwaitedWord]
 
@@ -102,21 +106,29 @@ class SharedTransfer(Transfer):
         self._channels = channels
         self._need: AwaitedWord | None = None
         self._has_ended = False
-        _UNDER_WAY.append(self)
-        self.advance()
+        self._error: BaseException | None = None
+        with _TURN:
+            _UNDER_WAY.append(self)
+            self.advance()
 
     def advance(self) -> AwaitedWord | None:
-        """Continue as far as others let it; return what it needs, or None if it has ended."""
-        while not self._has_ended and (self._need is None or self._need.is_met()):
-            try:
-                with _unwatched():
-                    self._need = next(self._steps)
-            except StopIteration:
-                self._end()
-            except BaseException:
-                self._end()
-                raise
-        return self._need
+        """Continue as far as others let it; return what it needs, or None if it has ended.
+
+        An error that has ended it is raised in each call.
+        """
+        with _TURN:
+            while not self._has_ended and (self._need is None or self._need.is_met()):
+                try:
+                    with _unwatched():
+                        self._need = next(self._steps)
+                except StopIteration:
+                    self._end()
+                except BaseException as error:
+                    self._error = error
+                    self._end()
+            if self._error is not None:
+                raise self._error
+            return self._need
 
     def _end(self) -> None:
         self._has_ended, self._need = True, None
@@ -139,13 +151,16 @@ class SharedTransfer(Transfer):
     def _wait(self) -> None:
         begun_s = time.monotonic()
         while (need := self.advance()) is not None:
-            others = [other for other in _UNDER_WAY if other is not self]
+            others = [other for other in [*_UNDER_WAY] if other is not self]
             for other in others:  # see [Note: Progress]
                 other.advance()
-            if others:
-                self._channels.sleep(need, begun_s, CROWDED_TICK_S)
-            else:
-                self._channels.sleep(need, begun_s)
+            self._channels.sleep(need, begun_s, CROWDED_TICK_S if others else TICK_S)
+
+
+def _and_copied(steps: Steps, flat: Tensor, out: Tensor) -> Steps:
+    """Take the steps of a collective that fills `flat`, and copy that to `out`."""
+    yield from steps
+    out.copy_(flat.view_as(out))
 
 
 class SharedMemory(CommEngine):
@@ -200,7 +215,10 @@ class SharedMemory(CommEngine):
     def run(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
     ) -> Transfer:
-        steps: Steps = getattr(self, f"_{op}")(out.view(-1), given.view(-1), option, is_spent)
+        flat = out.reshape(-1)  # a copy where `out` is not contiguous, such as channels_last
+        steps: Steps = getattr(self, f"_{op}")(flat, given.reshape(-1), option, is_spent)
+        if not out.is_contiguous():
+            steps = _and_copied(steps, flat, out)
         return SharedTransfer(steps, self._channels)
 
     # Collectives. Each is called on all ranks in one order, and has a number by it.
