@@ -27,6 +27,7 @@ from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
 from phalanx.parallel import data
 from phalanx.parallel.accumulate import Accumulate
+from phalanx.parallel.compression.chosen import COMPRESSORS
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train import step as steps
@@ -247,6 +248,45 @@ def step_over_a_nan(nonfinite: str) -> tuple[str, bool, list[float]]:
     has_moved = not torch.equal(before, model.weight)
     losses: list[StepResult] = [step([rows])]
     return words, has_moved, [result.loss for result in losses]
+
+
+class InfiniteAt0(Sum):
+    """The loss of step 0 is not finite, and the gradients of the weights are."""
+
+    def loss_sum(self, model: nn.Module, microbatch: torch.Tensor, step: int) -> torch.Tensor:
+        return super().loss_sum(model, microbatch, step) + (math.inf if step == 0 else 0)
+
+
+def step_after_a_skipped_one(name: str) -> bool:
+    """Return whether the compressed gradient is as if there had been no skipped step."""
+    comm, config, found = Ranks({"dp": 2}), OptimizerConfig(), list[torch.Tensor]()
+    rows = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for first in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        reducer = data.apply(model, comm)
+        assert reducer.compress(COMPRESSORS[name](comm))
+        step = Step(
+            model,
+            build_optimizer(model, config),
+            InfiniteAt0(),
+            config,
+            comm=comm,
+            num_steps=4,
+            run=Accumulate(reducer),
+            nonfinite="skip",
+        )
+        step.steps_done = first
+        for turn in range(first, 2):
+            assert step([rows[turn]]).is_skipped == (turn == 0)
+        assert model.weight.grad is not None
+        found.append(model.weight.grad.clone())
+    return torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_what_compression_cut_off_a_skipped_step_is_in_no_other(name: str) -> None:
+    assert run_ranks(step_after_a_skipped_one, 2, name) == [True, True]
 
 
 def test_a_nan_on_one_rank_stops_all_alike() -> None:

@@ -282,6 +282,10 @@ class BucketedReducer(GradientReducer):
         """Wait for what has begun, and leave the buckets as before a step."""
         self._wait()
         self._empty()
+        self.forget_errors()
+
+    @override
+    def forget_errors(self) -> None:
         if self._compressor is not None:
             self._compressor.forget()
 

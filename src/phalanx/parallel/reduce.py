@@ -110,6 +110,9 @@ class GradientReducer:
     def abandon(self) -> None:
         """Forget a backward that has failed on every rank, so that the next begins a step anew."""
 
+    def forget_errors(self) -> None:
+        """Drop what compression has cut off, of gradients that no step uses; on all ranks alike."""
+
     def after_step(self) -> None:
         """Say that an optimizer has changed the weights."""
 
@@ -153,6 +156,10 @@ class OuterReducer(GradientReducer):
     @override
     def abandon(self) -> None:
         self._inner.abandon()
+
+    @override
+    def forget_errors(self) -> None:
+        self._inner.forget_errors()
 
     @override
     def after_step(self) -> None:

@@ -5,7 +5,8 @@ same bucket of the next step. So what was cut off arrives later: over steps the 
 arrived differs from the exact sum by one step's error, and the mean error tends to 0 (Seide et al.,
 1-Bit SGD, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019). The error is
 of one rank, as large as the gradients in float32, and is no part of a checkpoint: a resumed run
-begins without.
+begins without. So does the step after one that is skipped, whose errors are of gradients that no
+weight took. The error of a parameter that no rank used in a step is sent in that step, and lost.
 """
 
 from __future__ import annotations
