@@ -47,6 +47,12 @@ def test_a_secret_is_its_owners_alone_and_is_not_overwritten(
         (["server", "--secret", "S", "--address", "tcp://127.0.0.1:*"], "--coordinator is missing"),
         (["coordinator", "--secret", "none.txt", "--address", "x"], "phalanx server secret"),
         (["coordinator", "--secret", "S", "--address", "tcp://192.0.2.1:80"], "nobody can listen"),
+        (["coordinator", "--secret", "S", "--address", "tcp://0.0.0.0:*"], "is any address of"),
+        (["coordinator", "--secret", "S", "--address", "tcp://lo:*"], "a name of tcp://127.0.0.1:"),
+        (
+            ["server", "--secret", "S", "--address", "x", "--coordinator", "tcp://0.0.0.0:7000"],
+            "the address of the coordinator is tcp://0.0.0.0:7000",
+        ),
     ],
 )
 def test_what_a_role_lacks_is_named(

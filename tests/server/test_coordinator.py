@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.server import coordinator as module
 from phalanx.server.coordinator import Coordinator, Fenced, JobJournal
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
@@ -48,6 +49,38 @@ def test_a_server_that_was_held_for_lost_has_no_copy_until_it_is_sent_one(tmp_pa
             assert coordinator.map["holders"] == [["a", "b"], ["a", "b"]]
         beat("b", [(0, coordinator.map["epoch"])])
         assert coordinator.map["holders"] == [["b", "a"], ["a", "b"]]
+    finally:
+        coordinator.close()
+
+
+def test_a_name_is_kept_for_the_server_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    coordinator, now_s = Coordinator(1, "job", tmp_path / "journal", *own), [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+
+    def beat(incarnation: str) -> str:
+        fields = {"name": "a", "role": "server", "address": incarnation, "synced": []}
+        more = {"incarnation": incarnation, "job": "job"}
+        coordinator.handle(b"", WireMessage("beat", {**fields, **more}))
+        return coordinator.map["addresses"]["a"]
+
+    try:
+        assert beat("first") == "first"
+        epoch = coordinator.map["epoch"]
+        for _ in range(4):  # two containers of one name: the first is there, and stays
+            assert beat("second") == "first" and beat("first") == "first"
+            now_s[0] += 0.5 * module.LEASE_S
+            coordinator.tick()
+        now_s[0] += 0.1
+        with pytest.raises(ValueError, match="another process is a already; give each server its"):
+            beat("second")
+        assert coordinator.map["epoch"] == epoch
+        assert beat("third") == "first"  # started again after the first has ended
+        now_s[0] += module.LEASE_S + 0.1
+        coordinator.tick()
+        assert beat("third") == "third"
     finally:
         coordinator.close()
 

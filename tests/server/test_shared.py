@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,3 +34,20 @@ def test_a_change_that_fails_does_not_keep_readers_out() -> None:
         raise ValueError("a step that failed")
     assert view.read(found)
     made.close()
+
+
+def test_a_file_of_another_container_under_the_same_numbers_is_refused(tmp_path: Path) -> None:
+    """Its name or its size tells; one of both alike has another mark."""
+    made, other = SharedTensors([4], torch.float32), SharedTensors([5], torch.float32)
+    alike = SharedTensors([4], torch.float32)
+    (tmp_path / "file").write_bytes(b"x" * 99)
+    plain = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        for number in (plain, other.place[1], alike.place[1]):
+            place = [made.place[0], number, *made.place[2:]]
+            with pytest.raises(OSError):
+                SharedView(place, [4], torch.float32)
+    finally:
+        os.close(plain)
+        for each in (made, other, alike):
+            each.close()

@@ -158,18 +158,16 @@ def test_a_truncated_tensor_is_refused() -> None:
 class Ends:
     """A listener, and what speaks to it."""
 
-    def __init__(self, address: str, is_encrypted: bool) -> None:
+    def __init__(self, address: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.secret, self.lines = Secret.new(), list[str]()
         own = (self.context, self.secret, address, self.lines.append)
-        self.listener = Listener(*own, is_encrypted=is_encrypted)
+        self.listener = Listener(*own)
         self.links: list[Connection] = []
 
-    def link(self, secret: Secret | None = None, is_encrypted: bool = False) -> Connection:
-        made = Connection(
-            *(self.context, secret or self.secret, self.listener.address),
-            *(self.lines.append, None, is_encrypted),
-        )
+    def link(self, secret: Secret | None = None) -> Connection:
+        own = (self.context, secret or self.secret, self.listener.address, self.lines.append)
+        made = Connection(*own)
         self.links.append(made)
         return made
 
@@ -192,13 +190,16 @@ class Ends:
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_strangers_are_refused_and_named_and_nobody_else_notices(is_encrypted: bool) -> None:
-    ends = Ends("tcp://127.0.0.1:*", is_encrypted)
+def test_strangers_are_refused_and_named_and_nobody_else_notices(
+    is_encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "is_local", lambda _: not is_encrypted)
+    ends = Ends("tcp://127.0.0.1:*")
     try:
-        known = ends.link(is_encrypted=is_encrypted)
+        known = ends.link()
         known.send(WireMessage("push", {"q": 1}, [torch.ones(70_000)]))
         assert len(ends.hear(1)) == 1
-        strange = ends.link(Secret.new(), is_encrypted=is_encrypted)
+        strange = ends.link(Secret.new())
         strange.send(WireMessage("push", {"q": 2}))
         raw = ends.context.socket(zmq.DEALER)
         raw.setsockopt(zmq.LINGER, 0)
@@ -226,7 +227,7 @@ def test_strangers_are_refused_and_named_and_nobody_else_notices(is_encrypted: b
 
 
 def test_whatever_strangers_send_a_peer_that_is_known_is_served_on(tmp_path: Path) -> None:
-    ends = Ends(f"ipc://{tmp_path}/socket", False)
+    ends = Ends(f"ipc://{tmp_path}/socket")
     raw = ends.context.socket(zmq.DEALER)
     try:
         known = ends.link()
@@ -269,7 +270,7 @@ def test_a_message_above_the_limit_does_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MOST_FRAME_BYTES", 1 << 16)
-    ends = Ends(f"ipc://{tmp_path}/socket", False)
+    ends = Ends(f"ipc://{tmp_path}/socket")
     try:
         ends.link().send(WireMessage("push", {"q": 1}, [torch.ones(1 << 15)]))
         assert ends.hear(1, 1.0) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -38,7 +39,7 @@ class ServerRoleConfig:
     coordinator: str | None = None
     """Address of the coordinator; of a scheduler and a server."""
     name: str | None = None
-    """Name of a server in the job; its host and process if unset."""
+    """Name of a server in the job; its host and a random number if unset."""
     num_servers: Annotated[int, Range(1, 64, "[]")] = 2
     """Servers that the weights are spread over; of the coordinator, which waits for as many."""
     journal: str = "phalanx-journal"
@@ -83,6 +84,7 @@ def _given(config: ServerRoleConfig, name: str) -> str:
 def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     import zmq
 
+    from phalanx.server.address import check_address, is_local
     from phalanx.server.processes import JobRoles
     from phalanx.server.requests import JobAddress
     from phalanx.server.secret import read_secret
@@ -93,8 +95,10 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
         say(console, f"{time.strftime('%H:%M:%S')} {name}: {line}")
 
     is_first = config.role == "coordinator"
-    name = f"{os.uname().nodename}-{os.getpid()}" if config.role == "server" else config.role or ""
-    name = config.name or name
+    name = config.name or config.role or ""
+    if config.role == "server" and config.name is None:
+        name = f"{os.uname().nodename}-{secrets.token_hex(4)}"
+    check_address("address", address)
     meeting = JobAddress(
         address if is_first else _given(config, "coordinator"), read_secret(Path(secret))
     )
@@ -106,6 +110,9 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
             f"address is {address}, where nobody can listen: {error}; expected an address of this "
             "host, such as tcp://127.0.0.1:7000"
         ) from None
+    if is_local(role.address) != is_local(address):  # such as the interface lo
+        role.close()
+        raise ConfigError(f"address is {address}, a name of {role.address}; expected the latter")
     stop = threading.Event()
 
     def end(_signum: int, _frame: FrameType | None) -> None:
@@ -115,4 +122,6 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
         signal.signal(each, end)
     note(f"process {os.getpid()}, at {role.address}")
     role.run(stop)
+    if role.refusal:
+        raise ConfigError(f"the coordinator refuses {name}: {role.refusal}")
     note("ended by a signal" if stop.is_set() else "the job has ended")

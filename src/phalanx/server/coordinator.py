@@ -98,6 +98,7 @@ class Coordinator(Role):
             raise WireError(f"the journal is of job {self.map['job']}, and this is job {job}")
         self._heard_s = dict.fromkeys(self.map["addresses"], time.monotonic())
         self._synced = set[tuple[int, str]]()
+        self._asked_s: dict[tuple[str, str], float] = {}  # for a name that another has
         self._ended_s = 0.0
         self._change(f"term {self._journal.term} begins")
 
@@ -123,7 +124,9 @@ class Coordinator(Role):
                 self._change(f"the scheduler is at {address}")
             return
         if self.map["incarnations"].get(name) != message["incarnation"]:
-            self._lose([name])
+            if name in self._heard_s:
+                self._keep(name, str(message["incarnation"]))
+                return
             self.map["incarnations"][name] = message["incarnation"]
             self.map["addresses"][name] = address
             if len(self.map["homes"]) < self._num_servers:
@@ -135,6 +138,18 @@ class Coordinator(Role):
             if self.map["holders"][shard][1:] == [name] and epoch >= self.map["since"][shard]:
                 self._synced.add((int(shard), name))  # an older copy lacks what came since
         self._balance()
+
+    def _keep(self, name: str, incarnation: str) -> None:
+        """Keep a name for the process that has it, until that one is lost.
+
+        Raises:
+            ValueError: it is not lost, though another process waits for the name for so long.
+        """
+        now_s, key = time.monotonic(), (name, incarnation)
+        if key not in self._asked_s:
+            self.log(f"another process is {name} too; it waits until the first is lost")
+        if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
+            raise ValueError(f"another process is {name} already; give each server its --name")
 
     def _balance(self) -> None:
         """Give a server without a primary one of a server that has several, once it has a copy."""
@@ -171,6 +186,7 @@ class Coordinator(Role):
             self.map["addresses"].pop(name, None)
             self.map["incarnations"].pop(name, None)
             self._heard_s.pop(name, None)
+            self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key[0] != name}
             for shard, names in enumerate(self.map["holders"]):
                 if names == [name]:
                     self.log(f"shard {shard} is lost with {name}: nobody else has a copy")

@@ -21,6 +21,7 @@ import zmq
 
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
+from phalanx.server.address import check_address
 from phalanx.server.consistency import Consistency
 from phalanx.server.message import WireMessage
 from phalanx.server.role import BEAT_S, Settings
@@ -54,6 +55,9 @@ class JobAddress:
     coordinator: str
     secret: Secret
     faults: Faults | None = None
+
+    def __post_init__(self) -> None:
+        check_address("the address of the coordinator", self.coordinator)
 
 
 @dataclass

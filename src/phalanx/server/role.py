@@ -19,6 +19,9 @@ TICK_S: Final = 0.05
 BEAT_S: Final = 0.5
 """How often a member of the job says that it is there, in seconds."""
 
+SILENT_S: Final = 10.0
+"""Seconds without an answer of the coordinator after which a member says so, each time."""
+
 MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError, OverflowError)
 """What a message raises that says what it should not."""
 
@@ -31,6 +34,7 @@ class Role:
     Attributes:
         name: in the job.
         is_over: whether it is to end.
+        refusal: why the coordinator does not take it; nothing if it does.
     """
 
     def __init__(
@@ -40,18 +44,16 @@ class Role:
         address: str,
         log: Log,
         faults: Faults | None = None,
-        is_encrypted: bool | None = None,
     ) -> None:
         self.name = name
         self.secret, self.log, self.faults = secret, log, faults
-        self.is_encrypted = is_encrypted
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.listener = Listener(self.context, secret, address, log, faults, is_encrypted)
+            self.listener = Listener(self.context, secret, address, log, faults)
         except zmq.ZMQError:  # nobody can listen there
             self.context.destroy(linger=0)
             raise
-        self.is_over = False
+        self.is_over, self.refusal = False, ""
         self._poller = zmq.Poller()
         self._poller.register(self.listener.socket, zmq.POLLIN)
         self._links: list[Connection] = []
@@ -63,7 +65,7 @@ class Role:
 
     def link(self, address: str) -> Connection:
         """Return a connection to another role, by whose messages the loop wakes."""
-        own = (self.context, self.secret, address, self.log, self.faults, self.is_encrypted)
+        own = (self.context, self.secret, address, self.log, self.faults)
         link = Connection(*own)
         self._poller.register(link.socket, zmq.POLLIN)
         self._links.append(link)
@@ -137,6 +139,7 @@ class Member(Role):
         self.map: Settings = {"epoch": 0, "term": 0}
         self._coordinator = self.link(coordinator)
         self._beat_s = 0.0
+        self._silent_s = time.monotonic()
 
     def facts(self) -> Settings:
         """Return what goes with a beat."""
@@ -147,9 +150,11 @@ class Member(Role):
         if link is not self._coordinator:
             return
         if message.kind == "refused":
-            self.log(f"the coordinator refuses {self.name}: {message['why']}")
+            self.refusal = message.text("why")
+            self.log(f"the coordinator refuses {self.name}: {self.refusal}")
             self.is_over = True
         elif message.kind == "map":
+            self._silent_s = time.monotonic()
             self._take(dict(message.fields))
 
     def _take(self, found: Settings) -> None:
@@ -170,6 +175,13 @@ class Member(Role):
         """Say now and then that this one is there."""
         if time.monotonic() - self._beat_s > BEAT_S:
             self._beat_s = time.monotonic()
+            if self._beat_s - self._silent_s > SILENT_S:
+                self._silent_s = self._beat_s
+                self.log(
+                    f"the coordinator at {self._coordinator.address} does not answer; it may not "
+                    "run, have another secret, or listen at an address of another kind: 127.0.0.1 "
+                    "is not encrypted, anything else is"
+                )
             fields = {"name": self.name, "role": self.kind, "address": self.address}
             more = {"incarnation": self.incarnation, **self.facts()}
             self._coordinator.send(WireMessage("beat", {**fields, **more}))

@@ -22,6 +22,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from phalanx.comm.memory_file import memory_file
+
+_NAME: Final = "phalanx-weights"
+
 _HEAD: Final = 4096
 """Bytes before the tensors: the number of changes."""
 
@@ -43,8 +47,8 @@ class SharedTensors:
     """Tensors of one data type in memory that others may read."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        num_bytes = _HEAD + max(1, sum(sizes)) * dtype.itemsize
-        self._file = os.memfd_create("phalanx-weights", os.MFD_CLOEXEC)
+        num_bytes = _num_bytes(sizes, dtype)
+        self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self._file, num_bytes)
         memory = mmap.mmap(self._file, num_bytes)
         head = torch.frombuffer(memory, dtype=torch.int64, count=2)
@@ -79,13 +83,15 @@ class SharedView:
         """Open the memory.
 
         Raises:
-            OSError: it is on another host, or of another user.
+            OSError: it is on another host, in another container, or of another user.
         """
         process, number, boot, mark = place
         if boot != _boot():
             raise OSError("the server is on another host")
-        with open(f"/proc/{process}/fd/{number}", "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        num_bytes = _num_bytes(sizes, dtype)
+        where = int(process), int(number)
+        with memory_file(*where, _NAME, num_bytes, is_written=False) as file:
+            memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with warnings.catch_warnings(action="ignore"):  # torch warns that nobody may write to it
             raw = torch.frombuffer(memory, dtype=torch.uint8)
         self._changes, found = raw[:8].view(torch.int64), int(raw[8:16].view(torch.int64))
@@ -104,6 +110,10 @@ class SharedView:
                 if int(self._changes) == before:
                     return True
         return False
+
+
+def _num_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
+    return _HEAD + max(1, sum(sizes)) * dtype.itemsize
 
 
 def _boot() -> str:

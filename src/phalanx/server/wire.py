@@ -21,6 +21,7 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from phalanx.server.address import is_local
 from phalanx.server.message import WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
 
@@ -81,11 +82,6 @@ class Faults:
         return [frames] * copies + held
 
 
-def is_local(address: str) -> bool:
-    """Return whether an address is reached from its own host alone."""
-    return address.startswith(("ipc://", "inproc://", "tcp://127.", "tcp://[::1]"))
-
-
 def _set_up(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 200)
     socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
@@ -108,7 +104,6 @@ class Listener:
         address: str,
         log: Log,
         faults: Faults | None = None,
-        is_encrypted: bool | None = None,
     ) -> None:
         """Listen at an address; encrypted unless it is reached from this host alone."""
         self._secret, self._log = secret, log
@@ -116,7 +111,7 @@ class Listener:
         self.socket = context.socket(zmq.ROUTER)
         _set_up(self.socket)
         self._monitor = self.socket.get_monitor_socket(sum(_OPENED | _REFUSED) | _ENDED)
-        if not is_local(address) if is_encrypted is None else is_encrypted:
+        if not is_local(address):
             public, own = secret.curve("listener")
             self.socket.curve_publickey, self.socket.curve_secretkey = public, own
             self.socket.curve_server = True
@@ -212,14 +207,13 @@ class Connection:
         address: str,
         log: Log,
         faults: Faults | None = None,
-        is_encrypted: bool | None = None,
     ) -> None:
         self._secret, self._log = secret, log
         self._faults = None if faults is None else faults.of_socket()
         self.address = address
         self.socket = context.socket(zmq.DEALER)
         _set_up(self.socket)
-        if not is_local(address) if is_encrypted is None else is_encrypted:
+        if not is_local(address):
             public, own = secret.curve("link")
             self.socket.curve_publickey, self.socket.curve_secretkey = public, own
             self.socket.curve_serverkey = secret.curve("listener")[0]

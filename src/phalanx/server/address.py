@@ -1,0 +1,45 @@
+"""Addresses of roles: which are reached from their own host alone, and which from nowhere."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from phalanx.errors import ConfigError
+
+
+def is_local(address: str) -> bool:
+    """Return whether an address is reached from its own host alone.
+
+    A name, such as localhost, counts as the number that this host knows it by.
+    """
+    if not address.startswith("tcp://"):
+        return address.startswith(("ipc://", "inproc://"))
+    number = _number_of(address)
+    return number is not None and number.is_loopback
+
+
+def check_address(option: str, address: str) -> None:
+    """Refuse an address of any host, which is told to others as it is, and reached by none.
+
+    Raises:
+        ConfigError: the host is 0.0.0.0, [::] or *.
+    """
+    number = _number_of(address)
+    if address.startswith("tcp://*") or (number is not None and number.is_unspecified):
+        port = address.rpartition(":")[2]
+        raise ConfigError(
+            f"{option} is {address}, which is any address of this host; expected the one that "
+            f"others reach, such as tcp://10.0.0.1:{port}, or tcp://127.0.0.1:{port} on one host"
+        )
+
+
+def _number_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the number of the host of a TCP address; None if it has none."""
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        if host.startswith("["):
+            return ipaddress.ip_address(host.strip("[]"))
+        return ipaddress.ip_address(socket.gethostbyname(host)) if host else None
+    except (OSError, ValueError):  # no number, and no name that this host knows
+        return None
