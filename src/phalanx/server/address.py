@@ -20,7 +20,7 @@ def is_local(address: str) -> bool:
 
 
 def check_address(option: str, address: str) -> None:
-    """Refuse an address of any host, which is told to others as it is, and reached by none.
+    """Refuse an address that stands for any host: others would get it as it is, and not reach it.
 
     Raises:
         ConfigError: the host is 0.0.0.0, [::] or *.
