@@ -94,7 +94,7 @@ class Client(Requests):
         """Push the gradient of a task, the mean over its tokens, computed with version `base`.
 
         Returns when every server and its backup has it: the number of the update that it is in, of
-        an open law.
+        an asynchronous kind.
         """
         fields = {"clock": clock, "slot": slot, "base": base, "tokens": tokens, "loss": loss}
         fields |= {"rate": rate, "num_live": self.num_live, "is_save_due": is_save_due}

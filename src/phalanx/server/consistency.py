@@ -1,7 +1,8 @@
 """How far apart workers may be, and when an update is due: the consistency of a job.
 
-A worker's clock is the number of the task that it computes; task (clock, slot) is the samples that
-data rank `slot` takes in step `clock`. Version v of the weights has v updates.
+A clock is an iteration (Ho et al.'s word). Task (clock, slot) is the minibatch that worker `slot`
+of the job computes a gradient of in iteration `clock`; another worker may compute it in its place.
+Version v of the weights has v updates.
 
     ps        task c of a worker needs version c; update c is the sum of all tasks of clock c
     ssp/S     the same, but task c needs version c - S: nobody is more than S clocks ahead of the
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 OPEN: Final = ("async", "quorum")
-"""Kinds whose updates are of whatever tasks have come, and of no clock."""
+"""The asynchronous kinds: an update is not tied to an iteration, but takes the gradients that have
+come."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Consistency:
 
     @property
     def is_open(self) -> bool:
-        """Whether updates belong to no clock."""
+        """Whether the kind is asynchronous: no update is tied to an iteration."""
         return self.kind in OPEN
 
     @property

@@ -229,7 +229,7 @@ class Shard:
         return True
 
     def close_open(self) -> None:
-        """Apply the update of an open law; its rate is by how much of a clock it has."""
+        """Apply an asynchronous update; of k of N gradients, the learning rate is scaled by k/N."""
         update = self.open[self.version]
         share = len(update.tokens) / self.law.num_slots
         self.apply(self.version, max(update.rates.values()) * share, 1.0)

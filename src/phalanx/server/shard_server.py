@@ -72,7 +72,11 @@ class Server(HeldShards):
         self.after(number, lambda: self.reply(peer, message, "ok", version=shard.version))
 
     def _answer(self, peer: bytes, message: WireMessage, number: int) -> bool:
-        """Answer a request, or return False if it is too early."""
+        """Answer a request, or return False if it is too early.
+
+        A pull is too early while the weights lack updates that it needs: its worker would compute
+        with weights older than the job's staleness allows.
+        """
         shard = self.shards.get(number)
         if shard is None:  # it comes with the first worker, or is lost
             if message.fields.get("is_known"):
@@ -153,7 +157,7 @@ class Server(HeldShards):
                 self._parked.pop(key, None)
 
     def _close_due(self, number: int) -> None:
-        """Apply the update of an open law once it is due."""
+        """Apply an asynchronous update once it is due."""
         shard = self.shards[number]
         if shard.law.is_open and shard.completed(self._num_workers) > shard.version:
             self.change(number, "close", {"version": shard.version})

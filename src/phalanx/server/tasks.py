@@ -1,8 +1,8 @@
 """Who computes which samples: a lost worker's tasks go to others, each is pushed once.
 
 A slot's own worker takes its tasks, one for each clock. Where it is not heard of for `LEASE_S`, or
-has left, whoever waits takes them. Where no worker waits for another (the open laws), one that has
-finished its own slot helps the slot that is furthest behind.
+has left, whoever waits takes them. Where no worker waits for another (the asynchronous kinds), one
+that has finished its own slot helps the slot that is furthest behind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tasks:
     Attributes:
         num_slots: workers, and tasks of a clock.
         begin: first clock; `end` follows the last.
-        is_open: whether updates belong to no clock.
+        is_open: whether the consistency is asynchronous, see `Consistency.is_open`.
         done: clocks below which a slot has nothing left, by slot.
     """
 
@@ -78,7 +78,7 @@ class Tasks:
     def help(self, worker: int, limit: int, *, is_through: bool) -> tuple[int, int] | None:
         """Return a task of another that a worker is to compute, of a clock up to `limit`.
 
-        One that `is_through` its own slot also helps those who are there, under an open law.
+        One that `is_through` its own slot also helps those who are there, where no worker waits.
         """
         order = sorted(range(self.num_slots), key=lambda slot: self.done[slot])
         for slot in order:
