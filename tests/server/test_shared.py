@@ -40,14 +40,16 @@ def test_a_file_of_another_container_under_the_same_numbers_is_refused(tmp_path:
     """Its name or its size tells; one of both alike has another mark."""
     made, other = SharedTensors([4], torch.float32), SharedTensors([5], torch.float32)
     alike = SharedTensors([4], torch.float32)
-    (tmp_path / "file").write_bytes(b"x" * 99)
-    plain = os.open(tmp_path / "file", os.O_RDONLY)
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(b"x" * 9)
+    files = [os.open(tmp_path / name, os.O_RDONLY) for name in ("empty", "short")]
     try:
-        for number in (plain, other.place[1], alike.place[1]):
+        for number in (*files, other.place[1], alike.place[1]):
             place = [made.place[0], number, *made.place[2:]]
             with pytest.raises(OSError):
                 SharedView(place, [4], torch.float32)
     finally:
-        os.close(plain)
+        for file in files:
+            os.close(file)
         for each in (made, other, alike):
             each.close()
