@@ -89,7 +89,7 @@ def refused(number: int) -> str:
 
 
 SAID = [
-    "the reduction is 'add' (did you mean 'and'?); expected one of sum, product",
+    "the reduction is 'add' (did you mean 'and'?); expected one of sum, min, max, product",
     "the reduction 'xor' combines bits, and the tensor is torch.float32",
     "algorithm is 'rign'",
     "broadcast: rank 2 is not in the group of 2 ranks; the nearest is 1",

@@ -33,25 +33,25 @@ def limits() -> Generator[tuple[int, int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def num_open(*, sockets: bool) -> int:
-    """Return how many files, or only sockets, this process has open."""
+def num_open(kind: str = "") -> int:
+    """Return how many files this process has open whose name begins so."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # that of listdir itself
             continue
-        count += not sockets or target.startswith("socket:")
+        count += target.startswith(kind)
     return count
 
 
 def counts(text: str) -> dict[str, int]:
     """Return what this rank has open before and after a mesh and all kinds of calls."""
-    sockets = num_open(sockets=True)
+    sockets = num_open("socket:")
     comm = Ranks(Strategy.parse(text))
     for axis in comm.axes:
         dist.all_reduce(torch.ones(1000), group=comm.mesh.get_group(axis))
-    connected = num_open(sockets=True)
+    connected = num_open("socket:")
     gather_objects("x" * 1000)
     gather_on_first("x" * 1000)
     dist.broadcast_object_list([None], src=0)
@@ -59,20 +59,22 @@ def counts(text: str) -> dict[str, int]:
     return {
         "joined": sockets,
         "connected": connected,
-        "used": num_open(sockets=True),
-        "files": num_open(sockets=False),
+        "used": num_open("socket:"),
+        "files": num_open(),
+        "mapped": num_open("/memfd:phalanx"),
     }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
 @pytest.mark.fresh_ranks
-@pytest.mark.parametrize("text", ["fsdp2", "dp2,fsdp2", "dp4,tp2"])
-def test_a_rank_connects_to_few_ranks_and_never_later(text: str) -> None:
+@pytest.mark.parametrize("text, num_peers", [("fsdp2", 1), ("dp2,fsdp2", 2), ("dp4,tp2", 4)])
+def test_a_rank_connects_to_few_ranks_and_never_later(text: str, num_peers: int) -> None:
     strategy = Strategy.parse(text)
     axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1}
     ranks = run_ranks(counts, strategy.num_ranks, text, threads=1)
     for found in ranks:
         assert found["used"] == found["connected"]
+        assert found["mapped"] == 2 + num_peers
         assert found["files"] <= join.num_files(axes, strategy.num_ranks, "cpu")
     # To the ranks 1, 2 and 4 away, to listen, to the store and to the parent, less than to all.
     assert all(found["joined"] <= 5 + 1 + 2 for found in ranks[1:])
@@ -82,7 +84,7 @@ def test_connections_grow_with_the_logarithm_of_the_ranks() -> None:
     axes = {"dp": 64, "fsdp": 8, "tp": 8}
     store = 3 * 4096
     on_cpu = join.num_files(axes, 4096, "cpu") - store - join.RESERVED_FILES
-    assert on_cpu == 2 * 12 + (2 * 6 + 7 + 7) + 4 * join.GROUP_FILES
+    assert on_cpu == 2 * 12 + (2 * 6 + 7 + 7) + 4 * join.GROUP_FILES + 2 + (63 + 7 + 7)
     assert join.num_files(axes, 4096, "cuda") - store == join.RESERVED_FILES
 
 

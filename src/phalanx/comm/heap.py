@@ -8,8 +8,10 @@ file system holds, and nothing is left when a process is killed. Another process
     | token   | ............ | bucket 0 ...    | ......... | bucket 1 ... | never touched |
 
 A `Heap` gives out tensors on it. A block is free again once nobody holds the tensor or the block.
-Memory is reserved before it is given out, so that a full host is an error and no signal. Memory
-freed beyond `KEPT_BYTES` goes back to the system.
+Memory is reserved before it is given out: what a limit of files or the host denies then is an error.
+A full control group, such as a container's, may still kill a process, as for any memory. Memory
+freed beyond `KEPT_BYTES` goes back to the system. A fork of a rank has this memory too, not a copy:
+a gradient that it changes is changed in the rank.
 """
 
 from __future__ import annotations
@@ -135,12 +137,6 @@ class Heap(Mapped):
     def block_of(self, tensor: Tensor) -> Block | None:
         """Return the block that a tensor lies in; None if it lies elsewhere."""
         return self._blocks.get(tensor.untyped_storage().data_ptr())
-
-    def free_bytes(self) -> int:
-        """Return the bytes that this heap keeps for its next blocks."""
-        with self._lock:
-            self._take_back()
-            return sum(self._backed.values())
 
     def _take_back(self) -> None:
         """Keep what was freed, or return it to the system."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from phalanx.comm.axes import flattened
 from phalanx.comm.fork import fork_asleep
+from phalanx.comm.same_host import MOST_RANKS
 from phalanx.errors import ConfigError, within_limits
 
 STORE_CONNECTIONS = 3
@@ -99,7 +100,7 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
     It holds the store, to which each rank connects three times: in `join`, and by `job_store` for
     the thread that writes checkpoints and for the check of calls.
     """
-    peers: list[int] = []
+    peers, num_mapped = list[int](), 0
     if device == "cpu":
         peers += [_few(num_ranks)]
         peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]
@@ -107,7 +108,9 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
             peers += [math.prod(axes[axis] for axis in members) - 1]
         if axes.get("pp", 1) > 1:
             peers += [1] * 2 * min(axes["pp"] - 1, 2)  # see comm.meshes, [Note: One-way groups]
-    return RESERVED_FILES + STORE_CONNECTIONS * num_ranks + sum(peers) + GROUP_FILES * len(peers)
+        num_mapped = _num_mapped(axes)
+    of_groups = sum(peers) + GROUP_FILES * len(peers) + num_mapped
+    return RESERVED_FILES + STORE_CONNECTIONS * num_ranks + of_groups
 
 
 def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
@@ -124,10 +127,18 @@ def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
     raise ConfigError(
         f"{num_ranks} ranks need {needed} open files on rank 0, but it may open {limit}: "
         f"{to_store} connections to the store where the ranks meet, "
-        f"{needed - to_store - RESERVED_FILES} to ranks of its groups and {RESERVED_FILES} "
-        f"for all else; raise the limit on its host (ulimit -Hn {needed}), or start at most "
-        f"{max(1, (limit - (needed - to_store)) // STORE_CONNECTIONS)} ranks"
+        f"{needed - to_store - RESERVED_FILES} to ranks of its groups and to their memory, and "
+        f"{RESERVED_FILES} for all else; raise the limit on its host (ulimit -Hn {needed}), "
+        f"or start at most {max(1, (limit - (needed - to_store)) // STORE_CONNECTIONS)} ranks"
     )
+
+
+def _num_mapped(axes: Mapping[str, int]) -> int:
+    """Return the files of a rank that shares memory: its heap, the map, and a map for each peer."""
+    sizes = [*axes.values()]
+    sizes += [math.prod(axes[axis] for axis in members) for members in flattened(axes).values()]
+    num_peers = sum(size - 1 for size in sizes if size <= MOST_RANKS)
+    return 2 + min(math.prod(axes.values()) - 1, num_peers) if num_peers else 0
 
 
 def _few(num_ranks: int) -> int:

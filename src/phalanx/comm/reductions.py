@@ -13,13 +13,8 @@ CHUNK_BYTES: Final = 512 << 10
 
 REDUCTIONS: Final[dict[str, Callable[..., Tensor]]] = {
     "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
 }
 """Name of a reduction -> what combines two terms."""
 
@@ -37,7 +32,5 @@ def reduce_into(reduction: str, terms: Sequence[Tensor], outs: Sequence[Tensor])
         combine(first, second, out=total)
         for term in others:
             combine(total, term, out=total)
-        if reduction == "avg":
-            total.copy_(total / len(terms))
         for copy in copies:
             copy.copy_(total)

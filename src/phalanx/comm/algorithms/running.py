@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from phalanx.comm import reductions
 from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps, cut
 from phalanx.comm.join import connect
 from phalanx.errors import ConfigError, nearest
@@ -33,10 +34,8 @@ TAG: Final = 2**30 - 1
 Combine = Callable[[Tensor, Tensor], Tensor]
 
 REDUCTIONS: Final[Mapping[str, Combine]] = {
-    "sum": torch.add,
+    **reductions.REDUCTIONS,
     "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
     "avg": torch.add,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
