@@ -8,7 +8,7 @@ file system holds, and nothing is left when a process is killed. Another process
     | token   | ............ | bucket 0 ...    | ......... | bucket 1 ... | never touched |
 
 A `Heap` gives out tensors on it. A block is free again once nobody holds the tensor or the block.
-Memory is reserved before it is given out: what a limit of files or the host denies then is an error.
+Memory is reserved before it is given out: the error of a limit is raised there, and not at a write.
 A full control group, such as a container's, may still kill a process, as for any memory. Memory
 freed beyond `KEPT_BYTES` goes back to the system. A fork of a rank has this memory too, not a copy:
 a gradient that it changes is changed in the rank.
