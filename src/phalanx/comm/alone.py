@@ -19,5 +19,8 @@ class Alone(Comm):
         super().__init__({"dp": 1}, {"dp": 0}, torch.device("cpu"))
 
     @override
-    def _run(self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None) -> Pending:
+    def _run(
+        self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
+        is_spent: bool = False,
+    ) -> Pending:  # fmt: skip
         raise AssertionError(f"{op}: there is no other rank on {axis}")
