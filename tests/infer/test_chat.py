@@ -45,6 +45,24 @@ def test_a_template_makes_what_transformers_makes(tmp_path: Path, template: Any)
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ [1, 2].index(3) }}", "3 is not in list"),
+        ("{{ ''.join(messages) }}", "expected str instance"),
+        ("{{ '%c' % 55296 }}", "surrogates|str"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_whatever_a_template_raises_refuses_the_messages(
+    tmp_path: Path, template: str, why: str
+) -> None:
+    chat = Chat(open_served(published(tmp_path, tokenizer_config={"chat_template": template})))
+    with pytest.raises(ConfigError, match=f"chat template refuses these messages: .*({why})"):
+        chat.encode([Message(role="user", content="a")])
+
+
 def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "a"}, {"name": "tool_use", "template": "b"}]
     folder = published(tmp_path, tokenizer_config={"chat_template": named})

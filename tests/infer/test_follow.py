@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from served_model import Client, published, serving
 
 from phalanx import train_decoder
@@ -75,6 +76,30 @@ def test_a_server_takes_the_weights_of_a_later_checkpoint(
         answer = client.ask("/v1/completions", BODY)[1]
         assert answer["choices"][0]["text"] == expected != before
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_checkpoint_that_memory_has_no_room_for_is_tried_again(
+    trained: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    early, late = trained
+    run = tmp_path / "run"
+    appear(early, run, early.name)
+    with serving(run, follow_s=0.02, cache_tokens=640) as client:
+        runner: Any = client.engine._logits  # pyright: ignore[reportPrivateUsage]
+        before, own = text_of(client), runner.read
+
+        def read(folder: Path) -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+        runner.read = read
+        appear(late, run, late.name)
+        while caplog.text.count("the weights stay as they are: OutOfMemoryError") < 2:
+            time.sleep(0.01)
+        assert text_of(client) == before and client.ask("/health")[0] == 200
+        runner.read = own
+        while client.ask("/stats")[1]["checkpoint"] != late.name:
+            time.sleep(0.01)
+        assert text_of(client) != before
 
 
 def load_and_write(late: Path, other: Path, out: Path, served: Served, texts: TextEngine) -> None:

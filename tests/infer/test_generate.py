@@ -94,7 +94,7 @@ def test_a_stop_text_ends_a_text_before_it(
     [
         ([], "RUN is missing; expected: phalanx generate RUN --prompt TEXT"),
         (["nowhere"], "nowhere does not exist"),
-        (["hf", "--top-p", "1.5"], "top_p is 1.5; expected a number in (0, 1]; the nearest is 1"),
+        (["hf", "--top-p", "1.5"], "top_p is 1.5; expected a number in [0, 1]; the nearest is 1"),
         (
             ["hf", "--prompt", "Once", "--max-tokens", "200"],
             "the model has 128 positions; the nearest that fits is max_tokens 123",

@@ -36,7 +36,7 @@ def kept(logits: list[float], sampling: Sampling) -> dict[int, float]:
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.3, 3.0]), min_size=2, max_size=9),
     st.sampled_from([0.5, 1.0, 2.0]),
     st.integers(0, 10),
-    st.sampled_from([0.1, 0.55, 0.93, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.55, 0.93, 1.0]),
     st.sampled_from([0.0, 0.07, 0.61]),
 )
 def test_draws_follow_the_filtered_probabilities(
@@ -73,6 +73,12 @@ def test_scores_are_of_the_model_not_of_the_filters() -> None:
     assert (token, score.logprob if score else None) == (1, logprobs[1])
     assert score is not None and score.top == ((1, logprobs[1]), (2, logprobs[2]))
     assert choose(logits, [Sampling()], [0])[1] == [None]
+
+
+def test_ids_that_no_token_stands_for_have_no_score() -> None:
+    logits = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
+    _, (score,) = choose(logits, [Sampling(temperature=0, logprobs=4)], [0])
+    assert score is not None and [token for token, _ in score.top] == [1, 0]
 
 
 def test_a_row_with_a_nan_has_no_token() -> None:

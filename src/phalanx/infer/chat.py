@@ -58,11 +58,11 @@ class Chat:
         names: dict[str, Any] = dict(self._served.template_names)
         try:
             text = self._template.render(messages=plain, add_generation_prompt=True, **names)
-        except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a template is a program: it may raise anything
             raise ConfigError(
                 f"the model's chat template refuses these messages: {error}"
-            ) from None
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+            ) from error
 
 
 def _refuse(message: str) -> None:

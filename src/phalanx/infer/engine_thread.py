@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -132,18 +133,29 @@ class EngineThread:
             self._open.remove(ticket)
             self._orders.put(lambda: self._abort(ticket))
 
-    def load(self, folder: Path) -> None:
-        """Replace the weights by a checkpoint's, between two steps."""
+    def load(self, folder: Path) -> Future[bool]:
+        """Order that a checkpoint's weights replace the present ones, between two steps.
+
+        Returns:
+            Whether they have; where they cannot be read, a warning says why.
+        """
+        loaded: Future[bool] = Future()
 
         def order() -> None:
-            try:
-                self.texts.load(folder)
-            except CheckpointError as error:
-                LOGGER.warning("%s", error)
-            else:
-                self.checkpoint = folder
+            if loaded.set_running_or_notify_cancel():
+                loaded.set_result(self._load(folder))
 
         self._orders.put(order)
+        return loaded
+
+    def _load(self, folder: Path) -> bool:
+        try:
+            self.texts.load(folder)
+        except CheckpointError as error:
+            LOGGER.warning("%s", error)
+            return False
+        self.checkpoint = folder
+        return True
 
     def _run(self) -> None:
         try:

@@ -12,14 +12,17 @@ from phalanx.infer.served import Served
 
 
 async def follow(run: Path, first: Path, every_s: float, thread: EngineThread) -> None:
-    """Load each later checkpoint of a run than `first`; look for one every `every_s` seconds."""
+    """Load each later checkpoint of a run than `first`; look for one every `every_s` seconds.
+
+    One that cannot be loaded is tried again at the next look, unless a later one is there.
+    """
     last = first
     while True:
         await asyncio.sleep(every_s)
         found = list((await asyncio.to_thread(manifest.whole, run)).values())
         if found and found[-1] != last:
-            last = found[-1]
-            thread.load(last)
+            if await asyncio.wrap_future(thread.load(found[-1])):
+                last = found[-1]
 
 
 def run_to_follow(served: Served) -> Path:

@@ -28,9 +28,9 @@ class Sampling:
     """Logits are divided by it; 0 takes the token with the largest."""
     top_k: Annotated[int, Range(0)] = 0
     """Choose among this number of most probable tokens; 0: among all."""
-    top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
-    """Choose among the fewest most probable tokens whose probabilities sum up to this (Holtzman et
-    al. 2020)."""
+    top_p: Annotated[float, Range(0, 1, "[]")] = 1.0
+    """Choose among the fewest most probable tokens, at least one, whose probabilities sum up to
+    this (Holtzman et al. 2020)."""
     min_p: Annotated[float, Range(0, 1)] = 0.0
     """Leave out tokens less probable than this part of the most probable one (Nguyen et al.
     2024)."""

@@ -28,7 +28,7 @@ from phalanx.infer.assembly import (
 )
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import FlatStep
-from phalanx.infer.runner import ModelRunner
+from phalanx.infer.runner import AS_BEFORE, ModelRunner
 from phalanx.infer.served import Served, fill_from, open_served
 from phalanx.infer.texts import TextEngine
 from phalanx.launch.local import run_ranks
@@ -129,7 +129,7 @@ def _follow(runner: ModelRunner) -> None:
 
 def _load(runner: ModelRunner, folder: Path) -> None:
     """Load a checkpoint on all ranks, or on none."""
-    runner.put(all_or_none(lambda: runner.read(folder), "the weights stay as they are"))
+    runner.put(all_or_none(lambda: runner.read(folder), AS_BEFORE))
 
 
 class _Leading:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.weights import open_checkpoint
+from phalanx.comm.together import reason_of
 from phalanx.errors import CheckpointError
 from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
 from phalanx.infer.served import fill_from
@@ -20,6 +21,9 @@ from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
+
+AS_BEFORE: Final = "the weights stay as they are"
+"""What the message says of a checkpoint that cannot be loaded."""
 
 
 class ModelRunner:
@@ -60,12 +64,19 @@ class ModelRunner:
         """Replace the weights in place by a checkpoint's: all of them, or none.
 
         Raises:
-            CheckpointError: it is damaged, or of another model.
+            CheckpointError: it is damaged, of another model, or memory is short.
         """
-        self.put(self.read(folder))
+        try:
+            read = self.read(folder)
+        except Exception as error:  # such as OutOfMemoryError: the old weights stay
+            raise CheckpointError(f"{AS_BEFORE}: {reason_of(error)}") from error
+        self.put(read)
 
     def read(self, folder: Path) -> list[tuple[Tensor, Tensor]]:
-        """Return each weight of the model on this rank, and what a checkpoint has for it."""
+        """Return each weight of the model on this rank, and what a checkpoint has for it.
+
+        The second copy lies on the device of the first.
+        """
         weights = open_checkpoint(folder)
         if weights.shape != self.model.shape:
             raise CheckpointError(f"{folder} is of a model of another shape")

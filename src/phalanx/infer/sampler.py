@@ -8,6 +8,7 @@ Suffixes: N requests, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +50,7 @@ def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[in
     below_NV = logits_NV - logits_NV.amax(-1, keepdim=True)  # so that no temperature overflows
     p_NV = torch.softmax(below_NV / column("temperature"), dim=-1)
     if any(each.top_k or each.top_p < 1 for each in samplings):
-        p_NV = _without_tail(p_NV, column("top_k"), column("top_p"))
+        p_NV = _top_k_top_p(p_NV, column("top_k"), column("top_p"))
     if any(each.min_p for each in samplings):
         least_N1 = p_NV.amax(-1, keepdim=True) * column("min_p")
         p_NV = p_NV.where(p_NV >= least_N1, 0.0)
@@ -65,7 +66,7 @@ def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[in
     return found_N1.clamp_(max=logits_NV.shape[1] - 1)[:, 0].tolist()
 
 
-def _without_tail(p_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tensor:
+def _top_k_top_p(p_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tensor:
     """Zero all but the top_k most probable, and of those the fewest whose sum reaches top_p.
 
     The sum is of probabilities among the top_k alone. The most probable token always stays.
@@ -88,6 +89,7 @@ def _scores(
             continue
         logprobs_V = torch.log_softmax(logits_NV[row].double(), dim=-1)
         values, ids = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        pairs = zip(ids.tolist(), values.tolist(), strict=True)
+        top = tuple(pair for pair in pairs if math.isfinite(pair[1]))  # -inf: no token
         scores[row] = TokenScore(float(logprobs_V[tokens[row]]), top)
     return scores

@@ -76,7 +76,7 @@ class TextEngine:
         Requests under way keep their tokens, and are computed again.
 
         Raises:
-            CheckpointError: it is damaged or of another model; the weights are the old ones then.
+            CheckpointError: it cannot be loaded; the weights are the old ones then.
         """
         assert self._load is not None, "this engine's weights are another's to change"
         self._load(folder)
