@@ -9,7 +9,7 @@ from marks import by_hand
 from phalanx.comm.algorithms.catalogue import COLLECTIVES, algorithms_of, list_steps
 from phalanx.errors import ConfigError
 from phalanx.show import main_device, one_step, owner
-from phalanx.show.collective import ShowCollective, show_collective
+from phalanx.show.collective import ShowCollective, show_collective, values_text
 from phalanx.show.point_to_point import show_messages
 from phalanx.show.shown import Frame, Grid, Shown, ShowRun, ShowTopic, Strip
 from phalanx.show.strategies import ON_CUBES, STRATEGIES
@@ -59,6 +59,19 @@ def test_collectives_give_the_result_of_torch_and_the_bytes_of_their_steps(
         sent = [s for frame in strip.frames for s in frame.sent if s.source == rank]
         assert (int(num_messages), int(num_bytes)) == (len(sent), sum(s.num_bytes for s in sent))
     assert collective == "barrier" or "gave the same on every rank." in shown.parts[-1]
+
+
+def test_an_example_of_a_sum_has_a_digit_for_each_rank_and_stands_where_ranks_add() -> None:
+    for num_ranks, example in ((3, "so 111 is a sum of ranks 0 to 2"), (1, "")):
+        steps = list_steps("all-reduce", "ring", num_ranks)
+        text = values_text("all-reduce", steps, num_ranks)
+        assert example in text and ("sum" in text) is bool(example)
+    assert "sum" not in values_text("broadcast", list_steps("broadcast", "ring", 3), 3)
+
+
+def test_a_root_that_is_no_rank_is_refused() -> None:
+    with pytest.raises(ConfigError, match="root is 7, and the ranks are 0 to 2; the nearest is 2"):
+        show_collective("broadcast", "ring", ShowCollective(ranks=3, root=7))
 
 
 STEPS = [name if name in ("buckets", "ring-attention") else by_hand(name) for name in STRATEGIES]

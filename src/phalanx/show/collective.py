@@ -19,6 +19,7 @@ from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.config.fields import Range
+from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.show.shown import Frame, Grid, MessageSent, Shown, ShowRun, Strip
 
@@ -95,12 +96,16 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
     """Run a collective by an algorithm; the command line may ask for another one.
 
     Raises:
-        ConfigError: it is not written by this algorithm.
+        ConfigError: it is not written by this algorithm, or no rank is the root.
     """
     algorithm = config.algorithm or algorithm or DEFAULT[collective]
     if algorithm == "hierarchical":
         algorithm = f"hierarchical/{max(1, config.ranks // 2)}"
-    root = min(config.root, config.ranks - 1)
+    if (root := config.root) >= config.ranks:
+        raise ConfigError(
+            f"root is {root}, and the ranks are 0 to {config.ranks - 1}; the nearest is "
+            f"{config.ranks - 1}"
+        )
     steps = list_steps(collective, algorithm, config.ranks, root)
     found = run_ranks(walk, config.ranks, collective, algorithm, root, threads=1)
     frames = [Frame("before", [cells[0] for cells, *_ in found])]
@@ -108,14 +113,13 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
         held = [cells[number] for cells, *_ in found]
         frames.append(Frame(title, held, sends(steps[number - 1], collective, config.ranks)))
     call = CALLS[collective]
-    rooted = f" rank {root} is the root;" if collective in ROOTED else ""
-    about = [f"{call.passes[0].upper()}{call.passes[1:]}.", values_text(collective)]
-    if rooted:
-        about[0] = f"Rank {root} is the root: {call.passes}."
+    passes = f"{call.passes[0].upper()}{call.passes[1:]}."
+    if collective in ROOTED:
+        passes = f"Rank {root} is the root: {call.passes}."
     heads = ["chunk", "from"][collective == "all-to-all"]
     return Shown(
         f"{collective} by {algorithm}, {config.ranks} ranks",
-        [each for each in about if each],
+        [passes, values_text(collective, steps, config.ranks)],
         [
             Strip("", [f"{heads} {chunk}" for chunk in range(config.ranks)], frames),
             totals(found),
@@ -126,16 +130,17 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
     )
 
 
-def values_text(collective: str) -> str:
+def values_text(collective: str, steps: Steps, num_ranks: int) -> str:
     """Say how to read the values."""
     if collective == "all-to-all":
         return "Value 12 goes from rank 1 to rank 2."
     if collective == "barrier":
         return "A rank knows of those whose chunk it has."
-    return (
-        "The digit of rank r is r places from the right, so 1111 is a sum of ranks 0 to 3; in "
-        "chunk c each is c + 1."
-    )
+    if any(move.is_reduced for step in steps for move in step.moves):
+        example = f", so {'1' * num_ranks} is a sum of ranks 0 to {num_ranks - 1}"
+    else:
+        example = ""
+    return f"The digit of rank r is r places from the right{example}; in chunk c each is c + 1."
 
 
 def titles(steps: Steps) -> list[str]:
