@@ -47,6 +47,26 @@ def test_the_first_word_behind_a_prompt_keeps_its_space() -> None:
     assert [alone.take(1), alone.take(2)] == ["upon", " a"]
 
 
+def test_a_prompt_that_ends_inside_a_character_leaves_it_to_the_text() -> None:
+    tokenizer: Any = ByteTokens()
+    for prompt, new, text in (
+        (b"ab\xe2\x98", b"\x83!", "\u2603!"),
+        (b"\xe2", b"\x98\x83", "\u2603"),
+        (b"a\xf0\x9f\x98", b"\x80", "\U0001f600"),
+        (b"a\xff", b"b", "b"),  # no character has this byte
+        (b"ab\xc3\xa9", b"c", "c"),
+    ):
+        taken = TextStream(tokenizer, [], list(prompt))
+        assert "".join(map(taken.take, new)) + taken.end() == text
+
+
+def test_the_bytes_of_a_token_have_the_space_of_its_word() -> None:
+    words = {"\u2581Once": 0, "\u2581upon": 1, "on": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="on"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert [bytes_of(tokenizer, token) for token in range(3)] == [b" Once", b" upon", b"on"]
+
+
 def test_the_bytes_of_a_token_that_is_a_part_of_a_character() -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))

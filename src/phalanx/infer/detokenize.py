@@ -14,13 +14,18 @@ BROKEN = "\ufffd"
 _CONTEXT = 8
 """Tokens of a prompt that the first new ones are decoded behind."""
 
+_CHARACTER = 4
+"""Most bytes of a character in UTF-8, and so most tokens."""
+
 _LONGEST = 12
 """Tokens that wait for the rest of a character, before they are taken for none."""
 
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes that a token stands for, which may be a part of a character."""
-    text = tokenizer.decode([token], skip_special_tokens=False)
+    """Return the bytes that a token stands for in a text, which may be a part of a character."""
+    # Behind another token, since decoders drop the space of a first word.
+    num_before = len(tokenizer.decode([token], skip_special_tokens=False))
+    text = tokenizer.decode([token, token], skip_special_tokens=False)[num_before:]
     piece = tokenizer.id_to_token(token)
     if BROKEN not in text or piece is None:
         return text.encode()
@@ -57,7 +62,7 @@ class TextStream:
         """Begin behind the tokens of a prompt, with texts that end the stream."""
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._ids = list(prompt[-_CONTEXT:])
-        self._begin, self._read = 0, len(self._ids)
+        self._begin, self._read = 0, self._num_whole()
         self._held = ""
         self.text = ""
         self.is_stopped = False
@@ -84,6 +89,14 @@ class TextStream:
             return ""
         self._begin, self._read = self._read, len(self._ids)
         return text[len(before) :].replace(BROKEN, "")
+
+    def _num_whole(self) -> int:
+        """Return how many tokens there are without the last that may begin a character."""
+        num = len(self._ids)
+        for num_whole in range(num, max(num - _CHARACTER, -1), -1):
+            if not self._decode(self._ids[:num_whole]).endswith(BROKEN):
+                return num_whole
+        return num
 
     def _give(self, new: str, *, is_last: bool) -> str:
         """Return what of the text is no part of a stop text, and cannot become one."""
