@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
@@ -11,15 +12,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models_and_prompts import engine, twins
 from served_model import Client, published, serving
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from phalanx.infer.answers import CompletionAnswer
 from phalanx.infer.app import Limits
-from phalanx.infer.options import Sampling
+from phalanx.infer.options import Sampling, TokenScore
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -64,6 +68,7 @@ def test_a_completion_whole_and_as_a_stream(client: Client) -> None:
     assert "".join(each["choices"][0]["text"] for each in pieces) == choice["text"]
     assert [each["choices"][0]["finish_reason"] for each in pieces][-1] == "length"
     assert len({each["id"] for each in [*pieces, last]}) == 1
+    assert all(each["usage"] is None for each in pieces)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
 
 
@@ -84,6 +89,52 @@ def test_several_prompts_choices_tokens_and_logprobs(client: Client) -> None:
         (piece,) = event["choices"]
         texts[piece["index"]] += piece["text"]
     assert texts == [each["text"] for each in whole["choices"]]
+
+
+def test_offsets_of_tokens_count_the_characters_before(client: Client) -> None:
+    body = {"prompt": ["Once", "upon a"], "logprobs": 1, **GREEDY}
+    whole = [each["logprobs"] for each in client.ask("/v1/completions", body)[1]["choices"]]
+    streamed: list[list[int]] = [[], []]
+    for event in client.events("/v1/completions", {**body, "stream": True}):
+        (piece,) = event["choices"]
+        streamed[piece["index"]] += piece["logprobs"]["text_offset"]
+    assert streamed == [scores["text_offset"] for scores in whole]
+    for scores in whole:
+        ends = itertools.accumulate(map(len, scores["tokens"]), initial=0)
+        assert scores["text_offset"] == list(ends)[:-1] and scores["text_offset"][-1] > 0
+
+
+def test_a_character_of_several_tokens_counts_once() -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    served: Any = SimpleNamespace(tokenizer=tokenizer, name="a")
+    tokens = tokenizer.encode("a\u2603b").ids
+    found = CompletionAnswer(0, served).scores(0, tokens, [TokenScore(-1.0)] * 5)
+    assert found["text_offset"] == [0, 1, 2, 2, 2]
+
+
+def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> None:
+    text = {"prompt": "Once", "max_tokens": 12, "ignore_eos": True}
+    greedy = client.ask("/v1/completions", {**text, "temperature": 0})[1]["choices"]
+    assert client.ask("/v1/completions", {**text, "top_p": 0})[1]["choices"] == greedy
+    found = [client.ask("/v1/completions", {**text, "seed": -1})[1] for _ in range(2)]
+    assert found[0]["choices"] == found[1]["choices"]
+    messages: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "b"},
+    ]
+    chat = {"messages": messages, "response_format": {"type": "text"}, "max_tokens": 1}
+    usage = client.ask("/v1/chat/completions", chat)[1]["usage"]
+    assert usage["prompt_tokens"] == len(["<s>", "a", "b"])  # the tokenizer has no line break
+    for wrong, why in (
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"messages": [{"role": "user", "content": None}]}, "only an assistant's may be"),
+    ):
+        status, answer = client.ask("/v1/chat/completions", {**chat, **wrong})
+        assert status == 400 and why in answer["error"]["message"]
 
 
 def test_a_chat_whole_and_as_a_stream(client: Client) -> None:
@@ -155,7 +206,12 @@ def test_two_names_of_one_limit_are_refused(client: Client) -> None:
 
 
 def test_what_can_be_looked_at(client: Client) -> None:
-    assert client.ask("/v1/models")[1]["data"][0]["id"] == "hf"
+    (model,) = client.ask("/v1/models")[1]["data"]
+    created = int(client.gateway.served.weights.folder.stat().st_mtime)
+    assert (model["id"], model["created"]) == ("hf", created)
+    assert client.ask("/v1/models/hf") == (200, model)
+    status, refused = client.ask("/v1/models/gpt-4")
+    assert status == 404 and "no model 'gpt-4'; it is 'hf'" in refused["error"]["message"]
     assert client.ask("/no/such")[0] == 404 and client.ask("/v1/completions")[0] == 405
     client.wait_until_idle()
     before = client.ask("/stats")[1]

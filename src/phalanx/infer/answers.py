@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -38,8 +40,10 @@ class Answer(ABC):
         """Return the text of a piece of a choice."""
 
     @abstractmethod
-    def scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """Return the logarithms of probabilities of tokens."""
+    def scores(
+        self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
+    ) -> dict[str, Any]:
+        """Return the logarithms of probabilities of the next tokens of a choice."""
 
     def whole(self, tickets: Sequence[Ticket]) -> dict[str, Any]:
         """Return the answer once all has been generated."""
@@ -49,7 +53,7 @@ class Answer(ABC):
             content = self.choice(found.stream.text)
             content |= self._end(ticket.number, found.finish_reason)
             if self._has_scores:
-                content["logprobs"] = self.scores(found.new_tokens, found.scores)
+                content["logprobs"] = self.scores(ticket.number, found.new_tokens, found.scores)
             choices.append(content)
         about = envelope(self._id, self.kind, self._model)
         return {**about, "choices": choices, "usage": _usage(tickets)}
@@ -61,6 +65,7 @@ class Answer(ABC):
         begun: set[int] = set()
         num_left = len(tickets)
         about = envelope(self._id, self.piece_kind, self._model)
+        about |= {"usage": None} if has_usage else {}
         try:
             async for number, piece, finished in updates:
                 if piece is None or finished == "error":
@@ -71,7 +76,7 @@ class Answer(ABC):
                     continue
                 content = self.piece(piece.text, number not in begun) | self._end(number, finished)
                 if piece.score is not None:
-                    content["logprobs"] = self.scores([piece.token], [piece.score])
+                    content["logprobs"] = self.scores(number, [piece.token], [piece.score])
                 begun.add(number)
                 num_left -= finished is not None
                 yield _event({**about, "choices": [content]})
@@ -103,6 +108,10 @@ class CompletionAnswer(Answer):
 
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, logprobs: int | None, served: Served) -> None:
+        super().__init__(logprobs, served)
+        self._num_characters = Counter[int]()  # of the tokens so far of each choice
+
     @override
     def choice(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -112,13 +121,18 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     @override
-    def scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
-        texts = [self._text_of(token) for token in tokens]
+    def scores(
+        self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
+    ) -> dict[str, Any]:
+        pairs = [self._bytes_of(token) for token in tokens]
+        begin = self._num_characters[number]
+        *offsets, end = accumulate((_num_begun(found) for _, found in pairs), initial=begin)
+        self._num_characters[number] = end
         return {
-            "tokens": texts,
+            "tokens": [text for text, _ in pairs],
             "token_logprobs": [score.logprob for score in scores],
             "top_logprobs": [{self._text_of(id): p for id, p in score.top} for score in scores],
-            "text_offset": [sum(map(len, texts[:n])) for n in range(len(texts))],
+            "text_offset": offsets,
         }
 
 
@@ -136,7 +150,9 @@ class ChatAnswer(Answer):
         return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
     @override
-    def scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
+    def scores(
+        self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
+    ) -> dict[str, Any]:
         return {
             "content": [
                 {
@@ -150,6 +166,11 @@ class ChatAnswer(Answer):
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, content = self._bytes_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(content)}
+
+
+def _num_begun(content: bytes) -> int:
+    """Return how many characters begin in bytes of UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in content)
 
 
 def _completion(ticket: Ticket) -> Completion:

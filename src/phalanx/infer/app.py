@@ -174,11 +174,14 @@ class Gateway:
             why = f"the body took over {BODY_TIMEOUT_S:g} s"
             raise HTTPException(408, why, CLOSE) from None
         body = parse(kind, bytes(content))
-        if body.model not in (None, self.served.name):
-            raise HTTPException(
-                404, f"there is no model {body.model!r:.99}; it is {self.served.name!r}"
-            )
+        if body.model is not None:
+            self.check_model(body.model)
         return body
+
+    def check_model(self, name: str) -> None:
+        """Answer 404 to a name of another model."""
+        if name != self.served.name:
+            raise HTTPException(404, f"there is no model {name!r:.99}; it is {self.served.name!r}")
 
     async def _answer(
         self,
@@ -309,11 +312,19 @@ def _add_views(app: FastAPI, gateway: Gateway) -> None:
     async def front() -> Response:
         return HTMLResponse(page)
 
+    served = gateway.served
+    about_model = envelope(served.name, "model", served.name)
+    about_model["created"] = int(served.weights.folder.stat().st_mtime)
+    about_model |= {"owned_by": "phalanx", "max_model_len": served.weights.shape.max_seq_len}
+
     @app.get("/v1/models")
     async def models() -> Response:
-        about = envelope(gateway.served.name, "model", gateway.served.name)
-        about |= {"owned_by": "phalanx", "max_model_len": gateway.served.weights.shape.max_seq_len}
-        return JSONResponse({"object": "list", "data": [about]})
+        return JSONResponse({"object": "list", "data": [about_model]})
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> Response:
+        gateway.check_model(name)
+        return JSONResponse(about_model)
 
     @app.get("/health")
     async def health() -> Response:
@@ -328,9 +339,9 @@ def _add_views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/stats")
     async def stats() -> Response:
-        folder = gateway.thread.checkpoint or gateway.served.weights.folder
+        folder = gateway.thread.checkpoint or served.weights.folder
         has_key = gateway.limits.api_key is not None
-        about = {"model": gateway.served.name, "checkpoint": folder.name, "has_key": has_key}
+        about = {"model": served.name, "checkpoint": folder.name, "has_key": has_key}
         return JSONResponse({**about, **gateway.metrics.values()})
 
-    _ = front, models, health, metrics, stats
+    _ = front, models, model, health, metrics, stats

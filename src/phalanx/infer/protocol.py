@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from phalanx.config.fields import check_values
 from phalanx.errors import ConfigError
@@ -44,7 +44,7 @@ class GenerationBody(BaseModel):
     top_p: float | None = None
     top_k: Count | None = None
     min_p: float | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
@@ -81,7 +81,7 @@ class GenerationBody(BaseModel):
         for number in range(self.num_choices):
             sampling = Sampling(
                 max_tokens=self.max_tokens or max_tokens,
-                seed=(seed + number) % 2**63,
+                seed=(seed + number) % 2**63,  # of which SEED has no negative ones
                 stop=[stop for stop in stops if stop],
                 logprobs=logprobs,
                 ignore_end=bool(self.ignore_eos),
@@ -125,15 +125,29 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Annotated[str, Field(max_length=64)]
-    content: str | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)]
+    content: str | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)] | None
     name: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content is null, which only an assistant's may be, not {self.role}")
+        return self
 
     @property
     def text(self) -> str:
         """The content as one text."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content or ())
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer; only texts are built."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
 
 
 class ChatBody(GenerationBody):
@@ -141,6 +155,7 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
