@@ -172,12 +172,12 @@ def one_worker(made: LocalRoles) -> Client:
 def test_a_shard_that_is_lost_with_its_only_server_ends_the_job(
     comes_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "LEASE_S", 0.3)
-    monkeypatch.setattr(requests, "ALONE_S", 0.3)
     with local_roles(1) as made:
         client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
         client.pull(weights, 0)
         made.stop("server0")
+        monkeypatch.setattr(coordinator, "LEASE_S", 0.3)  # a server that is slow is not lost
+        monkeypatch.setattr(requests, "ALONE_S", 0.3)
         if comes_back:
             made.start("server0")
         with pytest.raises(TrainingError, match=r"^server0 was lost with its part of the weights"):

@@ -36,6 +36,18 @@ def test_a_change_that_fails_does_not_keep_readers_out() -> None:
     made.close()
 
 
+def test_closing_memory_twice_leaves_the_file_that_has_its_number_by_then() -> None:
+    made = SharedTensors([1], torch.float64)
+    made.close()
+    reader, writer = os.pipe()
+    made.close()
+    del made
+    os.write(writer, b"open")
+    assert os.read(reader, 4) == b"open"
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_file_of_another_container_under_the_same_numbers_is_refused(tmp_path: Path) -> None:
     """Its name or its size tells; one of both alike has another mark."""
     made, other = SharedTensors([4], torch.float32), SharedTensors([5], torch.float32)

@@ -14,8 +14,9 @@ import platform
 import secrets
 import sys
 import warnings
+import weakref
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -48,16 +49,18 @@ class SharedTensors:
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
         num_bytes = _num_bytes(sizes, dtype)
-        self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self._file, num_bytes)
-        memory = mmap.mmap(self._file, num_bytes)
+        number = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        # Once: closed a second time, the number would close whichever file has it by then.
+        self._close = weakref.finalize(self, os.close, number)
+        os.ftruncate(number, num_bytes)
+        memory = mmap.mmap(number, num_bytes)
         head = torch.frombuffer(memory, dtype=torch.int64, count=2)
         # A closed file leaves its number to the next; nobody else gets this mark.
         head[1] = self._mark = secrets.randbits(62)
         self._changes = head[:1]
         flat = torch.frombuffer(memory, dtype=dtype, offset=_HEAD)
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
-        self.place = [os.getpid(), self._file, _boot(), self._mark]
+        self.place = [os.getpid(), number, _boot(), self._mark]
 
     @contextmanager
     def changing(self) -> Generator[None]:
@@ -70,8 +73,7 @@ class SharedTensors:
 
     def close(self) -> None:
         """Let go of the file; those who read it keep theirs."""
-        with suppress(OSError):
-            os.close(self._file)
+        self._close()
 
 
 class SharedView:
