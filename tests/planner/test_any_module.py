@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from phalanx.account.module import count_module
 from phalanx.cli.plan_script import plan_script
 from phalanx.errors import ConfigError, StrategyError
+from phalanx.planner.any_module import PlannedModule
+from phalanx.planner.hardware import device
+from phalanx.planner.held import Memory, memory
+from phalanx.script.counting import module_of
+from phalanx.script.trainer import trainer_of
+from phalanx.strategy import Strategy
 
 JOB = """
 import functools
@@ -49,6 +55,30 @@ def job(build=build):
     return phalanx.Trainer(build, Squared(), data, optimizer=sgd, batch_size=64, accumulation=2)
 
 
+def wide(dtype=torch.float32, accumulation=1):
+    def build():
+        return nn.Sequential(*[nn.Linear(4096, 4096, dtype=dtype) for _ in range(4)])
+
+    x = torch.empty(4096, 4096, dtype=dtype)
+    sgd = functools.partial(torch.optim.SGD, lr=1e-3)
+    data = TensorDataset(x, x)
+    return phalanx.Trainer(
+        build, Squared(), data, optimizer=sgd, batch_size=4096, accumulation=accumulation
+    )
+
+
+def wide_bfloat16():
+    return wide(torch.bfloat16)
+
+
+def wide_float64():
+    return wide(torch.float64)
+
+
+def wide_accumulated():
+    return wide(accumulation=2)
+
+
 def asking():
     return job(Asks)
 
@@ -82,6 +112,16 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("planned") / "job_to_plan.py"
     Path(path).write_text(JOB)
     return str(path)
+
+
+def held(script: str, name: str, on: str = "h100") -> Memory:
+    """Return what a job holds on one device."""
+    trainer = trainer_of(f"{script}:{name}")
+    module = module_of(trainer, name)
+    microbatch = trainer.batch_size // trainer.accumulation
+    planned = PlannedModule(module, Strategy(), microbatch, trainer.accumulation)
+    (found,) = memory(planned, device(on))  # pyright: ignore[reportArgumentType]
+    return found
 
 
 def test_a_job_is_planned_as_a_preset_is(script: str) -> None:
@@ -121,3 +161,38 @@ def test_what_asks_for_numbers_is_refused_in_a_sentence(script: str) -> None:
 def test_figures_are_plain_values(script: str) -> None:
     found = plan_script(f"{script}:job", "h100:2", "phalanx", None)
     assert all(dataclasses.asdict(each) for each in found["candidates"])
+
+
+def test_the_peak_of_the_modules_data_type_is_the_bound(script: str) -> None:
+    """An H100 has 989.4 TFLOP/s in 16 bits, 66.9 in 32 and in 64."""
+    # 4 layers of 4096 x 4096, forward, and backward without the gradient of the first input.
+    flops = (4 * 3 - 1) * 2 * 4096**3
+    peaks = {"wide": 66.9e12, "wide_bfloat16": 989.4e12, "wide_float64": 66.9e12}
+    for name, peak in peaks.items():
+        found = plan_script(f"{script}:{name}", "h100:1", "phalanx", "dp1")
+        (best,) = found["candidates"]
+        assert best.t_theoretical_s == pytest.approx(flops / peak, rel=1e-3), name
+        assert 1 < best.step_time_s / best.t_theoretical_s < 2.5, name
+
+
+def test_a_data_type_without_a_peak_is_refused(script: str) -> None:
+    for name, on, types in (
+        ("wide_float64", "b200", "bfloat16 or float32"),
+        ("wide", "tpu-v5p", "bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=f"of {on} in .* expected a model in {types}$"):
+            plan_script(f"{script}:{name}", f"{on}:1", "phalanx", None)
+
+
+def test_accumulated_gradients_are_there_when_activations_are_the_most(script: str) -> None:
+    gradients = 4 * (4 * 4096 * 4096 + 4 * 4096)
+    one, two = (held(script, name) for name in ("wide", "wide_accumulated"))
+    assert (one.gradients, one.early) == (gradients, 0)
+    assert (two.gradients, two.early) == (gradients, gradients)
+    assert two.activations and two.at_peak()["gradients"] == gradients
+    assert two.total == two.weights + gradients + two.activations + two.margin
+
+
+def test_a_margin_belongs_to_gpus(script: str) -> None:
+    assert held(script, "wide").margin > 1 << 30
+    assert held(script, "wide", "tpu-v5p").margin == 0

@@ -23,7 +23,7 @@ from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.pipeline.cut import cut_chain, num_stages
 from phalanx.parallel.plan import Plan
 from phalanx.planner import network, roofline
-from phalanx.planner.held import Memory, margin, memory
+from phalanx.planner.held import Memory, early_bytes, margin, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.price import Costs, OfStage, Price, price, priced
 from phalanx.planner.search import (
@@ -223,8 +223,9 @@ def _(planned: PlannedModule, device: Device, software: Software = DEFAULT) -> l
             "activations": in_flight(of_stage, most, schedule, pp_rank),
             "logits": 0,
         }
-        beside = margin(planned.strategy, sum(causes.values())) if device.kind != "cpu" else 0
-        found.append(Memory(stage=pp_rank, margin=beside, **causes))
+        beside = margin(planned.strategy, sum(causes.values())) if device.kind == "gpu" else 0
+        early = early_bytes(planned.strategy, planned.accumulation, causes["gradients"])
+        found.append(Memory(stage=pp_rank, margin=beside, early=early, **causes))
     return found
 
 

@@ -140,12 +140,17 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
             "logits": logits - of_head,
         }
         beside = margin(strategy, sum(causes.values())) if device.kind == "gpu" else 0
-        early = causes["gradients"]
-        if planned.accumulation == 1:
-            has_buckets = strategy.fsdp.degree == 1 < strategy.dp.degree * strategy.sample_shards
-            early = min(early, BUCKET_BYTES if has_buckets else 0)
+        early = early_bytes(strategy, planned.accumulation, causes["gradients"])
         found.append(Memory(stage=pp_rank, margin=beside, early=early, **causes))
     return found
+
+
+def early_bytes(strategy: Strategy, accumulation: int, gradient_bytes: int) -> int:
+    """Return the bytes of the gradients that are there when activations are the most."""
+    if accumulation > 1:
+        return gradient_bytes
+    has_buckets = strategy.fsdp.degree == 1 < strategy.dp.degree * strategy.sample_shards
+    return min(gradient_bytes, BUCKET_BYTES if has_buckets else 0)
 
 
 def _rounds(planned: PlannedStep) -> int:

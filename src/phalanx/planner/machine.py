@@ -114,6 +114,22 @@ class Device:
         """Peak of 16-bit matrix products; of 32-bit ones where it has no others."""
         return next(self.peak_flops[name] for name in ARITHMETICS if name in self.peak_flops)
 
+    def peak(self, precision: str) -> float:
+        """Return the peak of products in a data type; both of 16 bits have the same.
+
+        Raises:
+            ConfigError: none is known, and the device is no processor.
+        """
+        if precision in ("bfloat16", "float16"):
+            return self.flops
+        if precision in self.peak_flops or self.core is not None:
+            return self.peak_flops.get(precision, self.flops)
+        of_models = [name for name in ("bfloat16", "float32", "float64") if name in self.peak_flops]
+        raise ConfigError(
+            f"no peak of {self.name} in {precision} is known; expected a model in "
+            f"{' or '.join(of_models)}"
+        )
+
     @property
     def flops_per_byte(self) -> float:
         """FLOPs that must be done with each byte of memory for the peak to be the limit."""
@@ -158,6 +174,7 @@ class Link:
         in_step: on processors, time of a collective in a step beside the same alone: it copies what
             it sends and receives, out of caches that others use.
         strains: how it does over more and more units; none where nothing is known.
+        peers: of a full mesh, the devices to each of which a link of its own leads; else 0.
     """
 
     name: str
@@ -169,6 +186,11 @@ class Link:
     turn_s: float = 4e-4
     in_step: float = 2.2
     strains: tuple[Strain, ...] = ()
+    peers: int = 0
+
+    def among(self, num_members: int) -> float:
+        """Return the bandwidth of a device to `num_members - 1` others: of the links to them."""
+        return self.bandwidth * (min(1.0, (num_members - 1) / self.peers) if self.peers else 1.0)
 
     def over(self, num_units: int) -> Strain:
         """Return how it does between ranks that lie `num_units` apart."""

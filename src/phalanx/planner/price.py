@@ -50,7 +50,7 @@ class Price:
         optimizer_s: of the step of AdamW.
         model_flops: of the step of the whole job, attention causal.
         full_flops: the same with full attention.
-        peak_flops: of all devices, in a second.
+        peak_flops: of all devices, in a second, in the data type of the arithmetic.
     """
 
     compute_s: float
@@ -135,7 +135,7 @@ def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
         optimizer_s=costs.optimizer_s() / share,
         model_flops=model_flops,
         full_flops=full_flops,
-        peak_flops=job.totals.flops,
+        peak_flops=job.num_devices * job.device.peak(planned.precision),
     )
 
 

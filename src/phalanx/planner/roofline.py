@@ -50,11 +50,16 @@ def seconds(
 ) -> tuple[float, float]:
     """Return how long operations take a device one after another, and their launch the host.
 
-    A processor launches what it runs itself: there the second is 0.
+    A processor launches what it runs itself: there the second is 0. Other data types reach the
+    part of their peak that 16 bits reach of theirs.
+
+    Raises:
+        ConfigError: no peak of the device in this data type is known.
     """
     if device.core is not None:
         return _on_cores(operations, device, device.core, software, precision), 0.0
-    of_device = sum(_seconds(each, device, software) for each in operations)
+    peak = device.peak(precision)
+    of_device = sum(_seconds(each, device, software, peak) for each in operations)
     return of_device, software.launch_s * len(operations)
 
 
@@ -85,18 +90,18 @@ def _rate(of: Mapping[str, float], precision: str) -> float:
     return of.get(precision, slowest / 2 if precision == "float64" else slowest)
 
 
-def _seconds(of: Operation, device: Device, software: Software) -> float:
+def _seconds(of: Operation, device: Device, software: Software, peak: float) -> float:
     bandwidth = device.bandwidth * MEMORY
     products, attention = on_device(software, device)
     if of.product[0]:
         efficiency = products * _shape(of.product, device)
-        return max(of.flops / (device.flops * efficiency), of.num_bytes / bandwidth)
+        return max(of.flops / (peak * efficiency), of.num_bytes / bandwidth)
     if not of.scores:
         return software.fusion * of.num_bytes / bandwidth
     if not software.has_scores:
-        return of.flops / (device.flops * attention)
+        return of.flops / (peak * attention)
     is_backward = "backward" in of.name
-    in_products_s = of.flops * _UNMASKED[is_backward] / (device.flops * products * _BATCHED)
+    in_products_s = of.flops * _UNMASKED[is_backward] / (peak * products * _BATCHED)
     return in_products_s + _PASSES[is_backward] * 2 * of.scores / bandwidth
 
 
