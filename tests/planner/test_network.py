@@ -102,3 +102,23 @@ def test_an_exchange_leaves_a_server_by_its_own_link() -> None:
     across = network.exchange_s(Members(16, 1), 8e6, job, PLAIN)
     assert inside == pytest.approx(8e6 / 450e9, rel=0.3)
     assert across == pytest.approx(4e6 / 50e9, rel=0.3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_each_peer_of_a_full_mesh_has_a_link_of_its_own(size: int) -> None:
+    """An MI300X has 7 links of 64 GB/s: ranks use the links to their group, a message one."""
+    job, sent = CLUSTERS["mi300x"], 64e9
+    inside = reach(Members(size, 1), job, PLAIN)
+    assert inside.bandwidth == pytest.approx((size - 1) * 64e9)
+    gathered = seconds("all_gather", Members(size, 1), sent, 1, job, PLAIN)
+    assert gathered == pytest.approx(1 / (size - 1), rel=1e-3)
+    assert seconds("send", Members(size, 1), sent, 1, job, PLAIN) == pytest.approx(1, rel=1e-3)
+    exchanged = network.exchange_s(Members(size, 1), sent, job, PLAIN)
+    assert exchanged == pytest.approx(1 / (size - 1), rel=1e-3)
+
+
+def test_a_mesh_between_servers_has_the_links_of_the_network() -> None:
+    job, sent = CLUSTERS["mi300x"], 50e9
+    assert reach(Members(16, 1), job, PLAIN).bandwidth == pytest.approx(8 * 50e9)
+    assert reach(Members(4, 4), job, PLAIN).bandwidth == pytest.approx(64e9)  # two of each server
+    assert network.exchange_s(Members(2, 8), sent, job, PLAIN) == pytest.approx(0.5, rel=1e-3)

@@ -188,8 +188,11 @@ _NVLINK2 = _link("NVLink 2", 150, _HOP_S, "NVIDIA V100 data sheet: 300 GB/s both
 _NVLINK3 = _link("NVLink 3", 300, _HOP_S, "NVIDIA A100 data sheet: 600 GB/s both ways", "2021-06")
 _NVLINK4 = _link("NVLink 4", 450, _HOP_S, "NVIDIA H100 data sheet: 900 GB/s both ways", "2023-09")
 _NVLINK5 = _link("NVLink 5", 900, _HOP_S, "NVIDIA GB200 data sheet: 1.8 TB/s both ways", "2025-08")
-_XGMI = _link("Infinity Fabric", 448, _HOP_S,
-              "AMD MI300X data sheet: 7 links of 64 GB/s, one to each peer", "2023-12")  # fmt: skip
+_XGMI = dataclasses.replace(
+    _link("Infinity Fabric", 448, _HOP_S,
+          "AMD MI300X data sheet: 7 links of 64 GB/s, one to each peer", "2023-12"),
+    peers=7,
+)  # fmt: skip
 _EDR = _network("4x InfiniBand EDR a server", 6.25, "NVIDIA DGX-1 user guide", "2020-01")
 _HDR = _network("8x InfiniBand HDR a server", 25, "NVIDIA DGX A100 user guide", "2021-06")
 _EFA = _network("4x EFA 100 Gb/s a server", 6.25, "AWS EC2 P4d instances", "2020-11")

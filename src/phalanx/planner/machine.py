@@ -174,7 +174,7 @@ class Link:
         in_step: on processors, time of a collective in a step beside the same alone: it copies what
             it sends and receives, out of caches that others use.
         strains: how it does over more and more units; none where nothing is known.
-        peers: of a full mesh, the devices to each of which a link of its own leads; else 0.
+        peers: of a full mesh, the devices to each of which a link of its own leads; else None.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Link:
     turn_s: float = 4e-4
     in_step: float = 2.2
     strains: tuple[Strain, ...] = ()
-    peers: int = 0
+    peers: int | None = None
 
     def among(self, num_members: int) -> float:
         """Return the bandwidth of a device to `num_members - 1` others: of the links to them."""

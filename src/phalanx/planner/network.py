@@ -6,8 +6,9 @@ neighbours on a host. So the ranks of an axis lie `stride` devices apart.
     t = calls x (hops x latency of a hop + call)  +  bytes sent / bandwidth
 
 A ring enters and leaves a unit (a server, a pod) once, and its traffic there is carried by the
-links of all its ranks inside that unit: of 8 neighbours, 8 links carry it. The bandwidth is the
-lowest over the levels that a group crosses. Gathers and scatters go round the ring, each hop as
+links of all its ranks inside that unit: of 8 neighbours, 8 links carry it. In a full mesh each has
+the links to the other members alone, and a message one link. The bandwidth is the lowest over the
+levels that a group crosses. Gathers and scatters go round the ring, each hop as
 late as the slowest; sums of all go up and down a tree (NCCL; Thakur et al., Optimization of
 collective communication operations in MPICH, 2005).
 """
@@ -71,7 +72,8 @@ def reach(group: Members, cluster: Cluster, software: Software) -> Reach:
         if members > inside:
             part = software.outer_bandwidth if number else software.inner_bandwidth
             strain = level.link.over(apart)
-            bandwidth = min(bandwidth, level.link.bandwidth * part * strain.bandwidth * inside)
+            link_bandwidth = level.link.among(members) * part * strain.bandwidth
+            bandwidth = min(bandwidth, link_bandwidth * inside)
             latency_s, late_s = max(latency_s, level.link.latency_s), max(late_s, strain.late_s)
             inside = members
         if inside == group.size:
@@ -96,8 +98,11 @@ def seconds(
     if op in inside.link.measured and group.size * group.stride <= inside.devices:
         return _measured_s(op, group, sent_bytes, calls, cluster)
     found = reach(group, cluster, software)
+    bandwidth = found.bandwidth
+    if op == "send":
+        bandwidth = min(bandwidth, reach(Members(2, group.stride), cluster, software).bandwidth)
     call_s = hops(op, group.size) * found.latency_s + software.call_s
-    return calls * call_s + sent_bytes / found.bandwidth
+    return calls * call_s + sent_bytes / bandwidth
 
 
 def _measured_s(op: str, group: Members, sent_bytes: float, calls: int, cluster: Cluster) -> float:
@@ -120,7 +125,8 @@ def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: So
     """
     first = cluster.levels[0]
     inside = min(group.size, max(1, first.devices // group.stride))
-    inner_s = sent_bytes * inside / group.size / (first.link.bandwidth * software.inner_bandwidth)
+    inner_bandwidth = first.link.among(inside) * software.inner_bandwidth
+    inner_s = sent_bytes * inside / group.size / inner_bandwidth if inside > 1 else 0.0
     if inside == group.size:
         return inner_s + first.link.latency_s + software.call_s
     link = cluster.levels[1].link
