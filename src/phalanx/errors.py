@@ -226,3 +226,11 @@ def size_text(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} bytes"
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds in three digits, or all before the point, in the largest unit that is full."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if (rounded := float(f"{scale * seconds:.3g}")) >= 1 or not seconds:
+            return f"{scale * seconds:,.0f} {unit}" if rounded >= 100 else f"{rounded:.3g} {unit}"
+    return f"{1e6 * seconds:.3g} us"

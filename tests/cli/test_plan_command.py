@@ -73,6 +73,7 @@ def test_the_rules_stand_beside_the_search(capsys: pytest.CaptureFixture[str]) -
         assert each["strategy"].split(",")[0] == "dp2" and each["departs"].startswith("the search")
         assert each["step_time_s"] >= found["candidates"][0]["step_time_s"]
         assert all(each[name] in " ".join(text.split()) for name in ("rule", "why", "departs"))
+    assert fit["why"].endswith("<= 79.6 GiB") and not re.search(r"[0-9] GB\b", text)
 
 
 def test_a_strategy_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,9 +135,9 @@ def test_two_layers_of_8_gb_on_devices_of_10_gb() -> None:
     )
     said = [inequality(of, Strategy.parse(text)) for text in ("dp1", "pp2", "fsdp2")]
     assert said == [
-        "one device 16.0 GB > 10.0 GB",
-        "pp2 8.0 GB <= 10.0 GB",
-        "fsdp2 9.0 GB <= 10.0 GB",  # with the other layer's weights gathered in 16 bits
+        "one device 14.9 GiB > 9.3 GiB",
+        "pp2 7.5 GiB <= 9.3 GiB",
+        "fsdp2 8.4 GiB <= 9.3 GiB",  # with the other layer's weights gathered in 16 bits
     ]
     assert by_fit(of).strategy == Strategy.parse("fsdp2")
     alone = dataclasses.replace(of, num_devices=1)
@@ -175,7 +175,7 @@ def test_each_inequality_is_true() -> None:
             for seq_len in (8192, 131072):
                 of = sizes(model, num_devices, seq_len)
                 for left, sign, right in re.findall(
-                    r"([\d.]+) GB (<=|>) ([\d.]+) GB", by_fit(of).why
+                    r"([\d.]+) GiB (<=|>) ([\d.]+) GiB", by_fit(of).why
                 ):
                     seen += 1
                     assert (float(left) > float(right)) == (sign == ">"), by_fit(of).why

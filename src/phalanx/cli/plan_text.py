@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.errors import wrapped
-from phalanx.planner import explain
+from phalanx.cli.screen import WIDTH
+from phalanx.errors import time_text, wrapped
 from phalanx.planner.explain import Figures
 from phalanx.planner.several import BestPlan
 
@@ -54,7 +54,7 @@ def _show_rule(console: Console, of: dict[str, Any]) -> None:
     if of["step_time_s"] is None:
         _say(console, f"    {of['strategy']} cannot run: {of['why_not']}")
     else:
-        step = explain.time(of["step_time_s"])
+        step = time_text(of["step_time_s"])
         _say(console, f"    {of['strategy']}, microbatch {of['microbatch']}: {step}")
     if of["departs"]:
         _say(console, f"    {of['departs']}")
@@ -68,13 +68,13 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
     best = candidates[0]
     _say(
         console,
-        f"t_theoretical {explain.time(best.t_theoretical_s)} a step: model FLOPs / peak of all "
+        f"t_theoretical {time_text(best.t_theoretical_s)} a step: model FLOPs / peak of all "
         "devices, for every strategy\n",
     )
     console.print(table(candidates, unit))
     _say(console, f"\n{best.strategy}: {best.mesh}", "bold")
     causes = (
-        f"{name} {explain.time(s)} ({s / best.step_time_s:.0%})"
+        f"{name} {time_text(s)} ({s / best.step_time_s:.0%})"
         for name, s in best.causes_s.items()
         if s > 0.005 * best.step_time_s
     )
@@ -100,13 +100,11 @@ def _memory(of: Figures) -> str:
     return f"{' + '.join(held)} = {ends[-1] / 10:,.1f} of {usable:,.1f} {unit}"
 
 
-def table(rows: Iterable[Figures], unit: str = "tokens", widest: int = 34) -> Table:
+def table(rows: Iterable[Figures], unit: str = "tokens") -> Table:
     """Return strategies as a table of at most 100 columns."""
     rate = f"{unit}/s\na device"
-    drawn = _columns(("strategy", "batch", "step", rate, _MFU, "", "memory"))
-    for each in rows:
-        drawn.add_row(Text(_in_lines(each.strategy, widest)), *map(Text, cells(each)))
-    return drawn
+    heads = ("strategy", "batch", "step", rate, _MFU, "", "memory")
+    return _drawn(heads, [(each.strategy, *cells(each)) for each in rows])
 
 
 def cells(of: Figures) -> tuple[str, ...]:
@@ -115,7 +113,7 @@ def cells(of: Figures) -> tuple[str, ...]:
     full = round(BAR * part)
     return (
         f"{of.microbatch} x {of.accumulation}",
-        explain.time(of.step_time_s),
+        time_text(of.step_time_s),
         f"{of.tokens_per_s_per_device:,.0f}",
         f"{100 * of.mfu_causal:.1f} / {100 * of.mfu_full:.1f}",
         of.grade,
@@ -124,11 +122,11 @@ def cells(of: Figures) -> tuple[str, ...]:
 
 
 def _in_lines(strategy: str, widest: int) -> str:
-    """Return the text of a strategy in lines that end between its parts."""
+    """Return a strategy in lines of at most `widest` characters that end between its parts."""
     lines = [""]
     for part in strategy.split(","):
         joined = f"{lines[-1]},{part}" if lines[-1] else part
-        if len(joined) < widest or not lines[-1]:
+        if len(joined) < widest or not lines[-1]:  # a comma may follow
             lines[-1] = joined
         else:
             lines[-1] += ","
@@ -170,32 +168,39 @@ def show_several(console: Console, document: dict[str, Any]) -> None:
     is_scale = "scale" in document
     heads = ["devices"] if is_scale else ["cluster"]
     heads += ["strategy", "batch", "step", "tokens/s\na device", _MFU, ""]
-    heads += ["speed-up", "efficiency"] if is_scale else ["memory"]
-    drawn = _columns(heads)
+    heads += ["speed-up /\nefficiency" if is_scale else "memory"]
+    rows: list[Sequence[str]] = []
     for each in several:
         if each.figures is None:
             continue
         first = f"{each.num_devices:,}" if is_scale else each.cluster
         *values, memory = cells(each.figures)
-        last = (f"{each.speed_up:.2f}", f"{each.efficiency:.0%}") if is_scale else (memory,)
-        drawn.add_row(
-            first, Text(_in_lines(each.figures.strategy, 22)), *map(Text, [*values, *last])
-        )
+        last = memory.split()[-1]
+        if is_scale:
+            last = f"{each.speed_up:.2f} / {each.efficiency:.0%}"
+        rows.append((first, each.figures.strategy, *values, last))
     console.print()
-    console.print(drawn)
+    console.print(_drawn(heads, rows))
     for each in several:
         if each.figures is None:
             _say(console, f"{each.cluster}:{each.num_devices}: {each.why_not}")
     if not is_scale:
         for each in several:
             if each.figures is not None:
-                seconds = explain.time(each.figures.t_theoretical_s)
+                seconds = time_text(each.figures.t_theoretical_s)
                 _say(console, f"t_theoretical on {each.cluster}: {seconds}")
 
 
-def _columns(heads: Iterable[str]) -> Table:
+def _drawn(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table whose strategies take the columns that the other cells leave of a line."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in heads:
         is_left = head in ("cluster", "strategy", "", "memory")
         drawn.add_column(head, justify="left" if is_left else "right", no_wrap=True)
+    at, gaps = heads.index("strategy"), 2 * (len(heads) - 1)
+    widths = [max(map(len, "\n".join(of).split("\n"))) for of in zip(heads, *rows, strict=True)]
+    widest = WIDTH - gaps - sum(widths) + widths[at]
+    for row in rows:
+        in_lines = [_in_lines(cell, widest) if n == at else cell for n, cell in enumerate(row)]
+        drawn.add_row(*map(Text, in_lines))
     return drawn

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import ConfigError
-from phalanx.planner.explain import neighbours, time
+from phalanx.errors import ConfigError, time_text
+from phalanx.planner.explain import neighbours
 from phalanx.planner.given import answers
 from phalanx.planner.machine import Cluster
 from phalanx.planner.search import Candidate, Inequality, Question, search
@@ -34,7 +34,7 @@ class Choice:
         link = self.cluster.levels[0].link
         return [
             f"auto: {planned.strategy} with microbatch {planned.microbatch} x "
-            f"{planned.accumulation}, {time(self.best.price.step_s)} a step by the plan",
+            f"{planned.accumulation}, {time_text(self.best.price.step_s)} a step by the plan",
             *(f"  not {each}" for each in self.rejected),
             f"  planned on {self.cluster.num_devices} x {device.title}: {device.source}, "
             f"{device.date}; links {link.source}",

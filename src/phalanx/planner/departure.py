@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, time_text
 from phalanx.planner import explain, recipe
 from phalanx.planner.given import priced_strategy
 from phalanx.planner.search import MICROBATCHES, RECOMPUTE, Candidate, Inequality, Question
@@ -96,7 +96,7 @@ def departs(question: Question, rule: Candidate, best: Candidate) -> str:
         causes = sorted(saved, key=lambda cause: -sign * saved[cause])
         worth = [each for each in causes if sign * saved[each] > least]
         if worth:
-            seconds = [f"{explain.time(abs(saved[each]))} of {each}" for each in worth]
+            seconds = [f"{time_text(abs(saved[each]))} of {each}" for each in worth]
             parts.append(f"{verb} {', '.join(seconds)}")
     return "; ".join(parts)
 

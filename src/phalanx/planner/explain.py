@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from phalanx.errors import time_text
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.recipe import RING
@@ -180,7 +181,9 @@ def advice(question: Question, candidate: Candidate) -> list[str]:
     of = figures(question, candidate)
     largest = max(of.causes_s, key=lambda cause: of.causes_s[cause])
     part = of.causes_s[largest] / of.step_time_s
-    said = [f"{_NAMES.get(largest, largest)} bounds the step: {part:.0%} of {time(of.step_time_s)}"]
+    said = [
+        f"{_NAMES.get(largest, largest)} bounds the step: {part:.0%} of {time_text(of.step_time_s)}"
+    ]
     if largest == "compute" and part > _BOUND:
         said[0] += ", so that more devices shorten it"
     said += [line for _, line in sorted(_of_axes(of, candidate), reverse=True)]
@@ -203,14 +206,18 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
         RING: "in rings that attention does not hide; a lower degree or longer sequences hide more",
         "pp": f"in its bubble on {strategy.pp.degree} stages of {_microbatches(of.accumulation)}; "
         "more microbatches shorten it",
-        data: f"of {time(of.sent_s)} sent, which compute does not hide; a larger batch hides more",
+        data: f"of {time_text(of.sent_s)} sent, which compute does not hide; "
+        "a larger batch hides more",
         "optimizer": "in the step of AdamW; more shards shorten it",
     }
     for cause, lever in levers.items():
         seconds = of.causes_s[cause]
         if seconds > WORTH * of.step_time_s:
             name = cause if cause == "optimizer" else _text(strategy, cause)
-            yield seconds, f"{name} costs {time(seconds)} ({seconds / of.step_time_s:.0%}) {lever}"
+            yield (
+                seconds,
+                f"{name} costs {time_text(seconds)} ({seconds / of.step_time_s:.0%}) {lever}",
+            )
 
 
 def _microbatches(num: int) -> str:
@@ -234,8 +241,3 @@ def _of_recompute(question: Question, candidate: Candidate) -> str | None:
     if not isinstance(held, Inequality):
         return None
     return f"recompute:{kind} makes it fit; without, {held}"
-
-
-def time(seconds: float) -> str:
-    """Return seconds with three digits, in milliseconds below one."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

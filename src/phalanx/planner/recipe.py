@@ -197,7 +197,7 @@ def inequality(of: JobSizes, strategy: Strategy) -> str:
     """Return whether a strategy fits, as an inequality."""
     sign = "<=" if held(of, strategy) <= of.device_bytes else ">"
     name = "one device" if strategy.num_ranks == 1 else str(strategy)
-    return f"{name} {_gb(held(of, strategy))} {sign} {_gb(of.device_bytes)}"
+    return f"{name} {_gib(held(of, strategy))} {sign} {_gib(of.device_bytes)}"
 
 
 def _sharded(of: JobSizes, split: Strategy) -> Strategy:
@@ -290,5 +290,5 @@ def _billions(parameters: float) -> str:
     return f"{parameters / 1e9:.3g} B"
 
 
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

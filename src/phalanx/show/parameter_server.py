@@ -16,6 +16,7 @@ from typing import Annotated, Final, NamedTuple
 import torch
 
 from phalanx.config.fields import Range
+from phalanx.errors import time_text
 from phalanx.launch.local import run_ranks
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
@@ -77,9 +78,9 @@ def show_parameter_server(config: ShowServer) -> Shown:
     ring_heads = ["rank", "sends", "receives", "load out", "load in"]
     parts: list[Grid | str] = [
         Grid("by a master, in weights", heads, rows, heads[1:]),
-        f"{seconds(out * unit_s)} to the master, {seconds(back * unit_s)} back",
+        f"{time_text(out * unit_s)} to the master, {time_text(back * unit_s)} back",
         Grid("by a ring all-reduce, in weights", ring_heads, in_ring, ring_heads[1:]),
-        f"the ring {seconds(ring_s)}",
+        f"the ring {time_text(ring_s)}",
         growth(unit_s),
         *(trace(kind, option) for kind, option in KINDS),
     ]
@@ -92,11 +93,6 @@ def show_parameter_server(config: ShowServer) -> Shown:
         "torch has none; dist.reduce(gradients, dst=0) and dist.broadcast(weights, src=0) move the "
         "same bytes",
     )  # fmt: skip
-
-
-def seconds(value: float) -> str:
-    """Return seconds with three digits."""
-    return f"{value:.3g} s"
 
 
 def _row(name: str, link: LinkBytes, to_master: float, back: float) -> list[str]:
@@ -142,8 +138,8 @@ def _ring_bytes() -> float:
 def growth(unit_s: float) -> Grid:
     """Return seconds of an exchange over the number of ranks, by formulas."""
     rows = [
-        [str(ranks), *(seconds(2 * max(1, (ranks - 1) / num) * unit_s) for num in (1, 4)),
-         seconds(2 * (ranks - 1) / ranks * unit_s)]
+        [str(ranks), *(time_text(2 * max(1, (ranks - 1) / num) * unit_s) for num in (1, 4)),
+         time_text(2 * (ranks - 1) / ranks * unit_s)]
         for ranks in GROWTH
     ]  # fmt: skip
     heads = ["ranks", "1 server and workers", "4 servers and as many workers", "ring"]
