@@ -22,6 +22,7 @@ def test_the_client_of_openai(folder: Path) -> None:
     with serving(folder, Limits(api_key="secret")) as server:
         client = openai.OpenAI(api_key="secret", base_url=f"http://127.0.0.1:{server.port}/v1")
         assert [each.id for each in client.models.list()] == ["hf"]
+        assert client.models.retrieve("hf").id == "hf"
         options: dict[str, Any] = {"model": "hf", "temperature": 0, "max_tokens": 12}
         whole = client.completions.create(prompt="Once upon", **options)
         pieces = client.completions.create(prompt="Once upon", stream=True, **options)
@@ -37,6 +38,10 @@ def test_the_client_of_openai(folder: Path) -> None:
             texts += [choice.delta.content or "" for choice in part.choices]
         assert "".join(texts) == message.choices[0].message.content
         assert usage.completion_tokens == message.usage.completion_tokens
+        said = message.choices[0].message
+        for answer in (said, said.model_dump(), said.model_dump(exclude_none=True)):
+            again = {**chat, "messages": [*chat["messages"], answer]}
+            assert client.chat.completions.create(**again).usage.prompt_tokens > 12
         with pytest.raises(openai.BadRequestError, match="the nearest that fits"):
             client.completions.create(prompt="a", model="hf", max_tokens=1000)
         with pytest.raises(openai.NotFoundError, match="there is no model"):

@@ -1,6 +1,7 @@
 """The bodies of HTTP requests and answers, in the form of OpenAI's API: parsed, checked, written.
 
-A field that is not known, or whose value is not computed, is refused by its name.
+A field that is not known, or whose value is not computed, is refused by its name, unless it is
+null.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,18 +26,29 @@ MAX_MESSAGES: Final = 4096
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class StreamOptions(BaseModel):
+class Body(BaseModel):
+    """A body, or an object in one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_null(cls, values: Any) -> Any:
+        """Take a field that is not known if it is null: clients send whole messages back so."""
+        if not isinstance(values, dict):
+            return values
+        given = cast("dict[str, Any]", values).items()
+        return {name: v for name, v in given if v is not None or name in cls.model_fields}
+
+
+class StreamOptions(Body):
     """What a stream has beside its pieces."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(Body):
     """What completions and chats have in common."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -65,7 +77,7 @@ class GenerationBody(BaseModel):
     @property
     def has_usage(self) -> bool:
         """Whether a stream ends with the counts of its tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def samplings(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
         """Return the options of each continuation of a prompt; without a seed, random ones.
@@ -110,22 +122,18 @@ class CompletionBody(GenerationBody):
         return [prompt] if prompt and isinstance(prompt[0], int) else prompt
 
 
-class MessagePart(BaseModel):
+class MessagePart(Body):
     """A part of a message; only texts are read."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Body):
     """One message of a chat."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     role: Annotated[str, Field(max_length=64)]
-    content: str | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)] | None
+    content: str | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
 
     @model_validator(mode="after")
@@ -142,10 +150,8 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content or ())
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """The form of an answer; only texts are built."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
 
