@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import functools
+import os
 import shutil
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +18,11 @@ import torch
 from served_model import Client, published, serving
 
 from phalanx import train_decoder
+from phalanx.checkpoint import manifest
 from phalanx.config import ShapeConfig
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.infer.assembly import engine_of
+from phalanx.infer.follow import follow
 from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.ranks import with_engine
 from phalanx.infer.served import Served, open_served
@@ -78,8 +85,15 @@ def test_a_server_takes_the_weights_of_a_later_checkpoint(
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def unreadable(run: Path) -> dict[int, Path]:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def test_a_checkpoint_that_memory_has_no_room_for_is_tried_again(
-    trained: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trained: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     early, late = trained
     run = tmp_path / "run"
@@ -97,9 +111,43 @@ def test_a_checkpoint_that_memory_has_no_room_for_is_tried_again(
             time.sleep(0.01)
         assert text_of(client) == before and client.ask("/health")[0] == 200
         runner.read = own
+        with monkeypatch.context() as patch:  # a server of files that does not answer
+            patch.setattr(manifest, "whole", unreadable)
+            while "cannot look for a later checkpoint: Input/output error" not in caplog.text:
+                time.sleep(0.01)
         while client.ask("/stats")[1]["checkpoint"] != late.name:
             time.sleep(0.01)
         assert text_of(client) != before
+
+
+def test_attempts_to_load_a_damaged_checkpoint_become_rarer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, attempts = list[int](), list[tuple[str, int]]()
+    found = {1: tmp_path / "1", 2: tmp_path / "2"}
+
+    def whole(run: Path) -> dict[int, Path]:
+        looks.append(len(looks) + 1)
+        if len(looks) == 40:
+            found[3] = tmp_path / "3"
+        return found
+
+    def load(folder: Path) -> Future[bool]:
+        attempts.append((folder.name, looks[-1]))
+        loaded: Future[bool] = Future()
+        loaded.set_result(folder.name == "3")
+        return loaded
+
+    async def follow_for_a_while() -> None:
+        thread: Any = SimpleNamespace(load=load)
+        follower = asyncio.ensure_future(follow(tmp_path, found[1], 0, thread))
+        while len(looks) < 60:
+            await asyncio.sleep(0)
+        follower.cancel()
+
+    monkeypatch.setattr(manifest, "whole", whole)
+    asyncio.run(follow_for_a_while())
+    assert attempts == [("2", look) for look in (1, 2, 4, 8, 16, 32)] + [("3", 40)]
 
 
 def load_and_write(late: Path, other: Path, out: Path, served: Served, texts: TextEngine) -> None:
