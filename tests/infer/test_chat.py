@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from served_model import published
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from phalanx.errors import ConfigError
@@ -61,6 +62,13 @@ def test_whatever_a_template_raises_refuses_the_messages(
     chat = Chat(open_served(published(tmp_path, tokenizer_config={"chat_template": template})))
     with pytest.raises(ConfigError, match=f"chat template refuses these messages: .*({why})"):
         chat.encode([Message(role="user", content="a")])
+
+
+def test_a_text_that_the_tokenizer_has_no_token_for_is_refused(tmp_path: Path) -> None:
+    folder = published(tmp_path)
+    (folder / "tokenizer.json").write_text(Tokenizer(models.WordLevel({"a": 0})).to_str())
+    with pytest.raises(ConfigError, match=r"the tokenizer cannot encode the prompt: .*UNK"):
+        open_served(folder).encode("b")
 
 
 def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:

@@ -123,14 +123,18 @@ def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> No
     assert found[0]["choices"] == found[1]["choices"]
     messages: list[Any] = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
+        {"role": "assistant"},
         {"role": "user", "content": "b"},
     ]
     chat = {"messages": messages, "response_format": {"type": "text"}, "max_tokens": 1}
+    chat |= {"tools": None, "stream_options": {"include_usage": None}}
     usage = client.ask("/v1/chat/completions", chat)[1]["usage"]
     assert usage["prompt_tokens"] == len(["<s>", "a", "b"])  # the tokenizer has no line break
     for wrong, why in (
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tools": [{"type": "function"}]}, "tools: is not known, or not built"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "user", "content": None}]}, "only an assistant's may be"),
     ):
         status, answer = client.ask("/v1/chat/completions", {**chat, **wrong})
@@ -412,17 +416,25 @@ def test_a_stop_text_of_several_tokens_ends_a_stream_before_it(client: Client) -
     assert pieces[-1]["finish_reason"] == "stop" and len(pieces) > 2
 
 
+class Panic(BaseException):
+    """What the libraries of Rust raise where they panic."""
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(ValueError("a kernel has failed"), "a kernel has failed"), (Panic(), "Panic")],
+)
 def test_an_engine_that_fails_answers_all_who_wait(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture, error: BaseException, why: str
 ) -> None:
     with serving(folder) as client:
 
         def fails(step: Any) -> Any:
-            raise ValueError("a kernel has failed")
+            raise error
 
         client.engine._logits = fails  # pyright: ignore[reportPrivateUsage]
         status, answer = client.ask("/v1/completions", {"prompt": "a"})
-        assert (status, answer["error"]["message"]) == (503, "a kernel has failed")
+        assert (status, answer["error"]["message"]) == (503, why)
         assert client.ask("/health")[0] == 503
         assert client.ask("/v1/completions", {"prompt": "a"})[0] == 503
-        assert "the engine has ended" in caplog.text and "ValueError" in caplog.text
+        assert "the engine has ended" in caplog.text and type(error).__name__ in caplog.text

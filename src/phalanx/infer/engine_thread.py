@@ -161,9 +161,9 @@ class EngineThread:
         try:
             while self._take_orders():
                 self._step()
-        except Exception as error:  # each who waits is to hear of it
+        except BaseException as error:  # also a panic of Rust: each who waits is to hear of it
             LOGGER.exception("the engine has ended")
-            self.failure = message_of(error)
+            self.failure = message_of(error) or type(error).__name__
             self._call_on_loop(self._fail)
 
     def _fail(self) -> None:

@@ -18,7 +18,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
     GENERATION,
     ORIGIN,
@@ -59,10 +59,16 @@ class Served:
     template_names: dict[str, str]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
-        if self.begin_ids is None:
-            return self.tokenizer.encode(text, add_special_tokens=True).ids
-        return [*self.begin_ids, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+        """Return the tokens of a prompt.
+
+        Raises:
+            ConfigError: the tokenizer has no token for a part of the text.
+        """
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=self.begin_ids is None).ids
+        except Exception as error:  # the library raises no narrower one
+            raise ConfigError(f"the tokenizer cannot encode the prompt: {error}") from error
+        return [*(self.begin_ids or ()), *ids]
 
 
 def open_served(path: Path) -> Served:
