@@ -18,8 +18,8 @@ from namespaces import switch as switch
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, TrainConfig
 from phalanx.config.file import to_toml
-from phalanx.config.law import check
 from phalanx.config.schema import ServerConfig
+from phalanx.config.validate import check
 from phalanx.errors import ConfigError
 from phalanx.train.job.resume import to_keep
 from phalanx.train.run import train

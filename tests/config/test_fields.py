@@ -26,7 +26,7 @@ from phalanx.config.fields import (
     with_value,
 )
 from phalanx.config.help import texts_of
-from phalanx.config.law import check
+from phalanx.config.validate import check
 from phalanx.errors import ConfigError
 from phalanx.train.job.resume import to_keep
 from phalanx.verify.settings import VerifyConfig

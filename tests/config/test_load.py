@@ -12,8 +12,8 @@ from phalanx.config import CorpusConfig, OptimizerConfig, TrainConfig
 from phalanx.config.fields import (
     settings,
 )
-from phalanx.config.law import check
 from phalanx.config.load import load_config, unfound_paths
+from phalanx.config.validate import check
 from phalanx.errors import ConfigError, PhalanxError
 
 KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range, Schema, settings
-from phalanx.config.law import AUTO
 from phalanx.config.schema import JobConfig, RunConfig
+from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from phalanx.cli import script
 from phalanx.cli.screen import print_json, screen, show_config
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, check_values, settings, value_at
-from phalanx.config.law import check_warmup
 from phalanx.config.load import Loaded, load_config
+from phalanx.config.validate import check_warmup
 from phalanx.data.corpus import sources
 from phalanx.errors import ConfigError
 from phalanx.verify.settings import QUANTITIES, VerifyConfig, VerifyTrainConfig

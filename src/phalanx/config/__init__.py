@@ -1,6 +1,5 @@
 """The one typed configuration: a TOML file, the command line and the API all make this value."""
 
-from phalanx.config.law import BatchPlan, solve_batch
 from phalanx.config.schema import (
     BatchConfig,
     CorpusConfig,
@@ -8,6 +7,7 @@ from phalanx.config.schema import (
     ShapeConfig,
     TrainConfig,
 )
+from phalanx.config.validate import BatchPlan, solve_batch
 
 __all__ = [
     "BatchConfig",

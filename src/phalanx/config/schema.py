@@ -2,7 +2,7 @@
 
 The sections of the file are the nested dataclasses below, so `[optimizer] lr = 1e-3` in a file is
 `--optimizer.lr 1e-3` on the command line and `TrainConfig(optimizer=OptimizerConfig(lr=1e-3))` in
-Python. Beside its type a field has its range and what it is for; `law` has what contradicts what.
+Python. Beside its type a field has its range and purpose; `validate` has what contradicts what.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.config.fields import SEED, STEPS, Range
-from phalanx.config.law import AUTO
 from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
+from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.attach import report_in_one_message
 from phalanx.launch.rank_env import read_rank_env

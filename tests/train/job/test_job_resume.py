@@ -18,8 +18,8 @@ import pytest
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, ShapeConfig
-from phalanx.config.law import check
 from phalanx.config.load import load_config
+from phalanx.config.validate import check
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, remarks_on, resolve

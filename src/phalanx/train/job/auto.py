@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from phalanx.config import TrainConfig
-from phalanx.config.law import AUTO
+from phalanx.config.validate import AUTO
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.models.shape import ModelShape
 from phalanx.planner.calibration import ASSUMED, this_machine

@@ -17,8 +17,8 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
-from phalanx.config.law import AUTO, check
 from phalanx.config.schema import JobConfig
+from phalanx.config.validate import AUTO, check
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env

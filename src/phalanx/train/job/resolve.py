@@ -13,7 +13,7 @@ from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint.manifest import Manifest, not_whole_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
-from phalanx.config.law import check_warmup
+from phalanx.config.validate import check_warmup
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples

@@ -16,7 +16,7 @@ from phalanx.config import (
     TrainConfig,
     solve_batch,
 )
-from phalanx.config.law import check
+from phalanx.config.validate import check
 from phalanx.errors import BatchError, ConfigError, StrategyError
 
 counts = st.integers(1, 64)
