@@ -114,15 +114,18 @@ class Device:
         """Peak of 16-bit matrix products; of 32-bit ones where it has no others."""
         return next(self.peak_flops[name] for name in ARITHMETICS if name in self.peak_flops)
 
+    def has_peak(self, precision: str) -> bool:
+        """Return whether the peak of products in a data type is known, or of a core its rates."""
+        is_half = precision in ("bfloat16", "float16")
+        return is_half or precision in self.peak_flops or self.core is not None
+
     def peak(self, precision: str) -> float:
         """Return the peak of products in a data type; both of 16 bits have the same.
 
         Raises:
             ConfigError: none is known, and the device is no processor.
         """
-        if precision in ("bfloat16", "float16"):
-            return self.flops
-        if precision in self.peak_flops or self.core is not None:
+        if self.has_peak(precision):
             return self.peak_flops.get(precision, self.flops)
         of_models = [name for name in ("bfloat16", "float32", "float64") if name in self.peak_flops]
         raise ConfigError(

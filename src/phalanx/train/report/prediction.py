@@ -102,8 +102,8 @@ class Judged:
         return table
 
 
-def predict(planned: PlannedStep, ceiling: float | None) -> Predicted:
-    """Predict a run on the machine at hand.
+def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
+    """Predict a run on the machine at hand; None where its peak in the data type is unknown.
 
     Where no calibration file says what the machine does, the rate of products that the run itself
     has measured takes its place.
@@ -119,6 +119,8 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted:
         source = "products as the run measured them"
         compute = dataclasses.replace(ASSUMED, best=rates, sustained=rates, source=source)
     cluster = this_machine(num_ranks, compute)
+    if not cluster.device.has_peak(planned.precision):
+        return None
     cost = price(planned, cluster, SOFTWARE["phalanx"])
     held = memory(planned, cluster.device)[0]
     link = cluster.levels[0].link

@@ -186,7 +186,8 @@ def _judged(
     planned = session.planned() if session.is_first else None
     if planned is None or session.config.compile:
         return None
-    return judge(predict(planned, records.ceiling_flops_per_s), steps, memory)
+    predicted = predict(planned, records.ceiling_flops_per_s)
+    return None if predicted is None else judge(predicted, steps, memory)
 
 
 def _paths(session: Session) -> dict[str, str]:

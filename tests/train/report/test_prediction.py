@@ -1,0 +1,21 @@
+"""What the planner predicts of a run: nothing where no peak of the device is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.models.registry import shape_of
+from phalanx.planner.hardware import cluster
+from phalanx.planner.planned import PlannedStep
+from phalanx.strategy import Strategy
+from phalanx.train.report import prediction
+
+
+def test_a_run_without_a_known_peak_has_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A B200 has products of 64 bits, but the catalogue knows no rate of them."""
+    monkeypatch.setattr(prediction, "this_machine", lambda *_: cluster("b200:1"))
+    found = [
+        prediction.predict(PlannedStep(shape_of("demo"), Strategy(), 128, 1, 1, name), None)
+        for name in ("bfloat16", "float32", "float64")
+    ]
+    assert [each is None for each in found] == [False, False, True]
