@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marks import by_hand
-from phalanx.comm.algorithms.catalogue import COLLECTIVES, algorithms_of, list_steps
+from phalanx.comm.algorithms.catalogue import COLLECTIVES, ROOTED, algorithms_of, list_steps
 from phalanx.errors import ConfigError
 from phalanx.show import main_device, one_step, owner
 from phalanx.show.collective import ShowCollective, show_collective, values_text
@@ -50,10 +50,11 @@ FAST = [("scatter", "tree"), ("all-to-all", "halving-doubling"), ("barrier", "di
 def test_collectives_give_the_result_of_torch_and_the_bytes_of_their_steps(
     collective: str, algorithm: str
 ) -> None:
-    shown = show_collective(collective, algorithm, ShowCollective(ranks=4, root=2))
+    root = 2 if collective in ROOTED else 0
+    shown = show_collective(collective, algorithm, ShowCollective(ranks=4, root=root))
     (strip,), (totals,) = strips(shown), grids(shown)
     name = "hierarchical/2" if algorithm == "hierarchical" else algorithm
-    steps = list_steps(collective, name, 4, 2)
+    steps = list_steps(collective, name, 4, root)
     assert len(strip.frames) == 1 + len(steps)
     for rank, (_, num_messages, num_bytes) in enumerate(totals.rows):
         sent = [s for frame in strip.frames for s in frame.sent if s.source == rank]
@@ -69,7 +70,9 @@ def test_an_example_of_a_sum_has_a_digit_for_each_rank_and_stands_where_ranks_ad
     assert "sum" not in values_text("broadcast", list_steps("broadcast", "ring", 3), 3)
 
 
-def test_a_root_that_is_no_rank_is_refused() -> None:
+def test_a_root_that_is_no_rank_or_has_no_use_is_refused() -> None:
+    with pytest.raises(ConfigError, match="root is 1, but all-reduce has no root; leave it out"):
+        show_collective("all-reduce", "ring", ShowCollective(root=1))
     with pytest.raises(ConfigError, match="root is 7, and the ranks are 0 to 2; the nearest is 2"):
         show_collective("broadcast", "ring", ShowCollective(ranks=3, root=7))
 

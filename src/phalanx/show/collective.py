@@ -96,12 +96,14 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
     """Run a collective by an algorithm; the command line may ask for another one.
 
     Raises:
-        ConfigError: it is not written by this algorithm, or no rank is the root.
+        ConfigError: it is not written by this algorithm, or has no such root.
     """
     algorithm = config.algorithm or algorithm or DEFAULT[collective]
     if algorithm == "hierarchical":
         algorithm = f"hierarchical/{max(1, config.ranks // 2)}"
-    if (root := config.root) >= config.ranks:
+    if (root := config.root) and collective not in ROOTED:
+        raise ConfigError(f"root is {root}, but {collective} has no root; leave it out")
+    if root >= config.ranks:
         raise ConfigError(
             f"root is {root}, and the ranks are 0 to {config.ranks - 1}; the nearest is "
             f"{config.ranks - 1}"
