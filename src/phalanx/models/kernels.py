@@ -40,3 +40,12 @@ def device_type(x: Tensor) -> str:
 def chunked_type(x: Tensor) -> str:
     """Return the type of the device whose chunks of rows the loss takes."""
     return _ASSUMED.get() if x.is_meta and _IN_CHUNKS.get() else x.device.type
+
+
+def chunk_starts(x: Tensor, num_rows: int) -> list[int]:
+    """Return where chunks of `num_rows` rows of x begin.
+
+    On the meta device the first two and the last: what the others make and free is as large.
+    """
+    starts = [*range(0, len(x), num_rows)]
+    return [*starts[:2], *starts[2:][-1:]] if x.is_meta else starts

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.models.kernels import chunked_type
+from phalanx.models.kernels import chunk_starts, chunked_type
 
 IGNORE = -100
 """The label of a token that does not count."""
@@ -86,14 +86,13 @@ class _ChunkedLoss(Function):
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         d_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         d_weight_VD = None
-        for start in range(0, len(hidden_ND), num_rows):
+        for start in chunk_starts(hidden_ND, num_rows):
             rows = slice(start, start + num_rows)
             hidden_nD = hidden_ND[rows]
             logits_nV = hidden_nD @ compute_VD.T
-            for logits_bV, labels_b in zip(
-                logits_nV.split(block_rows), labels_N[rows].split(block_rows), strict=True
-            ):
-                loss += block_loss(logits_bV, labels_b, wide)
+            for first in chunk_starts(logits_nV, block_rows):
+                block = slice(first, first + block_rows)
+                loss += block_loss(logits_nV[block], labels_N[rows][block], wide)
             if d_hidden_ND is not None:
                 # Ignored rows are left out here: rows of D cost less than rows of V.
                 is_ignored_n1 = (labels_N[rows] == IGNORE)[:, None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.models.kernels import chunked_type
+from phalanx.models.kernels import chunk_starts, chunked_type
 from phalanx.models.loss import IGNORE
 from phalanx.parallel.composite import once_differentiable
 from phalanx.parallel.tensor.layout import Layout
@@ -76,7 +76,8 @@ class _SplitLoss(Function):
         is_mine_N = is_valid_N & (labels_N >= ids.start) & (labels_N < ids.stop)
         target_N1 = (labels_N - ids.start).where(is_mine_N, 0)[:, None]
         step = max(1, _BLOCK_ELEMENTS.get(chunked_type(logits_NV), 1 << 23) // max(1, len(ids)))
-        blocks = [slice(n, n + step) for n in range(0, len(logits_NV) if ids else 0, step)]
+        starts = chunk_starts(logits_NV, step) if ids else []
+        blocks = [slice(n, n + step) for n in starts]
         sums_2N = logits_NV.new_zeros((2, len(logits_NV)), dtype=wide)
         for rows in blocks:
             x_bV = logits_NV[rows] - top_N[rows, None]
