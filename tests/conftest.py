@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Generator
 from itertools import chain
 from multiprocessing import forkserver
@@ -73,3 +74,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_sessionfinish() -> None:
     WARM.end_all()
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Hold the clock of this process: a test moves its only element."""
+    held = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: held[0])
+    return held

@@ -5,12 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.server import coordinator as module
 from phalanx.server.coordinator import Coordinator, Fenced, JobJournal
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
 from phalanx.server.shard import Shard
 from phalanx.server.shard_server import Server
+from phalanx.server.tasks import LEASE_S
+
+
+def listen(coordinator: Coordinator, now_s: list[float], for_s: float) -> None:
+    """Have time pass in which a coordinator listens."""
+    for _ in range(round(for_s / 0.125)):
+        now_s[0] += 0.125
+        coordinator.tick()
 
 
 def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:
@@ -53,12 +60,9 @@ def test_a_server_that_was_held_for_lost_has_no_copy_until_it_is_sent_one(tmp_pa
         coordinator.close()
 
 
-def test_a_name_is_kept_for_the_server_that_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_kept_for_the_server_that_has_it(tmp_path: Path, now_s: list[float]) -> None:
     own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
-    coordinator, now_s = Coordinator(1, "job", tmp_path / "journal", *own), [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+    coordinator = Coordinator(1, "job", tmp_path / "journal", *own)
 
     def beat(incarnation: str) -> str:
         fields = {"name": "a", "role": "server", "address": incarnation, "synced": []}
@@ -71,16 +75,71 @@ def test_a_name_is_kept_for_the_server_that_has_it(
         epoch = coordinator.map["epoch"]
         for _ in range(4):  # two containers of one name: the first is there, and stays
             assert beat("second") == "first" and beat("first") == "first"
-            now_s[0] += 0.5 * module.LEASE_S
-            coordinator.tick()
-        now_s[0] += 0.1
+            listen(coordinator, now_s, 0.5 * LEASE_S)
+        listen(coordinator, now_s, 0.125)
         with pytest.raises(ValueError, match="another process is a already; give each server its"):
             beat("second")
         assert coordinator.map["epoch"] == epoch
         assert beat("third") == "first"  # started again after the first has ended
-        now_s[0] += module.LEASE_S + 0.1
-        coordinator.tick()
+        listen(coordinator, now_s, LEASE_S + 0.125)
         assert beat("third") == "third"
+    finally:
+        coordinator.close()
+
+
+def test_silence_counts_while_the_coordinator_listens(tmp_path: Path, now_s: list[float]) -> None:
+    """Not while it is stopped. A server that is lost, or replaced, is not back by being alive."""
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    coordinator = Coordinator(2, "job", tmp_path / "journal", *own)
+
+    def say(kind: str, name: str, incarnation: str) -> list[str]:
+        fields = {"name": name, "role": "server", "address": name, "incarnation": incarnation}
+        message = WireMessage(kind, {**fields, "job": "job", "synced": []})
+        coordinator.handle(b"", message)
+        return sorted(coordinator.map["addresses"])
+
+    try:
+        for name in "ab":
+            say("beat", name, "1")
+        for _ in range(10):
+            now_s[0] += 100 * LEASE_S
+            coordinator.tick()
+            assert say("alive", "a", "1") == ["a", "b"]
+        listen(coordinator, now_s, LEASE_S - 2)
+        assert say("alive", "a", "1") == ["a", "b"]
+        listen(coordinator, now_s, 2)
+        assert say("alive", "a", "1") == say("alive", "b", "1") == ["a"]
+        assert say("beat", "b", "2") == ["a", "b"]
+        listen(coordinator, now_s, LEASE_S)
+        assert say("alive", "a", "1") == say("alive", "b", "1") == ["a", "b"]
+        listen(coordinator, now_s, 0.125)
+        assert say("alive", "b", "2") == ["a"]
+    finally:
+        coordinator.close()
+
+
+def test_a_coordinator_stays_until_servers_that_are_there_know_of_the_end(
+    tmp_path: Path, now_s: list[float]
+) -> None:
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    coordinator = Coordinator(3, "job", tmp_path / "journal", *own)
+
+    def say(kind: str, name: str) -> None:
+        fields = {"name": name, "role": "server", "address": name, "incarnation": "1"}
+        coordinator.handle(b"", WireMessage(kind, {**fields, "job": "job", "synced": []}))
+
+    try:
+        for name in "abc":
+            say("beat", name)
+        coordinator.handle(b"", WireMessage("end"))
+        say("beat", "a")
+        for _ in range(4):  # b computes, and c has gone
+            listen(coordinator, now_s, LEASE_S)
+            assert not coordinator.is_over
+            say("alive", "b")
+        say("beat", "b")
+        listen(coordinator, now_s, 0.125)
+        assert coordinator.is_over
     finally:
         coordinator.close()
 

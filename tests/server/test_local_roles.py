@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import traceback
@@ -13,9 +14,10 @@ import torch
 import zmq
 
 from phalanx.errors import TrainingError
-from phalanx.server import coordinator, replica, requests, role, wire
+from phalanx.server import beats, coordinator, loop_clock, replica, requests, role, tasks, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
+from phalanx.server.coordinator import Coordinator
 from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
@@ -27,14 +29,17 @@ pytestmark = pytest.mark.usefixtures("fast_clocks")
 
 SIZES = [700, 37]
 
-CLOCKS = {"HELLO_S": 0.05, "AGAIN_S": 0.05, "LONGEST_AGAIN_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01}
-"""Seconds of constants of the modules of a job, in these tests."""
+CLOCKS = {
+    "HELLO_S": 0.05, "AGAIN_S": 0.05, "LONGEST_AGAIN_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01,
+    "LEASE_S": 1e6,
+}  # fmt: skip
+"""Seconds of constants of the modules of a job, in these tests: no load makes a lease expire."""
 
 
 @pytest.fixture
 def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have roles and workers ask again, beat and look up ten times as often."""
-    for module in (coordinator, replica, requests, role, wire):
+    """Have roles and workers ask again, beat and look up ten times as often, and lose nobody."""
+    for module in (beats, coordinator, loop_clock, replica, requests, role, tasks, wire):
         for name in CLOCKS.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, CLOCKS[name])
 
@@ -102,6 +107,23 @@ def run(
     return clients
 
 
+def lose(made: LocalRoles, name: str) -> None:
+    """Stop a server, and have the coordinator find at once that its lease is over."""
+    made.stop(name)
+    keeper = made.roles["coordinator"]
+    assert isinstance(keeper, Coordinator)
+
+    def tick() -> None:
+        if name in keeper._heard_s:
+            keeper._heard_s[name] = -math.inf
+        Coordinator.tick(keeper)
+
+    keeper.tick = tick
+    while name in keeper.map["addresses"]:
+        time.sleep(0.001)
+    del keeper.tick
+
+
 def end(clients: list[Client]) -> None:
     for client in clients:
         client.close()
@@ -115,14 +137,35 @@ def test_whole_numbers_survive_lost_doubled_and_reordered_messages(law: Consiste
         end(run(made, law, 4, {}))
 
 
-def test_a_server_that_is_lost_is_replaced_by_its_backup_and_comes_back(
+def test_a_server_that_is_lost_is_replaced_by_its_backup_and_comes_back() -> None:
+    with local_roles(2) as made:
+        keeper = made.roles["coordinator"]
+        assert isinstance(keeper, Coordinator)
+
+        def lose_server() -> None:
+            while (1, "server0") not in keeper._synced:  # its next beat says that it has a copy
+                time.sleep(0.001)
+            lose(made, "server1")
+
+        end(run(made, Consistency("ps", 2), 9, {3: lose_server, 6: lambda: made.start("server1")}))
+        log = made.log.read_text()
+        assert "server1 lost" in log and "shard 1 is lost" not in log and "server0 lost" not in log
+
+
+def test_nobody_is_lost_and_nobody_gives_up_where_a_whole_job_was_suspended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coordinator, "LEASE_S", 1.0)
+    clock, late_s = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + late_s[0])
+    for module in (coordinator, tasks):
+        monkeypatch.setattr(module, "LEASE_S", 100.0)
+
+    def suspend() -> None:
+        late_s[0] += 1000.0
+
     with local_roles(2) as made:
-        at = {3: lambda: made.stop("server1"), 6: lambda: made.start("server1")}
-        end(run(made, Consistency("ps", 2), 9, at))
-        assert "shard 1 is lost" not in made.log.read_text()
+        end(run(made, Consistency("ps", 2), 6, {2: suspend, 4: suspend}))
+        assert " lost" not in made.log.read_text()
 
 
 def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
@@ -175,8 +218,7 @@ def test_a_shard_that_is_lost_with_its_only_server_ends_the_job(
     with local_roles(1) as made:
         client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
         client.pull(weights, 0)
-        made.stop("server0")
-        monkeypatch.setattr(coordinator, "LEASE_S", 0.3)  # a server that is slow is not lost
+        lose(made, "server0")
         monkeypatch.setattr(requests, "ALONE_S", 0.3)
         if comes_back:
             made.start("server0")

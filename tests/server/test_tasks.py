@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.server.message import WireMessage
+from phalanx.server.secret import Secret
+from phalanx.server.task_scheduler import TaskScheduler
 from phalanx.server.tasks import LEASE_S, Tasks
 
 
@@ -28,6 +32,34 @@ def test_a_lost_workers_task_is_given_to_one_that_waits() -> None:
     assert not tasks.own(2, 0)
     tasks.finish(0, 2)
     assert tasks.own(2, 1) and tasks.num_live == 3
+
+
+def test_workers_are_not_lost_while_the_scheduler_does_not_listen(
+    tmp_path: Path, now_s: list[float]
+) -> None:
+    own = ("scheduler", Secret.new(), f"ipc://{tmp_path}/scheduler", lambda _: None)
+    scheduler = TaskScheduler("job", f"ipc://{tmp_path}/coordinator", "1", *own)
+
+    def num_live() -> int:
+        """Return how many workers there are once worker 0 has asked."""
+        scheduler.handle(b"", WireMessage("help", {**asks, "worker": 0}))
+        assert scheduler._tasks is not None
+        return scheduler._tasks.num_live
+
+    asks = {"tasks": [2, 0, 5], "is_open": False, "limit": 0, "is_through": False}
+    try:
+        for worker in range(2):
+            scheduler.handle(b"", WireMessage("own", {**asks, "worker": worker, "clock": 0}))
+        for _ in range(5):
+            now_s[0] += 100 * LEASE_S
+            assert num_live() == 2  # the other's word waits behind this one's
+            scheduler.tick()
+        while num_live() == 2:
+            now_s[0] += 0.125
+            scheduler.tick()
+        assert scheduler.clock.now_s > LEASE_S
+    finally:
+        scheduler.close()
 
 
 @given(st.integers(0, 2**32), st.booleans())

@@ -2,24 +2,25 @@
 
 It keeps both in a journal on disk (SQLite, write-ahead log) before anyone hears of it. Every change
 begins a new epoch. A coordinator begins a new term of the journal; an older one finds that at its
-next change, and ends, and members ignore a map of an older term. A member that is not heard of for
-`LEASE_S` is lost: the backup of each shard that it held takes over, and another server becomes
-backup.
+next change, and ends, and members ignore a map of an older term. A server that is not heard of for
+`LEASE_S` while the coordinator listens (loop_clock.py) is lost: the backup of each shard that it
+held takes over, and another server becomes backup. A thread of a server says that the server is
+there (beats.py), its loop of which shards it has a copy.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any, Final
 
 from typing_extensions import override
 
+from phalanx.server.beats import BEAT_S
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.placement import ranked
-from phalanx.server.role import BEAT_S, Role, Settings
+from phalanx.server.role import Role, Settings
 from phalanx.server.tasks import LEASE_S
 
 PROTOCOL: Final = 1
@@ -96,14 +97,19 @@ class Coordinator(Role):
         self.map["term"] = self._journal.term
         if self.map["job"] != job:
             raise WireError(f"the journal is of job {self.map['job']}, and this is job {job}")
-        self._heard_s = dict.fromkeys(self.map["addresses"], time.monotonic())
+        self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
         self._synced = set[tuple[int, str]]()
         self._asked_s: dict[tuple[str, str], float] = {}  # for a name that another has
         self._ended_s = 0.0
+        self._told = set[str]()  # servers that have heard of the end
         self._change(f"term {self._journal.term} begins")
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
+        if message.kind == "alive":  # of one that is lost, or replaced, it changes nothing
+            if self.map["incarnations"].get(message["name"]) == message["incarnation"]:
+                self._heard_s[message["name"]] = self.clock.now_s
+            return
         if message.kind == "beat":
             facts = (message.fields.get("protocol", PROTOCOL), message.fields.get("job"))
             if facts != (PROTOCOL, self.map["job"]):
@@ -133,11 +139,13 @@ class Coordinator(Role):
                 self.map["homes"][name] = float(message.fields.get("weight", 1.0))
             self._place()
             self._change(f"{name} has joined at {address}")
-        self._heard_s[name] = time.monotonic()
+        self._heard_s[name] = self.clock.now_s
         for shard, epoch in message["synced"]:
             if self.map["holders"][shard][1:] == [name] and epoch >= self.map["since"][shard]:
                 self._synced.add((int(shard), name))  # an older copy lacks what came since
         self._balance()
+        if self.map["ended"]:
+            self._told.add(name)
 
     def _keep(self, name: str, incarnation: str) -> None:
         """Keep a name for the process that has it, until that one is lost.
@@ -145,7 +153,7 @@ class Coordinator(Role):
         Raises:
             ValueError: it is not lost, though another process waits for the name for so long.
         """
-        now_s, key = time.monotonic(), (name, incarnation)
+        now_s, key = self.clock.now_s, (name, incarnation)
         if key not in self._asked_s:
             self.log(f"another process is {name} too; it waits until the first is lost")
         if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
@@ -199,13 +207,14 @@ class Coordinator(Role):
 
     @override
     def tick(self) -> None:
-        now_s = time.monotonic()
+        super().tick()
+        now_s = self.clock.now_s
+        lost = [name for name, at_s in self._heard_s.items() if now_s - at_s > LEASE_S]
         if self.map["ended"]:  # members hear of it at their next beat
             self._ended_s = self._ended_s or now_s
-            self.is_over = now_s - self._ended_s > 2 * BEAT_S
-            return
-        lost = [name for name, at_s in self._heard_s.items() if now_s - at_s > LEASE_S]
-        if lost:
+            is_told = self._heard_s.keys() <= self._told.union(lost)
+            self.is_over |= is_told and now_s - self._ended_s > 2 * BEAT_S
+        elif lost:
             self._lose(lost)
             self._change(f"{', '.join(lost)} lost")
 

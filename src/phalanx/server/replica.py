@@ -7,6 +7,7 @@ replaced, and does not know it, can acknowledge nothing.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
+from phalanx.server.beats import Beats
 from phalanx.server.coordinator import PROTOCOL
 from phalanx.server.message import WireMessage
 from phalanx.server.role import Member, Settings
@@ -24,6 +26,10 @@ from phalanx.server.wire import Connection
 AGAIN_S: Final = 1.0
 """Seconds after which a primary asks for news of what a backup has not acknowledged, see
 [Note: Sent again] in requests.py."""
+
+STUCK_S: Final = 300.0
+"""Seconds for which a server may be at one message before it says no more that it is there, and its
+backup takes over: half of what a worker waits for an answer."""
 
 
 @dataclass
@@ -63,6 +69,7 @@ class HeldShards(Member):
     def __init__(self, job: str, *args: Any, weight: float = 1.0, **more: Any) -> None:
         super().__init__(*args, **more)
         self._job, self._weight = job, weight
+        self._stuck_s = 0.0
         self.shards: dict[int, Shard] = {}
         self._backups: dict[int, Backup] = {}
         self._synced: dict[int, int] = {}  # epoch of the copy, of each shard that this backs
@@ -71,6 +78,25 @@ class HeldShards(Member):
     def facts(self) -> Settings:
         synced = sorted(self._synced.items())
         return {"job": self._job, "protocol": PROTOCOL, "weight": self._weight, "synced": synced}
+
+    @override
+    def run(self, stop: threading.Event | None = None) -> None:
+        alive = WireMessage("alive", {"name": self.name, "incarnation": self.incarnation})
+        beats = Beats(self.secret, self.log, alive, self._beats_to)
+        try:
+            super().run(stop)
+        finally:
+            beats.close()
+
+    def _beats_to(self) -> str:
+        """Return who hears that this server is there; nobody once its loop is stuck."""
+        begun_s = self._begun_s
+        if time.monotonic() - begun_s <= STUCK_S:
+            return self._coordinator.address
+        if begun_s != self._stuck_s:
+            self._stuck_s = begun_s
+            self.log(f"at one message for over {STUCK_S:g} s; the coordinator may hold it for lost")
+        return ""
 
     # The map.
 

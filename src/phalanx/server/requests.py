@@ -11,7 +11,6 @@ So one asks the same holder for news first: messages of a connection come in ord
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,9 +21,11 @@ import zmq
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
 from phalanx.server.address import check_address
+from phalanx.server.beats import Beats
 from phalanx.server.consistency import Consistency
+from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
-from phalanx.server.role import BEAT_S, Settings
+from phalanx.server.role import Settings
 from phalanx.server.secret import Secret
 from phalanx.server.tasks import LEASE_S
 from phalanx.server.wire import Connection, Faults
@@ -89,9 +90,14 @@ class Requests:
         tasks: tuple[int, int],
         timeout_s: float = 600.0,
     ) -> None:
-        """Connect; the job has tasks of the clocks from tasks[0] until tasks[1]."""
+        """Connect; the job has tasks of the clocks from tasks[0] until tasks[1].
+
+        An answer may take `timeout_s`, in which a time that this process is stopped does not count.
+        """
         self.worker, self.law = worker, law
-        self._meeting, self._tasks, self._timeout_s = meeting, tasks, timeout_s
+        self._meeting, self._timeout_s = meeting, timeout_s
+        self._own = {"worker": worker, "tasks": [law.num_slots, *tasks], "is_open": law.is_open}
+        self._clock = LoopClock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._numbers = itertools.count(1)
@@ -104,10 +110,9 @@ class Requests:
         self._asked_map_s = 0.0
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
         self.num_live = law.num_slots
-        self._ended = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="worker beats", daemon=True)
         self._wait_for(lambda: bool(self.map["holders"] and self.map["scheduler"]), "the servers")
-        self._beats.start()
+        beat = WireMessage("beat", self._own)
+        self._beats = Beats(meeting.secret, report, beat, lambda: self.map["scheduler"])
 
     @property
     def num_shards(self) -> int:
@@ -116,8 +121,7 @@ class Requests:
 
     def ask_scheduler(self, kind: str, **fields: Any) -> WireMessage:
         """Ask the scheduler, and note how many workers there are."""
-        more = {"worker": self.worker, "tasks": [self.law.num_slots, *self._tasks]}
-        asked = WireMessage(kind, {**more, "is_open": self.law.is_open, **fields})
+        asked = WireMessage(kind, {**self._own, **fields})
         reply = self.ask({SCHEDULER: asked})[SCHEDULER]
         before, self.num_live = self.num_live, int(reply["num_live"])
         if self.num_live != before and self.law.is_open:
@@ -132,8 +136,7 @@ class Requests:
 
     def close(self) -> None:
         """Let go of the connections."""
-        self._ended.set()
-        self._beats.join()
+        self._beats.close()
         for link in self._links.values():
             link.close()
         self._context.destroy(linger=200)
@@ -154,7 +157,7 @@ class Requests:
             waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors))
         found: dict[int, WireMessage] = {}
         self._due |= waiting.keys()
-        until_s = time.monotonic() + self._timeout_s
+        until_s = self._clock.now_s + self._timeout_s
         for each in waiting.values():
             self._send(each)
         while waiting:
@@ -164,7 +167,7 @@ class Requests:
             self._urge(waiting)
             if idle is not None and waiting:
                 idle()
-            if time.monotonic() > until_s:
+            if self._clock.now_s > until_s:
                 kinds = sorted({each.message.kind for each in waiting.values()})
                 raise TrainingError(
                     f"worker {self.worker} has waited {self._timeout_s:g} s for an answer to "
@@ -223,7 +226,7 @@ class Requests:
         """Give up a shard whose only holder has been lost for too long."""
         if self.map["holders"][shard][0] in self.map["addresses"]:
             self._gone_s.pop(shard, None)
-        elif time.monotonic() - self._gone_s.setdefault(shard, time.monotonic()) > ALONE_S:
+        elif self._clock.now_s - self._gone_s.setdefault(shard, self._clock.now_s) > ALONE_S:
             raise self._lost(shard)
 
     def _holder(self, shard: int) -> str:
@@ -260,6 +263,7 @@ class Requests:
 
     def _hear(self, limit_s: float = 0.02) -> None:
         self._poller.poll(round(limit_s * 1000))
+        self._clock.look()
         for message in [each for link in self._links.values() for each in link.receive()]:
             if message.kind == "map":
                 found = dict(message.fields)
@@ -279,25 +283,10 @@ class Requests:
             link.close()
 
     def _wait_for(self, is_so: Callable[[], bool], whom: str) -> None:
-        until_s = time.monotonic() + self._timeout_s
+        until_s = self._clock.now_s + self._timeout_s
         while not is_so():
             if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
                 self._ask_map()
             self._hear()
-            if time.monotonic() > until_s:
+            if self._clock.now_s > until_s:
                 raise TrainingError(f"worker {self.worker} has waited in vain for {whom}")
-
-    def _beat(self) -> None:
-        """Say to the scheduler that this worker is there, also while it computes."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        links: dict[str, Connection] = {}
-        more = {"worker": self.worker, "tasks": [self.law.num_slots, *self._tasks]}
-        while not self._ended.wait(BEAT_S):
-            address = self.map["scheduler"]
-            if address not in links:
-                links[address] = Connection(context, self._meeting.secret, address, report)
-            links[address].receive()
-            links[address].send(WireMessage("beat", {**more, "is_open": self.law.is_open}))
-        for link in links.values():
-            link.close()
-        context.destroy(linger=0)

@@ -9,15 +9,11 @@ from typing import Any, Final
 import zmq
 from typing_extensions import override
 
+from phalanx.server.beats import BEAT_S
+from phalanx.server.loop_clock import TICK_S, LoopClock
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Faults, Listener, Log
-
-TICK_S: Final = 0.05
-"""How often a role looks up without a message, in seconds."""
-
-BEAT_S: Final = 0.5
-"""How often a member of the job says that it is there, in seconds."""
 
 SILENT_S: Final = 10.0
 """Seconds without an answer of the coordinator after which a member says so, each time."""
@@ -35,6 +31,7 @@ class Role:
         name: in the job.
         is_over: whether it is to end.
         refusal: why the coordinator does not take it; nothing if it does.
+        clock: the time for which it has listened.
     """
 
     def __init__(
@@ -54,6 +51,8 @@ class Role:
             self.context.destroy(linger=0)
             raise
         self.is_over, self.refusal = False, ""
+        self.clock = LoopClock()
+        self._begun_s = time.monotonic()  # when the loop began with what it is at
         self._poller = zmq.Poller()
         self._poller.register(self.listener.socket, zmq.POLLIN)
         self._links: list[Connection] = []
@@ -86,27 +85,32 @@ class Role:
 
     def run(self, stop: threading.Event | None = None) -> None:
         """Answer until the job has ended, or `stop` is set."""
-        looked_s = 0.0
         try:
             while not self.is_over and not (stop is not None and stop.is_set()):
-                self._poller.poll(round(TICK_S * 1000))
-                for peer, message in self.listener.receive():
-                    try:
-                        self.handle(peer, message)
-                    except MISTAKES as error:
-                        self.log(f"refused: '{message.kind}': {type(error).__name__}: {error}")
-                        self.reply(peer, message, "refused", why=str(error))
-                heard = [(link, each) for link in self._links for each in link.receive()]
-                for link, message in heard:
-                    try:
-                        self.hear(link, message)
-                    except MISTAKES as error:
-                        self.log(f"ignored: '{message.kind}': {type(error).__name__}: {error}")
-                if time.monotonic() - looked_s > TICK_S:
-                    looked_s = time.monotonic()
-                    self.tick()
+                self.turn()
         finally:
             self.close()
+
+    def turn(self) -> None:
+        """Wait a tick for messages, answer all that there are, and do work that is due."""
+        self._poller.poll(round(TICK_S * 1000))
+        for peer, message in self.listener.receive():
+            self._begun_s = time.monotonic()
+            try:
+                self.handle(peer, message)
+            except MISTAKES as error:
+                self.log(f"refused: '{message.kind}': {type(error).__name__}: {error}")
+                self.reply(peer, message, "refused", why=str(error))
+        heard = [(link, each) for link in self._links for each in link.receive()]
+        for link, message in heard:
+            self._begun_s = time.monotonic()
+            try:
+                self.hear(link, message)
+            except MISTAKES as error:
+                self.log(f"ignored: '{message.kind}': {type(error).__name__}: {error}")
+        self._begun_s = time.monotonic()
+        if self._begun_s - self.clock.looked_s > TICK_S:
+            self.tick()
 
     def handle(self, peer: bytes, message: WireMessage) -> None:
         """Do what a message asks for."""
@@ -117,6 +121,7 @@ class Role:
 
     def tick(self) -> None:
         """Do work that is due by the clock."""
+        self.clock.look()
 
     def close(self) -> None:
         """Let go of everything."""
@@ -171,8 +176,10 @@ class Member(Role):
     def changed(self) -> None:
         """Do what follows from a new epoch."""
 
+    @override
     def tick(self) -> None:
-        """Say now and then that this one is there."""
+        """Say now and then that this one is there, with its facts."""
+        super().tick()
         if time.monotonic() - self._beat_s > BEAT_S:
             self._beat_s = time.monotonic()
             if self._beat_s - self._silent_s > SILENT_S:

@@ -30,12 +30,15 @@ class TaskScheduler(Member):
     def facts(self) -> dict[str, Any]:
         return {"job": self._job}
 
+    def _now_s(self) -> float:
+        return self.clock.now_s
+
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
         worker = int(message["worker"])
         if self._tasks is None:
             size, begin, end = message["tasks"]
-            self._tasks = Tasks(size, begin, end, bool(message["is_open"]))
+            self._tasks = Tasks(size, begin, end, bool(message["is_open"]), self._now_s)
         tasks = self._tasks
         if message.kind == "leave":
             tasks.leave(worker)

@@ -7,13 +7,13 @@ that has finished its own slot helps the slot that is furthest behind.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 LEASE_S: Final = 3.0
-"""How long a worker or a server may be silent before it is held for lost, in seconds."""
+"""How long a worker or a server may be silent before it is held for lost, in seconds for which the
+other side has listened."""
 
 _LEFT: Final = float("-inf")
 
@@ -26,6 +26,7 @@ class Tasks:
         num_slots: workers, and tasks of a clock.
         begin: first clock; `end` follows the last.
         is_open: whether the consistency is asynchronous, see `Consistency.is_open`.
+        clock: returns the seconds for which the scheduler has listened.
         done: clocks below which a slot has nothing left, by slot.
     """
 
@@ -33,7 +34,7 @@ class Tasks:
     begin: int
     end: int
     is_open: bool
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float]
     done: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:

@@ -198,7 +198,11 @@ class Listener:
 
 
 class Connection:
-    """The end that speaks to a listener."""
+    """The end that speaks to a listener.
+
+    Attributes:
+        is_welcome: whether both ends have shown that they know the secret.
+    """
 
     def __init__(
         self,
@@ -219,14 +223,14 @@ class Connection:
             self.socket.curve_serverkey = secret.curve("listener")[0]
         self.socket.connect(address)
         self._waiting: dict[Any, WireMessage] = {}
-        self._is_welcome = self._is_proven = False
+        self.is_welcome = self._is_proven = False
         self._number = ""
         self._greeted_s = -math.inf
         self._greet()
 
     def send(self, message: WireMessage) -> None:
         """Send a message, or keep it until this end is welcome; one of the same number once."""
-        if self._is_welcome:
+        if self.is_welcome:
             self._send(message)
         else:
             self._waiting[message.kind, message.fields.get("q")] = message
@@ -242,14 +246,14 @@ class Connection:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                if not self._is_welcome:
+                if not self.is_welcome:
                     self._greet()
                 return found
             try:
                 message = decode([frame.buffer for frame in frames])
                 if message.kind in ("who", "challenge", "welcome"):
                     self._answer(message)
-                elif self._is_welcome:
+                elif self.is_welcome:
                     found.append(message)
             except WireError as error:
                 self._log(f"refused: {error}")
@@ -274,7 +278,7 @@ class Connection:
 
     def _answer(self, message: WireMessage) -> None:
         if message.kind == "who":  # a new process listens there, or a message was lost
-            self._is_welcome = False
+            self.is_welcome = False
             self._greet()
         elif message.kind == "challenge":
             numbers = (self._number, message.text("number"))
@@ -284,7 +288,7 @@ class Connection:
             self._is_proven = True
             self._send(WireMessage("proof", {"proof": self._secret.proof("link", *numbers)}))
         elif self._is_proven:
-            self._is_welcome = True
+            self.is_welcome = True
             waiting, self._waiting = self._waiting, {}
             for each in waiting.values():
                 self._send(each)
