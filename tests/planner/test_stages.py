@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from phalanx.models.registry import shape_of
 from phalanx.parallel.pipeline.cut import schedule_of
@@ -35,22 +39,66 @@ def test_interleaved_stages_have_a_part_of_it(chunks: int) -> None:
     assert found == pytest.approx(3 * (16 + 3 / chunks))
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "interleaved/2", "zb/1", "zbv", "dualpipev"])
-def test_long_steps_are_as_long_as_simulated(kind: str) -> None:
-    """Rounds of microbatches that are added are those of the simulation.
+KINDS = ("1f1b", "gpipe", "naive", "interleaved/2", "interleaved/4", "zb/1", "zb/2", "zb/3", "zbv",
+         "dualpipev")  # fmt: skip
+STAGES = {"interleaved/2": 2, "interleaved/4": 4, "zb/2": 2, "zb/3": 3, "zbv": 2, "dualpipev": 2}
+"""Kind -> stages of a rank, where it has more than one."""
 
-    Uneven chunks that are interleaved have not settled after two rounds: they differ by up to 2 %.
-    """
-    strategy = Strategy.parse(f"pp4:{kind}")
-    num_stages = 4 * {"interleaved/2": 2, "zbv": 2, "dualpipev": 2}.get(kind, 1)
-    times = tuple(
-        StageTimes(1 + 0.1 * (stage % 3), 2 + 0.2 * (stage % 2), 0.05)
-        for stage in range(num_stages)
+
+def uneven(num_stages: int, seed: int, spread: float) -> tuple[StageTimes, ...]:
+    """Return stages at random, of which one takes up to 1 + spread times as long as another."""
+    draw = random.Random(seed).uniform
+    return tuple(
+        StageTimes(1 + draw(0, spread), 2 * (1 + draw(0, spread)), draw(0, 0.1))
+        for _ in range(num_stages)
     )
-    for num in (8, 12, 20, 40):
-        found = stages.step_s(strategy, num, times)
-        apart = 0.02 if kind == "interleaved/2" and num == 40 else 1e-9
-        assert found == pytest.approx(stages.timeline(strategy, num, times).length, rel=apart)
+
+
+def check_simulated(text: str, num: int, times: tuple[StageTimes, ...]) -> None:
+    strategy = Strategy.parse(text)
+    found = stages.step_s(strategy, num, times)
+    simulated = stages.timeline(strategy, num, times).length
+    assert found == pytest.approx(simulated, rel=1e-9), (text, num)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_steps_are_as_long_as_simulated(kind: str) -> None:
+    """Rounds of microbatches that are added are those of the simulation, of uneven stages too."""
+    for pp, nums in ((2, (8, 35, 64)), (4, (8, 40, 80))):
+        for seed in range(4):
+            times = uneven(pp * STAGES.get(kind, 1), seed, (0.01, 0.3)[seed % 2])
+            for num in nums if not kind.startswith("interleaved") else (nums[0], nums[-1]):
+                check_simulated(f"pp{pp}:{kind}", num, times)
+
+
+@pytest.mark.slow
+@given(
+    some.sampled_from(KINDS), some.integers(2, 8), some.integers(1, 40), some.integers(0, 7),
+    some.integers(0, 10**6), some.sampled_from([0.0, 0.01, 0.1, 0.5, 2.0]),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_many_steps_are_as_long_as_simulated(
+    kind: str, pp: int, rounds: int, rest: int, seed: int, spread: float
+) -> None:
+    num = rounds * pp + (0 if kind.startswith("interleaved") else rest % pp)
+    check_simulated(f"pp{pp}:{kind}", num, uneven(pp * STAGES.get(kind, 1), seed, spread))
+
+
+def test_steps_of_any_number_of_microbatches_are_priced() -> None:
+    """Uneven stages: a billion microbatches are bound by the slowest rank, here the first."""
+    num, times = 10**9, (StageTimes(1.1, 2.0, 0.0), *(EQUAL,) * 7)
+    for text in ("pp8", "pp4:interleaved/2", "pp4:zbv", "pp4:zb/2", "pp4:dualpipev"):
+        slowest = 3.1 if text == "pp8" else 6.1
+        assert length(text, num, times) == pytest.approx(slowest * num, rel=1e-6), text
+
+
+def test_a_message_between_two_stages_of_one_rank_is_none() -> None:
+    """A V folds on the last rank: 2 of 3 messages each way; interleaved chunks send all 3."""
+    times = (StageTimes(1.0, 2.0, 0.5),) * 4
+    for text, messages in (("pp2:zbv", 2), ("pp2:dualpipev", 2), ("pp2:interleaved/2", 3)):
+        whole = f"{text},tp2"  # beside tp a backward is whole
+        assert length(whole, 1, times) == pytest.approx(4 * 3 + 2 * messages * 0.5), text
+        assert stages.timeline(Strategy.parse(whole), 1, times).length == length(whole, 1, times)
 
 
 @pytest.mark.parametrize(
