@@ -77,6 +77,7 @@ ACROSS = {
     "train/job/test_longer_samples.py": "resume with samples of another length",
     "train/test_compile.py": "text, loop and notice under --compile",
     "train/test_gpu.py": "every strategy on GPUs",
+    "train/test_served_tables.py": "served_step, and server/table: rows of embeddings",
     "train/test_stop.py": "loop and pace: signals",
     "train/test_served.py": "phalanx train over parameter servers",
     "verify/test_compositions.py": "harness: pipelines beside other axes",

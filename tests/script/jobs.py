@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -113,6 +114,25 @@ def with_batch_norm() -> phalanx.Trainer:
 
 def with_local_norm() -> phalanx.Trainer:
     return phalanx.Trainer(normed_of_doubles, Classes(), Numbers(), batch_norm="local")
+
+
+class Looking(nn.Module):
+    """Looks rows of a table up by what it is given."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 5, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((9 * x.abs()).long() % 40).mean(1)
+
+
+def of_table(*, sparse: bool) -> phalanx.Trainer:
+    """A table whose gradients are clipped in most steps."""
+    return phalanx.Trainer(
+        functools.partial(Looking, sparse=sparse), Classes(), Numbers(),
+        functools.partial(torch.optim.SGD, lr=0.5), batch_size=8, accumulation=2, max_norm=0.1,
+    )  # fmt: skip
 
 
 def no_job() -> int:

@@ -80,6 +80,14 @@ def test_names_in_a_batch_stay_with_their_rows(tmp_path: Path) -> None:
     check(trainer.train("dp2", phalanx.Options(out=tmp_path, threads=1)), 0, trainer)
 
 
+def test_a_sparse_gradient_is_clipped_as_a_dense_one_is(tmp_path: Path) -> None:
+    found = [
+        jobs.of_table(sparse=sparse).train(strategy, phalanx.Options(out=out, threads=1)).losses
+        for sparse, strategy, out in ((False, "dp1", tmp_path / "a"), (True, "dp2", tmp_path / "b"))
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.parametrize(("steps", "before", "after"), [(3, "pp2", "fsdp2"), (5, "dp1", "dp1")])
 def test_a_run_goes_on_under_another_strategy(
     tmp_path: Path, steps: int, before: str, after: str

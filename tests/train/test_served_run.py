@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -17,11 +18,13 @@ import pytest
 import torch
 
 from phalanx.checkpoint import manifest
-from phalanx.config import BatchConfig, TrainConfig
+from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError
 from phalanx.train.run import train
-from small_run import losses, small_run
+from small_run import SHAPE, losses, small_run
+
+UNTIED = dataclasses.replace(SHAPE, tied=False)
 
 
 def run(folder: Path, strategy: str, name: str, **settings: object) -> list[float]:
@@ -53,6 +56,30 @@ def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) 
     assert len(run(tmp_path, "dp2", "other", steps=6, resume=middle)) == 2
 
 
+@pytest.mark.fresh_ranks
+def test_an_embedding_that_moves_by_rows_resumes_as_if_there_had_been_no_pause(
+    tmp_path: Path,
+) -> None:
+    """Sums of squares of rows are in the checkpoint; another strategy reads the rest."""
+    server = ServerConfig(table_rule="adagrad", table_lr=0.05)
+    whole = run(tmp_path, "dp2:ps", "whole", steps=6, save_every=3, server=server, shape=UNTIED)
+    middle = str(manifest.whole(tmp_path / "whole")[3])
+    again = run(tmp_path, "dp3:ps", "again", resume=middle, server=server, steps=6, shape=UNTIED)
+    torch.testing.assert_close(again, whole[3:], rtol=1e-12, atol=0)
+    assert len(run(tmp_path, "dp2", "other", resume=middle, steps=6, shape=UNTIED)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.fresh_ranks
+def test_an_embedding_moves_by_rows_as_it_moves_whole(tmp_path: Path) -> None:
+    more = {"optimizer": OptimizerConfig(lr=0.3, weight_decay=0.0), "shape": UNTIED, "steps": 8}
+    whole = run(tmp_path, "dp2:ps", "whole", server=ServerConfig(rule="sgd"), **more)
+    server = ServerConfig(rule="sgd", table_rule="sgd")
+    rows = run(tmp_path, "dp2:ps", "rows", server=server, **more)
+    torch.testing.assert_close(rows, whole, rtol=1e-12, atol=0)
+    assert whole[-1] < whole[0]
+
+
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
 @pytest.mark.parametrize("rule", ["sgd", "momentum"])
@@ -80,6 +107,21 @@ def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
         ("dp2:local/4", {"steps": 6}, "agree after every 4 steps; the nearest is 8"),
         ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave it out"),
         ("dp2:local/2", {"steps": 4, "server": ServerConfig(rule="sgd")}, "server.rule is sgd"),
+        (
+            "dp2:local/2",
+            {"steps": 4, "server": ServerConfig(table_rule="sgd")},
+            "push changes of all weights; leave it out, or take dp2:ps",
+        ),
+        (
+            "dp2:ps",
+            {"steps": 4, "server": ServerConfig(table_lr=0.1)},
+            "server.table_lr is 0.1, but server.table_rule is unset; the nearest is adagrad",
+        ),
+        (
+            "dp2:ps",
+            {"steps": 4, "server": ServerConfig(table_rule="sgd")},
+            "leave it out, or set shape.tied to false",
+        ),
     ],
 )
 def test_what_servers_cannot_do_is_refused(

@@ -32,7 +32,13 @@ PREFIX: Final = "registered."
 """What the names of their tensors begin with."""
 
 LOCAL_ROUNDS: Final = "local_rounds"
-"""What `dp:local` has beside the model; a run by another strategy leaves it."""
+"""What `dp:local` has beside the model."""
+
+TABLE_SUMS: Final = "table_sums"
+"""What parameter servers have beside it of tables that they update by row-wise Adagrad."""
+
+_LEFT: Final = {LOCAL_ROUNDS, TABLE_SUMS}
+"""What runs leave that have no such thing."""
 
 _EXTRA_STATE: Final = "_extra_state"
 """The key that PyTorch gives the extra state of a module; it documents none."""
@@ -164,14 +170,14 @@ class Registered:
                 else:
                     room[tensor] = torch.empty(shape, dtype=index[tensor].dtype)
         named = [each for each in index if each.startswith(PREFIX) and each not in room]
-        left = f"{PREFIX}{LOCAL_ROUNDS}."
+        left = tuple(f"{PREFIX}{name}." for name in _LEFT)
         if unknown := [each for each in named if not each.startswith(left)]:
             raise CheckpointError(f"nothing says whose its tensor {brief(unknown[0])} is")
         return room
 
     def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """Return the states of this run's objects, and of a script's."""
-        names = {*self._objects, *(plain.keys() - {LOCAL_ROUNDS})}
+        names = {*self._objects, *(plain.keys() - _LEFT)}
         return {name: each for name, each in plain.items() if name in names}
 
     def load(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -127,6 +127,12 @@ class ServerConfig:
     """How servers update the weights by gradients; the workers of dp:local always take AdamW."""
     momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9
     """Momentum of the rule of that name."""
+    table_rule: Annotated[Literal["sgd", "adagrad"] | None, Use.LAW] = None
+    """How servers update the rows of the embedding that a step has looked up; only these rows move,
+    without decay, adagrad with one sum for a row. If unset, the embedding moves whole, by `rule`.
+    """
+    table_lr: Annotated[float | None, Use.LAW, Range(0, math.inf, "()")] = None
+    """Peak learning rate of that; optimizer.lr if unset."""
     outer_lr: Annotated[float, Use.LAW, Range(0, math.inf, "()")] = 0.7
     """Learning rate by which servers apply the changes of dp:local."""
     outer_momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9

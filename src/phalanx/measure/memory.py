@@ -270,7 +270,7 @@ class MemoryLedger(Watch):
 
     def _add(self, tensor: torch.Tensor) -> None:
         """Account for a storage that an operation returns: if it is not known, it is new."""
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         if id(storage) not in self._live and self._is_counted(storage):
             self._events.append((self._begin(storage, None, self.phase_name), 1))
 
@@ -351,6 +351,8 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()
+    if tensor.is_sparse:  # its rows; their numbers are left out
+        tensor = tensor._values()
     return tensor.untyped_storage()
 
 

@@ -104,7 +104,13 @@ def _norm_at(place: str, shape: ModelShape) -> Norm | None:
 
 
 class Embedding(nn.Module):
-    """A table of vectors, one for each id."""
+    """A table of vectors, one for each id.
+
+    Attributes:
+        sparse: whether its gradient is a sparse tensor, as nn.Embedding says.
+    """
+
+    sparse = False
 
     def __init__(self, num_rows: int, width: int) -> None:
         super().__init__()
@@ -112,7 +118,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Look ids_BT up: a tensor of shape BTD in the table's dtype."""
-        return F.embedding(ids_BT, self.weight)
+        return F.embedding(ids_BT, self.weight, sparse=self.sparse)
 
 
 class Head(nn.Module):

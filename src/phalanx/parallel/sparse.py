@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from phalanx.comm.ledger import Phase, no_phase
+from phalanx.models.decoder import Embedding
 from phalanx.parallel.reduce import GradientReducer, OuterReducer
 
 
@@ -23,7 +24,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: cast(nn.Parameter, module.weight)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | Embedding)
         if module.sparse and module.weight.requires_grad
     }
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.server.message import WireMessage, num_frames
-from phalanx.server.placement import CHUNK_BYTES, WeightRange, chunks_of, place
+from phalanx.server.placed_weights import PlacedWeights
+from phalanx.server.placement import CHUNK_BYTES
 from phalanx.server.requests import Requests
 from phalanx.server.role import Settings
 from phalanx.server.shared import SharedView, deal
@@ -25,6 +26,7 @@ class Client(Requests):
     Attributes:
         is_shared: whether weights of a server of this host are read from its memory.
         sent_bytes, received_bytes: of gradients and weights, since the start.
+        placed: which server has which weights.
         applied: updates that every server had applied when it was last asked for totals.
         done: clocks of each slot that were pushed to all servers by the last answer.
     """
@@ -37,39 +39,24 @@ class Client(Requests):
         self.is_shared = True
 
     def lay_out(
-        self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
-        """Place weights, groups of these numbers of elements, over the servers.
+        self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES,
+        tables: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
+        """Place weights over the servers: groups of these numbers of elements, then tables.
 
         Raises:
             ConfigError: a server's part of a group is larger than a message may be.
         """
-        placed = place(chunks_of(sizes, dtype.itemsize, chunk_bytes), self.map["homes"])
-        self._chunks: list[list[list[WeightRange]]] = [
-            [[chunk for chunk in placed[name] if chunk.group == g] for g in range(len(sizes))]
-            for name in sorted(placed)
-        ]
+        homes = self.map["homes"]
+        self.placed = PlacedWeights(sizes, tables, dtype.itemsize, chunk_bytes, homes)
         self._dtype = dtype
-        largest = max(size for shard in range(self.num_shards) for size in self._sizes(shard))
+        largest = max(size for shard in range(self.num_shards) for size in self.placed.sizes(shard))
         if (num_bytes := largest * dtype.itemsize) > MOST_FRAME_BYTES:
             num = math.ceil(self.num_shards * num_bytes / MOST_FRAME_BYTES)
             raise ConfigError(
                 f"a server would hold {num_bytes} bytes of a group of weights; at most "
                 f"{MOST_FRAME_BYTES} go in a message; the nearest is --server.num-servers {num + 1}"
             )
-
-    def _sizes(self, shard: int) -> list[int]:
-        return [sum(c.end - c.begin for c in chunks) for chunks in self._chunks[shard]]
-
-    def _parts(self, shard: int, flats: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the chunks of a shard in each of some flat tensors."""
-        pairs = zip(flats, self._chunks[shard], strict=True)
-        return [[flat[chunk.begin : chunk.end] for chunk in chunks] for flat, chunks in pairs]
-
-    def _cut(self, shard: int, group: int, flat: Tensor) -> Tensor:
-        """Return the chunks of a shard in a flat tensor of a group, one after the other."""
-        parts = [flat[chunk.begin : chunk.end] for chunk in self._chunks[shard][group]]
-        return torch.cat(parts or [flat[:0]])
 
     def create(
         self, weights: Sequence[Tensor], rule: Settings, p: float, version: int = 0,
@@ -78,12 +65,14 @@ class Client(Requests):
         """Give the servers the first weights, and what an optimizer keeps of each after steps."""
         requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
-            tensors = [self._cut(shard, group, flat) for group, flat in enumerate(weights)]
+            tensors = [self.placed.cut(shard, group, flat) for group, flat in enumerate(weights)]
             for group, flats in enumerate(kept):
-                tensors += [self._cut(shard, group, flat) for flat in flats]
+                tensors += [self.placed.cut(shard, group, flat) for flat in flats]
             dtype = str(self._dtype).removeprefix("torch.")
-            spec = {"sizes": self._sizes(shard), "dtype": dtype, "rule": rule, "p": p}
-            fields = {"spec": {**spec, "law": vars(self.law)}, "version": version, "steps": steps}
+            spec = {"sizes": self.placed.sizes(shard), "dtype": dtype, "rule": rule, "p": p}
+            spec |= {"law": vars(self.law), "tables": [width for _, width in self.placed.tables]}
+            fields: dict[str, Any] = {"spec": spec, "version": version, "steps": steps}
+            fields["num_kept"] = [len(flats) for flats in kept]
             requests[shard] = WireMessage("init", fields, tensors)
         self.ask(requests)
 
@@ -93,14 +82,18 @@ class Client(Requests):
     ) -> int:  # fmt: skip
         """Push the gradient of a task, the mean over its tokens, computed with version `base`.
 
+        It is flat, and of each table a sparse tensor that is coalesced.
         Returns when every server and its backup has it: the number of the update that it is in, of
         an asynchronous kind.
         """
         fields = {"clock": clock, "slot": slot, "base": base, "tokens": tokens, "loss": loss}
         fields |= {"rate": rate, "num_live": self.num_live, "is_save_due": is_save_due}
         requests: dict[int, WireMessage] = {}
+        dense, sparse = grads[: self.placed.num_flat], grads[self.placed.num_flat :]
+        of_tables = [self.placed.of_shards(number, grad) for number, grad in enumerate(sparse)]
         for shard in range(self.num_shards):
-            tensors = [part for parts in self._parts(shard, grads) for part in parts]
+            tensors = [part for parts in self.placed.parts(shard, dense) for part in parts]
+            tensors += [part for of_shards in of_tables for part in of_shards[shard]]
             requests[shard] = WireMessage("push", fields, tensors)
             self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         replies = self.ask(requests)
@@ -134,7 +127,7 @@ class Client(Requests):
         recipes: Sequence[tuple[int, float, float | None]] = (),
         idle: Callable[[], None] | None = None,
     ) -> int:  # fmt: skip
-        """Copy the weights, once they are of version `needed`, into flat tensors.
+        """Copy the weights but tables, once they are of version `needed`, into flat tensors.
 
         The recipes, (version, rate, scale), say how updates are applied before that.
 
@@ -144,53 +137,71 @@ class Client(Requests):
         fields = {"needed": needed, "recipes": list(recipes), "shared": self.is_shared}
         replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("pull", fields)), idle)
         for shard, reply in replies.items():
-            parts = self._parts(shard, targets)
-            if "place" in reply.fields and not self._read(shard, reply["place"], parts):
-                return self.pull(targets, needed, recipes)
+            parts = self.placed.parts(shard, targets)
+            if "place" in reply.fields:
+                view = self._view(shard, reply["place"])
+                if view is None or not view.read(parts):
+                    self.is_shared = False
+                    return self.pull(targets, needed, recipes)
             sent = iter(reply.tensors)
-            for size, each in zip(self._sizes(shard), parts, strict=True):
+            for size, each in zip(self.placed.sizes(shard), parts, strict=False):
                 if reply.tensors:
                     deal(list(islice(sent, num_frames(size, self._dtype))), each)
             self.received_bytes += sum(flat.nbytes for flat in reply.tensors)
         return min(int(reply["version"]) for reply in replies.values())
 
-    def _read(self, shard: int, where: Any, parts: Sequence[Sequence[Tensor]]) -> bool:
-        """Read a shard out of its server's memory; False if that cannot be."""
+    def pull_rows(self, table: int, rows: Tensor, target: Tensor, needed: int) -> None:
+        """Copy rows of a table, once they are of version `needed`, into the rows of `target`."""
+        fields = {"needed": needed, "recipes": [], "shared": self.is_shared, "table": table}
+        dealt = {shard: each for shard, *each in self.placed.deal(table, rows)}
+        replies = self.ask({s: WireMessage("pull", fields, [at]) for s, (_, at) in dealt.items()})
+        self.sent_bytes += rows.nbytes
+        for shard, reply in replies.items():
+            which, there = dealt[shard]
+            found = target.new_empty(len(there), target.shape[1])
+            if "place" in reply.fields:
+                view, group = self._view(shard, reply["place"]), self.placed.num_flat + table
+                if view is None or not view.read_rows(group, there, found):
+                    self.is_shared = False
+                    self.pull_rows(table, rows, target, needed)
+                    return
+            else:
+                deal(reply.tensors, [found.view(-1)])
+            self.received_bytes += sum(flat.nbytes for flat in reply.tensors)
+            target[rows[which]] = found
+
+    def _view(self, shard: int, where: Any) -> SharedView | None:
+        """Return the memory of a shard's server; None if it is on another host, or has gone."""
         try:
             if shard not in self._views or self._views[shard][0] != where:
-                view = SharedView(where, self._sizes(shard), self._dtype)
+                view = SharedView(where, self.placed.sizes(shard), self._dtype)
                 self._views[shard] = where, view
-            if self._views[shard][1].read(parts):
-                return True
+            return self._views[shard][1]
         except OSError:
-            pass  # another host, or a server that has gone: over the network then
-        self.is_shared = False
-        return False
+            return None
 
     def read(self, flats: Sequence[Sequence[Tensor]]) -> float | None:
         """Fill of each group the flat weights and what the optimizer keeps; return its steps.
 
-        Moments are left alone where there is nothing yet, which returns None.
+        Moments are left alone where there are none yet, or others, which returns None.
         """
-        has_kept = True
+        due, has_kept = [len(each) - 1 for each in flats], True
         replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("read")))
         for shard, reply in replies.items():
-            sent = iter(reply.tensors)
             targets = [(g, each[0]) for g, each in enumerate(flats)]
-            has_kept = has_kept and len(reply.tensors) > len(flats)
-            if len(reply.tensors) > len(flats):
+            has_kept = has_kept and reply["num_kept"] == due
+            if reply["num_kept"] == due:
                 targets += [(g, flat) for g, each in enumerate(flats) for flat in each[1:]]
-            for group, target in targets:
-                parts = [target[c.begin : c.end] for c in self._chunks[shard][group]]
-                deal([next(sent)], parts)
+            for sent, (group, target) in zip(reply.tensors, targets, strict=False):
+                deal([sent], self.placed.pieces(shard, group, target))
         return min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
 
     def lend(self, clock: int, flats: Sequence[Tensor]) -> None:
         """Bring flat tensors, as many of each group, for a checkpoint of version `clock`."""
-        num = len(flats) // len(self._chunks[0])
+        num = len(flats) // len(self.placed.numels)
         requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
-            tensors = [self._cut(shard, at // num, flat) for at, flat in enumerate(flats)]
+            tensors = [self.placed.cut(shard, at // num, flat) for at, flat in enumerate(flats)]
             fields = {"slot": self.worker, "clock": clock}
             requests[shard] = WireMessage("lend", fields, tensors)
         self.ask(requests)
@@ -199,16 +210,14 @@ class Client(Requests):
         """Return what each worker has brought for version `clock`, once all have."""
         asked = WireMessage("lent", {"clock": clock})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
-        groups, size = range(len(self._chunks[0])), len(replies[0].tensors) // self.law.num_slots
-        totals = [sum(self._sizes(s)[group] for s in range(self.num_shards)) for group in groups]
+        size = len(replies[0].tensors) // self.law.num_slots
         found: list[list[Tensor]] = []
         for slot in range(self.law.num_slots):
-            num = size // len(groups)
-            found.append([torch.empty(totals[at // num], dtype=self._dtype) for at in range(size)])
+            groups = [at * len(self.placed.numels) // size for at in range(size)]
+            found.append([torch.empty(self.placed.numels[g], dtype=self._dtype) for g in groups])
             for shard, reply in replies.items():
-                for at, flat in enumerate(found[-1]):
-                    parts = [flat[c.begin : c.end] for c in self._chunks[shard][at // num]]
-                    deal([reply.tensors[slot * size + at]], parts)
+                for at, (group, flat) in enumerate(zip(groups, found[-1], strict=True)):
+                    deal([reply.tensors[slot * size + at]], self.placed.pieces(shard, group, flat))
         return found
 
     def gradient(self, flats: Sequence[Tensor], needed: int) -> None:
@@ -219,7 +228,7 @@ class Client(Requests):
         asked = WireMessage("gradient", {"needed": needed})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
         for shard, reply in replies.items():
-            for flat, parts in zip(reply.tensors, self._parts(shard, flats), strict=True):
+            for flat, parts in zip(reply.tensors, self.placed.parts(shard, flats), strict=True):
                 deal([flat], parts)
 
     def ages(self) -> dict[int, int]:

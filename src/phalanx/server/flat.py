@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,25 @@ class FlatParameters:
     """The parameters of an optimizer's groups, each group one after the other in flat memory.
 
     Attributes:
-        groups: the parameters.
+        groups: the parameters, without those that are tables.
+        decays: the weight decay of each group.
         weights: the memory that they are views of, a tensor for each group.
         grads: likewise, for gradients to push.
         names: what the optimizer keeps of each parameter, beside a number of steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: str) -> None:
-        """Move the parameters of an optimizer, of that rule, to flat memory."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rule: str, tables: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Move the parameters of an optimizer, of that rule, to flat memory; tables stay."""
         self.names, self._has_steps = KEPT[rule], rule == "adamw"
-        self.groups: list[list[nn.Parameter]] = [g["params"] for g in optimizer.param_groups]
+        self.groups: list[list[nn.Parameter]] = []
+        self.decays: list[float] = []
+        left = set(tables)
+        for group in optimizer.param_groups:
+            if flat := [each for each in group["params"] if each not in left]:
+                self.groups.append(flat)
+                self.decays.append(group["weight_decay"])
         self._state = optimizer.state
         self.weights = [torch.cat([p.detach().reshape(-1) for p in group]) for group in self.groups]
         self.grads = [torch.zeros_like(each) for each in self.weights]
@@ -53,7 +62,7 @@ class FlatParameters:
 
     def moments(self) -> tuple[list[list[Tensor]], float]:
         """Return what the optimizer keeps of each group, and its steps; nothing before one."""
-        if not self._state or not self.names:
+        if not self.names or not any(self._state.values()):
             return [], 0.0
         steps = float(self._state[self.groups[0][0]]["step"]) if self._has_steps else 0.0
         kept = [

@@ -29,15 +29,19 @@ class WeightRange:
 
 
 def chunks_of(
-    sizes: Sequence[int], itemsize: int, chunk_bytes: int = CHUNK_BYTES
-) -> list[WeightRange]:
-    """Cut groups of these numbers of elements; only the last chunk of each may be smaller."""
-    most = max(1, chunk_bytes // itemsize)
-    return [
-        WeightRange(group, begin, min(begin + most, size))
-        for group, size in enumerate(sizes)
-        for begin in range(0, size, most)
-    ]
+    sizes: Sequence[int], itemsize: int, chunk_bytes: int = CHUNK_BYTES,
+    widths: Mapping[int, int] | None = None,
+) -> list[WeightRange]:  # fmt: skip
+    """Cut groups of these numbers of elements; only the last chunk of each may be smaller.
+
+    A group that has a width is a table, and cut between rows.
+    """
+    found: list[WeightRange] = []
+    for group, size in enumerate(sizes):
+        width = (widths or {}).get(group, 1)
+        most = max(1, chunk_bytes // (itemsize * width)) * width
+        found += [WeightRange(group, at, min(at + most, size)) for at in range(0, size, most)]
+    return found
 
 
 def ranked(key: str, weights: Mapping[str, float]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 Settings = dict[str, Any]
 
@@ -15,23 +16,104 @@ KEPT: Final = {
     "momentum": ("momentum_buffer",),
     "nesterov": ("momentum_buffer",),
     "adamw": ("exp_avg", "exp_avg_sq"),
+    "adagrad": ("sum",),
 }
-"""What each keeps for an element."""
+"""What each keeps for an element; adagrad, of tables, for a row."""
 
 
-def optimizer_of(rule: Settings, weights: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer of a rule over flat weights; `decays` has the decay of each.
+class RowAdagrad(torch.optim.Optimizer):
+    """Adagrad of an embedding table by sparse gradients: one sum of squares for a row.
 
-    A rule has its `name` and the numbers that it needs: `betas` and `eps` of adamw, `momentum`.
+    sum_r += mean(g_r^2), then w_r -= lr g_r / (sqrt(sum_r) + eps), of each row r that the gradient
+    has (Duchi et al. 2011, by rows as in FBGEMM's EXACT_ROWWISE_ADAGRAD).
     """
-    decays = rule.get("decays", [0.0] * len(weights))
-    groups: list[dict[str, Any]] = [
-        {"params": [nn.Parameter(flat, requires_grad=False)], "weight_decay": decay}
-        for flat, decay in zip(weights, decays, strict=True)
-    ]
+
+    def __init__(self, table: nn.Parameter, eps: float) -> None:
+        super().__init__([table], {"lr": 0.0, "eps": eps})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Move the rows that the gradient, which is coalesced, has."""
+        for group in self.param_groups:
+            for table in group["params"]:
+                state, grad = self.state[table], table.grad
+                if not state:
+                    state["sum"] = table.new_zeros(len(table))
+                rows, values = grad.indices()[0], grad.values()
+                sums = state["sum"][rows] + values.square().mean(1)
+                state["sum"][rows] = sums
+                moved = values / (sums.sqrt() + group["eps"])[:, None]
+                table.index_add_(0, rows, moved, alpha=-group["lr"])
+
+
+class Optimizers:
+    """The optimizers of a shard, one for each of its weights."""
+
+    def __init__(self, rule: Settings, flats: Sequence[Tensor], tables: Sequence[Tensor]) -> None:
+        """Make them for flat weights, and tables, which are matrices.
+
+        A rule has its `name` and the numbers that it needs: `decays`, of each flat weight, `betas`
+        and `eps` of adamw, `momentum`. For tables it has the name `tables`, and `tables_rate`, by
+        which their learning rate is a multiple of the others'.
+        """
+        self._names = [rule["name"]] * len(flats) + [rule.get("tables")] * len(tables)
+        decays = rule.get("decays", [0.0] * len(flats))
+        self._each = [
+            *(_of_flat(rule, *pair) for pair in zip(map(_held, flats), decays, strict=True)),
+            *(_of_table(rule, _held(table)) for table in tables),
+        ]
+        own_rate = rule["tables_rate"] if tables else 1.0
+        self._rates = [1.0] * len(flats) + [own_rate] * len(tables)
+
+    def step(self, grads: Sequence[Tensor], rate: float) -> None:
+        """Move the weights by a gradient of each."""
+        for optimizer, own_rate, grad in zip(self._each, self._rates, grads, strict=True):
+            (group,) = optimizer.param_groups
+            group["lr"] = rate * own_rate
+            group["params"][0].grad = grad
+            optimizer.step()
+            group["params"][0].grad = None
+
+    def restore(self, kept: Sequence[Sequence[Tensor]], steps: float) -> None:
+        """Have them keep what `kept` gave after steps."""
+        for optimizer, name, parts in zip(self._each, self._names, kept, strict=False):
+            if parts:
+                state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+                state.update({k: v.clone() for k, v in zip(KEPT[name], parts, strict=True)})
+                if name == "adamw":
+                    state["step"] = torch.tensor(steps)
+
+    def kept(self) -> list[list[Tensor]]:
+        """Return what they keep of each weight, in order; nothing before a step."""
+        pairs = zip(self._names, self._states(), strict=True)
+        return [[state[key] for key in KEPT[name]] if state else [] for name, state in pairs]
+
+    @property
+    def steps(self) -> float:
+        """How many steps of Adam were taken."""
+        return next((float(state["step"]) for state in self._states() if "step" in state), 0.0)
+
+    def _states(self) -> list[Any]:
+        return [next(iter(optimizer.state.values()), {}) for optimizer in self._each]
+
+
+def _held(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _of_table(rule: Settings, table: nn.Parameter) -> torch.optim.Optimizer:
+    if rule["tables"] == "adagrad":
+        return RowAdagrad(table, rule["eps"])
+    return torch.optim.SGD([table], lr=0.0)
+
+
+def _of_flat(rule: Settings, flat: nn.Parameter, decay: float) -> torch.optim.Optimizer:
     name = rule["name"]
     if name == "adamw":
         betas = (float(rule["betas"][0]), float(rule["betas"][1]))
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=rule["eps"], fused=True)
+        how: dict[str, Any] = {"betas": betas, "eps": rule["eps"], "fused": True}
+        return torch.optim.AdamW([flat], lr=0.0, weight_decay=decay, **how)
     momentum = 0.0 if name == "sgd" else float(rule["momentum"])
-    return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=name == "nesterov")
+    is_nesterov = name == "nesterov"
+    return torch.optim.SGD([flat], 0.0, momentum, weight_decay=decay, nesterov=is_nesterov)

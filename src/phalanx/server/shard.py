@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from phalanx.server.consistency import Consistency
 from phalanx.server.message import DTYPES
-from phalanx.server.rule import KEPT, Settings, optimizer_of
+from phalanx.server.row_gradient import flat_parts, sparse_of
+from phalanx.server.rule import Optimizers, Settings
 from phalanx.server.shared import IS_POSSIBLE, SharedTensors
 
 MOST_TOTALS: Final = 16
@@ -69,14 +71,19 @@ class Pushed:
     def add(self, slot: int, tokens: float, grads: Sequence[Tensor], empty: list[Tensor]) -> None:
         """Add one gradient, the mean over its tokens, see [Note: Order of a sum].
 
-        `empty` is memory for the sum of a first one, and `grads` its chunks, one after the other.
+        `empty` is memory for the sum of a first one. `grads` has the chunks of each flat weight,
+        one after the other, and of each table what `row_gradient.flat_parts` gives.
         """
         self.tokens[slot], self.waiting[slot] = tokens, list(grads)
         while self.num_added in self.waiting:
             ready, weight = self.waiting.pop(self.num_added), self.tokens[self.num_added]
             self.total, is_first = self.total or empty, not self.total
             chunks = iter(ready)
-            for flat in self.total:
+            for number, flat in enumerate(self.total):
+                if flat.is_sparse:
+                    grad = sparse_of(next(chunks), next(chunks), flat.shape)
+                    self.total[number] = flat.add(grad, alpha=weight)
+                    continue
                 at = 0
                 while at < flat.numel():
                     chunk = next(chunks)
@@ -93,18 +100,20 @@ class Shard:
     """A part of the weights.
 
     Attributes:
-        spec: what it is made of: `sizes` of the flat weights, `dtype`, `rule` and `law`.
+        spec: what it is made of: `sizes` of the flat weights, `dtype`, `rule` and `law`; the last
+            of them are tables, whose rows are as wide as `tables` says.
         version: updates applied.
         index: operations done, of those that change it.
         ages: how many versions the weights had moved on when a gradient was applied, counted.
+        optimizers: of the weights, with what they keep of each.
         lent: what workers have brought for a checkpoint of this version, by slot.
     """
 
     def __init__(
-        self, spec: Settings, weights: Sequence[Tensor], kept: Sequence[Tensor] = (),
+        self, spec: Settings, weights: Sequence[Tensor], kept: Sequence[Sequence[Tensor]] = (),
         version: int = 0, steps: float = 0.0,
     ) -> None:  # fmt: skip
-        """Begin with weights, and with what the optimizer keeps of them after `steps`."""
+        """Begin with weights, and with what the optimizer keeps of each after `steps`."""
         self.spec = spec
         self.law = Consistency.of(spec["law"])
         self.version, self.index = version, 0
@@ -120,19 +129,13 @@ class Shard:
         shared = None if self._memory is None else self._memory.tensors
         self.weights = shared or [torch.empty(n, dtype=self.dtype) for n in spec["sizes"]]
         torch._foreach_copy_(self.weights, list(weights))  # pyright: ignore[reportPrivateUsage]
-        self._optimizer = optimizer_of(spec["rule"], self.weights)
-        self._params = [group["params"][0] for group in self._optimizer.param_groups]
-        self._restore(kept, steps)
+        widths: list[int] = spec.get("tables", [])
+        self._num_flat = len(self.weights) - len(widths)
+        flats, tables = self.weights[: self._num_flat], self.weights[self._num_flat :]
+        self._tables = [table.view(-1, w) for table, w in zip(tables, widths, strict=True)]
+        self.optimizers = Optimizers(spec["rule"], flats, self._tables)
+        self.optimizers.restore(kept, steps)
         self._published: tuple[int, list[Tensor]] | None = None
-
-    def _restore(self, kept: Sequence[Tensor], steps: float) -> None:
-        names = KEPT[self.spec["rule"]["name"]]
-        parts = iter(kept)
-        for param in self._params if kept else ():
-            state = self._optimizer.state[param]
-            state.update({name: next(parts).clone() for name in names})
-            if self.spec["rule"]["name"] == "adamw":
-                state["step"] = torch.tensor(steps)
 
     @property
     def place(self) -> list[Any] | None:
@@ -150,6 +153,8 @@ class Shard:
         clock, slot = int(fields["clock"]), int(fields["slot"])
         if self.has(clock, slot):
             return False
+        for table, at in zip(self._tables, range(-2 * len(self._tables), 0, 2), strict=True):
+            sparse_of(grads[at], grads[at + 1], table.shape)  # refuses before anything has changed
         self.ahead.add((clock, slot))
         while (self.done[slot], slot) in self.ahead:
             self.ahead.remove((self.done[slot], slot))
@@ -161,9 +166,15 @@ class Shard:
         update.losses[number] = float(fields["loss"])
         update.rates[number] = float(fields.get("rate", 0.0))
         update.is_save_due |= bool(fields.get("is_save_due"))
-        empty = [] if update.total else [torch.empty_like(flat) for flat in self.weights]
+        empty = [] if update.total else self._no_sum()
         update.add(number, float(fields["tokens"]), grads, empty)
         return True
+
+    def _no_sum(self) -> list[Tensor]:
+        """Return memory for a sum of gradients, of which nothing has come."""
+        flats = [torch.empty_like(flat) for flat in self.weights[: self._num_flat]]
+        rows = torch.empty(0, dtype=torch.int64)
+        return flats + [sparse_of(rows, table[:0], table.shape) for table in self._tables]
 
     def completed(self, num_workers: int = 1) -> int:
         """Return how many updates could be applied now, those applied among them."""
@@ -189,7 +200,7 @@ class Shard:
         if version in self._totals:
             return
         update, p, power = self.open[version], self.spec["p"], 0.0
-        for grad in update.total:
+        for grad in filter(Tensor.numel, _values(update.total)):
             norm = float(torch.linalg.vector_norm(grad, p, dtype=torch.float64))
             power = max(power, norm) if math.isinf(p) else power + norm**p
         loss, wish = in_order(update.losses), float(update.is_save_due)
@@ -218,12 +229,12 @@ class Shard:
             self.ages[max(0, version - base)] += 1
         if scale is not None and update.total:
             mean = scale / max(update.num_tokens, 1.0)
-            torch._foreach_mul_(update.total, mean)  # pyright: ignore[reportPrivateUsage]
+            torch._foreach_mul_(_values(update.total), mean)  # pyright: ignore[reportPrivateUsage]
             if self._memory is None:
-                self._step(update.total, rate)
+                self.optimizers.step(update.total, rate)
             else:
                 with self._memory.changing():
-                    self._step(update.total, rate)
+                    self.optimizers.step(update.total, rate)
         self.version += 1
         self.lent.clear()
         return True
@@ -234,38 +245,27 @@ class Shard:
         share = len(update.tokens) / self.law.num_slots
         self.apply(self.version, max(update.rates.values()) * share, 1.0)
 
-    def _step(self, grads: list[Tensor], rate: float) -> None:
-        for group, grad in zip(self._optimizer.param_groups, grads, strict=True):
-            group["lr"] = rate
-            group["params"][0].grad = grad
-        self._optimizer.step()
-        for param in self._params:
-            param.grad = None
-
     # Reading.
 
     def published(self) -> list[Tensor]:
-        """Return a copy of the weights, which stays as it is while it is sent; one a version."""
+        """Return a copy of the weights but tables, as it stays while it is sent; one a version."""
         if self._published is None or self._published[0] != self.version:
-            self._published = self.version, [flat.clone() for flat in self.weights]
+            flats = self.weights[: self._num_flat]
+            self._published = self.version, [flat.clone() for flat in flats]
         return self._published[1]
 
-    def kept(self) -> list[Tensor]:
-        """Return what the optimizer keeps: of each flat weight all that it keeps, in order."""
-        names = KEPT[self.spec["rule"]["name"]]
-        states = [self._optimizer.state.get(param, {}) for param in self._params]
-        return [state[name] for state in states if state for name in names]
+    def rows(self, table: int, rows: Tensor) -> Tensor:
+        """Return a copy of rows of a table, one after the other.
 
-    @property
-    def steps(self) -> float:
-        """How many steps of Adam were taken."""
-        states = self._optimizer.state.values()
-        return next((float(state["step"]) for state in states if "step" in state), 0.0)
+        Raises:
+            IndexError: it has no such rows.
+        """
+        return self._tables[table][rows].view(-1)
 
     def gradient(self) -> list[Tensor]:
-        """Return the sum of the update that is next, weighted by tokens."""
+        """Return the sum of the update that is next, weighted by tokens, but of tables."""
         update = self.open.get(self.version)
-        return [] if update is None else update.total
+        return [] if update is None else update.total[: self._num_flat]
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -276,22 +276,23 @@ class Shard:
 
     def state(self) -> tuple[Settings, list[Tensor]]:
         """Return all that a copy is made of."""
-        kept, tensors = self.kept(), [flat.clone() for flat in self.weights]
+        kept, tensors = self.optimizers.kept(), [flat.clone() for flat in self.weights]
         fields: Settings = {
             "spec": self.spec, "version": self.version, "first": self.first, "index": self.index,
-            "num_kept": len(kept), "ages": list(self.ages.items()), "done": list(self.done.items()),
-            "ahead": list(self.ahead), "open": [],
-            "steps": self.steps, "lent": [(slot, len(each)) for slot, each in self.lent.items()],
+            "num_kept": [len(each) for each in kept], "ages": list(self.ages.items()),
+            "done": list(self.done.items()), "ahead": list(self.ahead), "open": [],
+            "steps": self.optimizers.steps,
+            "lent": [(slot, len(each)) for slot, each in self.lent.items()],
         }  # fmt: skip
-        tensors += [each.clone() for each in kept]
+        tensors += [each.clone() for of_weight in kept for each in of_weight]
         tensors += [each.clone() for of_slot in self.lent.values() for each in of_slot]
         for number, update in self.open.items():
             parts = [*update.total, *(t for each in update.waiting.values() for t in each)]
-            tensors += [part.clone() for part in parts]
+            tensors += [flat.clone() for part in parts for flat in flat_parts(part)]
             fields["open"].append([
                 number, list(update.tokens.items()), list(update.bases.items()),
                 list(update.losses.items()), list(update.rates.items()), update.num_added,
-                len(update.total), [(slot, len(each)) for slot, each in update.waiting.items()],
+                bool(update.total), [(slot, len(each)) for slot, each in update.waiting.items()],
                 update.is_save_due,
             ])  # fmt: skip
         return fields, tensors
@@ -299,21 +300,43 @@ class Shard:
     @classmethod
     def of_state(cls, fields: Settings, tensors: Sequence[Tensor]) -> Shard:
         """Make the copy."""
-        num = len(fields["spec"]["sizes"])
-        parts = iter(tensors[num + fields["num_kept"] :])
-        kept = tensors[num : num + fields["num_kept"]]
-        shard = cls(fields["spec"], tensors[:num], kept, fields["version"], fields["steps"])
+        (weights, *kept), parts = split_parts(tensors, fields["spec"], fields["num_kept"])
+        shard = cls(fields["spec"], weights, kept, fields["version"], fields["steps"])
         shard.first, shard.index = fields["first"], fields["index"]
         shard.ages = Counter(dict(fields["ages"]))
         shard.done = dict(fields["done"])
         shard.ahead = {(clock, slot) for clock, slot in fields["ahead"]}
         shard.lent = {slot: [next(parts).clone() for _ in range(n)] for slot, n in fields["lent"]}
-        for number, tokens, bases, losses, rates, num_added, num_total, waiting, due in fields[
+        for number, tokens, bases, losses, rates, num_added, has_total, waiting, due in fields[
             "open"
         ]:
             update = Pushed(dict(tokens), dict(bases), dict(losses))
             update.rates, update.num_added, update.is_save_due = dict(rates), num_added, due
-            update.total = [next(parts).clone() for _ in range(num_total)]
+            for total in shard._no_sum() if has_total else ():
+                first = next(parts).clone()
+                is_rows = total.is_sparse
+                own = sparse_of(first, next(parts).clone(), total.shape) if is_rows else first
+                update.total.append(own)
             update.waiting = {s: [next(parts).clone() for _ in range(n)] for s, n in waiting}
             shard.open[number] = update
         return shard
+
+
+def split_parts(
+    tensors: Sequence[Tensor], spec: Settings, num_kept: Sequence[int]
+) -> tuple[list[list[Tensor]], Iterator[Tensor]]:
+    """Return the weights, then what optimizers keep of each; and the tensors that follow.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    nums = [len(spec["sizes"]), *num_kept]
+    if sum(nums) > len(tensors):
+        raise ValueError(f"{len(tensors)} tensors; expected {sum(nums)}")
+    parts = iter(tensors)
+    return [list(islice(parts, num)) for num in nums], parts
+
+
+def _values(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the elements that gradients have."""
+    return [grad.values() if grad.is_sparse else grad for grad in grads]

@@ -3,7 +3,8 @@
 push     the gradient of a task; acknowledged when the backup has it too
 totals   tokens, loss and norm of the updates that are complete; waits for one
 pull     the weights, once they are of a version; with the rate and the scale by which updates
-that are complete are to be applied first, which all workers work out alike
+that are complete are to be applied first, which all workers work out alike; of a table, the rows
+that it asks for
 read     weights, and the moments that the optimizer keeps of them
 lend     what a worker keeps itself, for a checkpoint; `lent` gives the first worker all of it
 """
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from phalanx.server.message import WireMessage, in_frames
 from phalanx.server.replica import HeldShards
-from phalanx.server.shard import Shard
+from phalanx.server.shard import Shard, split_parts
 
 
 class Server(HeldShards):
@@ -62,9 +63,9 @@ class Server(HeldShards):
     def _init(self, peer: bytes, message: WireMessage, number: int) -> None:
         shard = self.shards.get(number)
         if shard is None:
-            spec, num = message["spec"], len(message["spec"]["sizes"])
-            parts = message.tensors[:num], message.tensors[num:]
-            shard = Shard(spec, *parts, int(message["version"]), float(message["steps"]))
+            spec = message["spec"]
+            (weights, *kept), _ = split_parts(message.tensors, spec, message["num_kept"])
+            shard = Shard(spec, weights, kept, int(message["version"]), float(message["steps"]))
             self.shards[number] = shard
             self.begin(number)
         elif shard.spec != message["spec"]:
@@ -118,8 +119,10 @@ class Server(HeldShards):
     def _report(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
         """Answer a request that changes nothing."""
         if message.kind == "read":
-            kept = [flat.clone() for flat in shard.kept()]
-            self.reply(peer, message, "ok", [*shard.published(), *kept], steps=shard.steps)
+            kept = shard.optimizers.kept()
+            found = [*shard.weights, *(each for of_weight in kept for each in of_weight)]
+            more = {"steps": shard.optimizers.steps, "num_kept": [len(each) for each in kept]}
+            self.reply(peer, message, "ok", [flat.clone() for flat in found], **more)
         elif message.kind == "live":
             self._num_workers = int(message["num_live"])
             self._close_due(number)
@@ -144,7 +147,10 @@ class Server(HeldShards):
         if place is not None:
             self.reply(peer, message, "ok", version=shard.version, place=place)
         else:
-            sent = [each for flat in shard.published() for each in in_frames(flat)]
+            flats = shard.published()
+            if (table := message.fields.get("table")) is not None:
+                flats = [shard.rows(int(table), message.tensors[0])]
+            sent = [each for flat in flats for each in in_frames(flat)]
             self.reply(peer, message, "ok", sent, version=shard.version)
 
     def _look_at_parked(self) -> None:

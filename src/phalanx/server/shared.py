@@ -15,10 +15,10 @@ import secrets
 import sys
 import warnings
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -103,12 +103,25 @@ class SharedView:
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
 
     def read(self, targets: Sequence[Sequence[Tensor]]) -> bool:
-        """Copy each tensor into its targets; False if it would not hold still."""
+        """Copy each of the first tensors into its targets; False if it would not hold still."""
+
+        def copy() -> None:
+            for tensor, parts in zip(self.tensors, targets, strict=False):
+                deal([tensor], parts)
+
+        return self._holds_still(copy)
+
+    def read_rows(self, number: int, rows: Tensor, out: Tensor) -> bool:
+        """Copy rows of a tensor, as wide as `out`, to it; False if it would not hold still."""
+        table = self.tensors[number].view(-1, out.shape[1])
+        return self._holds_still(lambda: torch.index_select(table, 0, rows, out=out))
+
+    def _holds_still(self, copy: Callable[[], Any]) -> bool:
+        """Copy until nothing has changed meanwhile; False if that does not come."""
         for _ in range(_NUM_TRIES):
             before = int(self._changes)
             if before % 2 == 0:
-                for tensor, parts in zip(self.tensors, targets, strict=True):
-                    deal([tensor], parts)
+                copy()
                 if int(self._changes) == before:
                     return True
         return False

@@ -35,7 +35,8 @@ def gradient_norm(gradients: Iterable[torch.Tensor], comm: Comm, p: float = 2.0)
     by_axes: dict[tuple[str, ...] | None, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         axes = sharded_axes(gradient) if isinstance(gradient, DTensor) else None
-        by_axes[axes].append(local_shard(gradient))
+        local = local_shard(gradient)
+        by_axes[axes].append(local.coalesce().values() if local.is_sparse else local)
     norms: list[torch.Tensor] = []
     for axes, locals_ in by_axes.items():
         norm = _power_sum(locals_, p)
@@ -68,7 +69,10 @@ def scale_to(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> No
     """Scale the gradients in place so that a norm above `limit` becomes `limit`."""
     factor = min(1.0, limit / (norm + 1e-6))
     shards = [local_shard(gradient) for gradient in gradients]
-    if shards:  # one kernel for many on a GPU
+    for shard in shards:
+        if shard.is_sparse:
+            shard.mul_(factor)
+    if shards := [shard for shard in shards if not shard.is_sparse]:  # one kernel for many on a GPU
         torch._foreach_mul_(shards, factor)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from phalanx.checkpoint.registered import LOCAL_ROUNDS
+from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader
@@ -66,6 +66,7 @@ def check(job: Job) -> None:
             f"server.rule is {config.server.rule}, but the workers of {job.strategy} take AdamW, "
             "and servers Nesterov momentum; leave it out"
         )
+    _check_table(job)
     size = law.num_local_steps
     for name, steps in (("steps", job.num_steps), ("save_every", config.save_every)):
         if steps % size:
@@ -73,6 +74,29 @@ def check(job: Job) -> None:
                 f"{name} is {steps}, but the workers of {job.strategy} agree after every {size} "
                 f"steps; the nearest is {max(1, round(steps / size)) * size}"
             )
+
+
+def _check_table(job: Job) -> None:
+    """Refuse to move an embedding by rows where all of them change."""
+    server, strategy = job.config.server, job.strategy
+    if server.table_rule is None and server.table_lr is not None:
+        raise ConfigError(
+            f"server.table_lr is {server.table_lr:g}, but server.table_rule is unset; the nearest "
+            "is adagrad"
+        )
+    if server.table_rule is None:
+        return
+    if strategy.dp.kind == "local":
+        raise ConfigError(
+            f"server.table_rule is {server.table_rule}, but the workers of {strategy} push changes "
+            f"of all weights; leave it out, or take dp{strategy.dp.degree}:ps"
+        )
+    if job.shape.tied:
+        raise ConfigError(
+            f"server.table_rule is {server.table_rule}, but the embedding of {job.name} is its "
+            "output projection too, whose gradient has every row; leave it out, or set shape.tied "
+            "to false"
+        )
 
 
 class NoSaver:
@@ -119,6 +143,7 @@ class ServedSession(TextSession):
         facts = facts_of(job)
         first: dict[str, Any] = self.client.ask_scheduler("agree", facts=facts)["facts"]
         check_same([first, json.loads(json.dumps(facts))])
+        self.model.embedding.sparse = job.config.server.table_rule is not None
         self.step.join(self.client, job.config.server, is_first=self.is_first)
         self._loaders: dict[int, Loader] = {}
         self.loader = loader_of(job, worker)
@@ -183,6 +208,8 @@ class ServedSession(TextSession):
         super()._call(extras)
         if isinstance(self.step, LocalStep):
             self.called.registered.add(LOCAL_ROUNDS, self.step.rounds)
+        if self.job.config.server.table_rule == "adagrad":
+            self.called.registered.add(TABLE_SUMS, self.step.sums)
 
     @override
     def begin_save(self, *, is_passing: bool = False) -> None:

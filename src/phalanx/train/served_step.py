@@ -4,6 +4,7 @@
     async, quorum  clip the gradient by its own norm, push, pull
     local/H        see local_step.py
 
+Of an embedding table it pushes the rows that it has looked up, and pulls a row when it looks it up.
 While a worker waits it computes what a lost worker has left. Servers keep the moments of Adam; the
 worker's own optimizer has them while a checkpoint is written.
 
@@ -13,6 +14,7 @@ rate, so that the samples of a synchronous step move them as far as that step do
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +25,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.config.schema import ServerConfig
+from phalanx.errors import ConfigError
+from phalanx.parallel.sparse import sparse_tables
 from phalanx.server.client import Client
 from phalanx.server.flat import FlatParameters
+from phalanx.server.rule import KEPT
+from phalanx.server.table import RowSums, Table
 from phalanx.train.clip import scale_to
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.step import Step, StepResult
@@ -45,6 +51,7 @@ class ServedStep(Step):
     Attributes:
         client: of the servers.
         version: of this worker's weights.
+        sums: beside weights and moments, the state of a checkpoint of tables.
         batch_of: gives the samples of another's task; None where nobody is helped.
     """
 
@@ -53,21 +60,55 @@ class ServedStep(Step):
     batch_of: BatchOf | None = None
     steps_a_task = 1
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.sums = RowSums()
+
     def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
         """Meet the servers, which the first worker gives the first weights; then pull."""
         self.client, self.law, self.server = client, client.law, server
         self._helped_s, self._is_over = 0.0, False
-        self.flat = FlatParameters(self.optimizer, self.inner_rule)
-        client.lay_out([len(each) for each in self.flat.weights], self.flat.weights[0].dtype)
+        self.tables = self._find_tables()
+        weights = [table.weight for table in self.tables]
+        self.flat = FlatParameters(self.optimizer, self.inner_rule, weights)
+        sizes, shapes = [len(each) for each in self.flat.weights], [each.shape for each in weights]
+        client.lay_out(sizes, next(self.model.parameters()).dtype, tables=shapes)
         if is_first:
             kept, steps = self.kept()
-            first = (self.flat.weights, self.rule(), self.config.clip_p)
+            kept = [*(kept or [[] for _ in sizes]), *([each] for each in self.sums.sums)]
+            flats = [*self.flat.weights, *(each.detach().view(-1) for each in weights)]
+            first = (flats, self.rule(), self.config.clip_p)
             client.create(*first, self.steps_done // self.steps_a_task, kept, steps)
         client.pull(self.flat.weights, 0)
         self._totals = client.totals(0)  # of what all have pushed and nobody is left to pull
         clock = client.done[client.worker]
         self.steps_done = clock * self.steps_a_task
-        self.version = client.pull(self.flat.weights, self.law.needs(clock), self.recipes())
+        self.pull(self.law.needs(clock))
+
+    def _find_tables(self) -> list[Table]:
+        """Return the tables of the model whose gradients are sparse; one that is tied, once."""
+        found = sparse_tables(self.model)
+        if found and self.server.table_rule is None:
+            raise ConfigError(
+                f"the embedding {next(iter(found))} has sparse gradients, but server.table_rule is "
+                "unset; the nearest is adagrad"
+            )
+        tables: list[Table] = []
+        for number, weight in enumerate(dict.fromkeys(found.values())):
+            names = [name for name, each in found.items() if each is weight]
+            modules = [self.model.get_submodule(name) for name in names]
+            pull = functools.partial(self._pull_rows, number)
+            tables.append(Table(names[0], weight, modules, pull))
+        return tables
+
+    def _pull_rows(self, table: int, rows: Tensor, target: Tensor) -> None:
+        self.client.pull_rows(table, rows, target, self.version)
+
+    def pull(self, needed: int, idle: Callable[[], None] | None = None) -> None:
+        """Pull the weights, once they are of version `needed`, and rows when they are looked up."""
+        self.version = self.client.pull(self.flat.weights, needed, self.recipes(), idle)
+        for table in self.tables:
+            table.expire()
 
     def recipes(self) -> list[Recipe]:
         """Say how updates that are complete, and belong to a clock, are to be applied."""
@@ -81,9 +122,10 @@ class ServedStep(Step):
     def rule(self) -> dict[str, Any]:
         """Return how servers change the weights."""
         config, server = self.config, self.server
-        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         numbers = {"betas": [config.beta1, config.beta2], "eps": config.eps}
-        return {"name": server.rule, **numbers, "momentum": server.momentum, "decays": decays}
+        numbers |= {"momentum": server.momentum, "decays": self.flat.decays}
+        rate = 1.0 if server.table_lr is None else server.table_lr / config.lr
+        return {"name": server.rule, **numbers, "tables": server.table_rule, "tables_rate": rate}
 
     def kept(self) -> tuple[list[list[Tensor]], float]:
         """Return what servers are to keep to begin with, which this optimizer then does not."""
@@ -93,11 +135,15 @@ class ServedStep(Step):
 
     def before_save(self) -> None:
         """Have the optimizer keep what the servers do, as a checkpoint has it."""
-        names = self.flat.names
+        names, num = self.flat.names, len(self.flat.weights)
         flats = [[flat, *(torch.empty_like(flat) for _ in names)] for flat in self.flat.weights]
+        for weight in [table.weight.detach() for table in self.tables]:
+            kept = KEPT[str(self.server.table_rule)]
+            flats.append([weight.view(-1), *(weight.new_empty(len(weight)) for _ in kept)])
         steps = self.client.read(flats)
         if steps is not None:
-            self.flat.give_moments([of_group[1:] for of_group in flats], steps)
+            self.flat.give_moments([of_group[1:] for of_group in flats[:num]], steps)
+            self.sums.sums = [sums for of_table in flats[num:] for sums in of_table[1:]]
 
     def rate(self, clock: int) -> float:
         """Return the learning rate of a clock."""
@@ -109,7 +155,8 @@ class ServedStep(Step):
         """Push what flat memory has of a task."""
         num = float(tokens)
         numbers: dict[str, Any] = {"base": self.version, "tokens": num, "loss": float(loss) * num}
-        return self.client.push(clock, slot, self.flat.grads, rate=self.rate(clock), **numbers)
+        grads = [*self.flat.grads, *(table.gradient() for table in self.tables)]
+        return self.client.push(clock, slot, grads, rate=self.rate(clock), **numbers)
 
     def take_task(
         self, clock: int, slot: int, microbatches: Sequence[Any]
@@ -194,8 +241,7 @@ class ClockedStep(ServedStep):
 
     @override
     def update(self, norm: float | None) -> None:
-        needed = self.law.needs(self.steps_done + 1)
-        self.version = self.client.pull(self.flat.weights, needed, self.recipes())
+        self.pull(self.law.needs(self.steps_done + 1))
 
 
 class OpenStep(ServedStep):
@@ -231,7 +277,7 @@ class OpenStep(ServedStep):
             self.flat.take_gradients()
             update = self.push(self.steps_done, self.client.worker, loss, tokens)
             needed = update + 1 if self.law.kind == "quorum" else 0
-        self.version = self.client.pull(self.flat.weights, needed, idle=self.help)
+        self.pull(needed, self.help)
 
     @override
     def __call__(self, microbatches: Sequence[Any]) -> StepResult:
@@ -243,5 +289,5 @@ class OpenStep(ServedStep):
                 if self.batch_of is None:
                     break
                 time.sleep(HELP_S / 10)
-            self.version = self.client.pull(self.flat.weights, 0)
+            self.pull(0)
         return result

@@ -1,0 +1,108 @@
+"""Which server has which part of the weights of a job, as a worker knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.server.placement import WeightRange, chunks_of, place
+
+
+class PlacedWeights:
+    """Where the weights are: groups of elements, and tables.
+
+    Attributes:
+        tables: shape of each table; they are the last groups.
+        num_flat: groups that are none.
+        numels: elements of each group.
+        num_shards: parts that the weights are in.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], tables: Sequence[Sequence[int]], itemsize: int,
+        chunk_bytes: int, homes: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """Place groups of these numbers of elements, and tables, over servers by their weight."""
+        self.tables, self.num_flat, self.num_shards = tables, len(sizes), len(homes)
+        self.numels = [*sizes, *(rows * width for rows, width in tables)]
+        widths = {len(sizes) + number: width for number, (_, width) in enumerate(tables)}
+        placed = place(chunks_of(self.numels, itemsize, chunk_bytes, widths), homes)
+        self._chunks: list[list[list[WeightRange]]] = [
+            [[chunk for chunk in placed[name] if chunk.group == g] for g in range(len(self.numels))]
+            for name in sorted(placed)
+        ]
+        self._places = [
+            RowPlaces.of([each[group] for each in self._chunks], width)
+            for group, width in widths.items()
+        ]
+
+    def sizes(self, shard: int) -> list[int]:
+        """Return how many elements of each group a shard has."""
+        return [sum(c.end - c.begin for c in chunks) for chunks in self._chunks[shard]]
+
+    def parts(self, shard: int, flats: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the chunks of a shard in a flat tensor of each group but tables."""
+        assert len(flats) == self.num_flat
+        return [self.pieces(shard, group, flat) for group, flat in enumerate(flats)]
+
+    def pieces(self, shard: int, group: int, flat: Tensor) -> list[Tensor]:
+        """Return the chunks of a shard in a flat tensor of a group, or of one element for a row."""
+        unit = self.numels[group] // max(1, flat.numel())
+        chunks = self._chunks[shard][group]
+        return [flat[chunk.begin // unit : chunk.end // unit] for chunk in chunks]
+
+    def cut(self, shard: int, group: int, flat: Tensor) -> Tensor:
+        """Return the same, one after the other."""
+        return torch.cat(self.pieces(shard, group, flat) or [flat[:0]])
+
+    def deal(self, table: int, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield for each shard that has some of these rows: which, and their numbers there."""
+        yield from self._places[table].deal(rows)
+
+    def of_shards(self, table: int, grad: Tensor) -> list[list[Tensor]]:
+        """Return what each shard gets of the sparse gradient of a table, see row_gradient.py."""
+        rows, values = grad.indices()[0], grad.values()
+        found = [[rows[:0], values[:0].view(-1)] for _ in range(self.num_shards)]
+        for shard, which, there in self.deal(table, rows):
+            found[shard] = [there, values[which].view(-1)]
+        return found
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Where the rows of a table are, which is cut into chunks of as many rows.
+
+    Attributes:
+        chunk_rows: rows of a whole chunk.
+        shards: of each chunk, the shard that has it.
+        begins: of each chunk, its first row on that shard.
+    """
+
+    chunk_rows: int
+    shards: Tensor
+    begins: Tensor
+
+    @classmethod
+    def of(cls, chunks: Sequence[Sequence[WeightRange]], width: int) -> RowPlaces:
+        """Read them off the chunks of each shard."""
+        found: dict[int, tuple[int, int]] = {}
+        for shard, each in enumerate(chunks):
+            at = 0
+            for chunk in each:
+                found[chunk.begin // width] = shard, at
+                at += (chunk.end - chunk.begin) // width
+        begins = sorted(found)
+        places = torch.tensor([found[begin] for begin in begins]).view(-1, 2)
+        chunk_rows = begins[1] if len(begins) > 1 else 1 << 62
+        return cls(chunk_rows, places[:, 0], places[:, 1])
+
+    def deal(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield for each shard that has some of these rows: which, and their numbers there."""
+        chunks = rows // self.chunk_rows
+        shards, there = self.shards[chunks], self.begins[chunks] + rows % self.chunk_rows
+        for shard in shards.unique().tolist():
+            which = (shards == shard).nonzero()[:, 0]
+            yield shard, which, there[which]

@@ -1,0 +1,37 @@
+"""The gradient of an embedding table, of the rows that a batch has looked up.
+
+It is a sparse tensor of torch, coalesced. A message has two flat tensors in its place:
+the numbers of the rows on that server, ascending, and the rows, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sparse_of(rows: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the sparse tensor of a table's shape that has these rows.
+
+    Raises:
+        ValueError: the rows are not ascending numbers of the table, or the values are not theirs.
+    """
+    num_rows, width = shape
+    in_table = not len(rows) or (int(rows[0]) >= 0 and int(rows[-1]) < num_rows)
+    if rows.dtype != torch.int64 or not in_table or not bool((rows.diff() > 0).all()):
+        raise ValueError(f"rows of a table are not ascending numbers from 0 to {num_rows - 1}")
+    if values.numel() != len(rows) * width:
+        raise ValueError(f"{values.numel()} values; expected {len(rows)} rows of {width}")
+    return torch.sparse_coo_tensor(
+        rows[None], values.view(-1, width), (num_rows, width), is_coalesced=True,
+        check_invariants=False,
+    )  # fmt: skip
+
+
+def flat_parts(tensor: Tensor) -> list[Tensor]:
+    """Return what a message has of a tensor: itself, or the two parts of a sparse one."""
+    if not tensor.is_sparse:
+        return [tensor]
+    return [tensor.indices()[0].contiguous(), tensor.values().reshape(-1)]
