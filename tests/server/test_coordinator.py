@@ -187,6 +187,29 @@ def test_a_backup_forgets_a_copy_that_is_older_than_its_office(tmp_path: Path) -
         server.close()
 
 
+def test_a_server_without_its_name_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One waits for the name of a process that was killed, or another has got its name since."""
+    own = ("a", Secret.new(), f"ipc://{tmp_path}/a", lambda _: None)
+    server, said = Server("job", f"ipc://{tmp_path}/coordinator", "2", *own), list[str]()
+    monkeypatch.setattr(server.listener, "send", lambda _, message: said.append(message.kind))
+    rest = {"term": 1, "addresses": {}, "since": [1, 1], "holders": [["a", "b"], ["b", "a"]]}
+    asked = {"q": 1, "is_known": True}
+    copied = {"epoch": 5, "sent": 0}
+    try:
+        for epoch, (incarnation, answers) in enumerate(
+            [("1", ["moved", "fenced"]), ("2", ["empty", "gap"]), ("3", ["moved", "fenced"])], 5
+        ):
+            server._take({**rest, "epoch": epoch, "incarnations": {"a": incarnation}})
+            server.handle(b"", WireMessage("pull", {**asked, "shard": 0}))
+            server.handle(b"", WireMessage("where", {**copied, "shard": 1}))
+            assert said == answers
+            said.clear()
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize(("holders", "is_answered"), [(["a"], True), (["b", "a"], False)])
 def test_a_primary_that_is_replaced_acknowledges_nothing(
     holders: list[str], is_answered: bool, tmp_path: Path

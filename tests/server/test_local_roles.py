@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from phalanx.errors import TrainingError
-from phalanx.server import beats, coordinator, loop_clock, replica, requests, role, tasks, wire
+from phalanx.server import beats, coordinator, replica, requests, role, tasks, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
@@ -39,7 +39,7 @@ CLOCKS = {
 @pytest.fixture
 def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have roles and workers ask again, beat and look up ten times as often, and lose nobody."""
-    for module in (beats, coordinator, loop_clock, replica, requests, role, tasks, wire):
+    for module in (beats, coordinator, replica, requests, role, tasks, wire):
         for name in CLOCKS.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, CLOCKS[name])
 

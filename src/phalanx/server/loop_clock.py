@@ -21,10 +21,12 @@ class LoopClock:
         looked_s: when the loop looked last, by `time.monotonic`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float = 4 * TICK_S) -> None:
+        """Begin; a pause between two looks counts as `most_s` at most."""
         self.now_s, self.looked_s = 0.0, time.monotonic()
+        self._most_s = most_s
 
     def look(self) -> None:
-        """Count the time since the last look, of a longer pause only as much as four ticks."""
+        """Count the time since the last look."""
         looked_s, self.looked_s = self.looked_s, time.monotonic()
-        self.now_s += min(self.looked_s - looked_s, 4 * TICK_S)
+        self.now_s += min(self.looked_s - looked_s, self._most_s)

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from phalanx.server.beats import Beats
+from phalanx.server.beats import BEAT_S, Beats
 from phalanx.server.coordinator import PROTOCOL
+from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
 from phalanx.server.role import Member, Settings
 from phalanx.server.shard import Shard
@@ -69,7 +70,7 @@ class HeldShards(Member):
     def __init__(self, job: str, *args: Any, weight: float = 1.0, **more: Any) -> None:
         super().__init__(*args, **more)
         self._job, self._weight = job, weight
-        self._stuck_s = 0.0
+        self._beat_clock, self._seen_s, self._seen_at_s = LoopClock(4 * BEAT_S), 0.0, 0.0
         self.shards: dict[int, Shard] = {}
         self._backups: dict[int, Backup] = {}
         self._synced: dict[int, int] = {}  # epoch of the copy, of each shard that this backs
@@ -90,15 +91,23 @@ class HeldShards(Member):
 
     def _beats_to(self) -> str:
         """Return who hears that this server is there; nobody once its loop is stuck."""
-        begun_s = self._begun_s
-        if time.monotonic() - begun_s <= STUCK_S:
-            return self._coordinator.address
-        if begun_s != self._stuck_s:
-            self._stuck_s = begun_s
-            self.log(f"at one message for over {STUCK_S:g} s; the coordinator may hold it for lost")
-        return ""
+        self._beat_clock.look()
+        begun_s, now_s = self._begun_s, self._beat_clock.now_s
+        if begun_s != self._seen_s:
+            self._seen_s, self._seen_at_s = begun_s, now_s
+        return self._coordinator.address if now_s - self._seen_at_s <= STUCK_S else ""
 
     # The map.
+
+    @property
+    def _holder(self) -> str:
+        """The name of this server among holders; none while the name is another process's.
+
+        Who waits for the name of a process that was killed, or comes back after another got its
+        name, holds nothing.
+        """
+        who = self.map.get("incarnations", {}).get(self.name, self.incarnation)
+        return self.name if who == self.incarnation else ""
 
     @override
     def changed(self) -> None:
@@ -106,10 +115,10 @@ class HeldShards(Member):
         now = self.map["epoch"]
         self._synced = {s: e for s, e in self._synced.items() if e > now or self._counts(s, e)}
         for shard in list(self.shards):
-            if self.name not in self.map["holders"][shard] and shard not in self._synced:
+            if self._holder not in self.map["holders"][shard] and shard not in self._synced:
                 self.shards.pop(shard).close()
         for shard, names in enumerate(self.map["holders"]):
-            due = names[1] if names[0] == self.name and names[1:] else None
+            due = names[1] if names[0] == self._holder and names[1:] else None
             since = self.map["since"][shard]
             address = None if due is None else self.map["addresses"].get(due)
             held = self._backups.get(shard)
@@ -125,7 +134,7 @@ class HeldShards(Member):
 
     def _counts(self, shard: int, epoch: int) -> bool:
         """Return whether a copy sent in an epoch is one of a shard that this server backs now."""
-        is_backup = self.name in self.map["holders"][shard][1:]
+        is_backup = self._holder in self.map["holders"][shard][1:]
         return is_backup and epoch >= self.map["since"][shard]
 
     def _drop_backup(self, shard: int) -> deque[tuple[int, Callable[[], None]]]:
@@ -149,7 +158,7 @@ class HeldShards(Member):
     def is_primary(self, number: int) -> bool:
         """Return whether this server is the primary of a shard."""
         holders = self.map.get("holders", [])
-        return 0 <= number < len(holders) and holders[number][0] == self.name
+        return 0 <= number < len(holders) and holders[number][0] == self._holder
 
     # What a backup gets.
 

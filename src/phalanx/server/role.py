@@ -144,7 +144,7 @@ class Member(Role):
         self.map: Settings = {"epoch": 0, "term": 0}
         self._coordinator = self.link(coordinator)
         self._beat_s = 0.0
-        self._silent_s = time.monotonic()
+        self._silent_s = 0.0
 
     def facts(self) -> Settings:
         """Return what goes with a beat."""
@@ -159,7 +159,7 @@ class Member(Role):
             self.log(f"the coordinator refuses {self.name}: {self.refusal}")
             self.is_over = True
         elif message.kind == "map":
-            self._silent_s = time.monotonic()
+            self._silent_s = self.clock.now_s
             self._take(dict(message.fields))
 
     def _take(self, found: Settings) -> None:
@@ -182,8 +182,8 @@ class Member(Role):
         super().tick()
         if time.monotonic() - self._beat_s > BEAT_S:
             self._beat_s = time.monotonic()
-            if self._beat_s - self._silent_s > SILENT_S:
-                self._silent_s = self._beat_s
+            if self.clock.now_s - self._silent_s > SILENT_S:
+                self._silent_s = self.clock.now_s
                 self.log(
                     f"the coordinator at {self._coordinator.address} does not answer; it may not "
                     "run, have another secret, or listen at an address of another kind: 127.0.0.1 "
