@@ -14,9 +14,11 @@ from phalanx.models.registry import shape_of
 from phalanx.planner import search
 from phalanx.planner.bound import bound_s
 from phalanx.planner.hardware import cluster
+from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
 from phalanx.planner.search import Question
 from phalanx.planner.software import SOFTWARE
+from phalanx.strategy import Strategy
 
 MODELS = ("llama3-1b", "llama3-8b", "llama3-70b", "gpt2-1.5b", "mistral-7b", "llama3-405b")
 CLUSTERS = ("h100-llama3", "h100-p5", "a100", "a100-p4d", "b200", "gb200", "mi300x", "tpu-v5p")
@@ -52,6 +54,40 @@ def check(question: Question, seed: int) -> None:
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_price_is_below_its_bound(question: Question, seed: int) -> None:
     check(question, seed)
+
+
+UNEVEN = [
+    (pp, chunks, pp * chunks + more) for pp in (2, 4) for chunks in (2, 4) for more in (-1, 0, 1, 3)
+]
+"""Stages of a rank and layers that they cannot deal out evenly: some stages have none."""
+
+
+@pytest.mark.parametrize(("pp", "chunks", "num_layers"), UNEVEN)
+def test_no_price_of_few_uneven_stages_is_below_its_bound(
+    pp: int, chunks: int, num_layers: int
+) -> None:
+    """The lightest ranks have a smaller bubble than ranks of an average part."""
+    shape = dataclasses.replace(shape_of("llama3-405b"), num_layers=num_layers)
+    job = cluster(f"a100:{pp}")
+    for policy in ("none", "selective"):
+        strategy = Strategy.parse(f"pp{pp}:interleaved/{chunks},recompute:{policy}")
+        for name in ("llm-foundry", "phalanx"):
+            for num in (pp, 3 * pp):
+                planned = PlannedStep(shape, strategy, 8192, 1, num, "bfloat16")
+                least = bound_s(planned, job, SOFTWARE[name])
+                step_s = price(planned, job, SOFTWARE[name]).step_s
+                assert 0.6 * step_s < least <= step_s * (1 + 1e-9), (policy, name, num)
+
+
+def test_a_price_of_equal_stages_is_its_bound() -> None:
+    """Without collectives, whose bound is rough, and the optimizer's step, which is not bounded."""
+    shape = dataclasses.replace(shape_of("llama3-8b"), num_layers=30, vocab_size=128)
+    job = cluster("h100:8")
+    for text in ("pp4", "pp4:interleaved/2", "pp8"):
+        planned = PlannedStep(shape, Strategy.parse(text), 8192, 1, 32, "bfloat16")
+        cost = price(planned, job, SOFTWARE["phalanx"])
+        least = bound_s(planned, job, SOFTWARE["phalanx"])
+        assert 0.95 < least / (cost.step_s - cost.optimizer_s) <= 1 + 1e-9, text
 
 
 @pytest.mark.slow

@@ -2,42 +2,111 @@
 
 A search prices strategies in the order of this bound, and stops where it passes the best prices:
 so the bound has to be quick, and never above the price.
+
+    a rank      its first forward waits for the forwards of the stages before its first stage, and
+                their backwards follow its last: their times, and its own of all microbatches
+    the step    the longest of the ranks, whatever the order in which a schedule runs them
+                + what dp and fsdp send beyond what compute can hide
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from phalanx.account.parameters import num_parameters
 from phalanx.comm.axes import AXIS_SETS, SHARDS
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.planner import network
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import model_spent
+from phalanx.planner.parts import Spent, part_seconds
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import Software
+from phalanx.strategy import Axis, Strategy
 
 _ITEM_BYTES = 2
 """Of an element that is sent, at least."""
 
-_BUBBLE = 0.9
-"""The least part of the bubble of equal stages: stages are not all alike."""
-
 _CALLS = 8
 """Gathers and scatters of tp around a block, forward and backward, at least."""
 
+_INPUTS, _HEAD, _MESSAGE = "inputs", "head", "message"
+"""Parts of a stage beside blocks, which go by their windows."""
+
+Parts = Mapping[int | str | None, int]
+"""How many of each part: blocks of a window, and these."""
+
 
 def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the bound: of ranks that all do an average part, and of a pipeline its bubble.
+    """Return the bound, of schedules whose backwards are whole.
 
     Raises:
         StrategyError: the strategy does not split the model.
     """
-    pp = planned.strategy.pp
-    spent = model_spent(planned, cluster.device, software)
-    device_s = spent.device + _tensor_s(planned, cluster, software)
-    of_rank_s = (max(device_s, spent.host) + _messages_s(planned, cluster, software)) / pp.degree
-    bubble = _BUBBLE * (pp.degree - 1) / (pp.option or 1)
-    pipeline_s = of_rank_s * (planned.accumulation + bubble)
-    sent_s, overlap = _sent_s(planned, cluster, software), software.overlap
+    ranks = _of_ranks(planned.strategy.pp, planned.strategy.cut, planned.shape)
+    seconds, num = _seconds(planned, cluster, software), planned.accumulation
+    pipeline_s = max(
+        num * sum(of * seconds[part] for part, of in rank.own.items())
+        + sum(of * seconds[part] for part, of in rank.before.items())
+        for rank in ranks
+    )
+    blocks = sum(of for part, of in ranks[0].own.items() if not isinstance(part, str))
+    sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
     return pipeline_s + max(sent_s - overlap * pipeline_s, 0.5 * (1 - overlap) * sent_s)
+
+
+class _OfRank(NamedTuple):
+    """The parts of a rank's stages, and the parts of all stages before its first one."""
+
+    own: Parts
+    before: Parts
+
+
+@functools.lru_cache(maxsize=256)
+def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank]:
+    """Return the first rank of a pipeline, and of others that run the same the last one each."""
+    strategy, last = Strategy(pp=pp, cut=cut), shape.num_layers + 1
+    links_of, schedule = cut_of(strategy, shape), schedule_of(strategy, 1)
+    parts: list[Counter[int | str | None]] = []
+    for stage, links in enumerate(links_of):
+        of = Counter[int | str | None](
+            shape.window_of(link - 1) for link in links if 0 < link < last
+        )
+        of[_INPUTS], of[_HEAD] = int(0 in links), int(last in links)
+        of[_MESSAGE] = int(stage > 0) + int(stage < len(links_of) - 1)
+        parts.append(of)
+    found: dict[frozenset[tuple[int | str | None, int]], _OfRank] = {}
+    for rank in range(pp.degree):
+        own, before = Counter[int | str | None](), Counter[int | str | None]()
+        for stage in schedule.stages_of(rank):
+            own.update(parts[stage])
+        for stage in range(schedule.stages_of(rank)[0]):
+            before.update(parts[stage])
+        found[frozenset(own.items()) if rank else frozenset()] = _OfRank(own, before)
+    return [*found.values()]
+
+
+def _seconds(
+    planned: PlannedStep, cluster: Cluster, software: Software
+) -> dict[int | str | None, float]:
+    """Return the least seconds of each part for one microbatch, forward and backward."""
+    shape, device = planned.shape, cluster.device
+    tensor = Spent(_tensor_s(planned, cluster, software), 0.0)
+    windows = dict.fromkeys(shape.window_of(number) for number in range(shape.num_layers))
+    parts = {each: part_seconds(planned, device, software, each) for each in windows}
+    any_part = next(iter(parts.values()))
+    found: dict[int | str | None, float] = {
+        _INPUTS: any_part.inputs.alone,
+        _HEAD: any_part.head.alone,
+        _MESSAGE: _message_s(planned, cluster, software),
+    }
+    for window, of in parts.items():
+        both = Spent(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
+        found[window] = both.beside(tensor)
+    return found
 
 
 def _stream_bytes(planned: PlannedStep) -> float:
@@ -47,32 +116,29 @@ def _stream_bytes(planned: PlannedStep) -> float:
 
 
 def _tensor_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the least time of the collectives of tp around all blocks, for one microbatch."""
-    strategy, calls = planned.strategy, _CALLS * planned.shape.num_layers
-    sent = calls * _stream_bytes(planned) * (1 - 1 / strategy.tp.degree)
-    group = network.group_of(strategy.mesh_axes(), ("tp",))
-    halves = "all_gather", "reduce_scatter"
-    return sum(network.seconds(op, group, sent / 2, calls // 2, cluster, software) for op in halves)
-
-
-def _messages_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the least time of the messages of all stages, for one microbatch."""
+    """Return the least time of the collectives of tp around a block, for one microbatch."""
     strategy = planned.strategy
-    calls = 2 * (strategy.pp.degree * (strategy.pp.option or 1) - 1)
-    sent = calls * _stream_bytes(planned) / strategy.tp.degree
+    sent = _CALLS * _stream_bytes(planned) * (1 - 1 / strategy.tp.degree)
+    group, half = network.group_of(strategy.mesh_axes(), ("tp",)), _CALLS // 2
+    halves = "all_gather", "reduce_scatter"
+    return sum(network.seconds(op, group, sent / 2, half, cluster, software) for op in halves)
+
+
+def _message_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
+    """Return the least time of a message between two stages."""
+    strategy = planned.strategy
+    sent = _stream_bytes(planned) / strategy.tp.degree
     group = network.group_of(strategy.mesh_axes(), ("pp",))
-    return network.seconds("send", group, sent, calls, cluster, software)
+    return network.seconds("send", group, sent, 1, cluster, software)
 
 
-def _sent_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the least time in which dp and fsdp send weights and gradients of blocks.
+def _sent_s(planned: PlannedStep, blocks: int, cluster: Cluster, software: Software) -> float:
+    """Return the least time in which dp and fsdp send weights and gradients of a rank's blocks.
 
     zero3 gathers twice and reduces once for each microbatch, zero2 gathers once.
     """
     strategy, count = planned.strategy, num_parameters(planned.shape)
-    num_layers = planned.shape.num_layers
-    of_block = (count.attention + count.mlp) / num_layers
-    blocks = num_layers // strategy.pp.degree
+    of_block = (count.attention + count.mlp) / planned.shape.num_layers
     weights = _ITEM_BYTES * of_block * blocks / strategy.tp.degree
     times = {"zero3": 3 * planned.accumulation, "zero2": 1 + planned.accumulation}
     least_s = 0.0

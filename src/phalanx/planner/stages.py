@@ -53,8 +53,9 @@ def _long_s(strategy: Strategy, short: int, further: int, times: tuple[StageTime
     Further rounds prolong the longest path that is the longest with them. That path spends them
     where the last simulated round was spent, or all on one rank, from one of its actions to the
     same a round later. So of each rank the longest path through an action in its middle counts,
-    with the rank's time of the further rounds. A path that goes round between ranks which differ by
-    many times is not found: of stages at random within 100 times, one step of 500 was 0.7 % off.
+    with the rank's time of the further rounds. A path that goes round between several ranks is not
+    found: of 565 steps at random of stages that differ by up to half none was off, of 620 whose
+    stages differ by up to three times two, by up to 0.5 %.
     """
     round_size = strategy.pp.degree
     fewer, schedule = (schedule_of(strategy, num) for num in (short - round_size, short))
