@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.server.consistency import Consistency
 from phalanx.server.replica import perform
-from phalanx.server.shard import Shard
+from phalanx.server.shard import MOST_TOTALS, Shard
 
 
 def shard_of(law: Consistency, rule: dict[str, object], weights: list[torch.Tensor]) -> Shard:
@@ -157,13 +157,25 @@ def test_a_copy_made_in_the_middle_ends_with_the_same_bits() -> None:
                 perform(each, "push", fields, grads)
 
     step([shard], 0, [2, 0, 1])
-    perform(shard, "apply", {"version": 0, "rate": 0.1, "scale": 1.0}, [])
+    totals = shard.totals()
+    noted = {"noted": shard.noted(0)}
+    perform(shard, "apply", {"version": 0, "rate": 0.1, "scale": 1.0, **noted}, [])
     step([shard], 1, [2, 0])
     fields, tensors = shard.state()
     copy = Shard.of_state(json.loads(json.dumps(fields)), tensors)
+    assert copy.totals() == shard.totals() == totals != []  # a worker may ask it, late
     step([shard, copy], 1, [1])
     for each in (shard, copy):
         perform(each, "apply", {"version": 1, "rate": 0.1, "scale": 0.5}, [])
     ours, theirs = shard.state(), copy.state()
     assert ours[0] == theirs[0]
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+
+
+def test_a_backup_keeps_the_totals_of_the_latest_updates_alone() -> None:
+    backup = shard_of(Consistency("ps", 1), {"name": "sgd", "decays": [0.0]}, zeros(1))
+    for version in range(3 * MOST_TOTALS):
+        push(backup, version, 0, 1.0)
+        backup.apply(version, 0.1, None, [1.0, 1.0, 1.0, 0.0])
+    kept = [version for version, *_ in backup.totals()]
+    assert kept == list(range(2 * MOST_TOTALS, 3 * MOST_TOTALS))

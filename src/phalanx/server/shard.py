@@ -204,7 +204,10 @@ class Shard:
             norm = float(torch.linalg.vector_norm(grad, p, dtype=torch.float64))
             power = max(power, norm) if math.isinf(p) else power + norm**p
         loss, wish = in_order(update.losses), float(update.is_save_due)
-        self._totals[version] = [update.num_tokens, loss, power, wish]
+        self._keep_totals(version, [update.num_tokens, loss, power, wish])
+
+    def _keep_totals(self, version: int, totals: list[float]) -> None:
+        self._totals[version] = totals
         while len(self._totals) > MOST_TOTALS + self.law.staleness:
             del self._totals[next(iter(self._totals))]
 
@@ -223,7 +226,7 @@ class Shard:
         if version != self.version:
             return False
         if noted is not None:
-            self._totals[version] = noted
+            self._keep_totals(version, noted)
         update = self.open.pop(version)
         for base in update.bases.values():
             self.ages[max(0, version - base)] += 1
@@ -282,6 +285,7 @@ class Shard:
             "num_kept": [len(each) for each in kept], "ages": list(self.ages.items()),
             "done": list(self.done.items()), "ahead": list(self.ahead), "open": [],
             "steps": self.optimizers.steps,
+            "totals": list(self._totals.items()),
             "lent": [(slot, len(each)) for slot, each in self.lent.items()],
         }  # fmt: skip
         tensors += [each.clone() for of_weight in kept for each in of_weight]
@@ -306,6 +310,7 @@ class Shard:
         shard.ages = Counter(dict(fields["ages"]))
         shard.done = dict(fields["done"])
         shard.ahead = {(clock, slot) for clock, slot in fields["ahead"]}
+        shard._totals = dict(fields["totals"])
         shard.lent = {slot: [next(parts).clone() for _ in range(n)] for slot, n in fields["lent"]}
         for number, tokens, bases, losses, rates, num_added, has_total, waiting, due in fields[
             "open"
