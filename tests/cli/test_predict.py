@@ -63,9 +63,38 @@ def test_the_table_has_the_error_of_each_group(
     assert ["megatron-sc21", "3", "2", "1", "50.0%", "1"] in rows
 
 
+NO_BATCH = {key: value for key, value in RUN.items() if key != "global_batch_seqs"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {**RUN, "measured": {"step_time_s": "fast"}},
+        {**RUN, "measured": {"step_time_s": -1}},
+        {**RUN, "measured": {"step_time_s": float("nan")}},
+        {**RUN, "measured": {"tokens_per_s_per_gpu": 1e999}},
+        {**NO_BATCH, "measured": {"tokens_per_s_per_gpu": 1000}},
+        {**RUN, "measured": {}, "derived": [1]},
+    ],
+)
+def test_a_time_that_cannot_be_read_is_an_error_of_its_run(
+    wrong: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table counts the run as an error, and JSON has what is predicted."""
+    half = {**RUN, "measured": {"step_time_s": 2 * published.seconds(published.read(RUN))}}
+    path = file_of(tmp_path, half, wrong)
+    assert main(["predict", "--runs", path]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["megatron-sc21", "2", "1", "1", "50.0%", "1"] in rows
+    assert main(["predict", "--runs", path, "--json"]) == 0
+    assert all("step_time_s" in line for line in capsys.readouterr().out.splitlines())
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("", "has no runs; expected one object a line, with id, hardware"),
+        (" \n\n", "has no runs"),
         (None, "--runs is missing"),
         ("{", "line 1 is no JSON"),
         ("[]", "line 1 has no id"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -59,7 +60,7 @@ def run(argv: list[str]) -> int:
         found: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for number, row in enumerate(rows):
             preparation.report("pricing runs", number, len(rows))
-            found.append((row, predicted(row)))
+            found.append((row, _beside_measured(row, predicted(row))))
     console.print(table(found))
     return 0
 
@@ -68,10 +69,13 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """Return the runs of a file.
 
     Raises:
-        ConfigError: it cannot be read, or a line is no run.
+        ConfigError: it cannot be read, a line is no run, or there is none.
     """
     lines = read_text(path).splitlines()
-    return [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"{path} has no runs; expected one object a line, with {_fields()}")
+    return rows
 
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -102,8 +106,7 @@ def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
     except PhalanxError as error:
         return {"id": row["id"], "error": str(error)}
     except ANY_VALUE as error:
-        words = f"a field has an unexpected value ({type(error).__name__}: {error})"
-        return {"id": row["id"], "error": f"run {row['id']}: {words}"}
+        return {"id": row["id"], "error": _unexpected(row, error)}
     tokens = run.planned.num_sequences * run.planned.seq_len
     return {
         "id": row["id"],
@@ -130,17 +133,28 @@ def table(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
 def _cells(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[str]:
     answers = [answer for _, answer in pairs if "error" not in answer]
     errors = [
-        abs(answer["step_time_s"] / measured_s - 1)
-        for row, answer in pairs
-        if "error" not in answer and (measured_s := _measured_s(row)) is not None
+        abs(answer["step_time_s"] / answer["measured_s"] - 1)
+        for answer in answers
+        if "measured_s" in answer
     ]
     yield from (name, f"{len(pairs):,}", f"{len(pairs) - len(answers):,}", f"{len(errors):,}")
     yield f"{statistics.mean(errors):.1%}" if errors else ""
     yield f"{sum(answer['fits'] for answer in answers):,}"
 
 
-def _measured_s(row: dict[str, Any]) -> float | None:
-    """Return the measured time of a step of a run that can be read, if it has one."""
-    if not isinstance(row.get("measured"), dict):
-        return None
-    return published.measured_s(row, published.read(row).planned.shape)
+def _beside_measured(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer with the measured time of a step, if the run has one, or why it has none."""
+    if "error" in answer or not isinstance(row.get("measured"), dict):
+        return answer
+    try:
+        step_s = published.measured_s(row, published.read(row).planned.shape)
+        if step_s is not None and not 0 < step_s < math.inf:
+            raise ValueError(f"the measured step takes {step_s} s; expected a time above 0")
+    except ANY_VALUE as error:
+        return {"id": row["id"], "error": _unexpected(row, error)}
+    return answer if step_s is None else answer | {"measured_s": step_s}
+
+
+def _unexpected(row: Mapping[str, Any], error: Exception) -> str:
+    """Return which error the fields of a run have led to."""
+    return f"run {row['id']}: a field has an unexpected value ({type(error).__name__}: {error})"
