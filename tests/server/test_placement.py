@@ -28,3 +28,13 @@ def test_a_server_of_twice_the_weight_gets_twice_the_chunks() -> None:
     chunks = chunks_of([8_000_000], 4, 4096)
     placed = place(chunks, {"a": 2.0, "b": 1.0})
     assert 1.9 < len(placed["a"]) / len(placed["b"]) < 2.1
+
+
+def test_a_table_is_cut_between_rows_and_its_first_rows_are_on_all_servers() -> None:
+    chunks = chunks_of([100, 1_000_000 * 16], 4, widths={1: 16})
+    rows = [chunk for chunk in chunks if chunk.group == 1]
+    assert all(chunk.begin % 16 == chunk.end % 16 == 0 for chunk in rows)
+    assert sum(chunk.end - chunk.begin for chunk in rows) == 1_000_000 * 16
+    for held in place(chunks, dict.fromkeys("abc", 1.0)).values():
+        first = [c for c in held if c.group == 1 and c.end <= 20_000 * 16]
+        assert sum(c.end - c.begin for c in first) > 0.2 * 20_000 * 16

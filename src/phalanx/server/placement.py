@@ -18,6 +18,10 @@ from typing import Final
 CHUNK_BYTES: Final = 1 << 20
 """Bytes of a whole chunk."""
 
+CHUNK_ROWS: Final = 256
+"""Rows of a chunk of a table, at most: ids often lie in the order of their frequency, and the rows
+that most samples look up are to be on all servers."""
+
 
 @dataclass(frozen=True)
 class WeightRange:
@@ -38,8 +42,10 @@ def chunks_of(
     """
     found: list[WeightRange] = []
     for group, size in enumerate(sizes):
-        width = (widths or {}).get(group, 1)
-        most = max(1, chunk_bytes // (itemsize * width)) * width
+        width = (widths or {}).get(group)
+        most = max(1, chunk_bytes // (itemsize * (width or 1)))
+        if width is not None:
+            most = min(most, CHUNK_ROWS) * width
         found += [WeightRange(group, at, min(at + most, size)) for at in range(0, size, most)]
     return found
 
