@@ -53,6 +53,7 @@ class Clicks:
 
 def main(num_rows: int) -> None:
     """Print bytes and seconds of a step, median and range."""
+    torch.manual_seed(1)
     config = OptimizerConfig(lr=0.1, weight_decay=0.0)
     ranks = torch.arange(1, num_rows + 1, dtype=torch.float64)
     batches = torch.multinomial(1 / ranks, STEPS * SAMPLES * IDS, replacement=True)
