@@ -157,8 +157,7 @@ def test_a_copy_made_in_the_middle_ends_with_the_same_bits() -> None:
                 perform(each, "push", fields, grads)
 
     step([shard], 0, [2, 0, 1])
-    totals = shard.totals()
-    noted = {"noted": shard.noted(0)}
+    noted, totals = {"noted": shard.noted(0)}, shard.totals()
     perform(shard, "apply", {"version": 0, "rate": 0.1, "scale": 1.0, **noted}, [])
     step([shard], 1, [2, 0])
     fields, tensors = shard.state()

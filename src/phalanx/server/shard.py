@@ -211,9 +211,13 @@ class Shard:
         while len(self._totals) > MOST_TOTALS + self.law.staleness:
             del self._totals[next(iter(self._totals))]
 
-    def noted(self, version: int) -> list[float] | None:
-        """Return the totals of an update, if a worker has asked for them."""
-        return self._totals.get(version)
+    def noted(self, version: int) -> list[float]:
+        """Return the totals of a complete update, which go with it to a backup.
+
+        The worker that has it applied may have asked another server for them, who held this shard.
+        """
+        self._note(version)
+        return self._totals[version]
 
     def apply(
         self, version: int, rate: float, scale: float | None, noted: list[float] | None = None
