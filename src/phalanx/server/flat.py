@@ -61,12 +61,21 @@ class FlatParameters:
             parameter.grad = view
 
     def moments(self) -> tuple[list[list[Tensor]], float]:
-        """Return what the optimizer keeps of each group, and its steps; nothing before one."""
-        if not self.names or not any(self._state.values()):
+        """Return what the optimizer keeps of each group, and its steps; nothing before one.
+
+        A parameter that it keeps nothing of, as one that was a table before, has zeros.
+        """
+        held = [state for state in self._state.values() if state]
+        if not self.names or not held:
             return [], 0.0
-        steps = float(self._state[self.groups[0][0]]["step"]) if self._has_steps else 0.0
+        steps = max(float(state["step"]) for state in held) if self._has_steps else 0.0
+
+        def of(parameter: nn.Parameter, name: str) -> Tensor:
+            found = self._state[parameter].get(name)
+            return torch.zeros(parameter.numel()).to(parameter) if found is None else found.view(-1)
+
         kept = [
-            [torch.cat([self._state[p][name].reshape(-1) for p in group]) for name in self.names]
+            [torch.cat([of(parameter, name) for parameter in group]) for name in self.names]
             for group in self.groups
         ]
         return kept, steps
