@@ -41,7 +41,7 @@ def look() -> dict[str, object]:
         "pulse": (PULSE.steps_done, PULSE.resume_hint),
         "module": len(DONE),
         "threads": torch.get_num_threads(),
-        "timeout": join.job_timeout("cpu").total_seconds(),
+        "timeout": join.job_timeout().total_seconds(),
     }
 
 

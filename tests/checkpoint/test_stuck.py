@@ -64,6 +64,15 @@ def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) 
     assert list(manifest.whole(tmp_path)) == [1]
 
 
+def limit_of_a_save(run: Path) -> float:
+    with Saver(run) as saver_:
+        return saver_._progress.timeout_s
+
+
+def test_a_save_may_stand_still_as_long_as_a_collective_of_the_job(tmp_path: Path) -> None:
+    assert run_ranks(limit_of_a_save, 2, tmp_path, threads=1, timeout_s=77) == [77, 77]
+
+
 def slow_disk(rank: int) -> None:
     """Have a disk take longer for a file than a save may stand still, but go on."""
     chunks = tensor_file._chunks

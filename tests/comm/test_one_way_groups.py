@@ -81,6 +81,7 @@ def test_nccl_splits_the_job_once_for_all_pairs_of_a_round(
         return object()
 
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: job)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 2 * num)
     monkeypatch.setattr(dist, "split_group", split_group)
 

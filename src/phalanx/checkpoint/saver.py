@@ -36,6 +36,7 @@ from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
 from phalanx.checkpoint.state import AnyOptimizer, Held, held_by, held_once_trained, is_of_job
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
+from phalanx.comm.join import job_timeout
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
 from phalanx.errors import CheckpointError, PeerLost, size_text
 from phalanx.launch.failure import is_lost_peer
@@ -70,7 +71,7 @@ class Saver:
         run: Path,
         *,
         keep: int | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         num_stages: int = 1,
     ) -> None:
         """Keep other processes from saving to the same run, as long as the context or this lasts.
@@ -78,7 +79,8 @@ class Saver:
         Args:
             run: folder of the run, the same on all hosts.
             keep: checkpoints to keep, the latest; all if None.
-            timeout_s: longest time in which a save may stand still, on any rank.
+            timeout_s: longest time in which a save may stand still, on any rank; as long as a rank
+                may wait for another in one collective if None.
             num_stages: of a pipeline, whose ranks each hold a stage, one after the other.
 
         Raises:
@@ -90,7 +92,8 @@ class Saver:
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
         mark = on_first_rank(self._lock.take, doing)
-        self._progress = SaveProgress(mark, timeout_s)
+        limit_s = job_timeout().total_seconds() if timeout_s is None else timeout_s
+        self._progress = SaveProgress(mark, limit_s)
         all_or_none(lambda: self._lock.check_shared(mark), doing)  # also: all have met
         self._copy = HostCopy()
         self._plan = WritePlan({}, dist.get_world_size())

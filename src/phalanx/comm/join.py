@@ -185,11 +185,12 @@ def job_store() -> dist.Store:
     return store.clone()
 
 
-def job_timeout(device: str) -> timedelta:
+def job_timeout() -> timedelta:
     """Return how long the job has a rank wait for another in one collective."""
     # Private, and the only way; tests/comm/test_join.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    options = job._get_backend(torch.device(device)).options
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    options = job._get_backend(device).options
     if options is None:  # of torch's fake backend, which waits for nobody
         return dist.distributed_c10d.default_pg_timeout
     return options._timeout

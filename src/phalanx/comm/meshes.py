@@ -63,7 +63,7 @@ class JobMesh:
             self.groups = {axis: self.whole.get_group(axis) for axis in axes}
             self.groups |= {name: mesh.get_group() for name, mesh in self._flat.items()}
         # DeviceMesh makes its groups with torch's own timeout.
-        set_timeout(job_timeout(device).total_seconds())
+        set_timeout(job_timeout().total_seconds())
         for axis, group in self.groups.items():
             connect(group, fully=axis != "dp")
         self.engines = {axis: self._engine(group) for axis, group in self.groups.items()}
@@ -71,7 +71,7 @@ class JobMesh:
     def _engine(self, group: dist.ProcessGroup) -> CommEngine:
         shared = None
         if self._shares_memory and dist.get_backend(group) == "gloo":
-            shared = same_host.connect(group, lambda: job_timeout("cpu").total_seconds())
+            shared = same_host.connect(group, lambda: job_timeout().total_seconds())
         return shared or ProcessGroupEngine(group)
 
     @property
@@ -173,7 +173,7 @@ def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
     """
     # Private, and the only way; tests/comm/test_one_way_groups.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    timeout = job_timeout(device)
+    timeout = job_timeout()
     if job.bound_device_id is None:
         made = [dist.new_group(part, timeout) for part in parts]
         return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)

@@ -91,7 +91,6 @@ class ModuleSession(Session):
         self.saver = Saver(
             self.out,
             keep=options.keep_checkpoints,
-            timeout_s=options.timeout_s,
             num_stages=strategy.pp.degree,
         )
         try:

@@ -172,9 +172,7 @@ class ServedSession(TextSession):
         if not self.is_first:
             self.saver = cast(Saver, NoSaver())
         elif self._is_again(job.out / STARTED):  # in place of a worker that was lost
-            self.saver = Saver(
-                job.out, keep=job.config.keep_checkpoints, timeout_s=job.config.timeout_s
-            )
+            self.saver = Saver(job.out, keep=job.config.keep_checkpoints)
         else:
             super()._claim(job)
 

@@ -125,7 +125,6 @@ class TextSession(Session):
         self.saver = Saver(
             job.out,
             keep=job.config.keep_checkpoints,
-            timeout_s=job.config.timeout_s,
             num_stages=self.comm.size("pp"),
         )
         # Another run may have saved to it, and ended, since the job was resolved.
