@@ -144,6 +144,31 @@ def test_a_coordinator_stays_until_servers_that_are_there_know_of_the_end(
         coordinator.close()
 
 
+def test_a_coordinator_stays_until_the_scheduler_knows_of_the_end(
+    tmp_path: Path, now_s: list[float]
+) -> None:
+    """It may have been stopped for seconds; one that is away for a lease is not waited for."""
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+
+    def beat(coordinator: Coordinator) -> None:
+        fields = {"name": "scheduler", "role": "scheduler", "address": "there", "incarnation": "1"}
+        coordinator.handle(b"", WireMessage("beat", {**fields, "job": "job"}))
+
+    for number, comes_back in enumerate((True, False)):
+        coordinator = Coordinator(1, "job", tmp_path / f"journal{number}", *own)
+        try:
+            beat(coordinator)
+            coordinator.handle(b"", WireMessage("end"))
+            listen(coordinator, now_s, LEASE_S - 0.5)
+            assert not coordinator.is_over
+            if comes_back:
+                beat(coordinator)
+            listen(coordinator, now_s, 0.125 if comes_back else 1.0)
+            assert coordinator.is_over
+        finally:
+            coordinator.close()
+
+
 def test_a_copy_of_before_another_was_the_backup_does_not_count(tmp_path: Path) -> None:
     """Of three servers, one that was the backup twice has lost what came in between."""
     own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)

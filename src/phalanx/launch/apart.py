@@ -28,6 +28,7 @@ Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
 def run_apart(
     works: Sequence[Work],
+    beside: Sequence[Work] = (),
     *,
     device: str = "cpu",
     threads: int = 1,
@@ -37,19 +38,21 @@ def run_apart(
 ) -> list[Any]:
     """Run each of several functions with its arguments, and return their results.
 
-    Processes that a signal has ended are started again, `num_again` times in all. For the other
-    arguments, and the errors, see `local.run_ranks`.
+    Those `beside` serve the others, and end with them: one that is there after all others have
+    returned is ended. Processes that a signal has ended are started again, `num_again` times in
+    all. For the other arguments, and the errors, see `local.run_ranks`.
     """
     prepare_server()
     info = RankInfo(0, 1, 0, device, threads, timeout_s, own_sockets())
     ranks: list[Rank] = []
     try:
-        for work in works:
+        for work in (*works, *beside):
             start_ranks(ranks, info, *work)
         with collected() as signals:
             supervisor = _Replacing(ranks, signals, timeout_s, say_starting)
-            supervisor.works, supervisor.info, supervisor.num_again = works, info, num_again
-            return supervisor.watch()
+            supervisor.works, supervisor.num_awaited = (*works, *beside), len(works)
+            supervisor.info, supervisor.num_again = info, num_again
+            return supervisor.watch()[: len(works)]
     finally:
         with collected():  # a second Ctrl-C changes nothing
             end_ranks(ranks)
@@ -59,8 +62,13 @@ class _Replacing(Supervisor):
     """Starts a process again that a signal has ended."""
 
     works: Sequence[Work]
+    num_awaited: int
     info: RankInfo
     num_again: int
+
+    @override
+    def is_awaited(self) -> bool:
+        return any(rank < self.num_awaited for rank in self.going.values())
 
     @override
     def is_replaced(self, rank: int) -> bool:

@@ -244,7 +244,7 @@ class Supervisor:
 
     def watch(self) -> list[Any]:
         """Return what each rank returned, or raise what `run_ranks` does."""
-        while self.going and not self._failures:
+        while self.is_awaited() and not self._failures:
             self._receive(TICK_S)
             if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
                 if not self._board.has_begun(len(self.ranks)):
@@ -262,7 +262,11 @@ class Supervisor:
         for _, line in self.ranks:
             with suppress(OSError):  # it has ended already: what it returned is here
                 line.send(LEAVE)
-        return [self._results[rank] for rank in range(len(self.ranks))]
+        return [self._results.get(rank) for rank in range(len(self.ranks))]
+
+    def is_awaited(self) -> bool:
+        """Return whether a rank has not returned yet that the job is about."""
+        return bool(self.going)
 
     def _receive(self, limit_s: float) -> None:
         """Take all that the ranks have sent, or what they send first within some time."""

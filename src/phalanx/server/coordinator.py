@@ -98,10 +98,11 @@ class Coordinator(Role):
         if self.map["job"] != job:
             raise WireError(f"the journal is of job {self.map['job']}, and this is job {job}")
         self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
+        self._scheduler_s = self.clock.now_s  # when it was heard of last
         self._synced = set[tuple[int, str]]()
         self._asked_s: dict[tuple[str, str], float] = {}  # for a name that another has
         self._ended_s = 0.0
-        self._told = set[str]()  # servers that have heard of the end
+        self._told = set[str]()  # servers, and the scheduler's address, that have heard of the end
         self._change(f"term {self._journal.term} begins")
 
     @override
@@ -125,6 +126,9 @@ class Coordinator(Role):
     def _hear(self, message: WireMessage) -> None:
         name, address = str(message["name"]), str(message["address"])
         if message["role"] == "scheduler":
+            self._scheduler_s = self.clock.now_s
+            if self.map["ended"]:
+                self._told.add(address)
             if self.map["scheduler"] != address:
                 self.map["scheduler"] = address
                 self._change(f"the scheduler is at {address}")
@@ -213,6 +217,8 @@ class Coordinator(Role):
         if self.map["ended"]:  # members hear of it at their next beat
             self._ended_s = self._ended_s or now_s
             is_told = self._heard_s.keys() <= self._told.union(lost)
+            if now_s - self._scheduler_s <= LEASE_S:
+                is_told &= self.map["scheduler"] in self._told.union([""])
             self.is_over |= is_told and now_s - self._ended_s > 2 * BEAT_S
         elif lost:
             self._lose(lost)

@@ -310,11 +310,12 @@ def run_served(job: Job, extras: Extras, say_starting: Callable[[], None]) -> Su
     works: list[Work] = [
         (train_worker, (job, worker, meeting, extras)) for worker in range(num_workers)
     ]
-    for role in names_of(num_servers):
-        log = job.out / rank_log.FOLDER / f"{role}.log"
-        works.append((serve, (roles, role, folder, log)))
+    logs = job.out / rank_log.FOLDER
+    serving: list[Work] = [
+        (serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(num_servers)
+    ]
     try:
-        return _run_works(job, works, num_workers, say_starting)
+        return _run_works(job, works, serving, say_starting)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -327,17 +328,18 @@ def run_worker(
     assert server.coordinator is not None and server.worker is not None and server.secret
     meeting = JobAddress(server.coordinator, read_secret(Path(server.secret)))
     works: list[Work] = [(train_worker, (job, server.worker, meeting, extras))]
-    return _run_works(job, works, 1, say_starting)
+    return _run_works(job, works, [], say_starting)
 
 
 def _run_works(
-    job: Job, works: Sequence[Work], num_workers: int, say_starting: Callable[[], None]
+    job: Job, works: Sequence[Work], serving: Sequence[Work], say_starting: Callable[[], None]
 ) -> Any:
     config = job.config
     return run_apart(
         works,
+        serving,
         device=job.device,
-        threads=config.threads or max(1, num_cores() // num_workers),
+        threads=config.threads or max(1, num_cores() // len(works)),
         timeout_s=config.timeout_s,
         num_again=MOST_AGAIN,
         say_starting=say_starting,
