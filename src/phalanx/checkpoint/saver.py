@@ -40,6 +40,7 @@ from phalanx.comm.join import job_timeout
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
 from phalanx.errors import CheckpointError, PeerLost, size_text
 from phalanx.launch.failure import is_lost_peer
+from phalanx.launch.heartbeat import PULSE
 from phalanx.storage import Checksum
 
 NICENESS = 10
@@ -180,14 +181,8 @@ class Saver:
             CheckpointError: the save failed, or nothing of it moves any more.
             PeerLost: the save failed since another rank has left.
         """
-        while self._thread is not None:
-            self._thread.join(1.0)
-            if not self._thread.is_alive():
-                self._thread = None
-            elif self._progress.is_late:
-                self._thread = None
-                self._copy = HostCopy()  # the old one is still in use
-                self._failure = self._failed(self._progress.silence())
+        with PULSE.waiting(f"waiting for the writers of {self._final.name}"):
+            self._wait()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -243,6 +238,16 @@ class Saver:
         for of_stage in gather_objects(own if number == 0 else None):
             every = {**(of_stage or {}), **every}
         return every
+
+    def _wait(self) -> None:
+        while self._thread is not None:
+            self._thread.join(1.0)
+            if not self._thread.is_alive():
+                self._thread = None
+            elif self._progress.is_late:
+                self._thread = None
+                self._copy = HostCopy()  # the old one is still in use
+                self._failure = self._failed(self._progress.silence())
 
     def _failed(self, error: Exception) -> CheckpointError | PeerLost:
         """Return the error of a save that failed, with the last checkpoint."""

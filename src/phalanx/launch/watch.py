@@ -164,7 +164,8 @@ class Watch:
             while not self._ended.wait(1.0 if self._is_curious else self._interval_s):
                 self._exchange.send(self._beat)
                 if self._exchange.are_all_there():
-                    self._listen(self._is_curious or self._beat.still_s > CURIOUS_S)
+                    is_held_up = self._beat.waits or self._beat.still_s > CURIOUS_S
+                    self._listen(self._is_curious or is_held_up)
         except (dist.DistError, RuntimeError):
             self._is_store_gone = True
 
