@@ -9,7 +9,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of
 from phalanx.planner import search as searching
-from phalanx.planner.departure import departures, settled
+from phalanx.planner.departure import departs, departures, settled
 from phalanx.planner.given import priced_strategy
 from phalanx.planner.hardware import CLUSTERS, cluster
 from phalanx.planner.price import price
@@ -131,3 +131,34 @@ def test_405_b_on_16384_devices(seq_len: int, num_sequences: int, published: str
     check_rejected(asked, dataclasses.replace(found, rejected=found.rejected[-20:]))
     for rule in departures(asked, best):
         assert rule.step_time_s is None or rule.step_time_s >= best.price.step_s
+
+
+def test_the_rejected_are_named_with_the_least_that_they_hold() -> None:
+    asked = dataclasses.replace(TIGHT, num_sequences=64)
+    rejected = {each.strategy: each for each in search(asked).rejected}
+    assert "fsdp8:zero1" in rejected
+    for name, failed in rejected.items():
+        alone = priced_strategy(asked, Strategy.parse(name))
+        assert isinstance(alone, Inequality) and failed.left <= alone.left
+
+
+@pytest.mark.parametrize(
+    ("rule", "best", "said"),
+    [
+        ("dp4 1", "fsdp4:zero1 1", "takes fsdp4:zero1 in place of dp4"),
+        ("dp4 1", "dp2,fsdp2 1", "takes dp2,fsdp2 in place of dp4"),
+        ("dp4 1", "dp4 4", "takes microbatch 4 in place of 1"),
+        ("dp4 1", "dp4,recompute:full 1", "adds recompute:full"),
+        ("dp4,recompute:full 4", "dp4 1", "does without recompute:full and takes microbatch 1"),
+        ("dp4 4", "dp4 4", "takes the same"),
+    ],
+)
+def test_what_the_search_takes_in_place_of_a_rule_is_a_strategy(
+    rule: str, best: str, said: str
+) -> None:
+    priced = [
+        priced_strategy(SMALL, Strategy.parse(text), int(microbatch))
+        for text, microbatch in map(str.split, (rule, best))
+    ]
+    first, second = (each for each in priced if isinstance(each, Candidate))
+    assert departs(SMALL, first, second).startswith(f"the search {said}")

@@ -22,6 +22,9 @@ BAR: Final = 8
 _MFU: Final = "MFU, %\ncausal / full"
 """The head of two figures, by how the pairs of attention are counted."""
 
+_BATCH: Final = "batch: sequences or rows of a microbatch x microbatches of a rank in a step"
+"""What the column says."""
+
 
 def show_answer(console: Console, document: dict[str, Any]) -> None:
     """Print an answer."""
@@ -69,8 +72,9 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
     _say(
         console,
         f"t_theoretical {time_text(best.t_theoretical_s)} a step: model FLOPs / peak of all "
-        "devices, for every strategy\n",
+        "devices, for every strategy",
     )
+    _say(console, f"{_BATCH}\n")
     console.print(table(candidates, unit))
     _say(console, f"\n{best.strategy}: {best.mesh}", "bold")
     causes = (
@@ -143,10 +147,11 @@ def _show_question(console: Console, asked: dict[str, Any]) -> None:
     of_module = asked["sequence"] is None
     unit = "rows" if of_module else f"sequences of {asked['sequence']:,} tokens"
     batch = f"{asked['global_batch']:,} {unit}"
+    of = "" if asked["cluster"] == asked["device"] else f" ({asked['cluster']})"
     _say(
         console,
         f"{asked['model']}, {_count(asked['parameters'])} parameters, on "
-        f"{asked['num_devices']:,} x {asked['device']} ({asked['cluster']}), {batch} a step, "
+        f"{asked['num_devices']:,} x {asked['device']}{of}, {batch} a step, "
         f"by {asked['software']}",
         "bold",
     )
@@ -179,7 +184,7 @@ def show_several(console: Console, document: dict[str, Any]) -> None:
         if is_scale:
             last = f"{each.speed_up:.2f} / {each.efficiency:.0%}"
         rows.append((first, each.figures.strategy, *values, last))
-    console.print()
+    _say(console, f"{_BATCH}\n")
     console.print(_drawn(heads, rows))
     for each in several:
         if each.figures is None:

@@ -23,7 +23,7 @@ _ASSUMED = Link(
     name="gloo in one host",
     bandwidth=1e9,
     latency_s=1e-4,
-    source="assumed: of the order of gloo over the loopback device; phalanx bench comm measures it",
+    source="assumed, of 1 GB/s, until phalanx bench comm --write this measures them",
     date="2026-01",
     measured={
         op: OpCost(latency_s=2e-4, bandwidth=1.2e9)

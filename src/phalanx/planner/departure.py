@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigError, time_text
@@ -85,13 +84,13 @@ def settled(question: Question, strategy: Strategy) -> Candidate | Inequality | 
 
 def departs(question: Question, rule: Candidate, best: Candidate) -> str:
     """Return what the search takes in place of the rule's, and the seconds that this saves."""
-    other = list(_differences(rule, best))
+    other = _difference(rule, best)
     if not other:
         return "the search takes the same"
     before, after = (explain.causes_s(each) for each in (rule, best))
     saved = {cause: before.get(cause, 0.0) - after.get(cause, 0.0) for cause in before | after}
     least = explain.WORTH * best.price.step_s
-    parts = [f"the search takes {', '.join(other)}"]
+    parts = [f"the search {other}"]
     for verb, sign in (("saves", 1), ("costs", -1)):
         causes = sorted(saved, key=lambda cause: -sign * saved[cause])
         worth = [each for each in causes if sign * saved[each] > least]
@@ -101,13 +100,25 @@ def departs(question: Question, rule: Candidate, best: Candidate) -> str:
     return "; ".join(parts)
 
 
-def _differences(rule: Candidate, best: Candidate) -> Iterator[str]:
-    pairs = zip(rule.planned.strategy.axes(), best.planned.strategy.axes(), strict=True)
-    for (name, one), (_, other) in pairs:
-        if (one if one.degree > 1 else 1) != (other if other.degree > 1 else 1):
-            yield f"{text_of(name, other)} for {text_of(name, one)}"
-    before, after = (each.planned.strategy.recompute.kind for each in (rule, best))
-    if before != after:
-        yield f"recompute:{after} for {before}"
-    if rule.planned.microbatch != best.planned.microbatch:
-        yield f"microbatch {best.planned.microbatch} for {rule.planned.microbatch}"
+def _difference(rule: Candidate, best: Candidate) -> str:
+    """Return which parts of a strategy the best has in place of which of the rule's."""
+    ours, theirs = (_parts(each) for each in (best, rule))
+    taken = ",".join(part for part in ours if part not in theirs)
+    left = ",".join(part for part in theirs if part not in ours)
+    said = []
+    if taken and left:
+        said.append(f"takes {taken} in place of {left}")
+    elif taken or left:
+        said.append(f"adds {taken}" if taken else f"does without {left}")
+    sizes = [each.planned.microbatch for each in (best, rule)]
+    if sizes[0] != sizes[1]:
+        said.append(f"takes microbatch {sizes[0]} in place of {sizes[1]}")
+    return " and ".join(said)
+
+
+def _parts(of: Candidate) -> list[str]:
+    """Return the texts of the axes that split, and of the policy that recomputes."""
+    strategy = of.planned.strategy
+    parts = [text_of(name, axis) for name, axis in strategy.axes() if axis.degree > 1]
+    kind = strategy.recompute.kind
+    return [*parts, f"recompute:{kind}"] if kind != "none" else parts

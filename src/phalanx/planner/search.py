@@ -98,7 +98,7 @@ class Found:
 
     Attributes:
         candidates: that fit, the fastest first.
-        rejected: the neighbours that do not fit, by strategy.
+        rejected: those that fit with no microbatch, each at the smallest.
         num_legal: legal strategies altogether.
         num_priced: those that were priced.
     """
@@ -127,6 +127,8 @@ def search(question: Question, wanted: int = 10) -> Found:
     found: list[Candidate] = []
     rejected: dict[str, Inequality] = {}
     num_priced = 0
+    of_size = sorted((planned for _, planned in steps), key=lambda each: -each.microbatch)
+    smallest = {str(each.strategy): each for each in of_size}
     for least_s, planned in steps:
         limit_s = found[wanted - 1].price.step_s if len(found) >= wanted else math.inf
         name = str(planned.strategy)
@@ -144,7 +146,9 @@ def search(question: Question, wanted: int = 10) -> Found:
         except StrategyError:  # the model has parts that the strategy does not split
             continue
         if isinstance(held, Inequality):
-            rejected.setdefault(name, held)
+            nearest = held if name in rejected else fits(question, smallest[name])
+            if isinstance(nearest, Inequality):  # else a smaller microbatch fits, and is slower
+                rejected.setdefault(name, min(held, nearest, key=lambda each: each.left))
             continue
         found.append(Candidate(planned, cost, held))
         found.sort(key=order)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from phalanx.models.registry import shape_of
+from phalanx.planner.calibration import as_cluster, blank
 from phalanx.planner.hardware import cluster
 from phalanx.planner.planned import PlannedStep
 from phalanx.strategy import Strategy
@@ -19,3 +22,22 @@ def test_a_run_without_a_known_peak_has_no_prediction(monkeypatch: pytest.Monkey
         for name in ("bfloat16", "float32", "float64")
     ]
     assert [each is None for each in found] == [False, False, True]
+
+
+def test_a_prediction_says_what_was_measured_and_what_is_assumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        prediction,
+        "this_machine",
+        lambda num, of: as_cluster("this", dataclasses.replace(blank("cpu"), compute=of), num),
+    )
+    texts: list[str] = []
+    for strategy in ("dp1", "dp2"):
+        step = PlannedStep(shape_of("demo"), Strategy.parse(strategy), 128, 1, 1, "float32")
+        found = prediction.predict(step, 1e11)
+        assert found is not None
+        texts.append(found.machine)
+    alone, of_two = texts
+    assert alone.startswith("matrix products as this run measured them, 20")
+    assert of_two.startswith(f"{alone}, links assumed, of 1 GB/s, until phalanx bench comm --write")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ class Judged:
         words = [f"{self.time_s['step'].text(1e-3, 'ms')} a step"] if self.time_s else []
         if self.bytes:
             words.append(f"{self.bytes['peak'].text(2**20, 'MiB')} at the peak")
-        return f"{'; '.join(words)}; machine: {self.machine}"
+        return f"{'; '.join(words)}; by {self.machine}"
 
     def table(self) -> Table:
         """Draw the times by cause."""
@@ -116,15 +117,18 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
     compute = ASSUMED
     if ceiling is not None:  # of a rank, which has a part of the cores
         rates = {planned.precision: ceiling * num_ranks / num_cores()}
-        source = "products as the run measured them"
-        compute = dataclasses.replace(ASSUMED, best=rates, sustained=rates, source=source)
+        source = "matrix products as this run measured them"
+        today = time.strftime("%Y-%m-%d")
+        compute = dataclasses.replace(
+            ASSUMED, best=rates, sustained=rates, source=source, date=today
+        )
     cluster = this_machine(num_ranks, compute)
     if not cluster.device.has_peak(planned.precision):
         return None
     cost = price(planned, cluster, SOFTWARE["phalanx"])
     held = memory(planned, cluster.device)[0]
     link = cluster.levels[0].link
-    of_links = f"; links {link.source}" if num_ranks > 1 else ""
+    of_links = f", links {link.source}" if num_ranks > 1 else ""
     return Predicted(
         machine=f"{cluster.device.source}, {cluster.device.date}{of_links}",
         step_s=cost.step_s,
