@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from phalanx.checkpoint import manifest
 from phalanx.config import ShapeConfig, TrainConfig
 from phalanx.data.tokenizer import END_OF_TEXT, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError
-from phalanx.hugging_face.companions import ORIGIN, ids_of, write_missing
+from phalanx.hugging_face.companions import ORIGIN, encode_as_run, ids_of, write_missing
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
 from phalanx.hugging_face.folder import WEIGHTS
+from phalanx.infer.served import open_served
 from phalanx.launch.local import run_ranks
 from phalanx.models.registry import shape_of
 from phalanx.train.job.resolve import resolve
@@ -84,7 +86,31 @@ def test_a_batch_of_texts_is_padded(exported: Path) -> None:
     assert batch["attention_mask"].sum() < batch["attention_mask"].numel()
     assert tokenizer.pad_token == tokenizer.eos_token == END_OF_TEXT
     assert tokenizer.model_max_length == 1024
-    assert tokenizer.decode(own.encode("12 * 12").ids) == "12 * 12"
+    assert tokenizer.decode(own.encode("12 * 12").ids) == f"{END_OF_TEXT}12 * 12"
+
+
+def test_an_export_encodes_a_prompt_as_its_run_does(exported: Path, tmp_path: Path) -> None:
+    run, ours = open_served(exported.parent / "run"), open_served(exported)
+    library = Tokenizer.from_file(str(exported / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(exported)
+    (separator,) = run.end_ids
+    for text in ("def f(", f"{END_OF_TEXT}def f(", " 12 * 12\n"):
+        ids = run.encode(text)
+        assert ids[0] == separator and separator not in ids[1:]
+        assert ours.encode(text) == theirs(text)["input_ids"] == ids
+        assert library.encode(text.replace(END_OF_TEXT, "")).ids[0] == separator
+    assert library.encode("a", "b").ids == [*run.encode("a"), *run.encode("b")]
+    convert(exported, tmp_path / "again")
+    assert open_served(tmp_path / "again").encode("def f(") == run.encode("def f(")
+
+
+def test_an_export_that_puts_nothing_before_a_text_still_loads(
+    exported: Path, tmp_path: Path
+) -> None:
+    old = shutil.copytree(exported, tmp_path / "old")
+    content = json.loads((old / "tokenizer.json").read_text()) | {"post_processor": None}
+    (old / "tokenizer.json").write_text(json.dumps(content))
+    assert open_served(old).encode("def f(") == open_served(exported).encode("def f(")[1:]
 
 
 def with_ids(folder: Path, name: str, **ids: Any) -> Path:
@@ -142,9 +168,12 @@ def test_the_tokenizer_is_taken_as_it_is_whatever_the_type(name: str, tmp_path: 
     config = config_to_hf(shape_of(name), "float32", ids=ids)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert write_missing(tmp_path, ids, 64) == ["generation_config.json", "tokenizer_config.json"]
+    assert isinstance(separator := ids["bos_token_id"], int)
+    encode_as_run(tmp_path, separator)
     tokenizer, own = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    text = " it's 12,345 Ünicode\n\n  <s> </s> 日本 [INST]"
-    assert tokenizer(text)["input_ids"] == own.encode(text).ids
+    text = f" it's 12,345 Ünicode\n\n  <s> </s> 日本 [INST] {END_OF_TEXT}"
+    ids_of_text = own.encode(text, add_special_tokens=False).ids
+    assert tokenizer(text)["input_ids"] == own.encode(text).ids == [separator, *ids_of_text]
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == ids["eos_token_id"]
 
 

@@ -7,7 +7,7 @@ hugging_face.json                      model_type: several compute the same, und
                                        the ids, as the config.json of the origin had them
 
 A run that begins with a converted checkpoint keeps the model type alone: the tokenizer that it is
-trained with says which token ends a text.
+trained with says which token ends a text. The export of a run encodes a prompt as the run does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
+
+from tokenizers import processors
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import read_json, write_json
@@ -94,14 +96,22 @@ def family_in(checkpoint: Path) -> str | None:
     return family if isinstance(family, str) else None
 
 
+def is_of_run(checkpoint: Path) -> bool:
+    """Return whether training wrote a checkpoint, and no conversion.
+
+    A run puts its separator before each text, whatever its tokenizer puts there.
+    """
+    return not (checkpoint / ORIGIN).is_file()
+
+
 def ids_of(checkpoint: Path) -> Ids:
     """Return the ids that begin, end and pad texts: as converted, else of the tokenizer.
 
     A run puts one token between documents, which begins, ends and pads texts. All are None without
     a tokenizer, or if it has no token of a known name for that.
     """
-    path = checkpoint / ORIGIN
-    if path.is_file():
+    if not is_of_run(checkpoint):
+        path = checkpoint / ORIGIN
         content = read_json(path)
         for name in IDS:
             if not _is_id(content.get(name)):
@@ -135,6 +145,22 @@ def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
         write_json(folder / TOKENIZER_CONFIG, content | tokens, indent=2)
         written.append(TOKENIZER_CONFIG)
     return written
+
+
+def encode_as_run(folder: Path, separator_id: int) -> None:
+    """Let an exported tokenizer begin each text with the separator, as the run of the export does.
+
+    In transformers and vLLM, text that spells a special token then stays text too: tokenizer.json
+    has no place for that, tokenizer_config.json has.
+    """
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    token = tokenizer.id_to_token(separator_id)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, separator_id)]
+    )
+    tokenizer.save(str(folder / TOKENIZER))
+    config = read_json(folder / TOKENIZER_CONFIG) | {"split_special_tokens": True}
+    write_json(folder / TOKENIZER_CONFIG, config, indent=2)
 
 
 def _texts(tokenizer: Path, ids: Ids) -> dict[str, Any]:

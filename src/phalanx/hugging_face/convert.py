@@ -27,8 +27,10 @@ from phalanx.hugging_face import folder as folders
 from phalanx.hugging_face.companions import (
     ORIGIN,
     copy_companions,
+    encode_as_run,
     family_in,
     ids_of,
+    is_of_run,
     keep_origin,
     write_missing,
 )
@@ -199,7 +201,10 @@ def _write_hugging_face(
         lambda name: links[name].join([read(part) for part in links[name].ours]),
         max_shard_bytes,
     )
-    return len(links), write_missing(folder, ids, shape.max_seq_len)
+    made = write_missing(folder, ids, shape.max_seq_len)
+    if is_of_run(weights.folder) and isinstance(separator := ids["bos_token_id"], int):
+        encode_as_run(folder, separator)
+    return len(links), made
 
 
 def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:

@@ -21,9 +21,9 @@ from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
     GENERATION,
-    ORIGIN,
     TOKENIZER_CONFIG,
     ids_of,
+    is_of_run,
     tokenizer_of,
 )
 from phalanx.hugging_face.config import IDS
@@ -94,7 +94,7 @@ def open_served(path: Path) -> Served:
     else:
         ids = dict(ids_of(weights.folder))
     # A run puts one token between documents; a published model begins as its tokenizer says.
-    is_run = not is_foreign and not (weights.folder / ORIGIN).is_file()
+    is_run = not is_foreign and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
     templates, names = _templates(weights.folder)
     return Served(
