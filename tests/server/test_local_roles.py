@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
 from phalanx.server.shard_server import Server
+from phalanx.server.shared import IS_POSSIBLE
 from phalanx.server.task_scheduler import TaskScheduler
 from phalanx.server.wire import Faults, Listener
 
@@ -209,6 +211,31 @@ def one_worker(made: LocalRoles) -> Client:
     client.lay_out([10], torch.float64)
     client.create([torch.zeros(10, dtype=torch.float64)], {"name": "sgd"}, 2.0)
     return client
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86")
+def test_weights_that_change_too_often_to_be_read_are_sent_once() -> None:
+    """Those of a server that is at a change; the next pull reads its memory again."""
+    with local_roles(1) as made:
+        client = Client(made.meeting, 0, Consistency("async", 1), (0, 100), timeout_s=20)
+        client.lay_out([10], torch.float64, tables=[(7, 3)])
+        first = [torch.arange(10.0).double(), torch.arange(21.0).double()]
+        rule = {"name": "sgd", "tables": "sgd", "tables_rate": 1.0}
+        client.create(first, rule, 2.0)
+        server = made.roles["server0"]
+        assert isinstance(server, Server)
+        memory = server.shards[0]._memory
+        assert memory is not None
+        for received_bytes in (80 + 48, 0):
+            client.received_bytes = 0
+            weights, table = [torch.zeros(10).double()], torch.zeros(7, 3).double()
+            with memory.changing() if received_bytes else nullcontext():
+                client.pull(weights, 0)
+                client.pull_rows(0, torch.tensor([1, 5]), table, 0)
+            assert torch.equal(weights[0], first[0])
+            assert torch.equal(table[[1, 5]], first[1].view(7, 3)[[1, 5]]) and not table[0].any()
+            assert client.is_shared and client.received_bytes == received_bytes
+        client.close()
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -181,6 +181,18 @@ def test_a_step_moves_the_bytes_of_the_rows_that_it_looks_up(num_rows: int) -> N
         client.close()
 
 
+def test_ids_may_be_of_32_bits_and_are_rows_of_their_table() -> None:
+    server, model = ServerConfig(rule="sgd", table_rule="sgd"), Net().double()
+    with local_roles(2) as made:
+        step = step_of(made, model, server)
+        step([torch.tensor([[3, 399]], dtype=torch.int32)])
+        for wrong in (NUM_ROWS, -1):
+            words = f"has the id {wrong}, but the embedding items has rows from 0 to 399"
+            with pytest.raises(TrainingError, match=words):
+                step([torch.tensor([[3, wrong]])])
+        step.client.close()
+
+
 def test_a_table_that_cannot_move_by_rows_is_refused() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -195,6 +207,10 @@ def test_a_table_that_cannot_move_by_rows_is_refused() -> None:
             ConfigError, match=r"items has sparse gradients, but server\.table_rule"
         ):
             step_of(made, Net().double(), ServerConfig())
+        model = Net().double()
+        model.tags.max_norm = 1.0
+        with pytest.raises(ConfigError, match=r"tags has max_norm 1, .* is max_norm=None"):
+            step_of(made, model, ServerConfig(rule="sgd", table_rule="sgd"))
         step = step_of(made, Tied().double(), ServerConfig(rule="sgd", table_rule="sgd"))
         with pytest.raises(TrainingError, match="the gradient of table is dense: something beside"):
             step([torch.tensor([[1, 2]])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -135,40 +135,51 @@ class Client(Requests):
             The oldest version of a part.
         """
         fields = {"needed": needed, "recipes": list(recipes), "shared": self.is_shared}
-        replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("pull", fields)), idle)
+        asked = dict.fromkeys(range(self.num_shards), WireMessage("pull", fields))
+        parts = {shard: self.placed.parts(shard, targets) for shard in asked}
+        replies = self._pulled(asked, lambda shard, view: view.read(parts[shard]), idle)
         for shard, reply in replies.items():
-            parts = self.placed.parts(shard, targets)
-            if "place" in reply.fields:
-                view = self._view(shard, reply["place"])
-                if view is None or not view.read(parts):
-                    self.is_shared = False
-                    return self.pull(targets, needed, recipes)
             sent = iter(reply.tensors)
-            for size, each in zip(self.placed.sizes(shard), parts, strict=False):
+            for size, each in zip(self.placed.sizes(shard), parts[shard], strict=False):
                 if reply.tensors:
                     deal(list(islice(sent, num_frames(size, self._dtype))), each)
-            self.received_bytes += sum(flat.nbytes for flat in reply.tensors)
         return min(int(reply["version"]) for reply in replies.values())
 
     def pull_rows(self, table: int, rows: Tensor, target: Tensor, needed: int) -> None:
         """Copy rows of a table, once they are of version `needed`, into the rows of `target`."""
         fields = {"needed": needed, "recipes": [], "shared": self.is_shared, "table": table}
         dealt = {shard: each for shard, *each in self.placed.deal(table, rows)}
-        replies = self.ask({s: WireMessage("pull", fields, [at]) for s, (_, at) in dealt.items()})
+        asked = {s: WireMessage("pull", fields, [there]) for s, (_, there) in dealt.items()}
+        found = {
+            s: target.new_empty(len(there), target.shape[1]) for s, (_, there) in dealt.items()
+        }
+        group = self.placed.num_flat + table
+        replies = self._pulled(asked, lambda s, v: v.read_rows(group, dealt[s][1], found[s]))
         self.sent_bytes += rows.nbytes
         for shard, reply in replies.items():
-            which, there = dealt[shard]
-            found = target.new_empty(len(there), target.shape[1])
+            if reply.tensors:
+                deal(reply.tensors, [found[shard].view(-1)])
+            target[rows[dealt[shard][0]]] = found[shard]
+
+    def _pulled(
+        self, asked: Mapping[int, WireMessage], read: Callable[[int, SharedView], bool],
+        idle: Callable[[], None] | None = None,
+    ) -> dict[int, WireMessage]:  # fmt: skip
+        """Return the answers to pulls, once `read` has read weights in memory of this host.
+
+        Weights that change too often to be read are sent, this one time.
+        """
+        replies, missed = self.ask(asked, idle), dict[int, WireMessage]()
+        for shard, reply in replies.items():
             if "place" in reply.fields:
-                view, group = self._view(shard, reply["place"]), self.placed.num_flat + table
-                if view is None or not view.read_rows(group, there, found):
-                    self.is_shared = False
-                    self.pull_rows(table, rows, target, needed)
-                    return
-            else:
-                deal(reply.tensors, [found.view(-1)])
-            self.received_bytes += sum(flat.nbytes for flat in reply.tensors)
-            target[rows[which]] = found
+                view = self._view(shard, reply["place"])
+                self.is_shared = self.is_shared and view is not None
+                if view is None or not read(shard, view):
+                    fields = {**asked[shard].fields, "shared": False}
+                    missed[shard] = WireMessage("pull", fields, asked[shard].tensors)
+        replies.update(self.ask(missed))
+        self.received_bytes += sum(each.nbytes for r in replies.values() for each in r.tensors)
+        return replies
 
     def _view(self, shard: int, where: Any) -> SharedView | None:
         """Return the memory of a shard's server; None if it is on another host, or has gone."""

@@ -89,6 +89,7 @@ class RowPlaces:
     def of(cls, chunks: Sequence[Sequence[WeightRange]], width: int) -> RowPlaces:
         """Read them off the chunks of each shard."""
         found: dict[int, tuple[int, int]] = {}
+        num_rows = sum(chunk.end - chunk.begin for each in chunks for chunk in each) // width
         for shard, each in enumerate(chunks):
             at = 0
             for chunk in each:
@@ -96,7 +97,7 @@ class RowPlaces:
                 at += (chunk.end - chunk.begin) // width
         begins = sorted(found)
         places = torch.tensor([found[begin] for begin in begins]).view(-1, 2)
-        chunk_rows = begins[1] if len(begins) > 1 else 1 << 62
+        chunk_rows = begins[1] if len(begins) > 1 else max(1, num_rows)
         return cls(chunk_rows, places[:, 0], places[:, 1])
 
     def deal(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -25,7 +25,8 @@ class Table:
     ) -> None:  # fmt: skip
         """Have each forward of the modules pull the rows of its ids, the first argument.
 
-        `pull` copies rows, whose numbers it is given, into a table.
+        `pull` copies rows, whose numbers it is given, into a table. An id that is no row ends the
+        forward by a TrainingError.
         """
         self.weight, self._name, self._pull = weight, name, pull
         self._is_here = torch.zeros(len(weight), dtype=torch.bool)
@@ -35,7 +36,12 @@ class Table:
 
     def _look_up(self, _: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         ids: Tensor = args[0] if args else more["input"]
-        rows = ids.unique()
+        rows = ids.unique().long()
+        for wrong in rows[(rows < 0) | (rows >= len(self.weight))].tolist():
+            raise TrainingError(
+                f"a sample has the id {wrong}, but the embedding {self._name} has rows from 0 to "
+                f"{len(self.weight) - 1}"
+            )
         rows = rows[~self._is_here[rows]]
         if len(rows):
             self._pull(rows, self.weight.detach())

@@ -97,6 +97,12 @@ class ServedStep(Step):
         for number, weight in enumerate(dict.fromkeys(found.values())):
             names = [name for name, each in found.items() if each is weight]
             modules = [self.model.get_submodule(name) for name in names]
+            for name, module in zip(names, modules, strict=True):
+                if (max_norm := getattr(module, "max_norm", None)) is not None:
+                    raise ConfigError(
+                        f"the embedding {name} has max_norm {max_norm:g}, by which a lookup "
+                        "changes rows, and servers would not know; the nearest is max_norm=None"
+                    )
             pull = functools.partial(self._pull_rows, number)
             tables.append(Table(names[0], weight, modules, pull))
         return tables
