@@ -156,7 +156,9 @@ def encode_as_run(folder: Path, separator_id: int) -> None:
     tokenizer = load_tokenizer(folder / TOKENIZER)
     token = tokenizer.id_to_token(separator_id)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, separator_id)]
+        single=[token, "$A"],
+        pair=[token, "$A", token, "$B"],
+        special_tokens=[(token, separator_id)],
     )
     tokenizer.save(str(folder / TOKENIZER))
     config = read_json(folder / TOKENIZER_CONFIG) | {"split_special_tokens": True}
