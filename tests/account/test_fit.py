@@ -74,7 +74,7 @@ def test_the_limit_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.match(
         r"llama3-1b \(1,235,814,400 parameters\) does not fit: under dp2, 2 ranks hold at least "
         r"[\d.]+ GiB \(each 4\.6 of weights, 9\.21 of AdamW's moments, 4\.6 of gradients, "
-        r"[\d.]+ of activations for 2 x 32 tokens\), and this host has left [\d.]+; try "
+        r"[\d.]+ of activations for 2 x 32 tokens\), and this host has left [\d.]+ GiB; try "
         r"--strategy fsdp2 \(at least [\d.]+ GiB\), or .*, or --model \S+ \([\d.]+ GiB\)$",
         str(caught.value),
     ), str(caught.value)

@@ -317,11 +317,16 @@ def test_a_name_of_two_lines_is_shown_in_one(
 @pytest.mark.parametrize(("words", "pattern"), [
     ("run a.py", "a.py is no Python: invalid syntax .*line 2"),
     ("run b.py --strategy dp2:ps", "starts no servers for dp:ps.* The nearest is 'dp2'"),
+    ("run b.py --strategy cp2", "'cp2' has cp: .* runs the forward itself"),
+    ("verify dp2 --script c.py:job", "needs the module 'sklearn'.*'phalanx-train.examples.'"),
+    ("verify pp2 --script b.py", "'pp2' has pp: a pipeline runs the forward itself"),
 ])  # fmt: skip
 def test_a_broken_script(
-    words: str, pattern: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder, {"a.py": "x = 1\ndef job(:\n", "b.py": ""})
+    words: str, pattern: str, folder: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    write(folder, {"a.py": "x = 1\ndef job(:\n", "b.py": "", "c.py": "import sklearn\n"})
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     assert main(words.split()) == 2
     assert re.search(pattern, capsys.readouterr().err)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from phalanx.cli.verify import beside
 from phalanx.config.load import load_config
 from phalanx.parallel.pipeline.sizes import HEADER_BYTES
 from phalanx.strategy import Strategy
+from phalanx.strategy.advice import require_built
+from phalanx.strategy.kinds import built
 from phalanx.verify.cases import awkward_shapes, splits, with_three
 from phalanx.verify.settings import VerifyConfig
 from phalanx.verify.verdict import Verdict
@@ -200,3 +203,14 @@ def test_train_is_asked_for_by_the_word_alone(capsys: pytest.CaptureFixture[str]
 )
 def test_one_axis_says_what_to_run_beside(text: str, other: str) -> None:
     assert beside(Strategy.parse(text)) == other
+
+
+@pytest.mark.parametrize(
+    "form", [form for form in built() if "N" in form and not form.startswith("recompute")]
+)
+def test_what_to_run_beside_can_run(form: str) -> None:
+    # 8 ranks stand in a grid of every tensor layout but 2d; an option is the word in capitals.
+    text = re.sub("/[A-Z]+", "/2", form).replace("N", "4" if form.endswith("2d") else "8")
+    if other := beside(Strategy.parse(text)):
+        require_built(Strategy.parse(other))
+    assert bool(other) != Strategy.parse(text).is_served

@@ -168,7 +168,8 @@ def test_the_tokenizer_is_taken_as_it_is_whatever_the_type(name: str, tmp_path: 
     config = config_to_hf(shape_of(name), "float32", ids=ids)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert write_missing(tmp_path, ids, 64) == ["generation_config.json", "tokenizer_config.json"]
-    assert isinstance(separator := ids["bos_token_id"], int)
+    separator = ids["bos_token_id"]
+    assert isinstance(separator, int)
     encode_as_run(tmp_path, separator)
     tokenizer, own = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     text = f" it's 12,345 Ünicode\n\n  <s> </s> 日本 [INST] {END_OF_TEXT}"

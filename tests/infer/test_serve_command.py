@@ -80,9 +80,11 @@ def test_a_port_that_is_taken_is_refused(
         port = taken.getsockname()[1]
         assert main(["serve", str(published(tmp_path)), "--port", str(port)]) == 2
     message = capsys.readouterr().err
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in message
+    expected = f"cannot listen on 127.0.0.1 port {port}: Address already in use; --port 0 takes"
+    assert expected in message and "every machine" not in message
     assert main(["serve", "nowhere", "--host", "192.0.2.1"]) == 2
-    assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "cannot listen on 192.0.2.1" in message and "127.0.0.1 is of every machine" in message
 
 
 def test_the_key_is_of_the_environment_too(

@@ -134,7 +134,7 @@ def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> No
     for wrong, why in (
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"tools": [{"type": "function"}]}, "tools: is not known, or not built"),
-        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": []}, "messages is []; List should have at least 1 item"),
         ({"messages": [{"role": "user", "content": None}]}, "only an assistant's may be"),
     ):
         status, answer = client.ask("/v1/chat/completions", {**chat, **wrong})
@@ -179,13 +179,15 @@ def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
         (b'{"prompt": "\\ud800"}', 400, "the body is no JSON"),
         (b"\xff\xfe", 400, "the body is no JSON"),
         (b"[1]", 400, "the body is a list; expected an object"),
-        ({}, 400, "prompt: Field required"),
+        ({}, 400, "prompt is missing"),
         ({"prompt": 3}, 400, "prompt"),
         ({"prompt": []}, 400, "0 prompts with n 1 ask for 0 texts; expected 1 to 64"),
         ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 ask for 65 texts; expected 1 to 64"),
         ({"prompt": [[]]}, 400, "the prompt has no token"),
         ({"prompt": [1, 97]}, 400, "a token is not below 97, the vocabulary"),
-        ({"prompt": "a", "n": 65}, 400, "n: Input should be less than or equal to 64"),
+        ({"prompt": "a", "n": 65}, 400, "n is 65; expected less than or equal to 64"),
+        ({"prompt": "a", "best_of": 2}, 400, "best_of is 2; expected less than or equal to 1"),
+        ({"prompt": "a", "temperature": "b" * 90}, 400, f'is "{"b" * 59}...; expected a valid num'),
         ({"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
         (b'{"prompt": "a", "top_p": NaN}', 400, "top_p is nan"),
         ({"prompt": "a", "tools": []}, 400, "tools: is not known, or not built"),

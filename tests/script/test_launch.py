@@ -75,6 +75,8 @@ if sys.argv[1:] == ["twice"]:
     torch.distributed.init_process_group("gloo")
 if sys.argv[1:] == ["mistake"]:
     run.clip(1.0)
+if sys.argv[1:] == ["module"]:
+    import no_such_module.inner
 """
 
 
@@ -85,6 +87,7 @@ if sys.argv[1:] == ["mistake"]:
     ("exit", r"script.py ended by sys.exit: exit code 7"),
     ("twice", r"take dist.init_process_group out of the script"),
     ("mistake", r"^clip: no model is prepared.*\nat .*script.py:18$"),
+    ("module", r"script.py needs the module 'no_such_module', which this Python.*\nat .*py:20$"),
 ])  # fmt: skip
 def test_what_a_script_ends_with_is_told(tmp_path: Path, word: str, error: str) -> None:
     script = tmp_path / "script.py"

@@ -170,7 +170,7 @@ def check_fit(load: Load, name: str, num_here: int) -> None:
     raise ConfigError(
         f"{name} ({num_parameters(load.shape).total:,} parameters) does not fit: under "
         f"{load.strategy}, {ranks} at least {_gib(whole)} GiB ({_parts(load)}), and {where} "
-        f"{_gib(room)}; "
+        f"{_gib(room)} GiB; "
         + (f"try {', or '.join(advice)}" if advice else "spread it over more hosts or GPUs")
     )
 

@@ -56,14 +56,14 @@ def run(argv: list[str]) -> int:
         )
     from phalanx.launch.local import prepare_server, run_ranks
     from phalanx.script.arguments import check_python
+    from phalanx.script.init import refuse_in_own_loop
     from phalanx.script.launch import run_script
-    from phalanx.strategy import refuse_servers
     from phalanx.train.job.request import choose
 
     check_python(path)
     prepare_server()
     strategy, device = choose(config.strategy, config.nproc, config.device)
-    refuse_servers(strategy, "a script")
+    refuse_in_own_loop(strategy)
     ends: list[tuple[int, str]] = run_ranks(
         run_script, strategy.num_ranks, str(path), own, config.strategy,
         device=device, threads=config.threads, timeout_s=config.timeout_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import ipaddress
 import os
@@ -82,9 +83,9 @@ def run(argv: list[str]) -> int:
             f"serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'phalanx-train[serve]'"
         )
+    _listener(config).close()  # a port that is taken is found before torch is loaded
     from phalanx.infer.ranks import with_engine
 
-    _listener(config).close()  # a port that is taken is found before the model is loaded
     with_engine(Path(config.run), config, functools.partial(_serve, config))
     return 0
 
@@ -112,16 +113,18 @@ def _listener(config: ServeConfig) -> socket.socket:
     Raises:
         ConfigError: the port is taken, or the host is no address of this machine.
     """
-    where = f"cannot listen on {config.host} port {config.port}"
     try:
         family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
+        is_gai = isinstance(error, socket.gaierror)  # whose numbers are its own
+        why = error.strerror if is_gai else os.strerror(error.errno or 0)
+        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = "--port 0 takes a free one" if is_of_port else "127.0.0.1 is of every machine"
         raise ConfigError(
-            f"{where}: {error.strerror}; --port 0 takes a free port, and --host 127.0.0.1 an "
-            "address that every machine has"
+            f"cannot listen on {config.host} port {config.port}: {why}; {advice}"
         ) from None
 
 

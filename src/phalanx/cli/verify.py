@@ -183,8 +183,8 @@ def _wider(config: VerifyConfig, strategy: Strategy) -> Strategy | None:
 
 
 def beside(strategy: Strategy) -> str:
-    """Return the strategy with another axis beside its one; nothing if it has several."""
-    if len([name for name, axis in strategy.axes() if axis.degree > 1]) != 1:
+    """Return the strategy with another axis beside its one; nothing if no other can be there."""
+    if len([name for name, axis in strategy.axes() if axis.degree > 1]) != 1 or strategy.is_served:
         return ""
     return str(strategy.with_degree("dp" if strategy.data_ranks == 1 else "tp", 2))
 

@@ -21,6 +21,9 @@ MAX_CHOICES: Final = 64
 """Most continuations that one request asks for: its prompts times n."""
 
 MAX_STOPS: Final = 16
+MOST_SHOWN: Final = 60
+"""Most characters of a value in a message."""
+
 MAX_MESSAGES: Final = 4096
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -182,10 +185,16 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
-        why = "is not known, or not built" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ConfigError(f"{where}: {why}") from None
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{where}: is not known, or not built") from None
+        if first["type"] == "missing":
+            raise ConfigError(f"{where} is missing") from None
+        given = json.dumps(first["input"], ensure_ascii=False)
+        given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}..."
+        why = first["msg"].replace("Input should be", "expected")
+        raise ConfigError(f"{where} is {given}; {why}") from None
 
 
 def error_body(message: str, kind: str) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, ScriptError
 from phalanx.launch.exit_code import exit_code_of
 
 
@@ -38,6 +40,25 @@ def check_job(script: str, job: Callable[..., Any]) -> None:
             f"{script} takes arguments, {signature}, and is called without: {error}; expected a "
             "function that needs none"
         ) from None
+
+
+@contextmanager
+def finding_modules(script: str) -> Generator[None]:
+    """Name a module that a script imports and that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if not name or find_spec(name) is not None:
+            raise
+        extra = " (for the examples: pip install 'phalanx-train[examples]')"
+        raise ScriptError(
+            f"{script} needs the module '{name}', which this Python, {sys.executable}, does not "
+            f"find; install the package that has it{extra if name in _OF_EXAMPLES else ''}"
+        ).with_traceback(error.__traceback__) from None
+
+
+_OF_EXAMPLES: Final = ("sklearn", "transformers")
 
 
 @contextmanager

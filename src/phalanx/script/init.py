@@ -93,11 +93,20 @@ def _strategy(given: str | Strategy | None) -> Strategy | None:
         )
     strategy = Strategy.parse(asked) if asked and strategy is None else strategy
     if strategy is not None:
-        refuse_servers(strategy, "a loop of one's own")
-    for axis, what in (("pp", "a pipeline"), ("cp", "context parallelism")):
-        if strategy is not None and getattr(strategy, axis).degree > 1:
-            raise StrategyError(
-                f"init: strategy '{strategy}' has {axis}: {what} runs the forward itself, which a "
-                "loop of one's own calls; use dp, fsdp and tp here"
-            )
+        refuse_in_own_loop(strategy)
     return strategy
+
+
+def refuse_in_own_loop(strategy: Strategy) -> None:
+    """Refuse a strategy that needs a trainer's loop.
+
+    Raises:
+        StrategyError: it needs servers, or runs the forward itself.
+    """
+    refuse_servers(strategy, "a loop of one's own")
+    for axis, what in (("pp", "a pipeline"), ("cp", "context parallelism")):
+        if getattr(strategy, axis).degree > 1:
+            raise StrategyError(
+                f"strategy '{strategy}' has {axis}: {what} runs the forward itself, which a loop "
+                "of one's own calls; use dp, fsdp and tp here"
+            )

@@ -13,6 +13,7 @@ from phalanx.errors import PhalanxError, ScriptError
 from phalanx.launch.attach import ASKED, add_line, as_mistake, check_end, no_ends
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.heartbeat import PULSE
+from phalanx.script.arguments import finding_modules
 from phalanx.script.init import STRATEGY
 from phalanx.script.loader import has_empty_batch
 
@@ -35,7 +36,8 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     PULSE.now("the script")
     no_ends()  # of what this process may have run before
     try:
-        runpy.run_path(path, run_name="__main__")
+        with finding_modules(path):
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
             said = stop.code if isinstance(stop.code, str) else f"exit code {stop.code}"

@@ -25,7 +25,7 @@ from phalanx.data.rows import map_tensors
 from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
-from phalanx.script.init import IN_PLACE
+from phalanx.script.init import IN_PLACE, refuse_in_own_loop
 from phalanx.script.launch import run_script
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
@@ -42,6 +42,7 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
             "verify starts a script on one rank and on several, but this is a rank of a job "
             "already; start phalanx verify itself, without torchrun"
         )
+    refuse_in_own_loop(strategy)
     (alone,) = run_ranks(record_script, 1, path, list(words), Strategy(), steps)
     if not alone.records:
         raise ConfigError(f"{path} takes no step on one rank, so there is nothing to compare")

@@ -32,7 +32,7 @@ from phalanx.launch.attach import report_in_one_message
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
-from phalanx.script.arguments import check_job, check_python, not_ending
+from phalanx.script.arguments import check_job, check_python, finding_modules, not_ending
 from phalanx.script.automatic import chosen
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
@@ -249,7 +249,7 @@ def trainer_of(script: str) -> Trainer:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    with not_ending(script):
+    with not_ending(script), finding_modules(script):
         module = importlib.import_module(path.stem)
     if Path(str(module.__file__)).resolve() != path.resolve():
         raise ConfigError(
@@ -260,7 +260,7 @@ def trainer_of(script: str) -> Trainer:
     if not callable(job):
         raise ConfigError(f"{path} has no function '{function}'; expected one that returns a job")
     check_job(script, job)
-    with not_ending(script):
+    with not_ending(script), finding_modules(script):
         trainer = job()
     if not isinstance(trainer, Trainer):
         raise ConfigError(
