@@ -59,8 +59,11 @@ def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -
     with Whereabouts() as at:
         watch = _Watch(steps, at)
         IN_PLACE.append((strategy, watch.attach))
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            run_script(path, words, None)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                run_script(path, words, None)
+        finally:
+            IN_PLACE.pop()
     return watch.history
 
 
