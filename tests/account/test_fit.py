@@ -102,7 +102,7 @@ def test_a_gpu_holds_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--batch.global-size 1000000000000", "the most is 1048576 a rank, 2097152 in all"),
         ("--batch.microbatch 1 --batch.accumulation 1000000000000", "nearest is 1048576"),
         ("--batch.microbatch 2000 --batch.accumulation 2000", "are 4000000 sequences for each"),
-        ("--resume nosuch", "no checkpoint in nosuch"),
+        ("--resume nosuch", "no checkpoint in nosuch: it does not exist"),
         ("--data nosuch.txt", "nosuch.txt does not exist"),
         ("--corpus.seq-len 5000", "positions end at 1024"),
     ],

@@ -193,6 +193,14 @@ CASES = {
         f"train {SMALL} --resume folder", "no checkpoint in folder", "expected a run folder",
         {"folder/a.txt": ""},
     ),
+    "checkpoint of a like name": Broken(
+        f"train {SMALL} --resume runs/dmo", "no checkpoint in runs/dmo: it does not exist",
+        "did you mean 'runs/demo'?", {"runs/demo/a.txt": ""},
+    ),
+    "step of a like name": Broken(
+        f"train {SMALL} --resume r/checkpoints/step-00000003", "it does not exist",
+        "did you mean 'r/checkpoints/step-00000002'?", {"r/checkpoints/step-00000002/a.txt": ""},
+    ),
     "weights of nothing": Broken(
         f"train {SMALL} --init folder", "no checkpoint in folder", "expected a run folder",
         {"folder/a.txt": ""},

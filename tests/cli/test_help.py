@@ -31,6 +31,10 @@ def test_every_preset_is_listed_with_its_size(help_of_train: str) -> None:
     assert "gpt2-124m 124 M" in help_of_train
 
 
+def test_a_word_or_a_number_is_said_as_both(help_of_train: str) -> None:
+    assert "--batch.microbatch {auto,INT}" in help_of_train
+
+
 def test_paragraphs_are_whole_and_unset_values_are_explained(help_of_train: str) -> None:
     assert "(default: none)" not in help_of_train.lower()
     assert "(default: False)" not in help_of_train

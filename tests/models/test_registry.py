@@ -125,5 +125,8 @@ def test_a_manifest_that_is_older_than_a_choice_means_its_default() -> None:
         )  # fmt: skip
         assert shape_in(about, Path()) == each
         about.check_shape(each)
-        with pytest.raises(CheckpointError, match="its norm_at is input, this run's is both"):
+        with pytest.raises(
+            CheckpointError,
+            match="its norm_at is input, and --model or --shape asks for both; leave",
+        ):
             about.check_shape(replace(each, norm_at="both"))

@@ -23,6 +23,7 @@ from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, ConfigError, DataError, Interrupted, ScriptError
 from phalanx.launch.local import run_ranks
+from phalanx.script.microbatches import words_of_few
 from phalanx.script.session import train_module
 from phalanx.script.trainer import trainer_of
 from phalanx.strategy import Strategy
@@ -155,6 +156,13 @@ def test_a_pipeline_trains_with_the_masks_of_one_process(tmp_path: Path) -> None
         for strategy in ("dp1", "pp2")
     )
     assert two.losses == pytest.approx(one.losses, rel=LIMIT)
+
+
+def test_a_pipeline_of_too_few_microbatches_is_told() -> None:
+    (line,) = words_of_few(Strategy.parse("pp2,dp2"), 1)
+    assert line.startswith("accumulation is 1, so that most of the time a rank of pp2 waits")
+    assert "accumulation=4" in line
+    assert words_of_few(Strategy.parse("pp2"), 2) == words_of_few(Strategy.parse("dp2"), 1) == []
 
 
 @pytest.mark.slow
@@ -298,7 +306,7 @@ def test_a_job_that_is_killed_says_what_stands_and_the_command_that_resumes(
 
 
 @pytest.mark.parametrize(("script", "words"), [
-    ("jobs.py", "expected FILE.py:FUNCTION"), ("nothing.py:job", "expected FILE.py:FUNCTION"),
+    ("jobs.py", "expected FILE.py:FUNCTION"), ("nothing.py:job", "nothing.py does not exist"),
     (f"{Path(__file__).parent}/jobs.py:nothing", "has no function 'nothing'"),
     (f"{Path(__file__).parent}/jobs.py:no_job", "returns a int; expected a phalanx.Trainer"),
 ])  # fmt: skip

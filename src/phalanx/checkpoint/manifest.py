@@ -32,7 +32,7 @@ from phalanx.checkpoint.foreign import (
 from phalanx.checkpoint.position import ScriptPosition
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
-from phalanx.storage import Checksum
+from phalanx.storage import Checksum, hint_of_missing
 
 NAME = "manifest.json"
 
@@ -120,8 +120,8 @@ class Manifest:
                     f"to at most {was}"
                 )
             raise CheckpointError(
-                f"the checkpoint is of another model: its {name} is {was}, this run's is {value}; "
-                "resume with the settings it was made with"
+                f"the checkpoint is of another model: its {name} is {was}, and --model or --shape "
+                f"asks for {value}; leave them out, and the run has the model of its checkpoint"
             )
 
     def check_optimizer(self) -> None:
@@ -284,6 +284,8 @@ def find(path: Path) -> Path:
     """
     if (path / NAME).exists():
         return path
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint in {path}: it does not exist{hint_of_missing(path)}")
     found = whole(path)
     if not found:
         raise CheckpointError(

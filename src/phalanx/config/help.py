@@ -90,11 +90,12 @@ def _flags(setting: Setting) -> str:
     section, dot, name = setting.key.replace("_", "-").rpartition(".")
     if setting.hint is bool:
         return f"--{section}{dot}[no-]{name}"
+    kinds = members(setting.hint)
+    numbers = [name for kind, name in _METAVARS.items() if kind in kinds]
     if words := choices(setting.hint):
-        metavar = "{" + ",".join(words) + "}"
+        metavar = "{" + ",".join([*words, *numbers]) + "}"
     else:
-        kinds = members(setting.hint)
-        metavar = next((name for kind, name in _METAVARS.items() if kind in kinds), "TEXT")
+        metavar = numbers[0] if numbers else "TEXT"
     return f"--{section}{dot}{name} {metavar}" + (" ..." * (get_origin(setting.hint) is tuple))
 
 

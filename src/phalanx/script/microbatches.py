@@ -11,6 +11,18 @@ from torch import Tensor
 from phalanx.data.rows import count_rows, take_rows
 from phalanx.script.deal import Spare
 from phalanx.script.loader import RankLoader
+from phalanx.strategy import Strategy
+
+
+def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
+    """Return a line if a step has fewer microbatches than the pipeline has ranks in a row."""
+    degree = strategy.pp.degree
+    if accumulation >= degree:
+        return []
+    return [
+        f"accumulation is {accumulation}, so that most of the time a rank of pp{degree} waits for "
+        f"others; accumulation={2 * degree} keeps them busier"
+    ]
 
 
 class Microbatches:

@@ -35,7 +35,7 @@ from phalanx.script.counting import counted_of, planned_of
 from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader
 from phalanx.script.loss import Sums
-from phalanx.script.microbatches import Microbatches
+from phalanx.script.microbatches import Microbatches, words_of_few
 from phalanx.script.order import JobGenerator
 from phalanx.strategy import Strategy
 from phalanx.train.best import Best
@@ -289,7 +289,8 @@ class ModuleSession(Session):
 
     @override
     def remarks(self) -> list[str]:
-        words = [*self._choice, *self._stages]
+        few = words_of_few(self.strategy, self.trainer.accumulation)
+        words = [*self._choice, *self._stages, *few]
         if self.step.steps_done >= self.num_steps:
             done = f"nothing to do: {self.step.steps_done} steps are done"
             words.append(f"{done}; --steps N resumes it up to step N")

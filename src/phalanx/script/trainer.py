@@ -36,6 +36,7 @@ from phalanx.script.arguments import check_job, check_python, finding_modules, n
 from phalanx.script.automatic import chosen
 from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
+from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Log
 from phalanx.train.job.request import choose_device
@@ -234,6 +235,8 @@ def trainer_of(script: str) -> Trainer:
 
     name, has_function, function = script.rpartition(":")
     path = Path(name)
+    if has_function and not path.exists():
+        raise ConfigError(f"script is '{script}', and {path} does not exist{hint_of_missing(path)}")
     if not has_function or not path.is_file() or path.suffix != ".py":
         raise ConfigError(
             f"script is '{script}'; expected FILE.py:FUNCTION, a function without arguments that "
