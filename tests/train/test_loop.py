@@ -130,7 +130,9 @@ def test_a_finished_run_that_is_resumed_takes_no_step(
 def test_another_models_checkpoint_is_refused(config: TrainConfig, whole: dict[str, Any]) -> None:
     del whole
     wider = dataclasses.replace(config, shape=dataclasses.replace(config.shape, ffn=32))
-    with pytest.raises(CheckpointError, match="another model: its ffn is 24, this run's is 32"):
+    with pytest.raises(
+        CheckpointError, match="another model: its ffn is 24, and --model or --shape asks for 32"
+    ):
         train(dataclasses.replace(wider, resume=config.out))
     with pytest.raises(CheckpointError, match="seed is 6, but this run was made with 5"):
         train(dataclasses.replace(config, seed=6, resume=config.out))
