@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.measure import products
 from phalanx.measure.products import MatmulPoint, checked_device, measure_matmul, quick_ceiling
 
 
@@ -51,3 +52,31 @@ def test_quick_ceiling_is_quick_and_restores_the_threads() -> None:
 def test_missing_devices_are_named(device: str, arithmetic: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         checked_device(device, arithmetic)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_here", [1, 1000])
+def test_a_rate_of_ranks_that_take_turns_is_of_all_products(
+    num_here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last size has a whole core, which other ranks have left."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_here))
+    seconds = iter((4.0, 4.0, 4.0, 1.0))
+    points: list[MatmulPoint] = []
+
+    def measured(
+        _: object, __: object, rows: int, inner: int, columns: int, **___: object
+    ) -> MatmulPoint:
+        each = next(seconds)
+        point = MatmulPoint(
+            num_rows=rows, inner=inner, num_columns=columns,
+            repeats=2, mean_s=each, median_s=each, best_s=each,
+        )  # fmt: skip
+        points.append(point)
+        return point
+
+    monkeypatch.setattr(products, "measure_matmul", measured)
+    rate = quick_ceiling("cpu", "float32")
+    best = max(point.flops / point.best_s for point in points)
+    of_all = sum(point.flops for point in points) / 13
+    assert rate == pytest.approx(best if num_here == 1 else of_all)
+    assert best > 1.2 * of_all

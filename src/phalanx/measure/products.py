@@ -69,7 +69,8 @@ def quick_ceiling(device: torch.device | str, arithmetic: Arithmetic) -> float:
 
     It takes about a second. Several ranks on one machine should call it at the same time, so that
     each measures its own part of the machine. Where they take turns on the cores, a product that
-    fits into one turn would have a whole core: then the rate is of all products of a size.
+    fits into one turn has a whole core, and so has a size that others have left: then the rate is
+    of all products together.
 
     Raises:
         ConfigError: the device is missing or cannot do the arithmetic.
@@ -80,17 +81,20 @@ def quick_ceiling(device: torch.device | str, arithmetic: Arithmetic) -> float:
         if device.type == "cuda"
         else [(512, 512, 512), (2048, 512, 1408), (1024, 1024, 1024), (768, 768, 768)]
     )
-    begin_s, best = time.perf_counter(), 0.0
+    begin_s, points = time.perf_counter(), list[MatmulPoint]()
     with arithmetic_of(arithmetic) as dtype:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         are_shared = device.type == "cpu" and num_here * torch.get_num_threads() > num_cores()
         for rows, inner, columns in sizes:
-            point = measure_matmul(device, dtype, rows, inner, columns, budget_s=0.3, fewest=1)
-            rate = point.mean_flops_per_s if are_shared else point.best_flops_per_s
-            best = max(best, rate)
+            points.append(
+                measure_matmul(device, dtype, rows, inner, columns, budget_s=0.3, fewest=1)
+            )
             if time.perf_counter() - begin_s > 1.0:
                 break
-    return best
+    if are_shared:
+        flops = sum(point.flops * point.repeats for point in points)
+        return flops / sum(point.mean_s * point.repeats for point in points)
+    return max(point.best_flops_per_s for point in points)
 
 
 def measure_matmul(
