@@ -17,7 +17,7 @@ from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.train.local_step import LocalStep
 from phalanx.train.optimizer import build_optimizer, learning_rate
-from phalanx.train.served_step import ClockedStep, ServedStep
+from phalanx.train.served_step import ClockedStep, OpenStep, ServedStep
 
 NUM_STEPS = 4
 AS_SET = ServerConfig()
@@ -78,6 +78,24 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
             found.append(step.flat.weights[0].clone())
             step.client.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "law"), [
+    (ClockedStep, Consistency("ssp", 1, 2)), (OpenStep, Consistency("async", 1)),
+])  # fmt: skip
+def test_a_step_whose_samples_another_has_pushed_records_their_loss(
+    kind: type[ServedStep], law: Consistency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = torch.randn(5, 3, dtype=torch.float64)
+    with local_roles(1) as made:
+        step = worker(made, kind, law)
+        monkeypatch.setattr(step.client, "ask_scheduler", lambda *_, **__: {"is_mine": False})
+        before = step.flat.weights[0].clone()
+        result = step([batch])
+        loss = step.model(batch).detach().square().sum() / 5
+        assert result.loss == pytest.approx(float(loss))
+        assert torch.equal(step.flat.weights[0], before)
+        step.client.close()
 
 
 def test_three_workers_take_a_hundred_steps_of_one_process() -> None:

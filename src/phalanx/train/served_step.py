@@ -179,6 +179,12 @@ class ServedStep(Step):
             self.steps_done = before
         return loss, tokens
 
+    def of_samples_pushed(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Return loss and tokens of samples, for the records: another has pushed their gradient."""
+        found = super().compute_gradients(microbatches)
+        self.optimizer.zero_grad()
+        return found
+
     def finish_gradients(self) -> None:
         """Do what a worker does with gradients of its own before it pushes them."""
 
@@ -206,15 +212,15 @@ class ClockedStep(ServedStep):
     @override
     def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         clock, own = self.steps_done, self.client.worker
-        loss, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+        made: tuple[Tensor, Tensor] | None = None
         if self.client.ask_scheduler("own", clock=clock)["is_mine"]:
-            loss, tokens = self.take_task(clock, own, microbatches)
+            made = self.take_task(clock, own, microbatches)
         with self.phase("reduce"):
             self._totals = self.client.totals(self.law.needs(clock + 1), self.help)
         latest = max((v for v in self._totals if v <= clock), default=None)
         self._found = None if latest is None else self._of(latest)
         if self._found is None:  # with staleness, before everyone has come so far
-            return loss, tokens
+            return made or self.of_samples_pushed(microbatches)
         num_valid, loss_sum, _ = self._found
         mean = torch.tensor(loss_sum / max(num_valid, 1), dtype=torch.float64)
         return mean, torch.tensor(int(num_valid))
@@ -253,13 +259,14 @@ class ClockedStep(ServedStep):
 class OpenStep(ServedStep):
     """Steps whose updates belong to no clock: `async` and `quorum`."""
 
-    _made = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    _made: tuple[Tensor, Tensor] | None = None
 
     @override
     def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         self._is_mine = bool(self.client.ask_scheduler("own", clock=self.steps_done)["is_mine"])
         if not self._is_mine:  # another has helped; the records repeat what this one did last
             self.optimizer.zero_grad()
+            self._made = self._made or self.of_samples_pushed(microbatches)
             return self._made
         self._made = super().compute_gradients(microbatches)
         return self._made
@@ -273,7 +280,7 @@ class OpenStep(ServedStep):
     @override
     def update(self, norm: float | None) -> None:
         needed = 0
-        if self._is_mine:
+        if self._is_mine and self._made is not None:
             loss, tokens = self._made
             if norm is None:
                 self.optimizer.zero_grad()
