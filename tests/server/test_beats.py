@@ -37,7 +37,8 @@ def test_a_server_is_there_while_it_answers_one_message_but_not_for_ever(
     monkeypatch.setattr(Server, "handle", compute)
     own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
     coordinator = Coordinator(1, "job", tmp_path / "journal", *own)
-    given = ("a", own[0], f"ipc://{tmp_path}/a", lambda _: None)
+    lines = list[str]()
+    given = ("a", own[0], f"ipc://{tmp_path}/a", lines.append)
     server, stop = Server("job", coordinator.address, "1", *given), threading.Event()
     thread = threading.Thread(target=server.run, args=(stop,), daemon=True)
 
@@ -61,6 +62,7 @@ def test_a_server_is_there_while_it_answers_one_message_but_not_for_ever(
         for _ in range(2):
             assert coordinator.listener.socket.poll(20_000) and turn()
         assert not all(turn() for _ in range(10 * NUM_STEPS))
+        assert len([line for line in lines if "at one message for" in line]) == 1
         may_end.set()
         while not turn():
             pass

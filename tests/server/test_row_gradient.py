@@ -195,7 +195,7 @@ def test_each_row_is_on_one_shard_and_chunks_keep_rows_whole() -> None:
         parts = [placed.cut(s, 1 + number, table.view(-1)).view(-1, width) for s in range(3)]
         assert sum(len(part) for part in parts) == num_rows
         found = torch.zeros_like(table)
-        for shard, which, there in placed.deal(number, torch.arange(num_rows)):
+        for shard, which, there in placed.places[number].deal(torch.arange(num_rows)):
             assert bool((there.diff() > 0).all())
             found[which] = parts[shard][there]
         assert torch.equal(found, table)

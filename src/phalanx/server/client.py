@@ -148,7 +148,7 @@ class Client(Requests):
     def pull_rows(self, table: int, rows: Tensor, target: Tensor, needed: int) -> None:
         """Copy rows of a table, once they are of version `needed`, into the rows of `target`."""
         fields = {"needed": needed, "recipes": [], "shared": self.is_shared, "table": table}
-        dealt = {shard: each for shard, *each in self.placed.deal(table, rows)}
+        dealt = {shard: each for shard, *each in self.placed.places[table].deal(rows)}
         asked = {s: WireMessage("pull", fields, [there]) for s, (_, there) in dealt.items()}
         found = {
             s: target.new_empty(len(there), target.shape[1]) for s, (_, there) in dealt.items()

@@ -18,6 +18,7 @@ class PlacedWeights:
         tables: shape of each table; they are the last groups.
         num_flat: groups that are none.
         numels: elements of each group.
+        places: of the rows of each table.
         num_shards: parts that the weights are in.
     """
 
@@ -34,7 +35,7 @@ class PlacedWeights:
             [[chunk for chunk in placed[name] if chunk.group == g] for g in range(len(self.numels))]
             for name in sorted(placed)
         ]
-        self._places = [
+        self.places = [
             RowPlaces.of([each[group] for each in self._chunks], width)
             for group, width in widths.items()
         ]
@@ -58,15 +59,11 @@ class PlacedWeights:
         """Return the same, one after the other."""
         return torch.cat(self.pieces(shard, group, flat) or [flat[:0]])
 
-    def deal(self, table: int, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield for each shard that has some of these rows: which, and their numbers there."""
-        yield from self._places[table].deal(rows)
-
     def of_shards(self, table: int, grad: Tensor) -> list[list[Tensor]]:
         """Return what each shard gets of the sparse gradient of a table, see row_gradient.py."""
         rows, values = grad.indices()[0], grad.values()
         found = [[rows[:0], values[:0].view(-1)] for _ in range(self.num_shards)]
-        for shard, which, there in self.deal(table, rows):
+        for shard, which, there in self.places[table].deal(rows):
             found[shard] = [there, values[which].view(-1)]
         return found
 

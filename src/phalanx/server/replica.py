@@ -30,7 +30,7 @@ AGAIN_S: Final = 1.0
 
 STUCK_S: Final = 300.0
 """Seconds for which a server may be at one message before it says no more that it is there, and its
-backup takes over: half of what a worker waits for an answer."""
+backup takes over; by default a worker waits twice as long for an answer."""
 
 
 @dataclass
@@ -71,6 +71,7 @@ class HeldShards(Member):
         super().__init__(*args, **more)
         self._job, self._weight = job, weight
         self._beat_clock, self._seen_s, self._seen_at_s = LoopClock(4 * BEAT_S), 0.0, 0.0
+        self._is_stuck = False
         self.shards: dict[int, Shard] = {}
         self._backups: dict[int, Backup] = {}
         self._synced: dict[int, int] = {}  # epoch of the copy, of each shard that this backs
@@ -95,7 +96,11 @@ class HeldShards(Member):
         begun_s, now_s = self._begun_s, self._beat_clock.now_s
         if begun_s != self._seen_s:
             self._seen_s, self._seen_at_s = begun_s, now_s
-        return self._coordinator.address if now_s - self._seen_at_s <= STUCK_S else ""
+            self._is_stuck = False
+        if not self._is_stuck and now_s - self._seen_at_s > STUCK_S:
+            self._is_stuck = True
+            self.log(f"at one message for {STUCK_S:g} s: the coordinator is to hold it for lost")
+        return "" if self._is_stuck else self._coordinator.address
 
     # The map.
 

@@ -37,10 +37,11 @@ class Table:
     def _look_up(self, _: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         ids: Tensor = args[0] if args else more["input"]
         rows = ids.unique().long()
-        for wrong in rows[(rows < 0) | (rows >= len(self.weight))].tolist():
+        wrong = rows[(rows < 0) | (rows >= len(self.weight))]
+        if len(wrong):
             raise TrainingError(
-                f"a sample has the id {wrong}, but the embedding {self._name} has rows from 0 to "
-                f"{len(self.weight) - 1}"
+                f"a sample has the id {int(wrong[0])}, but the embedding {self._name} has rows "
+                f"from 0 to {len(self.weight) - 1}"
             )
         rows = rows[~self._is_here[rows]]
         if len(rows):
