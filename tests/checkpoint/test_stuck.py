@@ -69,7 +69,9 @@ def limit_of_a_save(run: Path) -> float:
         return saver_._progress.timeout_s
 
 
-def test_a_save_may_stand_still_as_long_as_a_collective_of_the_job(tmp_path: Path) -> None:
+def test_a_save_may_make_no_progress_for_as_long_as_a_collective_of_the_job_waits(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(limit_of_a_save, 2, tmp_path, threads=1, timeout_s=77) == [77, 77]
 
 

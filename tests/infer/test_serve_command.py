@@ -84,7 +84,7 @@ def test_a_port_that_is_taken_is_refused(
     assert expected in message and "every machine" not in message
     assert main(["serve", "nowhere", "--host", "192.0.2.1"]) == 2
     message = capsys.readouterr().err
-    assert "cannot listen on 192.0.2.1" in message and "127.0.0.1 is of every machine" in message
+    assert "cannot listen on 192.0.2.1" in message and "every machine has 127.0.0.1" in message
 
 
 def test_the_key_is_of_the_environment_too(

@@ -99,9 +99,9 @@ def _memory(of: Figures) -> str:
     tenth = (2**30 if unit == "GiB" else 2**20) / 10
     ends = [round(end / tenth) for end in itertools.accumulate(of.memory.values(), initial=0)]
     tenths = zip(of.memory, map(operator.sub, ends[1:], ends), strict=True)
-    held = (f"{name} {num / 10:,.1f}" for name, num in tenths if num)
-    usable = of.usable_bytes / tenth / 10
-    return f"{' + '.join(held)} = {ends[-1] / 10:,.1f} of {usable:,.1f} {unit}"
+    held = [f"{name} {num / 10:,.1f}" for name, num in tenths if num]
+    total = f"{' + '.join(held)} = {ends[-1] / 10:,.1f}" if held else "less than 0.1"
+    return f"{total} of {of.usable_bytes / tenth / 10:,.1f} {unit}"
 
 
 def table(rows: Iterable[Figures], unit: str = "tokens") -> Table:

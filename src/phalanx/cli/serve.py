@@ -122,7 +122,7 @@ def _listener(config: ServeConfig) -> socket.socket:
         is_gai = isinstance(error, socket.gaierror)  # whose numbers are its own
         why = error.strerror if is_gai else os.strerror(error.errno or 0)
         is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        advice = "--port 0 takes a free one" if is_of_port else "127.0.0.1 is of every machine"
+        advice = "--port 0 takes a free one" if is_of_port else "every machine has 127.0.0.1"
         raise ConfigError(
             f"cannot listen on {config.host} port {config.port}: {why}; {advice}"
         ) from None

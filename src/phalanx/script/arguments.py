@@ -14,6 +14,9 @@ from typing import Any, Final
 from phalanx.errors import ConfigError, ScriptError
 from phalanx.launch.exit_code import exit_code_of
 
+_OF_EXAMPLES: Final = ("sklearn", "transformers")
+"""Modules that the extra `examples` installs."""
+
 
 def check_python(path: Path) -> None:
     """Refuse a script that is no Python, before ranks are started for it."""
@@ -56,9 +59,6 @@ def finding_modules(script: str) -> Generator[None]:
             f"{script} needs the module '{name}', which this Python, {sys.executable}, does not "
             f"find; install the package that has it{extra if name in _OF_EXAMPLES else ''}"
         ).with_traceback(error.__traceback__) from None
-
-
-_OF_EXAMPLES: Final = ("sklearn", "transformers")
 
 
 @contextmanager

@@ -20,8 +20,8 @@ def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
     if accumulation >= degree:
         return []
     return [
-        f"accumulation is {accumulation}, so that most of the time a rank of pp{degree} waits for "
-        f"others; accumulation={2 * degree} keeps them busier"
+        f"accumulation is {accumulation}, so that ranks of pp{degree} without a microbatch wait "
+        f"for the others; with accumulation={2 * degree} they wait less"
     ]
 
 

@@ -224,7 +224,7 @@ def words_of(job: Job) -> list[str]:
     tokens, weights = job.tokens, ""
     if job.origin is not None:
         weights = f" from {job.origin.folder}"
-    held = tokens.validation.num_tokens
+    held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"
     return [
         *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
@@ -232,7 +232,7 @@ def words_of(job: Job) -> list[str]:
         f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
         f"bytes in {_count(tokens.num_documents, 'document')}, {tokens.train.num_tokens:,} tokens "
         f"to train on and {held:,} to validate; {_count(job.num_steps, 'step')} "
-        f"{'is' if job.num_steps == 1 else 'are'} {num_epochs(job):.2g} epochs",
+        f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}",
     ]
 
 
