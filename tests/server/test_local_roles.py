@@ -26,6 +26,7 @@ from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE
 from phalanx.server.task_scheduler import TaskScheduler
 from phalanx.server.wire import Faults, Listener
+from workers_in_threads import run_workers
 
 pytestmark = pytest.mark.usefixtures("fast_clocks")
 
@@ -90,14 +91,7 @@ def run(
     made: LocalRoles, law: Consistency, num_steps: int, at: dict[int, Callable[[], Any]]
 ) -> list[Client]:
     """Run the workers; check that each push is in the weights once."""
-    out: dict[int, Any] = {}
-    given = [(made, worker, law, num_steps, out, at) for worker in range(law.num_slots)]
-    threads = [threading.Thread(target=work, args=each) for each in given]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(isinstance(each, tuple) for each in out.values()), out
+    out = run_workers(work, made, law, num_steps, at)
     clients: list[Client] = [out[worker][0] for worker in sorted(out)]
     weights = flats()
     totals = clients[0].totals(0)

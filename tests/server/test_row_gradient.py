@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from phalanx.server.replica import perform
 from phalanx.server.row_gradient import flat_parts, sparse_of
 from phalanx.server.shard import Shard
 from phalanx.server.wire import Faults
+from workers_in_threads import run_workers
 
 TABLES = [(97, 3), (40, 1)]
 RULE = {"name": "sgd", "tables": "sgd", "tables_rate": 1.0}
@@ -83,14 +83,7 @@ def work(
 
 def run(made: LocalRoles, law: Consistency, num_steps: int, at: dict[int, Any]) -> None:
     """Run the workers; check that each push is in each row that it had once, and in no other."""
-    out: dict[int, Any] = {}
-    given = [(made, worker, law, num_steps, out, at) for worker in range(law.num_slots)]
-    threads = [threading.Thread(target=work, args=each) for each in given]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(isinstance(each, tuple) for each in out.values()), out
+    out = run_workers(work, made, law, num_steps, at)
     due = [torch.zeros(50, dtype=torch.float64)]
     due += [torch.zeros(shape, dtype=torch.float64) for shape in TABLES]
     for worker in range(law.num_slots):

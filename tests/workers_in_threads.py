@@ -1,0 +1,32 @@
+"""The workers of a job of parameter servers, each in a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.server.consistency import Consistency
+from phalanx.server.local_roles import LocalRoles
+
+
+def run_workers(
+    work: Callable[..., None],
+    made: LocalRoles,
+    consistency: Consistency,
+    num_steps: int,
+    at: dict[int, Any],
+) -> dict[int, Any]:
+    """Return by worker what `work` has put into its dictionary `out`, which is no traceback."""
+    out: dict[int, Any] = {}
+    given = [
+        (made, worker, consistency, num_steps, out, at) for worker in range(consistency.num_slots)
+    ]
+    threads = [threading.Thread(target=work, args=each) for each in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(isinstance(each, tuple) for each in out.values()), out
+    assert len(out) == len(given)
+    return out
