@@ -99,8 +99,8 @@ class Job:
             thread.start()
         worker = host - NUM_SERVERS
         if 0 <= worker < num_workers:
-            law = Consistency("ps", num_workers)
-            self.client = Client(JobAddress(where, secret), worker, law, (0, 1000))
+            consistency = Consistency("ps", num_workers)
+            self.client = Client(JobAddress(where, secret), worker, consistency, (0, 1000))
             self.client.is_shared = False
 
     def begin(self, size: int) -> None:

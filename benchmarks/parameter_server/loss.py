@@ -60,7 +60,7 @@ def make_model() -> nn.Module:
 def main(kind: str, num_steps: int, out: Path) -> None:
     torch.set_num_threads(1)
     name, _, option = kind.partition("/")
-    law = Consistency("ps" if kind == "dp4" else name, NUM_WORKERS, int(option or 0))
+    consistency = Consistency("ps" if kind == "dp4" else name, NUM_WORKERS, int(option or 0))
     rows = text()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
     kept, order = order[:1024], order[1024:]
@@ -91,7 +91,9 @@ def main(kind: str, num_steps: int, out: Path) -> None:
         optimizer = build_optimizer(model, CONFIG)
         more = {"comm": Alone(), "num_steps": num_steps}
         step = STEPS[name](model, optimizer, objective, CONFIG, **more)
-        client = Client(made.meeting, worker, law, (0, num_steps // law.num_local_steps))
+        client = Client(
+            made.meeting, worker, consistency, (0, num_steps // consistency.num_local_steps)
+        )
         client.is_shared = False  # so that its bytes are counted
         step.join(client, ServerConfig(), is_first=worker == 0)
         for number in range(num_steps):

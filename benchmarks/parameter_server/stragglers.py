@@ -21,9 +21,17 @@ NUM_WORKERS = 4
 SECONDS = 12.0
 
 
-def work(made, worker: int, law: Consistency, step_s: float, case: str, until: list[float], counts):
+def work(
+    made,
+    worker: int,
+    consistency: Consistency,
+    step_s: float,
+    case: str,
+    until: list[float],
+    counts,
+):
     rng = random.Random(worker)
-    client = Client(made.meeting, worker, law, (0, 1 << 20))
+    client = Client(made.meeting, worker, consistency, (0, 1 << 20))
     client.lay_out([1000], torch.float32)
     weights = [torch.zeros(1000)]
     if worker == 0:
@@ -42,12 +50,12 @@ def work(made, worker: int, law: Consistency, step_s: float, case: str, until: l
         update = client.push(clock, worker, [torch.ones(1000)], **numbers)
         counts[worker] += 1
         clock += 1
-        if law.is_open:
-            needed = update + 1 if law.kind == "quorum" else 0
+        if consistency.is_open:
+            needed = update + 1 if consistency.kind == "quorum" else 0
             if time.monotonic() < until[0]:
                 version = client.pull(weights, needed)
             continue
-        needed = law.needs(clock)
+        needed = consistency.needs(clock)
         if time.monotonic() > until[0]:
             break
         try:
@@ -70,11 +78,12 @@ def main(step_ms: float) -> None:
     for case in ("stalls", "slow"):
         rates = {}
         for kind, option in kinds:
-            law = Consistency(kind, NUM_WORKERS, option)
+            consistency = Consistency(kind, NUM_WORKERS, option)
             counts, until = [0] * NUM_WORKERS, []
             with local_roles(2) as made:
                 given = [
-                    (made, w, law, step_ms / 1000, case, until, counts) for w in range(NUM_WORKERS)
+                    (made, w, consistency, step_ms / 1000, case, until, counts)
+                    for w in range(NUM_WORKERS)
                 ]
                 threads = [threading.Thread(target=work, args=each) for each in given]
                 for thread in threads:

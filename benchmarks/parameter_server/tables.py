@@ -1,7 +1,7 @@
 """Steps of a recommender over two servers, its table whole and by rows: python tables.py [ROWS]
 
 One worker; the servers are threads of its process, and weights go over sockets, not shared memory.
-Each sample looks 26 ids up, which follow Zipf's law. Both ways take their steps in turns.
+Each sample looks 26 ids up, which follow Zipf's consistency. Both ways take their steps in turns.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def test_a_primary_that_is_replaced_acknowledges_nothing(
     shard = {"sizes": [1], "dtype": "float32", "rule": {"name": "sgd"}, "p": 2.0}
     try:
         server._take({**rest, "epoch": 1, "holders": [["a", "b"]]})
-        spec = {**shard, "law": {"kind": "ps", "num_slots": 1}}
+        spec = {**shard, "consistency": {"kind": "ps", "num_slots": 1}}
         server.shards[0] = Shard(spec, [torch.zeros(1)])
         server.after(0, lambda: found.append(1))
         assert not found

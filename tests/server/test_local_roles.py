@@ -54,14 +54,14 @@ def flats() -> list[torch.Tensor]:
 def work(
     made: LocalRoles,
     worker: int,
-    law: Consistency,
+    consistency: Consistency,
     num_steps: int,
     out: dict[int, Any],
     at: dict[int, Any],
 ) -> None:
     """Push whole numbers, so that sums are exact; the action `at` a clock comes before it."""
     try:
-        client = Client(made.meeting, worker, law, (0, num_steps), timeout_s=60)
+        client = Client(made.meeting, worker, consistency, (0, num_steps), timeout_s=60)
         client.lay_out(SIZES, torch.float64, chunk_bytes=800)
         weights = flats()
         if worker == 0:
@@ -72,12 +72,17 @@ def work(
                 at[clock]()
             assert client.ask_scheduler("own", clock=clock)["is_mine"]
             grads = [torch.full_like(flat, float(3**worker + clock)) for flat in weights]
-            numbers = {"base": version, "tokens": 1.0, "loss": 1.0, "rate": -float(law.num_slots)}
+            numbers = {
+                "base": version,
+                "tokens": 1.0,
+                "loss": 1.0,
+                "rate": -float(consistency.num_slots),
+            }
             client.push(clock, worker, grads, **numbers)
-            needed = law.needs(clock + 1)
+            needed = consistency.needs(clock + 1)
             recipes = [
-                (v, -float(law.num_slots), 1.0)
-                for v in sorted(client.totals(needed) if not law.is_open else ())
+                (v, -float(consistency.num_slots), 1.0)
+                for v in sorted(client.totals(needed) if not consistency.is_open else ())
                 if v >= client.applied
             ]
             version = client.pull(weights, needed, recipes)
@@ -88,15 +93,15 @@ def work(
 
 
 def run(
-    made: LocalRoles, law: Consistency, num_steps: int, at: dict[int, Callable[[], Any]]
+    made: LocalRoles, consistency: Consistency, num_steps: int, at: dict[int, Callable[[], Any]]
 ) -> list[Client]:
     """Run the workers; check that each push is in the weights once."""
-    out = run_workers(work, made, law, num_steps, at)
+    out = run_workers(work, made, consistency, num_steps, at)
     clients: list[Client] = [out[worker][0] for worker in sorted(out)]
     weights = flats()
     totals = clients[0].totals(0)
-    clients[0].pull(weights, 0, [(v, -float(law.num_slots), 1.0) for v in sorted(totals)])
-    workers, clocks = range(law.num_slots), range(num_steps)
+    clients[0].pull(weights, 0, [(v, -float(consistency.num_slots), 1.0) for v in sorted(totals)])
+    workers, clocks = range(consistency.num_slots), range(num_steps)
     due = sum(3**worker + clock for worker in workers for clock in clocks)
     for flat in weights:
         assert flat.unique().tolist() == [float(due)], made.log.read_text()
@@ -126,11 +131,13 @@ def end(clients: list[Client]) -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [Consistency("ps", 3), Consistency("ssp", 3, 2), Consistency("async", 3)]
+    "consistency", [Consistency("ps", 3), Consistency("ssp", 3, 2), Consistency("async", 3)]
 )
-def test_whole_numbers_survive_lost_doubled_and_reordered_messages(law: Consistency) -> None:
+def test_whole_numbers_survive_lost_doubled_and_reordered_messages(
+    consistency: Consistency,
+) -> None:
     with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=3)) as made:
-        end(run(made, law, 4, {}))
+        end(run(made, consistency, 4, {}))
 
 
 def test_a_server_that_is_lost_is_replaced_by_its_backup_and_comes_back() -> None:

@@ -48,19 +48,19 @@ def grads_of(worker: int, clock: int) -> list[torch.Tensor]:
 
 
 def work(
-    made: LocalRoles, worker: int, law: Consistency, num_steps: int, out: dict[int, Any],
+    made: LocalRoles, worker: int, consistency: Consistency, num_steps: int, out: dict[int, Any],
     at: dict[int, Callable[[], Any]],
 ) -> None:  # fmt: skip
     """Push whole numbers; read what the last rows pushed have become; `at` a clock act first."""
     try:
-        client = Client(made.meeting, worker, law, (0, num_steps), timeout_s=60)
+        client = Client(made.meeting, worker, consistency, (0, num_steps), timeout_s=60)
         client.is_shared = worker > 0
         client.lay_out([50], torch.float64, chunk_bytes=160, tables=TABLES)
         flats = [torch.zeros(50, dtype=torch.float64)]
         tables = [torch.zeros(shape, dtype=torch.float64) for shape in TABLES]
         if worker == 0:
             client.create([*flats, *(table.view(-1) for table in tables)], RULE, 2.0)
-        version, rate = client.pull(flats, 0), -float(law.num_slots)
+        version, rate = client.pull(flats, 0), -float(consistency.num_slots)
         for clock in range(num_steps):
             if worker == 0 and clock in at:
                 at[clock]()
@@ -68,8 +68,8 @@ def work(
             grads = grads_of(worker, clock)
             numbers = {"base": version, "tokens": 1.0, "loss": 1.0, "rate": rate}
             client.push(clock, worker, grads, **numbers)
-            needed = law.needs(clock + 1)
-            totals = client.totals(needed) if not law.is_open else {}
+            needed = consistency.needs(clock + 1)
+            totals = client.totals(needed) if not consistency.is_open else {}
             recipes = [(v, rate, 1.0) for v in sorted(totals) if v >= client.applied]
             version = client.pull(flats, needed, recipes)
             for number, table in enumerate(tables):
@@ -81,16 +81,16 @@ def work(
         out[worker] = traceback.format_exc()
 
 
-def run(made: LocalRoles, law: Consistency, num_steps: int, at: dict[int, Any]) -> None:
+def run(made: LocalRoles, consistency: Consistency, num_steps: int, at: dict[int, Any]) -> None:
     """Run the workers; check that each push is in each row that it had once, and in no other."""
-    out = run_workers(work, made, law, num_steps, at)
+    out = run_workers(work, made, consistency, num_steps, at)
     due = [torch.zeros(50, dtype=torch.float64)]
     due += [torch.zeros(shape, dtype=torch.float64) for shape in TABLES]
-    for worker in range(law.num_slots):
+    for worker in range(consistency.num_slots):
         for clock in range(num_steps):
             for total, grad in zip(due, grads_of(worker, clock), strict=True):
                 total += grad
-    rate = -float(law.num_slots)
+    rate = -float(consistency.num_slots)
     for client, flats, tables in out.values():
         totals = client.totals(0)
         client.pull(flats, 0, [(v, rate, 1.0) for v in sorted(totals)])
@@ -103,15 +103,15 @@ def run(made: LocalRoles, law: Consistency, num_steps: int, at: dict[int, Any]) 
 
 
 @pytest.mark.usefixtures("fast_clocks")
-@pytest.mark.parametrize("law", [
+@pytest.mark.parametrize("consistency", [
     Consistency("ps", 3), *(
         pytest.param(each, marks=pytest.mark.slow)
         for each in (Consistency("ssp", 3, 2), Consistency("async", 3))
     ),
 ])  # fmt: skip
-def test_rows_survive_lost_doubled_and_reordered_messages(law: Consistency) -> None:
+def test_rows_survive_lost_doubled_and_reordered_messages(consistency: Consistency) -> None:
     with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=5)) as made:
-        run(made, law, 4, {})
+        run(made, consistency, 4, {})
 
 
 @pytest.mark.usefixtures("fast_clocks")
@@ -125,13 +125,19 @@ def test_rows_of_a_lost_server_are_its_backups_and_come_back(
         assert "shard 1 is lost" not in made.log.read_text()
 
 
-def shard_of(law: Consistency) -> Shard:
+def shard_of(consistency: Consistency) -> Shard:
     """Return a shard of a flat weight and two tables, by AdamW and row-wise Adagrad."""
     torch.manual_seed(1)
     rule = {"name": "adamw", "betas": [0.9, 0.95], "eps": 1e-8, "decays": [0.1]}
     rule |= {"tables": "adagrad", "tables_rate": 2.0}
     sizes = [30, *(rows * width for rows, width in TABLES)]
-    spec = {"sizes": sizes, "dtype": "float64", "rule": rule, "p": 2.0, "law": vars(law)}
+    spec = {
+        "sizes": sizes,
+        "dtype": "float64",
+        "rule": rule,
+        "p": 2.0,
+        "consistency": vars(consistency),
+    }
     spec["tables"] = [width for _, width in TABLES]
     return Shard(spec, [torch.randn(size, dtype=torch.float64) for size in sizes])
 

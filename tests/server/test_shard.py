@@ -15,9 +15,11 @@ from phalanx.server.replica import perform
 from phalanx.server.shard import MOST_TOTALS, Shard
 
 
-def shard_of(law: Consistency, rule: dict[str, object], weights: list[torch.Tensor]) -> Shard:
+def shard_of(
+    consistency: Consistency, rule: dict[str, object], weights: list[torch.Tensor]
+) -> Shard:
     spec = {"sizes": [len(w) for w in weights], "dtype": "float64", "rule": rule, "p": 2.0}
-    return Shard({**spec, "law": vars(law)}, weights)
+    return Shard({**spec, "consistency": vars(consistency)}, weights)
 
 
 def push(shard: Shard, clock: int, slot: int, value: float, base: int = 0) -> bool:
@@ -79,8 +81,8 @@ def test_pushes_doubled_and_in_any_order_add_up_once(seed: int, slots: int, stal
 def test_no_worker_is_further_ahead_than_the_staleness(seed: int, bound: int, slots: int) -> None:
     """Random delays; a read at clock c has every update of a clock up to c - S - 1."""
     rng = random.Random(seed)
-    law = Consistency("ssp", slots, bound)
-    shard = shard_of(law, {"name": "sgd"}, zeros(1))
+    consistency = Consistency("ssp", slots, bound)
+    shard = shard_of(consistency, {"name": "sgd"}, zeros(1))
     clocks, busy = [0] * slots, [rng.randint(1, 20) for _ in range(slots)]
     bases = [0] * slots
     for _ in range(600):
@@ -93,7 +95,7 @@ def test_no_worker_is_further_ahead_than_the_staleness(seed: int, bound: int, sl
                 clocks[worker], busy[worker] = clocks[worker] + 1, -1
             while shard.completed() > shard.version:
                 shard.apply(shard.version, -1.0, 1.0)
-            if shard.version >= law.needs(clocks[worker]):
+            if shard.version >= consistency.needs(clocks[worker]):
                 bases[worker] = shard.version
                 assert bases[worker] >= clocks[worker] - bound
                 assert shard.weights[0].item() == shard.version
@@ -117,8 +119,8 @@ def test_totals_are_the_same_to_the_bit_in_whatever_order_pushes_come() -> None:
 
 
 def test_staleness_of_zero_is_the_synchronous_trace() -> None:
-    def trace(law: Consistency) -> list[float]:
-        shard, values = shard_of(law, {"name": "sgd"}, zeros(1)), list[float]()
+    def trace(consistency: Consistency) -> list[float]:
+        shard, values = shard_of(consistency, {"name": "sgd"}, zeros(1)), list[float]()
         for clock in range(5):
             for slot in range(3):
                 push(shard, clock, slot, shard.weights[0].item() + slot, shard.version)

@@ -36,7 +36,7 @@ class Squares:
 def worker(
     made: LocalRoles,
     kind: type[ServedStep],
-    law: Consistency,
+    consistency: Consistency,
     server: ServerConfig = AS_SET,
 ) -> ServedStep:
     """Return the step of the only worker of a job, which has joined it."""
@@ -44,23 +44,23 @@ def worker(
     model, config = nn.Linear(3, 2).double(), OptimizerConfig(lr=1e-2)
     given: Any = (model, build_optimizer(model, config), Squares(), config)
     step = kind(*given, comm=Alone(), num_steps=NUM_STEPS)
-    client = Client(made.meeting, 0, law, (0, NUM_STEPS), timeout_s=10)
+    client = Client(made.meeting, 0, consistency, (0, NUM_STEPS), timeout_s=10)
     step.join(client, server, is_first=True)
     return step
 
 
-@pytest.mark.parametrize(("kind", "law"), [
+@pytest.mark.parametrize(("kind", "consistency"), [
     (ClockedStep, Consistency("ps", 1)), (LocalStep, Consistency("local", 1, 1)),
 ])  # fmt: skip
 def test_who_joins_applies_what_those_who_are_lost_had_pushed(
-    kind: type[ServedStep], law: Consistency
+    kind: type[ServedStep], consistency: Consistency
 ) -> None:
     """All workers are lost after the last push of a clock, so that nobody is left to pull."""
     batches = torch.randn(NUM_STEPS, 5, 3, dtype=torch.float64)
     found: list[torch.Tensor] = []
     for lost_at in (None, 2):
         with local_roles(1) as made:
-            step = worker(made, kind, law)
+            step = worker(made, kind, consistency)
             for clock in range(NUM_STEPS):
                 if clock == lost_at:
                     with pytest.MonkeyPatch.context() as patched:
@@ -69,7 +69,7 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
                             step([batches[clock]])
                     step.client.close()
                     moments = step.optimizer.state_dict()
-                    step = worker(made, kind, law)
+                    step = worker(made, kind, consistency)
                     assert step.steps_done == clock + 1
                     if kind is LocalStep:
                         step.optimizer.load_state_dict(moments)
@@ -80,15 +80,15 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
     torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "law"), [
+@pytest.mark.parametrize(("kind", "consistency"), [
     (ClockedStep, Consistency("ssp", 1, 2)), (OpenStep, Consistency("async", 1)),
 ])  # fmt: skip
 def test_a_step_whose_samples_another_has_pushed_records_their_loss(
-    kind: type[ServedStep], law: Consistency, monkeypatch: pytest.MonkeyPatch
+    kind: type[ServedStep], consistency: Consistency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = torch.randn(5, 3, dtype=torch.float64)
     with local_roles(1) as made:
-        step = worker(made, kind, law)
+        step = worker(made, kind, consistency)
         monkeypatch.setattr(step.client, "ask_scheduler", lambda *_, **__: {"is_mine": False})
         before = step.flat.weights[0].clone()
         result = step([batch])
@@ -100,7 +100,7 @@ def test_a_step_whose_samples_another_has_pushed_records_their_loss(
 
 def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
     """Two servers; float64, so that the order of sums alone is left: 1e-12."""
-    num_steps, law, config = 100, Consistency("ps", 3), OptimizerConfig(lr=1e-2)
+    num_steps, consistency, config = 100, Consistency("ps", 3), OptimizerConfig(lr=1e-2)
     batches = torch.randn(num_steps, 12, 3, dtype=torch.float64)
     found: dict[int, list[torch.Tensor]] = {}
 
@@ -111,7 +111,7 @@ def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
     def work(made: LocalRoles, number: int, model: nn.Module) -> None:
         given: Any = (model, build_optimizer(model, config), Squares(), config)
         step = ClockedStep(*given, comm=Alone(), num_steps=num_steps)
-        client = Client(made.meeting, number, law, (0, num_steps), timeout_s=60)
+        client = Client(made.meeting, number, consistency, (0, num_steps), timeout_s=60)
         step.join(client, AS_SET, is_first=number == 0)
         for batch in batches:
             step([batch[:3], batch[3:5], batch[5:]][number : number + 1])  # rows of no one number
@@ -142,10 +142,10 @@ def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
 
 @pytest.mark.parametrize("rule", ["sgd", "momentum"])
 def test_servers_update_as_the_optimizer_of_the_rule_does(rule: str) -> None:
-    server, law = ServerConfig(rule=rule), Consistency("ps", 1)  # pyright: ignore[reportArgumentType]
+    server, consistency = ServerConfig(rule=rule), Consistency("ps", 1)  # pyright: ignore[reportArgumentType]
     batches = torch.randn(NUM_STEPS, 5, 3, dtype=torch.float64)
     with local_roles(2) as made:
-        step = worker(made, ClockedStep, law, server)
+        step = worker(made, ClockedStep, consistency, server)
         torch.manual_seed(0)
         alone = nn.Linear(3, 2).double()
         decays = {"weight": 0.1, "bias": 0.0}

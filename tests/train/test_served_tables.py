@@ -52,12 +52,12 @@ class Squares:
 
 def step_of(
     made: LocalRoles, model: nn.Module, server: ServerConfig, *, number: int = 0,
-    law: Consistency = ALONE, num_steps: int = 50, is_shared: bool = True,
+    consistency: Consistency = ALONE, num_steps: int = 50, is_shared: bool = True,
 ) -> ClockedStep:  # fmt: skip
     """Return the step of a worker, which has joined the job."""
     given: Any = (model, build_optimizer(model, CONFIG), Squares(), CONFIG)
     step = ClockedStep(*given, comm=Alone(), num_steps=num_steps)
-    client = Client(made.meeting, number, law, (0, num_steps), timeout_s=60)
+    client = Client(made.meeting, number, consistency, (0, num_steps), timeout_s=60)
     client.is_shared = is_shared
     try:
         step.join(client, server, is_first=number == 0)
@@ -76,7 +76,7 @@ def run_workers(
     def work(number: int) -> None:
         model = models[number]
         own: Any = {"number": number, "num_steps": len(batches), "is_shared": is_shared}
-        step = step_of(made, model, server, law=Consistency("ps", NUM_WORKERS), **own)
+        step = step_of(made, model, server, consistency=Consistency("ps", NUM_WORKERS), **own)
         for batch in batches:
             rows = [batch[:3], batch[3:5], batch[5:]][number]
             step([rows[:2], rows[2:]] if number else [rows])  # rows of no one number

@@ -70,7 +70,10 @@ class Client(Requests):
                 tensors += [self.placed.cut(shard, group, flat) for flat in flats]
             dtype = str(self._dtype).removeprefix("torch.")
             spec = {"sizes": self.placed.sizes(shard), "dtype": dtype, "rule": rule, "p": p}
-            spec |= {"law": vars(self.law), "tables": [width for _, width in self.placed.tables]}
+            spec |= {
+                "consistency": vars(self.consistency),
+                "tables": [width for _, width in self.placed.tables],
+            }
             fields: dict[str, Any] = {"spec": spec, "version": version, "steps": steps}
             fields["num_kept"] = [len(flats) for flats in kept]
             requests[shard] = WireMessage("init", fields, tensors)
@@ -221,9 +224,9 @@ class Client(Requests):
         """Return what each worker has brought for version `clock`, once all have."""
         asked = WireMessage("lent", {"clock": clock})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
-        size = len(replies[0].tensors) // self.law.num_slots
+        size = len(replies[0].tensors) // self.consistency.num_slots
         found: list[list[Tensor]] = []
-        for slot in range(self.law.num_slots):
+        for slot in range(self.consistency.num_slots):
             groups = [at * len(self.placed.numels) // size for at in range(size)]
             found.append([torch.empty(self.placed.numels[g], dtype=self._dtype) for g in groups])
             for shard, reply in replies.items():

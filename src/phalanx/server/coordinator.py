@@ -23,7 +23,7 @@ from phalanx.server.placement import ranked
 from phalanx.server.role import Role, Settings
 from phalanx.server.tasks import LEASE_S
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Of the messages; who speaks another is refused."""
 
 

@@ -77,7 +77,7 @@ class Requests:
 
     Attributes:
         worker: its number.
-        law: of the job.
+        consistency: of the job.
         map: what the coordinator said last.
         num_live: workers that are there.
     """
@@ -86,7 +86,7 @@ class Requests:
         self,
         meeting: JobAddress,
         worker: int,
-        law: Consistency,
+        consistency: Consistency,
         tasks: tuple[int, int],
         timeout_s: float = 600.0,
     ) -> None:
@@ -94,9 +94,13 @@ class Requests:
 
         An answer may take `timeout_s`, in which a time that this process is stopped does not count.
         """
-        self.worker, self.law = worker, law
+        self.worker, self.consistency = worker, consistency
         self._meeting, self._timeout_s = meeting, timeout_s
-        self._own = {"worker": worker, "tasks": [law.num_slots, *tasks], "is_open": law.is_open}
+        self._own = {
+            "worker": worker,
+            "tasks": [consistency.num_slots, *tasks],
+            "is_open": consistency.is_open,
+        }
         self._clock = LoopClock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
@@ -109,7 +113,7 @@ class Requests:
         self._coordinator = self._link(meeting.coordinator)
         self._asked_map_s = 0.0
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
-        self.num_live = law.num_slots
+        self.num_live = consistency.num_slots
         self._wait_for(lambda: bool(self.map["holders"] and self.map["scheduler"]), "the servers")
         beat = WireMessage("beat", self._own)
         self._beats = Beats(meeting.secret, report, beat, lambda: self.map["scheduler"])
@@ -124,7 +128,7 @@ class Requests:
         asked = WireMessage(kind, {**self._own, **fields})
         reply = self.ask({SCHEDULER: asked})[SCHEDULER]
         before, self.num_live = self.num_live, int(reply["num_live"])
-        if self.num_live != before and self.law.is_open:
+        if self.num_live != before and self.consistency.is_open:
             live = WireMessage("live", {"num_live": self.num_live})
             self.ask(dict.fromkeys(range(self.num_shards), live))
         return reply

@@ -100,8 +100,8 @@ class Shard:
     """A part of the weights.
 
     Attributes:
-        spec: what it is made of: `sizes` of the flat weights, `dtype`, `rule` and `law`; the last
-            of them are tables, whose rows are as wide as `tables` says.
+        spec: what it is made of: `dtype`, `rule`, `consistency` and `sizes` of the flat weights, of
+            which the last are tables, whose rows are as wide as `tables` says.
         version: updates applied.
         index: operations done, of those that change it.
         ages: how many versions the weights had moved on when a gradient was applied, counted.
@@ -115,11 +115,11 @@ class Shard:
     ) -> None:  # fmt: skip
         """Begin with weights, and with what the optimizer keeps of each after `steps`."""
         self.spec = spec
-        self.law = Consistency.of(spec["law"])
+        self.consistency = Consistency.of(spec["consistency"])
         self.version, self.index = version, 0
         self.first = version
         self.ages = Counter[int]()
-        self.done = {slot: version for slot in range(self.law.num_slots)}
+        self.done = {slot: version for slot in range(self.consistency.num_slots)}
         self.ahead = set[tuple[int, int]]()
         self.open: dict[int, Pushed] = {}
         self.lent: dict[int, list[Tensor]] = {}
@@ -159,9 +159,9 @@ class Shard:
         while (self.done[slot], slot) in self.ahead:
             self.ahead.remove((self.done[slot], slot))
             self.done[slot] += 1
-        update = self.open.setdefault(self.version if self.law.is_open else clock, Pushed())
+        update = self.open.setdefault(self.version if self.consistency.is_open else clock, Pushed())
         # Of an open update the slots are numbered as they come.
-        number = len(update.tokens) if self.law.is_open else slot
+        number = len(update.tokens) if self.consistency.is_open else slot
         update.bases[number] = int(fields["base"])
         update.losses[number] = float(fields["loss"])
         update.rates[number] = float(fields.get("rate", 0.0))
@@ -181,7 +181,7 @@ class Shard:
         version = self.version
         while (update := self.open.get(version)) is not None:
             waited_s = time.monotonic() - update.since_s
-            if not self.law.is_due(len(update.tokens), waited_s, num_workers):
+            if not self.consistency.is_due(len(update.tokens), waited_s, num_workers):
                 break
             version += 1
         return version
@@ -208,7 +208,7 @@ class Shard:
 
     def _keep_totals(self, version: int, totals: list[float]) -> None:
         self._totals[version] = totals
-        while len(self._totals) > MOST_TOTALS + self.law.staleness:
+        while len(self._totals) > MOST_TOTALS + self.consistency.staleness:
             del self._totals[next(iter(self._totals))]
 
     def noted(self, version: int) -> list[float]:
@@ -249,7 +249,7 @@ class Shard:
     def close_open(self) -> None:
         """Apply an asynchronous update; of k of N gradients, the learning rate is scaled by k/N."""
         update = self.open[self.version]
-        share = len(update.tokens) / self.law.num_slots
+        share = len(update.tokens) / self.consistency.num_slots
         self.apply(self.version, max(update.rates.values()) * share, 1.0)
 
     # Reading.

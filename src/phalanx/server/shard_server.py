@@ -91,7 +91,7 @@ class Server(HeldShards):
             self.after(number, lambda: self.reply(peer, message, "ok"))
             self._look_at_parked()
         elif message.kind == "lent":
-            if message["clock"] == shard.version and len(shard.lent) < shard.law.num_slots:
+            if message["clock"] == shard.version and len(shard.lent) < shard.consistency.num_slots:
                 return False
             found = [flat for _, of_slot in sorted(shard.lent.items()) for flat in of_slot]
             self.reply(peer, message, "ok", found)
@@ -165,13 +165,13 @@ class Server(HeldShards):
     def _close_due(self, number: int) -> None:
         """Apply an asynchronous update once it is due."""
         shard = self.shards[number]
-        if shard.law.is_open and shard.completed(self._num_workers) > shard.version:
+        if shard.consistency.is_open and shard.completed(self._num_workers) > shard.version:
             self.change(number, "close", {"version": shard.version})
 
     @override
     def tick(self) -> None:
         super().tick()
         for number, shard in self.shards.items():
-            if shard.law.is_open and self.is_primary(number):
+            if shard.consistency.is_open and self.is_primary(number):
                 self._close_due(number)
         self._look_at_parked()

@@ -102,11 +102,11 @@ def _row(name: str, link: LinkBytes, to_master: float, back: float) -> list[str]
 
 def served_links(num_workers: int) -> list[LinkBytes]:
     """Push gradients and pull weights once; return what each worker has sent and received."""
-    law, links = Consistency("ps", num_workers), dict[int, LinkBytes]()
+    consistency, links = Consistency("ps", num_workers), dict[int, LinkBytes]()
     num_bytes = ELEMENTS * 8
 
     def work(made: LocalRoles, worker: int) -> None:
-        client = _client(made, worker, law, 1)
+        client = _client(made, worker, consistency, 1)
         weights = [torch.zeros(ELEMENTS, dtype=torch.float64)]
         client.received_bytes = 0
         version = _step(client, weights, 0, 0)
@@ -150,28 +150,32 @@ def growth(unit_s: float) -> Grid:
 
 def trace(kind: str, option: int) -> Grid:
     """Run three workers, of which the last is slow; return what each computed with."""
-    law = Consistency(kind, 3, option)
+    consistency = Consistency(kind, 3, option)
     found: dict[int, list[str]] = {}
     ages: dict[int, int] = {}
 
     def work(made: LocalRoles, worker: int) -> None:
-        client, weights = _client(made, worker, law, NUM_CLOCKS), [torch.zeros(8).double()]
+        client, weights = _client(made, worker, consistency, NUM_CLOCKS), [torch.zeros(8).double()]
         version, found[worker] = client.pull(weights, 0), []
         for clock in range(NUM_CLOCKS):
             found[worker].append(f"{clock}@{version}")
-            time.sleep(STEP_S * (5 if worker == law.num_slots - 1 else 1) * law.num_local_steps)
+            time.sleep(
+                STEP_S
+                * (5 if worker == consistency.num_slots - 1 else 1)
+                * consistency.num_local_steps
+            )
             version = _step(client, weights, clock, version)
         client.ask_scheduler("leave")
-        if worker == law.num_slots - 1:
+        if worker == consistency.num_slots - 1:
             ages.update(client.ages())
         client.close()
 
     with local_roles(1) as made:
-        _in_threads(work, made, law.num_slots)
+        _in_threads(work, made, consistency.num_slots)
     name = f"{kind}/{option}" if option else kind
     late = ", ".join(f"{age}: {count}" for age, count in sorted(ages.items()))
     unit = f"round of {option} steps" if kind == "local" else "step"
-    rows = [[str(worker), " ".join(found[worker])] for worker in range(law.num_slots)]
+    rows = [[str(worker), " ".join(found[worker])] for worker in range(consistency.num_slots)]
     return Grid(
         f"dp3:{name}: each {unit}@version of the weights it began with; versions late: {late}",
         ["worker", "the last is 5 times slower"],
@@ -179,10 +183,10 @@ def trace(kind: str, option: int) -> Grid:
     )
 
 
-def _client(made: LocalRoles, worker: int, law: Consistency, num_clocks: int) -> Client:
+def _client(made: LocalRoles, worker: int, consistency: Consistency, num_clocks: int) -> Client:
     """Return a worker, which the servers know; the first has brought the weights."""
     size = ELEMENTS if num_clocks == 1 else 8
-    client = Client(made.meeting, worker, law, (0, num_clocks), timeout_s=60)
+    client = Client(made.meeting, worker, consistency, (0, num_clocks), timeout_s=60)
     client.is_shared = num_clocks > 1  # bytes are counted on sockets
     client.lay_out([size], torch.float64)
     weights = [torch.zeros(size, dtype=torch.float64)]
@@ -193,11 +197,11 @@ def _client(made: LocalRoles, worker: int, law: Consistency, num_clocks: int) ->
 
 
 def _step(client: Client, weights: Sequence[torch.Tensor], clock: int, version: int) -> int:
-    """Push a gradient, and pull the weights that the law asks for; return their version."""
-    law, grads = client.law, [torch.ones_like(flat) for flat in weights]
+    """Push a gradient, and pull the weights that the consistency asks for; return their version."""
+    consistency, grads = client.consistency, [torch.ones_like(flat) for flat in weights]
     client.push(clock, client.worker, grads, base=version, tokens=1.0, loss=0.0, rate=0.1)
-    needed = law.needs(clock + 1)
-    totals = () if law.is_open else sorted(client.totals(needed))
+    needed = consistency.needs(clock + 1)
+    totals = () if consistency.is_open else sorted(client.totals(needed))
     recipes = [(each, 0.1, 1.0) for each in totals if each >= client.applied]
     return client.pull(weights, needed, recipes)
 

@@ -67,7 +67,7 @@ class LocalStep(ServedStep):
 
     @override
     def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
-        self.steps_a_task = client.law.num_local_steps
+        self.steps_a_task = client.consistency.num_local_steps
         super().join(client, server, is_first=is_first)
         self._begin = [flat.clone() for flat in self.flat.weights]
         self._sums = torch.zeros(2, dtype=torch.float64)

@@ -42,7 +42,7 @@ from phalanx.train.served_step import ClockedStep, OpenStep, ServedStep
 from phalanx.train.text import TextSession, loader_of
 
 
-def law_of(job: Job) -> Consistency:
+def consistency_of(job: Job) -> Consistency:
     """Return the consistency that a job's strategy asks for."""
     dp = job.strategy.dp
     return Consistency(dp.kind, dp.degree, dp.option or 0, job.config.server.grace_s)
@@ -54,20 +54,20 @@ def check(job: Job) -> None:
     Raises:
         ConfigError: says which setting, and the nearest that can be.
     """
-    config, law = job.config, law_of(job)
+    config, consistency = job.config, consistency_of(job)
     if job.device == "cuda":
         raise ConfigError(f"strategy {job.strategy} runs on the CPU; the nearest is --device cpu")
     if config.debug_comm:
         raise ConfigError(
             f"debug_comm compares collectives, of which {job.strategy} has none; leave it out"
         )
-    if law.kind == "local" and config.server.rule != "adamw":
+    if consistency.kind == "local" and config.server.rule != "adamw":
         raise ConfigError(
             f"server.rule is {config.server.rule}, but the workers of {job.strategy} take AdamW, "
             "and servers Nesterov momentum; leave it out"
         )
     _check_table(job)
-    size = law.num_local_steps
+    size = consistency.num_local_steps
     for name, steps in (("steps", job.num_steps), ("save_every", config.save_every)):
         if steps % size:
             raise ConfigError(
@@ -134,12 +134,12 @@ class ServedSession(TextSession):
         self, job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
     ) -> None:
         self.worker, self._meeting = worker, meeting
-        self.law = law_of(job)
-        self.step_type = STEPS[self.law.kind]
+        self.consistency = consistency_of(job)
+        self.step_type = STEPS[self.consistency.kind]
         super().__init__(job, extras)
-        size = self.law.num_local_steps
+        size = self.consistency.num_local_steps
         clocks = (job.done[0] // size, job.num_steps // size)
-        self.client = Client(meeting, worker, self.law, clocks, job.config.timeout_s)
+        self.client = Client(meeting, worker, self.consistency, clocks, job.config.timeout_s)
         facts = facts_of(job)
         first: dict[str, Any] = self.client.ask_scheduler("agree", facts=facts)["facts"]
         check_same([first, json.loads(json.dumps(facts))])
@@ -148,7 +148,7 @@ class ServedSession(TextSession):
         self._loaders: dict[int, Loader] = {}
         self.loader = loader_of(job, worker)
         self.loader.consumed = self._consumed(self.step.steps_done)
-        if self.law.kind != "local":
+        if self.consistency.kind != "local":
             self.step.batch_of = self._batch_of
 
     @property

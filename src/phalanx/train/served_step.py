@@ -66,7 +66,7 @@ class ServedStep(Step):
 
     def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
         """Meet the servers, which the first worker gives the first weights; then pull."""
-        self.client, self.law, self.server = client, client.law, server
+        self.client, self.consistency, self.server = client, client.consistency, server
         self._helped_s, self._is_over = 0.0, False
         self.tables = self._find_tables()
         weights = [table.weight for table in self.tables]
@@ -83,7 +83,7 @@ class ServedStep(Step):
         self._totals = client.totals(0)  # of what all have pushed and nobody is left to pull
         clock = client.done[client.worker]
         self.steps_done = clock * self.steps_a_task
-        self.pull(self.law.needs(clock))
+        self.pull(self.consistency.needs(clock))
 
     def _find_tables(self) -> list[Table]:
         """Return the tables of the model whose gradients are sparse; one that is tied, once."""
@@ -193,8 +193,8 @@ class ServedStep(Step):
         now_s = time.monotonic()
         if self.batch_of is None or now_s - self._helped_s < HELP_S:
             return
-        limit = self.version + self.law.staleness
-        if self.law.is_open:
+        limit = self.version + self.consistency.staleness
+        if self.consistency.is_open:
             limit = 1 << 62
         reply = self.client.ask_scheduler("help", limit=limit, is_through=is_through)
         self._helped_s, self._is_over = time.monotonic(), bool(reply["is_over"])
@@ -216,7 +216,7 @@ class ClockedStep(ServedStep):
         if self.client.ask_scheduler("own", clock=clock)["is_mine"]:
             made = self.take_task(clock, own, microbatches)
         with self.phase("reduce"):
-            self._totals = self.client.totals(self.law.needs(clock + 1), self.help)
+            self._totals = self.client.totals(self.consistency.needs(clock + 1), self.help)
         latest = max((v for v in self._totals if v <= clock), default=None)
         self._found = None if latest is None else self._of(latest)
         if self._found is None:  # with staleness, before everyone has come so far
@@ -253,7 +253,7 @@ class ClockedStep(ServedStep):
 
     @override
     def update(self, norm: float | None) -> None:
-        self.pull(self.law.needs(self.steps_done + 1))
+        self.pull(self.consistency.needs(self.steps_done + 1))
 
 
 class OpenStep(ServedStep):
@@ -289,7 +289,7 @@ class OpenStep(ServedStep):
                 self.finish_gradients()
             self.flat.take_gradients()
             update = self.push(self.steps_done, self.client.worker, loss, tokens)
-            needed = update + 1 if self.law.kind == "quorum" else 0
+            needed = update + 1 if self.consistency.kind == "quorum" else 0
         self.pull(needed, self.help)
 
     @override

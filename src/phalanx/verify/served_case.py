@@ -30,8 +30,8 @@ class ServedCase:
         self._open = ExitStack()
         meeting = self._open.enter_context(local_roles()).meeting if rank == 0 else None
         self._rank, meeting = rank, broadcast_object(meeting)
-        law = Consistency(strategy.dp.kind, strategy.dp.degree, strategy.dp.option or 0)
-        self._client = Client(meeting, rank, law, (0, num_steps))
+        consistency = Consistency(strategy.dp.kind, strategy.dp.degree, strategy.dp.option or 0)
+        self._client = Client(meeting, rank, consistency, (0, num_steps))
 
     def step(self, *args: Any, **more: Any) -> Step:
         """Return what takes the steps, of the arguments of `Step`."""
