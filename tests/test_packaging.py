@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -80,3 +82,30 @@ def test_set_up_says_what_it_lacks(script: str | None, words: str, tmp_path: Pat
         ended.stderr
     )
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("status", [0, 2])
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_ci_ends_with_the_status_of_the_tests_and_waits_for_no_orphan(
+    status: int, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / ".ci").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci")
+    summary = "1 failed, 2 passed in 3.00s" if status else "3 passed in 3.00s"
+    make = tmp_path / "make"
+    make.write_text(
+        f'#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/orphan\necho "{summary}"\n'
+        f"echo 0 errors\nexit {status}\n"
+    )
+    make.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", str(checkout / ".ci" / "run")],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
+    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (status, summary), ran.stderr
