@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from phalanx.launch.malloc import keep_freed_memory
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
@@ -34,6 +35,7 @@ ROUNDS = 15
 def roles(host: str, port: int, key: bytes) -> None:
     """Run a coordinator, a scheduler and one server on consecutive ports."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as `phalanx server` does
     secret, folder = Secret(key), Path(tempfile.mkdtemp())
     where = [f"tcp://{host}:{port + number}" for number in range(3)]
     made = [

@@ -84,6 +84,7 @@ def _given(config: ServerRoleConfig, name: str) -> str:
 def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     import zmq
 
+    from phalanx.launch.malloc import keep_freed_memory
     from phalanx.server.address import check_address, is_local
     from phalanx.server.processes import JobRoles
     from phalanx.server.requests import JobAddress
@@ -121,6 +122,7 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, end)
     note(f"process {os.getpid()}, at {role.address}")
+    keep_freed_memory()
     role.run(stop)
     if role.refusal:
         raise ConfigError(f"the coordinator refuses {name}: {role.refusal}")

@@ -11,7 +11,6 @@ gradients of lower slots waits.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from phalanx.comm.reductions import power_sum
 from phalanx.server.consistency import Consistency
 from phalanx.server.message import DTYPES
 from phalanx.server.row_gradient import flat_parts, sparse_of
@@ -199,10 +199,9 @@ class Shard:
     def _note(self, version: int) -> None:
         if version in self._totals:
             return
-        update, p, power = self.open[version], self.spec["p"], 0.0
-        for grad in filter(Tensor.numel, _values(update.total)):
-            norm = float(torch.linalg.vector_norm(grad, p, dtype=torch.float64))
-            power = max(power, norm) if math.isinf(p) else power + norm**p
+        update, power = self.open[version], 0.0
+        if update.total:
+            power = float(power_sum(_values(update.total), self.spec["p"]))
         loss, wish = in_order(update.losses), float(update.is_save_due)
         self._keep_totals(version, [update.num_tokens, loss, power, wish])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -273,6 +274,9 @@ MOST_AGAIN: Final = 100
 MOST_AGES: Final = 12
 """Ages of gradients that the summary shows."""
 
+LOOK_S: Final = 0.05
+"""How often the first worker, which has ended, asks whether others train, in seconds."""
+
 STARTED: Final = ".served"
 """In the folder of a run whose first worker has begun."""
 
@@ -288,7 +292,7 @@ def train_worker(
         client.ask_scheduler("leave")
         with PULSE.waiting("the end of the other workers"):
             while int(client.ask_scheduler("stats")["num_live"]) > 0:
-                pass
+                time.sleep(LOOK_S)
         client.end()
     else:
         outcome = None
