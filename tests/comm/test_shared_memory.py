@@ -1,6 +1,7 @@
 """Shared memory: what a reference in float64 gives, to the bit on all ranks; and ranks that die."""
 
 import hashlib
+import math
 import os
 import re
 import signal
@@ -119,6 +120,17 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
         ]
         right = torch.cat([term.float() for term in terms])
         assert torch.equal(comm.all_gather(terms[coord], "axis", 0).float(), right)
+    shape = 2 * num_ranks, 3 * num_ranks, 4 * num_ranks
+    boxes = [given(rank, math.prod(shape), torch.float32).view(shape) for rank in range(num_ranks)]
+    total = expected("sum", boxes)
+    for dim in range(3):
+        for box in (boxes[coord], comm.empty(shape, boxes[coord]).copy_(boxes[coord])):
+            assert torch.equal(comm.all_gather(box, "axis", dim), torch.cat(boxes, dim))
+            part = comm.reduce_scatter(box, "axis", dim)
+            assert agrees(part, total.chunk(num_ranks, dim)[coord], num_ranks, 50 * num_ranks)
+            turned = comm.reduce_scatter(box.mT, "axis", dim)
+            right = total.mT.chunk(num_ranks, dim)[coord]
+            assert agrees(turned, right, num_ranks, 50 * num_ranks)
     image = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     # The last lies in another order on rank 0.
     for each in (image, image.contiguous().mT, image.contiguous() if coord else image):

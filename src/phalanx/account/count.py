@@ -170,7 +170,8 @@ def decoder_of(case: Case) -> Decoder:
 def split(case: Case, model: Decoder) -> None:
     """Split a decoder as on a rank of the case, in place."""
     compute: torch.dtype = getattr(torch, case.precision)
-    Plan(case.strategy, model, compute=compute).apply(Counting(case.strategy.mesh_axes()))
+    comm = Counting(case.strategy.mesh_axes(), device=case.device)
+    Plan(case.strategy, model, compute=compute).apply(comm)
 
 
 def labels_of(case: Case) -> Tensor:

@@ -168,25 +168,32 @@ class Comm(ABC):
         """Return the shards of all ranks, of equal shape, one after another along `dim`."""
         if self.size(axis) == 1:
             return shard
-        full = shard.new_empty(self.size(axis), *shard.shape)
-        self._run("all_gather", axis, full, shard.contiguous()).wait()
-        return full.movedim(0, dim).flatten(dim, dim + 1)
+        full = shard.new_empty(*shard.shape[:dim], self.size(axis), *shard.shape[dim:])
+        self._run("all_gather", axis, full.movedim(dim, 0), shard.contiguous()).wait()
+        return full.flatten(dim, dim + 1)
 
-    def reduce_scatter(self, full: Tensor, axis: str, dim: int) -> Tensor:
-        """Return this rank's shard, along `dim`, of the sum; the axis's size divides it."""
+    def reduce_scatter(
+        self, full: Tensor, axis: str, dim: int, *, is_spent: bool = False
+    ) -> Tensor:
+        """Return this rank's shard, along `dim`, of the sum; the axis's size divides it.
+
+        `is_spent` says that nobody writes to `full` again.
+        """
         if self.size(axis) == 1:
             return full
-        shards, is_copy = self._cut(full, axis, dim)
-        out = full.new_empty(shards[0].shape)
-        return self._run("reduce_scatter", axis, out, shards, is_spent=is_copy).wait()
+        shards = full.contiguous().unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
+        out = full.new_empty(shards.shape[1:])
+        return self._run("reduce_scatter", axis, out, shards, is_spent=is_spent).wait()
 
     def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, join_dim: int) -> Tensor:
         """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
         if self.size(axis) == 1:
             return tensor
-        pieces, is_copy = self._cut(tensor, axis, split_dim)
+        pieces = tensor.unflatten(split_dim, (self.size(axis), -1)).movedim(split_dim, 0)
+        if not (is_sent := pieces.is_contiguous()):
+            pieces = self.empty(pieces.shape, tensor).copy_(pieces)
         received = tensor.new_empty(pieces.shape)
-        self._run("all_to_all", axis, received, pieces, is_spent=is_copy).wait()
+        self._run("all_to_all", axis, received, pieces, is_spent=not is_sent).wait()
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     def exchange_start(self, out: Tensor, pieces: Tensor, axis: str) -> Pending:
@@ -247,13 +254,6 @@ class Comm(ABC):
         """Return the axes of `name` that have more than one rank."""
         return [axis for axis in self.axes_of(name) if self.axes[axis] > 1]
 
-    def _cut(self, full: Tensor, axis: str, dim: int) -> tuple[Tensor, bool]:
-        """Return the pieces of `full` along `dim`, one a rank; and whether they are a copy."""
-        pieces = full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
-        if pieces.is_contiguous():
-            return pieces, False
-        return self.empty(pieces.shape, full).copy_(pieces), True
-
     def empty(self, size: Sequence[int], like: Tensor) -> Tensor:
         """Return an empty tensor, of the kind of `like`, that collectives use without a copy."""
         return like.new_empty(size)
@@ -268,8 +268,9 @@ class Comm(ABC):
         Args:
             op: its name, as in the table above.
             axis: over which; a swap may go over all of a set.
-            out: what it fills, contiguous.
-            given: what it reads, contiguous; perhaps `out` itself.
+            out: what it fills, contiguous; of an all_gather [N, *given.shape] of any strides.
+            given: what it reads, contiguous; perhaps `out` itself. Of a reduce_scatter
+                [N, *out.shape] of any strides without gaps, the same on all ranks.
             option: the reduction of an all_reduce, the partner of a swap, a send or a recv, or the
                 coordinate where a broadcast starts or a reduce ends.
             is_spent: nobody writes to `given` again, before it is freed.
@@ -380,10 +381,16 @@ class Counting(Comm, Phases):
     `Ledger` counts where the same calls run over `Ranks`.
     """
 
-    def __init__(self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None) -> None:
-        """Stand at `coords`, 0 on axes left out, of axes such as `Strategy.mesh_axes` gives."""
+    def __init__(
+        self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        """Stand at `coords`, 0 on axes left out, of axes such as `Strategy.mesh_axes` gives.
+
+        Of "cuda" it copies gathered shards as NCCL needs it.
+        """
         super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
-        self._tally = Tally()
+        self._tally, self._fills_strides = Tally(), device == "cpu"
 
     def entries(self) -> list[Entry]:
         """Return what was noted, alike collectives added up, in the order first seen."""
@@ -397,4 +404,6 @@ class Counting(Comm, Phases):
         name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
         if op not in WITHOUT_PAYLOAD:
             self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
+        if not (self._fills_strides or out.is_contiguous()):
+            out.copy_(torch.empty_like(out, memory_format=torch.contiguous_format))
         return Pending(out)

@@ -160,10 +160,18 @@ class ProcessGroupEngine(CommEngine):
                 sizes = [out.numel() if rank == option else 0 for rank in range(group.size())]
                 flat = out.view(-1), given.view(-1)
                 return dist.all_to_all_single(*flat, sizes, sizes, group=group, async_op=True)
+            case "all_gather" if not out.is_contiguous():
+                pieces = torch.empty_like(out, memory_format=torch.contiguous_format)
+                if (work := self.begin(op, pieces, given)) is not None:
+                    work.wait()
+                out.copy_(pieces)
+                return None
             case "all_gather" if out.is_cuda:
                 return _gather_single(out, given, group=group)
             case "all_gather":
                 return all_gather_start(out.view(-1), given.view(-1), group)
+            case "reduce_scatter" if not given.is_contiguous():
+                return self.begin(op, out, given.contiguous())
             case "reduce_scatter" if out.is_cuda:
                 return _scatter_single(out, given, group=group)
             case _:

@@ -215,8 +215,11 @@ class SharedMemory(CommEngine):
     def run(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
     ) -> Transfer:
+        if op in ("all_gather", "reduce_scatter"):
+            steps: Steps = getattr(self, f"_{op}")(out, given, is_spent)
+            return SharedTransfer(steps, self._channels)
         flat = out.reshape(-1)  # a copy where `out` is not contiguous, such as channels_last
-        steps: Steps = getattr(self, f"_{op}")(flat, given.reshape(-1), option, is_spent)
+        steps = getattr(self, f"_{op}")(flat, given.reshape(-1), option, is_spent)
         if not out.is_contiguous():
             steps = _and_copied(steps, flat, out)
         return SharedTransfer(steps, self._channels)
@@ -240,23 +243,24 @@ class SharedMemory(CommEngine):
         if mine.data_ptr() != out.data_ptr():
             out.copy_(mine)
 
-    def _all_gather(self, out: Tensor, given: Tensor, _option: None, is_spent: bool) -> Steps:
-        call, pieces = self._call("all_gather", given), out.view(self._size, -1)
-        yield from self._post(call, given)
+    def _all_gather(self, out: Tensor, given: Tensor, is_spent: bool) -> Steps:
+        call, pieces = self._call("all_gather", given), out.view(self._size, *given.shape)
+        yield from self._post(call, given.view(-1))
         if pieces[self._coord].data_ptr() != given.data_ptr():
             pieces[self._coord].copy_(given)
         for peer in self._others:
             theirs = yield from self._read(call, peer)
-            pieces[peer].copy_(theirs)
+            pieces[peer].copy_(theirs.view_as(given))
             self._ack(call, peer)
         if not is_spent:
             yield from self._await_read(call, given)
 
-    def _reduce_scatter(self, out: Tensor, given: Tensor, _option: None, is_spent: bool) -> Steps:
-        call, size = self._call("reduce_scatter", given), out.numel()
+    def _reduce_scatter(self, out: Tensor, given: Tensor, is_spent: bool) -> Steps:
+        call, given = self._call("reduce_scatter", given), given.view(self._size, *out.shape)
         mine = yield from self._post(call, given)
         terms = yield from self._read_all(call, mine)
-        reduce_into("sum", [term[self._coord * size :][:size] for term in terms], [out])
+        alike = [term.as_strided(given.shape, given.stride()) for term in terms]
+        reduce_into("sum", [term[self._coord] for term in alike], [out])
         self._ack_all(call)
         if not is_spent:
             yield from self._await_read(call, given)
@@ -344,7 +348,8 @@ class SharedMemory(CommEngine):
             with _said_if_full():
                 block = self._heap.block(call.num_bytes)
             # It holds the block: all may have read before this rank has done its own part.
-            seen = torch.from_numpy(block).view(tensor.dtype).copy_(tensor)
+            seen = torch.from_numpy(block).view(tensor.dtype)
+            seen = seen.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         for held in [*self._held]:
             if self._unread(held) is None:
                 del self._held[held]

@@ -40,8 +40,10 @@ class CommEngine(ABC):
 
         Args:
             op: its name, as in the table of comm.comm.
-            out: what it fills, contiguous.
-            given: what it reads, contiguous; perhaps `out` itself.
+            out: what it fills, contiguous; of an all_gather perhaps [N, *given.shape] of any
+                strides.
+            given: what it reads, contiguous; perhaps `out` itself. Of a reduce_scatter perhaps
+                [N, *out.shape] of any strides without gaps, the same on all ranks.
             option: the reduction of an all_reduce, or a number in the group: the partner of a swap,
                 a send or a recv, where a broadcast starts or a reduce ends.
             is_spent: nobody writes to `given` again, before it is freed.

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.parallel.tensor.layout import Layout, total, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, weight_gradient
 from phalanx.parallel.tensor.spec import Spec
 
 
@@ -52,13 +53,13 @@ class OneD(Layout):
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         pairs = list(zip(d_ys, weights, strict=True))
-        d_x = self.scatter(total([d_y @ w.to(x.dtype) for d_y, w in pairs]))
+        d_x = self._scattered_products([(d_y, w.to(x.dtype)) for d_y, w in pairs])
         full = self.gather(x, d_ys[0].shape[1])
         return d_x, [weight_gradient(d_y, full, weight.dtype) for d_y, weight in pairs]
 
     @override
     def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.scatter(F.linear(x, weight.to(x.dtype)))
+        return self._scattered_products([(x, weight.to(x.dtype).T)])
 
     @override
     def row_parallel_linear_backward(
@@ -79,7 +80,20 @@ class OneD(Layout):
         """Gather the positions of x[B, T_tp, D], and cut padding off."""
         return self.comm.all_gather(x, "tp", 1)[:, :length]
 
+    def _scattered_products(self, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Sum x[B, T, I] w[I, O]{sum tp} over pairs and ranks, and keep this rank's positions.
+
+        The sum is made where other ranks of the host read it.
+        """
+        (x, w), *others = factors
+        out = self.comm.empty((*x.shape[:2], w.shape[1]), x)
+        torch.mm(x.flatten(0, 1), w, out=out.view(-1, w.shape[1]))
+        for x_i, w_i in others:
+            out += x_i @ w_i
+        return self.scatter(out)
+
     def scatter(self, x: Tensor) -> Tensor:
-        """Sum x[B, T, D]{sum tp}, and keep this rank's positions, padded."""
-        missing = -x.shape[1] % self.comm.size("tp")
-        return self.comm.reduce_scatter(F.pad(x, (0, 0, 0, missing)), "tp", 1)
+        """Sum x[B, T, D]{sum tp}, which nobody writes to again, and keep this rank's positions."""
+        if missing := -x.shape[1] % self.comm.size("tp"):
+            x = F.pad(x, (0, 0, 0, missing))
+        return self.comm.reduce_scatter(x, "tp", 1, is_spent=True)
