@@ -24,6 +24,7 @@ import torch
 
 from phalanx.account.activations import Activations, activations, held_by
 from phalanx.measure.memory import Kind
+from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.reduce import BUCKET_BYTES
 from phalanx.parallel.split import StateBytes
@@ -121,7 +122,7 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     found: list[Memory] = []
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
     for pp_rank in range(strategy.pp.degree):
-        held = _held(plan, planned, pp_rank, alike)
+        held = _held(plan, planned, schedule, pp_rank, alike)
         at = shape.num_layers, plan.cut, schedule, pp_rank
         most, without_casts, without_logits = (
             held_by(of, *at)
@@ -206,11 +207,11 @@ def _head_cast_bytes(planned: PlannedStep) -> int:
 def _held(
     plan: Plan[Any],
     planned: PlannedStep,
+    schedule: Schedule | None,
     pp_rank: int,
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes],
 ) -> StateBytes:
     """Return what a rank holds of the trained state; ranks of as many blocks hold the same."""
-    schedule = plan.schedule(planned.accumulation)
     if plan.cut is None or schedule is None:
         return plan.holds(planned.accumulation)
     last = planned.shape.num_layers + 1

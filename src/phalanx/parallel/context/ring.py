@@ -101,9 +101,11 @@ class Ring:
         kv = torch.stack((k_BTGK, v_BTGK))
         own: Tensor | None = None
         arriving: Pending | None = None
-        for hop in self._hops(kv):
+        for number, hop in enumerate(self._hops(kv)):
             d_kv = torch.zeros_like(kv, dtype=state.dq_BTHK.dtype)
-            for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
+            # On the meta device nothing is computed, and no hop holds more than the third.
+            is_computed = number < 3 or not kv.is_meta
+            for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]) if is_computed else ():
                 state.add(hop.kv[0], hop.kv[1], d_kv[0], d_kv[1], queries, keys, sight)
             if own is None:
                 own = d_kv  # of this rank's own block, which stays
