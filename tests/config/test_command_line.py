@@ -20,6 +20,7 @@ from phalanx.errors import ConfigError
     [
         ("--optimizer.rl 1", "option '--optimizer.rl' is unknown (did you mean '--optimizer.lr'?)"),
         ("--lr 1", "did you mean '--optimizer.lr'?"),
+        ("--learning-rate 1", "did you mean '--optimizer.lr'?"),
         ("--seq-len=4", "did you mean '--corpus.seq-len'?"),
         ("--show-confg", "did you mean '--show-config'?"),
         ("--steps", "option '--steps' lacks its value; write --steps VALUE"),

@@ -55,7 +55,7 @@ class PlanConfig:
     microbatch: Annotated[int | None, Range(1, 2**40, "[]")] = None
     """Its sequences in one forward pass of a rank; the fastest of 1, 2, 4, 8 if unset."""
     compare: str | None = None
-    """Clusters, joined by commas, such as a100,h100: the best on as many devices of each."""
+    """Clusters, joined by commas, such as a100,h100: the best on each, with --cluster's number."""
     scale: str | None = None
     """Numbers of devices, such as 8,16,64 or 8,16,...,128: the best on each, of the same batch."""
     svg: str | None = None
