@@ -2,7 +2,7 @@
 
 KIND is dp4 (one process on the rows of all four, which ps computes too), ssp/4, quorum/3, async or
 local/50. Four workers, threads of this process, train a small model of bytes on the documents of
-this repository, each on 16 rows a step; each sleeps for 0 to 4 ms a step, at random, so that they
+this repository, each on 256 rows a step; each sleeps for 0 to 4 ms a step, at random, so that they
 come apart. The first writes the losses to OUT/KIND.json. OUT and PICTURE.svg alone draw all of
 them: python loss.py OUT PICTURE.svg
 """
@@ -30,8 +30,9 @@ from phalanx.train.optimizer import build_optimizer
 from phalanx.train.served_run import STEPS
 from phalanx.train.step import Step
 
-NUM_WORKERS, ROWS, CONTEXT, EVERY = 4, 16, 8, 50
-CONFIG = OptimizerConfig(lr=4e-3)
+NUM_WORKERS, ROWS, CONTEXT, EVERY = 4, 256, 8, 50
+CONFIG = OptimizerConfig(lr=8e-3)
+SERVER = ServerConfig(outer_lr=1.0, outer_momentum=0.8)
 ORDER = ("dp4", "ssp/4", "quorum/3", "async", "local/50")
 
 
@@ -95,7 +96,7 @@ def main(kind: str, num_steps: int, out: Path) -> None:
             made.meeting, worker, consistency, (0, num_steps // consistency.num_local_steps)
         )
         client.is_shared = False  # so that its bytes are counted
-        step.join(client, ServerConfig(), is_first=worker == 0)
+        step.join(client, SERVER, is_first=worker == 0)
         for number in range(num_steps):
             begin = place(number, worker)
             time.sleep(rng.random() * 4e-3)

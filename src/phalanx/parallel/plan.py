@@ -81,7 +81,7 @@ class Plan(Generic[Model]):
         pp_rank: int = 0,
         make: Callable[[], Model] | None = None,
     ) -> None:
-        """Resolve the strategy; `make` returns the model that an skeleton is of."""
+        """Resolve the strategy; `make` returns the model that a skeleton is of."""
         require_built(strategy)
         check_statistics(batch_norm)
         self.strategy = strategy
