@@ -41,6 +41,9 @@ DTYPES = {
 REDUCTIONS = ("", "sum", "product", "min", "max", "avg")
 """NCCL knows nothing of bits."""
 
+LAID_OUT = ("all_gather", "reduce_scatter")
+"""Calls of shared memory on tensors as they lie; for a process group exchange.py copies them."""
+
 
 CREATES = {
     "tensor", "as_tensor", "from_numpy", "frombuffer", "empty", "zeros", "ones", "full", "arange",
@@ -237,7 +240,7 @@ def _refuse_tensors(call: calls.Call, what: Fingerprint) -> None:
             why = "NCCL knows no sparse tensor"
         elif tensor.dtype not in DTYPES:
             why = f"NCCL knows no {tensor.dtype}"
-        elif not tensor.is_contiguous():
+        elif not (tensor.is_contiguous() or (call.op in LAID_OUT and call.arguments.get("engine"))):
             why = f"NCCL moves the bytes as they lie, and the strides are {tensor.stride()}"
     if why:
         raise Broken(f"{why}: {what} at {' from '.join(what.places)}")

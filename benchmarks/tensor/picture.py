@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from layouts import parse_layout
-from phalanx.comm.comm import Counting
+from phalanx.comm.dry_run import Counting
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.tensor.apply import LAYOUTS
 from phalanx.parallel.tensor.layout import Layout

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from phalanx.comm import join
 from phalanx.comm.axes import flattened, single_axis
-from phalanx.comm.comm import Counting, Ranks
+from phalanx.comm.comm import Ranks
+from phalanx.comm.dry_run import Counting
 from phalanx.comm.meshes import job_mesh
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy

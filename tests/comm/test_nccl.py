@@ -175,6 +175,12 @@ def add_on_device() -> None:
     dist.all_reduce(on_device(2) + torch.tensor(2.0) + torch.ones(2).to(DEVICE))
 
 
+def gather_and_scatter_columns() -> None:
+    comm = Ranks({"dp": 2}, shares_memory=False)
+    whole = comm.all_gather(on_device(6).view(2, 3), "dp", 1)
+    assert torch.equal(comm.reduce_scatter(whole, "dp", 1), 2 * on_device(6).view(2, 3))
+
+
 def what_gloo_forgives() -> dict[str, str]:
     return {
         "a message whose bytes lie otherwise": broken(exchange_transposed),
@@ -184,7 +190,9 @@ def what_gloo_forgives() -> dict[str, str]:
         "messages by their tags": broken(send_in_the_order_of_tags),
         "a work that nobody waits for": broken(leave_one_alone),
         "a tensor of the host": broken(add_on_host),
-        "nothing": broken(reduce, torch.ones(2)) + broken(add_on_device),
+        "nothing": broken(reduce, torch.ones(2))
+        + broken(add_on_device)
+        + broken(gather_and_scatter_columns),
     }
 
 

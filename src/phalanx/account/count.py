@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.comm import Counting
+from phalanx.comm.dry_run import Counting
 from phalanx.models import kernels
 from phalanx.models.attention import Documents
 from phalanx.models.decoder import Block, Decoder

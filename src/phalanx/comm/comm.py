@@ -12,7 +12,7 @@ a sum still owed over x. N is the size of the axis; a rank sends, for a byte of 
     swap             A to a partner, its A back   counted as an all_to_all, perhaps with itself
     send, recv       A on one -> A on another     1, by the one that sends
 
-`Ranks` runs them over the process groups of a job; `Counting` only counts them.
+`Ranks` runs them over the process groups of a job; `dry_run.Counting` only counts them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ from typing_extensions import override
 
 from phalanx.comm.axes import axes_of, flattened
 from phalanx.comm.exchange import ProcessGroupEngine
-from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
 from phalanx.comm.transfer import CommEngine
-from phalanx.comm.watch import Phases
 from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
 
@@ -372,38 +370,3 @@ class Ranks(Comm):
     def engine(self, axis: str) -> CommEngine:
         """Return what runs the collectives over one axis."""
         return self._engines[axis]
-
-
-class Counting(Comm, Phases):
-    """One rank of a job that need not exist: notes each collective and sends nothing.
-
-    Give it tensors on the meta device; other tensors hold anything afterwards. `entries` are what a
-    `Ledger` counts where the same calls run over `Ranks`.
-    """
-
-    def __init__(
-        self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None,
-        device: str = "cpu",
-    ) -> None:  # fmt: skip
-        """Stand at `coords`, 0 on axes left out, of axes such as `Strategy.mesh_axes` gives.
-
-        Of "cuda" it copies gathered shards as NCCL needs it.
-        """
-        super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
-        self._tally, self._fills_strides = Tally(), device == "cpu"
-
-    def entries(self) -> list[Entry]:
-        """Return what was noted, alike collectives added up, in the order first seen."""
-        return self._tally.entries()
-
-    @override
-    def _run(
-        self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
-        is_spent: bool = False,
-    ) -> Pending:  # fmt: skip
-        name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
-        if op not in WITHOUT_PAYLOAD:
-            self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
-        if not (self._fills_strides or out.is_contiguous()):
-            out.copy_(torch.empty_like(out, memory_format=torch.contiguous_format))
-        return Pending(out)

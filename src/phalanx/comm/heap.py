@@ -24,7 +24,8 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.memory_file import memory_file
+from phalanx.errors import TrainingError
 
 PAGE: Final = mmap.PAGESIZE
 
@@ -46,6 +48,18 @@ _TOKEN_BYTES: Final = 16
 
 Block = np.ndarray[Any, Any]
 """Bytes of a heap, which are free once nobody refers to them."""
+
+
+@contextmanager
+def said_if_full() -> Generator[None]:
+    """Say in one sentence that the host has no memory left for a block."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"shared memory: {error}; use smaller batches or more hosts, or have gloo send by "
+            "--no-shared-memory (shared_memory=False), which needs fewer buffers"
+        ) from error
 
 
 class Mapped:

@@ -36,7 +36,6 @@ import itertools
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -48,12 +47,12 @@ from typing_extensions import override
 from phalanx.comm import ops
 from phalanx.comm.call_number import dtype_of, number_of, words_of
 from phalanx.comm.channels import SLOTS, TICK_S, AwaitedWord, Channels, Post
-from phalanx.comm.heap import Block, Heap
+from phalanx.comm.heap import Block, Heap, said_if_full
 from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import reduce_into
 from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, taken
 from phalanx.comm.waits import waiting
-from phalanx.errors import CollectiveMismatch, TrainingError, named
+from phalanx.errors import CollectiveMismatch, named
 
 SMALL_BYTES: Final = 32 << 10
 """Up to here each rank reduces all of a tensor: to wait for others takes longer."""
@@ -74,18 +73,6 @@ Steps = Generator[AwaitedWord]
 # Private, and the only switch for all modes that costs next to nothing; see [Note: Unwatched].
 # tests/comm/test_shared_memory.py pins it.
 _unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
-
-
-@contextmanager
-def _said_if_full() -> Generator[None]:
-    """Say in one sentence that the host has no memory left for a block."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(
-            f"shared memory: {error}; use smaller batches or more hosts, or have gloo send by "
-            "--no-shared-memory (shared_memory=False), which needs fewer buffers"
-        ) from error
 
 
 class _Call(NamedTuple):
@@ -186,7 +173,7 @@ class SharedMemory(CommEngine):
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu":  # a reducer on the meta device only counts
             return super().empty(size, dtype, device)
-        with _said_if_full():
+        with said_if_full():
             return torch.ops.shared_memory.allocate(size, dtype=dtype)
 
     @override
@@ -345,7 +332,7 @@ class SharedMemory(CommEngine):
         yield from self._await_read(call._replace(number=call.number - SLOTS))
         block, seen = None if copies else self._heap.block_of(tensor), tensor
         if block is None:
-            with _said_if_full():
+            with said_if_full():
                 block = self._heap.block(call.num_bytes)
             # It holds the block: all may have read before this rank has done its own part.
             seen = torch.from_numpy(block).view(tensor.dtype)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from phalanx.comm.comm import Counting, Ranks
+from phalanx.comm.comm import Ranks
+from phalanx.comm.dry_run import Counting
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from phalanx.checkpoint import manifest
-from phalanx.comm.comm import Counting, Ranks
+from phalanx.comm.comm import Ranks
+from phalanx.comm.dry_run import Counting
 from phalanx.config import CorpusConfig
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.comm.comm import Counting
+from phalanx.comm.dry_run import Counting
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses

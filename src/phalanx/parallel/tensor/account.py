@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.comm import Counting
+from phalanx.comm.dry_run import Counting
 from phalanx.comm.ledger import Entry
 from phalanx.models.decoder import Head
 from phalanx.parallel.batch_shape import BatchShape

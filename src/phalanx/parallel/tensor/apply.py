@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from phalanx.comm.comm import Comm, Counting, Ranks
+from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.dry_run import Counting
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.skeleton import Skeleton
 from phalanx.parallel.tensor import layers, transformers_models

@@ -1,0 +1,50 @@
+"""A dry run: one rank of a job that need not exist counts collectives in place of running them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from phalanx.comm.comm import Comm
+from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
+from phalanx.comm.pending import Pending
+from phalanx.comm.watch import Phases
+
+
+class Counting(Comm, Phases):
+    """One rank of a job that need not exist: notes each collective and sends nothing.
+
+    Give it tensors on the meta device; other tensors hold anything afterwards. `entries` are what a
+    `Ledger` counts where the same calls run over `Ranks`.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        """Stand at `coords`, 0 on axes left out, of axes such as `Strategy.mesh_axes` gives.
+
+        Of "cuda" it copies gathered shards as NCCL needs it.
+        """
+        super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
+        self._tally, self._fills_strides = Tally(), device == "cpu"
+
+    def entries(self) -> list[Entry]:
+        """Return what was noted, alike collectives added up, in the order first seen."""
+        return self._tally.entries()
+
+    @override
+    def _run(
+        self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
+        is_spent: bool = False,
+    ) -> Pending:  # fmt: skip
+        name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
+        if op not in WITHOUT_PAYLOAD:
+            self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
+        if not (self._fills_strides or out.is_contiguous()):
+            out.copy_(torch.empty_like(out, memory_format=torch.contiguous_format))
+        return Pending(out)
