@@ -1,4 +1,4 @@
-"""bench comm: what is fitted to known times, and that the file it writes is a cluster."""
+"""bench comm: what is fitted to known times, and that the file it writes has the links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from phalanx.bench.collectives import (
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.planner.calibration_file import read
-from phalanx.planner.hardware import cluster
 from phalanx.planner.machine import ring
 
 SIZES = [4 << 10 << 2 * power for power in range(7)]
@@ -74,10 +73,6 @@ def test_two_ranks_are_measured_and_kept(
     assert set(level.link.measured) == set(OPS)
     assert level.link.bandwidth == of["all_reduce"]["bandwidth"] > 0
     assert level.link.measured["send"].latency_s == of["send"]["latency_s"]
-    ceiling = f"ceiling --device cpu --dtype float32 --max-size 512 --budget-s 0.1 --write {path}"
-    assert bench.run(ceiling.split()) == 0
-    found = cluster(f"{path}:2")
-    assert found.num_devices == 2 and found.levels == (level,) and found.device.flops > 0
 
 
 @pytest.mark.slow

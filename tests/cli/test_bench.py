@@ -5,8 +5,10 @@ import pytest
 
 import phalanx.cli.bench as bench
 from phalanx.errors import ConfigError
-from phalanx.planner.calibration_file import read
+from phalanx.measure.environment import device_name
+from phalanx.planner.calibration_file import Calibration, keep, read
 from phalanx.planner.hardware import cluster
+from phalanx.planner.machine import Level, Link
 from phalanx.show.topics import RUN
 
 
@@ -123,11 +125,17 @@ def test_help_names_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_ceiling_is_kept_for_the_planner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Beside the links that `bench comm` has measured before."""
     path = tmp_path / "mine.json"
-    arguments = "ceiling --device cpu --dtype float32 --max-size 512 --budget-s 1 --threads 1"
+    link = Link(name="memory", bandwidth=1e9, latency_s=1e-4, source="a test", date="2026-11-25")
+    level = Level(name="server", devices=2, link=link)
+    keep(path, Calibration(kind="cpu", device_name=device_name("cpu"), num_here=2, levels=(level,)))
+    arguments = "ceiling --device cpu --dtype float32 --max-size 512 --budget-s 0.1 --threads 1"
     assert bench.run([*arguments.split(), "--json", "--write", str(path)]) == 0
     measured = last_line(capsys.readouterr().out)
     core = read(path).compute
     assert core is not None and core.best == {"float32": measured["flops_per_s"]}
     assert core.sustained == {"float32": measured["sustained_flops_per_s"]}
-    assert cluster(str(path)).device.peak_flops["float32"] == measured["flops_per_s"]
+    found = cluster(f"{path}:2")
+    assert found.device.peak_flops["float32"] == measured["flops_per_s"]
+    assert found.num_devices == 2 and found.levels == (level,)

@@ -102,13 +102,11 @@ def run(made: LocalRoles, consistency: Consistency, num_steps: int, at: dict[int
         client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_clocks")
-@pytest.mark.parametrize("consistency", [
-    Consistency("ps", 3), *(
-        pytest.param(each, marks=pytest.mark.slow)
-        for each in (Consistency("ssp", 3, 2), Consistency("async", 3))
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "consistency", [Consistency("ps", 3), Consistency("ssp", 3, 2), Consistency("async", 3)]
+)
 def test_rows_survive_lost_doubled_and_reordered_messages(consistency: Consistency) -> None:
     with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=5)) as made:
         run(made, consistency, 4, {})

@@ -98,7 +98,7 @@ def compare(found: Found, near: float) -> None:
     "compute, is_compiled, near",
     [
         ("float64", False, 1e-9),
-        ("bfloat16", False, 2e-2),
+        pytest.param("bfloat16", False, 2e-2, marks=pytest.mark.slow),
         pytest.param("float32", False, 2e-3, marks=GPU),
         pytest.param("bfloat16", True, 2e-2, marks=GPU),
         pytest.param("float16", False, 5e-3, marks=GPU),

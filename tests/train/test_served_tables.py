@@ -137,7 +137,7 @@ def alone(batches: torch.Tensor, rule: str, table_rule: str, table_lr: float) ->
 @pytest.mark.parametrize(
     ("rule", "table_rule", "table_lr", "is_shared"),
     [
-        ("sgd", "sgd", 0.3, False),
+        pytest.param("sgd", "sgd", 0.3, False, marks=pytest.mark.slow),
         ("adamw", "adagrad", 0.1, True),
         pytest.param("sgd", "adagrad", 2.0, False, marks=pytest.mark.slow),
     ],

@@ -182,7 +182,10 @@ def test_what_is_sent_in_closed_form(num_rows: int, length: int, recompute: str)
             }
 
 
-@pytest.mark.parametrize(("first", "second"), [("cp2", "dp2"), ("dp2", "cp2:ulysses")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pytest.param("cp2", "dp2", marks=pytest.mark.slow), ("dp2", "cp2:ulysses")],
+)
 def test_a_run_goes_on_with_another_split(tmp_path: Path, first: str, second: str) -> None:
     """Evaluation, the sample and checkpoints run under cp too."""
     config = small_run(
