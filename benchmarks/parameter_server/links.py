@@ -48,7 +48,7 @@ def make_hosts(mbit: float) -> None:
     shell(f"ip netns add {SWITCH}")
     shell(f"ip -n {SWITCH} link add br0 type bridge")
     shell(f"ip -n {SWITCH} link set br0 up")
-    limit = f"root tbf rate {mbit}mbit burst 64kb latency 500ms"
+    limit = f"root tbf rate {mbit}mbit burst 64kb latency 20ms"
     for number in range(NUM_HOSTS):
         name = HOST.format(number)
         shell(f"ip netns add {name}")
