@@ -1,4 +1,4 @@
-"""bench comm: what is fitted to known times, and that the file it writes has the links."""
+"""bench comm: it finds known links in their times, and keeps the links that it measures."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
         ]
         right = torch.cat([term.float() for term in terms])
         assert torch.equal(comm.all_gather(terms[coord], "axis", 0).float(), right)
-    shape = 2 * num_ranks, 3 * num_ranks, 4 * num_ranks
+    shape = 16 * num_ranks, 15 * num_ranks, 12 * num_ranks  # above SMALL_BYTES
     boxes = [given(rank, math.prod(shape), torch.float32).view(shape) for rank in range(num_ranks)]
     total = expected("sum", boxes)
     for dim in range(3):
@@ -131,6 +131,12 @@ def every_collective(num_outer: int, num_ranks: int, with_large: bool) -> str:
             turned = comm.reduce_scatter(box.mT, "axis", dim)
             right = total.mT.chunk(num_ranks, dim)[coord]
             assert agrees(turned, right, num_ranks, 50 * num_ranks)
+    for _ in range(50):  # memory that is free again is another's at once
+        box = comm.empty(shape, boxes[coord]).copy_(boxes[coord])
+        part = comm.reduce_scatter(box, "axis", 1, is_spent=True)
+        del box
+        comm.empty(shape, boxes[coord]).fill_(-1)
+        assert torch.equal(part, comm.reduce_scatter(boxes[coord], "axis", 1))
     image = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     # The last lies in another order on rank 0.
     for each in (image, image.contiguous().mT, image.contiguous() if coord else image):

@@ -229,7 +229,8 @@ def operation_of(
 ) -> Operation | None:
     """Return what an operator does that has run; None if it has no kernel worth counting."""
     packet = func.overloadpacket
-    inputs, outputs = [*tensors_in(args, kwargs)], [*tensors_in(out)]
+    read = {name: value for name, value in kwargs.items() if name != "out"}
+    inputs, outputs = [*tensors_in(args, read)], [*tensors_in(out)]
     name = str(packet).split(".", 1)[-1]
     known = {storage_id(x) for x in inputs}
     is_view = not func._schema.is_mutable and all(storage_id(x) in known for x in outputs)

@@ -175,11 +175,14 @@ class Comm(ABC):
     ) -> Tensor:
         """Return this rank's shard, along `dim`, of the sum; the axis's size divides it.
 
-        `is_spent` says that nobody writes to `full` again.
+        `is_spent` says that `empty` has made `full`, and that nobody writes to it again: others
+        read its pieces where they lie.
         """
         if self.size(axis) == 1:
             return full
-        shards = full.contiguous().unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
+        shards = self._pieces(full, axis, dim)
+        if not (is_spent or shards.is_contiguous()):
+            shards, is_spent = self.empty(shards.shape, full, axis).copy_(shards), True
         out = full.new_empty(shards.shape[1:])
         return self._run("reduce_scatter", axis, out, shards, is_spent=is_spent).wait()
 
@@ -187,11 +190,11 @@ class Comm(ABC):
         """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
         if self.size(axis) == 1:
             return tensor
-        pieces = tensor.unflatten(split_dim, (self.size(axis), -1)).movedim(split_dim, 0)
-        if not (is_sent := pieces.is_contiguous()):
-            pieces = self.empty(pieces.shape, tensor).copy_(pieces)
+        pieces, is_copy = self._pieces(tensor, axis, split_dim), False
+        if not pieces.is_contiguous():
+            pieces, is_copy = self.empty(pieces.shape, tensor, axis).copy_(pieces), True
         received = tensor.new_empty(pieces.shape)
-        self._run("all_to_all", axis, received, pieces, is_spent=not is_sent).wait()
+        self._run("all_to_all", axis, received, pieces, is_spent=is_copy).wait()
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     def exchange_start(self, out: Tensor, pieces: Tensor, axis: str) -> Pending:
@@ -252,8 +255,15 @@ class Comm(ABC):
         """Return the axes of `name` that have more than one rank."""
         return [axis for axis in self.axes_of(name) if self.axes[axis] > 1]
 
-    def empty(self, size: Sequence[int], like: Tensor) -> Tensor:
-        """Return an empty tensor, of the kind of `like`, that collectives use without a copy."""
+    def _pieces(self, full: Tensor, axis: str, dim: int) -> Tensor:
+        """Return the pieces of `full` along `dim`, one a rank, as they lie."""
+        return full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
+
+    def empty(self, size: Sequence[int], like: Tensor, axis: str = "") -> Tensor:
+        """Return an empty tensor, of the kind of `like`, that collectives use without a copy.
+
+        They go over an axis, or over the outermost that has several ranks.
+        """
         return like.new_empty(size)
 
     @abstractmethod
@@ -363,9 +373,10 @@ class Ranks(Comm):
         return ProcessGroupEngine(group), 1 - group.rank()
 
     @override
-    def empty(self, size: Sequence[int], like: Tensor) -> Tensor:
+    def empty(self, size: Sequence[int], like: Tensor, axis: str = "") -> Tensor:
         axes = (axis for axis in self._engines if self.size(axis) > 1)
-        return self.engine(next(axes, next(iter(self.axes)))).empty(size, like.dtype, like.device)
+        engine = self.engine(axis or next(axes, next(iter(self.axes))))
+        return engine.empty(size, like.dtype, like.device)
 
     def engine(self, axis: str) -> CommEngine:
         """Return what runs the collectives over one axis."""

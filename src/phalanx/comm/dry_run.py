@@ -28,10 +28,11 @@ class Counting(Comm, Phases):
     ) -> None:  # fmt: skip
         """Stand at `coords`, 0 on axes left out, of axes such as `Strategy.mesh_axes` gives.
 
-        Of "cuda" it copies gathered shards as NCCL needs it.
+        A strided tensor is copied before or after a collective, as NCCL needs it; not of "cpu",
+        where ranks share memory.
         """
         super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
-        self._tally, self._fills_strides = Tally(), device == "cpu"
+        self._tally, self._takes_strides = Tally(), device == "cpu"
 
     def entries(self) -> list[Entry]:
         """Return what was noted, alike collectives added up, in the order first seen."""
@@ -45,6 +46,8 @@ class Counting(Comm, Phases):
         name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
         if op not in WITHOUT_PAYLOAD:
             self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
-        if not (self._fills_strides or out.is_contiguous()):
-            out.copy_(torch.empty_like(out, memory_format=torch.contiguous_format))
+        if not self._takes_strides:
+            given.contiguous()
+            if not out.is_contiguous():
+                out.copy_(torch.empty_like(out, memory_format=torch.contiguous_format))
         return Pending(out)

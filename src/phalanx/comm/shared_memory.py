@@ -33,6 +33,7 @@ memory of other ranks.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -171,7 +172,8 @@ class SharedMemory(CommEngine):
 
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu":  # a reducer on the meta device only counts
+        is_small = math.prod(size) * dtype.itemsize <= SMALL_BYTES  # a copy takes less than a block
+        if is_small or device.type != "cpu":  # a reducer on the meta device only counts
             return super().empty(size, dtype, device)
         with said_if_full():
             return torch.ops.shared_memory.allocate(size, dtype=dtype)

@@ -1,6 +1,6 @@
 """What runs the collectives of one group of ranks: the interface, and a collective under way.
 
-`exchange.Messages` runs them over a process group of torch (gloo, NCCL), and
+`exchange.ProcessGroupEngine` runs them over a process group of torch (gloo, NCCL), and
 `shared_memory.SharedMemory` through memory that the ranks of one host share.
 """
 

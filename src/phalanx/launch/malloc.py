@@ -18,7 +18,7 @@ _M_MMAP_MAX = -4
 def keep_freed_memory() -> None:
     """Never shrink the heap and take large blocks from it too; nothing but with glibc.
 
-    See mallopt(3). It holds for the whole process: for those that train, and servers of theirs.
+    See mallopt(3). It holds for the whole process: ranks and parameter servers call it.
     """
     with suppress(OSError, AttributeError):  # no such library, or one without mallopt
         mallopt = ctypes.CDLL(None).mallopt

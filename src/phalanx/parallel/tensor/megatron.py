@@ -41,5 +41,5 @@ class Megatron(OneD):
         return x
 
     @override
-    def scatter(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor, *, is_spent: bool = False) -> Tensor:
         return self.comm.all_reduce(x, "tp")

@@ -83,17 +83,17 @@ class OneD(Layout):
     def _scattered_products(self, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Sum x[B, T, I] w[I, O]{sum tp} over pairs and ranks, and keep this rank's positions.
 
-        The sum is made where other ranks of the host read it.
+        This rank adds up where the other ranks of its host read.
         """
         (x, w), *others = factors
-        out = self.comm.empty((*x.shape[:2], w.shape[1]), x)
+        out = self.comm.empty((*x.shape[:2], w.shape[1]), x, "tp")
         torch.mm(x.flatten(0, 1), w, out=out.view(-1, w.shape[1]))
         for x_i, w_i in others:
             out += x_i @ w_i
-        return self.scatter(out)
+        return self.scatter(out, is_spent=True)
 
-    def scatter(self, x: Tensor) -> Tensor:
-        """Sum x[B, T, D]{sum tp}, which nobody writes to again, and keep this rank's positions."""
+    def scatter(self, x: Tensor, *, is_spent: bool = False) -> Tensor:
+        """Sum x[B, T, D]{sum tp}, and keep this rank's positions; see `Comm.reduce_scatter`."""
         if missing := -x.shape[1] % self.comm.size("tp"):
-            x = F.pad(x, (0, 0, 0, missing))
-        return self.comm.reduce_scatter(x, "tp", 1, is_spent=True)
+            x, is_spent = F.pad(x, (0, 0, 0, missing)), False
+        return self.comm.reduce_scatter(x, "tp", 1, is_spent=is_spent)

@@ -1,0 +1,43 @@
+"""A dry run holds what a rank holds while it gathers and reduces, by process group and memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.account.count import Spans
+from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.dry_run import Counting
+from phalanx.launch.local import run_ranks
+
+SHAPE = 8, 256, 64
+"""Above what is copied to shared memory in any case."""
+
+
+def most_held(comm: Comm, device: str) -> list[int]:
+    """Return the most bytes that each call makes, of tensors that it is given."""
+    found: list[int] = []
+    given = torch.ones(SHAPE, device=device)
+    for dim in range(3):
+        for name, more in (
+            ("all_gather", {}),
+            ("reduce_scatter", {}),
+            ("reduce_scatter", {"is_spent": True}),
+        ):
+            tensor = comm.empty(SHAPE, given, "tp").copy_(given)
+            with Spans() as spans:
+                getattr(comm, name)(tensor, "tp", dim, **more)
+            found.append(max(spans.levels([])))
+    return found
+
+
+def both_held(shares_memory: bool, device: str) -> list[list[int]]:
+    ranks = Ranks({"tp": 2}, shares_memory=shares_memory)
+    return [most_held(ranks, "cpu"), most_held(Counting({"tp": 2}, device=device), "meta")]
+
+
+@pytest.mark.parametrize(("shares_memory", "device"), [(True, "cpu"), (False, "cuda")])
+def test_it_holds_what_a_rank_holds(shares_memory: bool, device: str) -> None:
+    ours, counted = run_ranks(both_held, 2, shares_memory, device, threads=1)[0]
+    assert ours == counted
+    assert len(set(counted)) > 1
