@@ -31,7 +31,8 @@ SHAPE = ModelShape(
 def beside_torch(text: str) -> dict[str, float]:
     """Return the largest error of each product, forward and backward, on this rank."""
     cut = Cut(text)
-    return dict([*columns(cut), *row(cut), *embedding(cut), *full(cut), *types(cut), *norms(cut)])
+    every = columns, row, embedding, full, types, autocast, norms
+    return {name: error for each in every for name, error in each(cut)}
 
 
 def full_gradients(x: Tensor, weights: list[Tensor], d_ys: list[Tensor]) -> list[Tensor]:
@@ -70,6 +71,22 @@ def row(cut: Cut) -> Iterator[tuple[str, float]]:
     yield "row", gap(y, cut.activation(F.linear(x, weight), cut.residual))
     yield "row, input", gap(x_part.grad, cut.activation(d_x, cut.inner))
     yield "row, weight", gap(owed(cut, part.grad), cut.matrix(d_weight, cut.row))
+
+
+def autocast(cut: Cut) -> Iterator[tuple[str, float]]:
+    """A product under autocast is one of factors that are cast."""
+    x = cut.activation(cut.random(B, T, D), cut.residual).float().requires_grad_()
+    column = cut.matrix(cut.random(WIDE, D, seed=1), cut.column).float().requires_grad_()
+    row = cut.matrix(cut.random(D, WIDE, seed=2), cut.row).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        (y,) = operators.column_parallel_linear(cut.layout, x, [column], T)
+        z = operators.row_parallel_linear(cut.layout, y.float(), row)
+    (right,) = operators.column_parallel_linear(cut.layout, x.bfloat16(), [column], T)
+    yield "autocast, column", gap(y, right)
+    yield "autocast, row", gap(z, operators.row_parallel_linear(cut.layout, right, row))
+    assert y.dtype == z.dtype == torch.bfloat16
+    z.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == column.grad.dtype == torch.float32
 
 
 def owed(cut: Cut, grad: Tensor | None) -> Tensor:
@@ -170,5 +187,5 @@ def norms(cut: Cut) -> Iterator[tuple[str, float]]:
 def test_products_are_those_of_torch(text: str) -> None:
     for errors in run_ranks(beside_torch, Strategy.parse(text).num_ranks, text, threads=1):
         assert errors.pop("bfloat16, rounded") < 0.02
-        assert len(errors) == 7 + 3 + 2 + 4 + 7
+        assert len(errors) == 7 + 3 + 2 + 4 + 9
         assert max(errors.values()) < 1e-12, errors

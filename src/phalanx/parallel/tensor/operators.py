@@ -29,12 +29,20 @@ def column_parallel_linear(
     All are this rank's shards. Weights are in their own data type, and cast to the one of x. A row
     has `length` positions, without padding.
     """
+    x = _autocast(x)
     return cast(tuple[Tensor, ...], _ColumnParallelLinear.apply(layout, length, x, *weights))
 
 
 def row_parallel_linear(layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
     """Multiply inner x by a row weight: x[B, T, F] -> residual y[B, T, D]."""
-    return cast(Tensor, _RowParallelLinear.apply(layout, x, weight))
+    return cast(Tensor, _RowParallelLinear.apply(layout, _autocast(x), weight))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Cast a factor as `torch.autocast` does for a product on one device."""
+    kind = x.device.type
+    is_cast = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
 
 
 def reduce_embedding(layout: Layout, partial: Tensor) -> Tensor:
