@@ -37,6 +37,20 @@ def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
     assert WEIGHTS in files_of(tmp_path / "whole") and INDEX not in files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 30_000])
+def test_a_folder_of_links_is_read_as_in_the_cache_of_the_hub(
+    max_shard_bytes: int, tmp_path: Path
+) -> None:
+    convert(saved(tmp_path / "saved"), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "blobs", max_shard_bytes=max_shard_bytes)
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    done = convert(tmp_path / "snapshot", tmp_path / "again")
+    assert done.num_tensors == 21 and "generation_config.json" in done.companions
+    assert not any(file.is_symlink() for file in (tmp_path / "again").iterdir())
+
+
 def cut_short(folder: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])

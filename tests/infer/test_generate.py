@@ -128,6 +128,18 @@ def test_a_folder_without_a_tokenizer_is_refused(
     assert "has no tokenizer.json" in capsys.readouterr().err
 
 
+def test_a_folder_of_links_generates_as_its_files_do(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (published / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (tmp_path / "snapshot").mkdir()
+    for file in published.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    words = ("--prompt", "Once", "--max-tokens", "3")
+    linked = generated(tmp_path / "snapshot", capsys, *words)
+    assert linked == generated(published, capsys, *words)
+
+
 HOSTILE: dict[str, tuple[str, Any, str]] = {
     "an object for an id": (
         "generation_config.json", {"eos_token_id": {"a": 1}},

@@ -28,8 +28,12 @@ _CONTROL: Final = re.compile(r"[^\t\n -~\xa0-\U0010ffff]")
 """Characters by which a text could take over the terminal that shows it."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, may_be_link: bool = False) -> dict[str, Any]:
     """Return the content of a JSON file that holds one object.
+
+    Args:
+        path: of the file.
+        may_be_link: whether it may be a link to one, as the hub of Hugging Face keeps its files.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -37,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
             name twice, or control characters.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path, may_be_link=may_be_link) as file:
             if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
                 raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
             text = file.readall()

@@ -98,7 +98,7 @@ def open_served(path: Path) -> Served:
     if is_foreign:
         given, of = read_config(path), path / CONFIG
         if (path / GENERATION).is_file():
-            more = read_json(path / GENERATION)
+            more = read_json(path / GENERATION, may_be_link=True)
             given, of = given | more, path / GENERATION if "eos_token_id" in more else of
         check_ids(given, of, ["eos_token_id"])  # the others are not used
         ids: dict[str, Any] = {name: given.get(name) for name in IDS}
@@ -107,7 +107,7 @@ def open_served(path: Path) -> Served:
     # A run puts one token between documents; a published model begins as its tokenizer says.
     is_run = not is_foreign and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
-    templates, names = _templates(weights.folder)
+    templates, names = _templates(weights.folder, may_be_link=is_foreign)
     return Served(
         name=(run or path).resolve().name,
         weights=weights,
@@ -126,10 +126,10 @@ def _several(ids: Any) -> tuple[int, ...]:
     return () if ids is None else (ids,)
 
 
-def _templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _templates(folder: Path, *, may_be_link: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Return the chat templates of a folder, and the texts of tokens that they may name."""
     file = folder / TOKENIZER_CONFIG
-    config = read_json(file) if file.is_file() else {}
+    config = read_json(file, may_be_link=may_be_link) if file.is_file() else {}
     names: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token: Any = config.get(name)
