@@ -104,10 +104,14 @@ def file_outside(folder: Path, mark: Path) -> None:
     edit_index(folder, change)
 
 
-def listed_file_outside(folder: Path, mark: Path) -> None:
+def list_file(folder: Path, name: str) -> None:
     about = manifest.read(folder)
-    listed = about.files | {"../outside.safetensors": (1, "0" * 64)}
+    listed = about.files | {name: (1, "0" * 64)}
     manifest.write(folder, dataclasses.replace(about, files=listed))
+
+
+def listed_file_outside(folder: Path, mark: Path) -> None:
+    list_file(folder, "../outside.safetensors")
 
 
 def link(folder: Path, mark: Path) -> None:
@@ -193,6 +197,20 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "escapes in a header": (escape_in_header, "control characters in 'a.x1b"),
     "escapes in a setting": (escape_in_manifest, "control characters in 'a.x1b"),
+    "a name that turns the text round": (
+        wrong(lambda c: c["tensors"].update({"model.\u202exx": ["F32", 0]})),
+        r"it is of another model: this one has no tensor '.u202exx'",
+    ),
+    "a name of a million letters": (
+        wrong(lambda c: c["tensors"].update({"model." + "x" * 10**6: ["F32", 0]})),
+        r"it is of another model: this one has no tensor 'x{76}\.\.\.$",
+    ),
+    "a file whose name turns round": (
+        lambda folder, _: list_file(folder, "\u202exx"), r"it names the file '.u202exx', expected"
+    ),
+    "a file of a long name": (
+        lambda folder, _: list_file(folder, "x" * 256), r"it names the file 'x+\.\.\., expected one"
+    ),
     "no such type": (wrong(lambda c: c["tensors"].update(a=["F33", 0])), "'a' is .'F33', 0."),
     "a huge tensor": (
         wrong(lambda c: first_layout(c).update(

@@ -24,6 +24,9 @@ MAX_JSON_MARKS: Final = 1 << 24
 MAX_JSON_DEPTH: Final = 16
 """Deepest nesting of a JSON file; a deeper one may not even be copied or printed."""
 
+MAX_NAME_LENGTH: Final = 255
+"""Longest name of a file that any usual disk takes."""
+
 _CONTROL: Final = re.compile(r"[^\t\n -~\xa0-\U0010ffff]")
 """Characters by which a text could take over the terminal that shows it."""
 
@@ -182,8 +185,9 @@ _WORDS: Final[dict[Any, str]] = {
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` names a file of a folder itself, on any system."""
-    return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+    """Return whether `name` names a file of a folder itself, on any system, and can be shown."""
+    is_inside = name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+    return is_inside and name.isprintable() and len(name) <= MAX_NAME_LENGTH
 
 
 def brief(value: object, limit: int = 80) -> str:

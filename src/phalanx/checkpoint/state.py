@@ -293,7 +293,7 @@ def _check_weights(tensors: Index, weights: dict[str, torch.Tensor], elsewhere: 
     for stored_name in sorted(tensors):
         name = stored_name.removeprefix("model.")
         if name != stored_name and name not in weights and name not in elsewhere:
-            raise CheckpointError(f"it is of another model: this one has no tensor {name}")
+            raise CheckpointError(f"it is of another model: this one has no tensor {brief(name)}")
 
 
 def _check_tensor(tensors: Index, stored_name: str, what: str, tensor: torch.Tensor) -> None:
@@ -340,7 +340,7 @@ def _empty_moments(
             continue
         if name not in trained:
             raise CheckpointError(
-                f"it has optimizer state of {name}, which this run does not train"
+                f"it has optimizer state of {brief(name)}, which this run does not train"
             )
         parameter = trained[name]
         if key == "step" or not tensors[stored_name].layout.shape:
