@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,14 @@ def file_outside(folder: Path, mark: Path) -> None:
     edit_index(folder, change)
 
 
-def listed_file_outside(folder: Path, mark: Path) -> None:
+def list_file(folder: Path, name: str) -> None:
     about = manifest.read(folder)
-    listed = about.files | {"../outside.safetensors": (1, "0" * 64)}
+    listed = about.files | {name: (1, "0" * 64)}
     manifest.write(folder, dataclasses.replace(about, files=listed))
+
+
+def listed_file_outside(folder: Path, mark: Path) -> None:
+    list_file(folder, "../outside.safetensors")
 
 
 def link(folder: Path, mark: Path) -> None:
@@ -135,6 +140,16 @@ def first_layout(content: Any) -> Any:
 
 ESCAPE = "a\x1b]0;gone\x07"
 """Renames a terminal's window, and is a name as good as any."""
+
+
+def write_data(path: Path, name: str, repeated: bytes) -> None:
+    """Write some bytes again and again over the data of a tensor."""
+    content = bytearray(path.read_bytes())
+    header_bytes = int.from_bytes(content[:8], "little")
+    offsets = json.loads(content[8 : 8 + header_bytes])[name]["data_offsets"]
+    begin, end = (8 + header_bytes + offset for offset in offsets)
+    content[begin:end] = repeated * ((end - begin) // len(repeated))
+    path.write_bytes(content)
 
 
 def escape_in_header(folder: Path, mark: Path) -> None:
@@ -182,6 +197,20 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "escapes in a header": (escape_in_header, "control characters in 'a.x1b"),
     "escapes in a setting": (escape_in_manifest, "control characters in 'a.x1b"),
+    "a name that turns the text round": (
+        wrong(lambda c: c["tensors"].update({"model.\u202exx": ["F32", 0]})),
+        r"it is of another model: this one has no tensor '.u202exx'",
+    ),
+    "a name of a million letters": (
+        wrong(lambda c: c["tensors"].update({"model." + "x" * 10**6: ["F32", 0]})),
+        r"it is of another model: this one has no tensor 'x{76}\.\.\.$",
+    ),
+    "a file whose name turns round": (
+        lambda folder, _: list_file(folder, "\u202exx"), r"it names the file '.u202exx', expected"
+    ),
+    "a file of a long name": (
+        lambda folder, _: list_file(folder, "x" * 256), r"it names the file 'x+\.\.\., expected one"
+    ),
     "no such type": (wrong(lambda c: c["tensors"].update(a=["F33", 0])), "'a' is .'F33', 0."),
     "a huge tensor": (
         wrong(lambda c: first_layout(c).update(
@@ -253,14 +282,21 @@ def load_bad_generator(folder: Path) -> bool:
     runs.save(run, model, optimizer, 1)
     copy = manifest.find(run)
     path = copy / FIRST
-    header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
-    header = json.loads(path.read_bytes()[8 : 8 + header_bytes])
-    begin, end = header["generators.cpu"]["data_offsets"]
-    content = bytearray(path.read_bytes())
-    content[8 + header_bytes + begin : 8 + header_bytes + end] = b"\xff" * (end - begin)
-    path.write_bytes(content)
+    write_data(path, "generators.cpu", b"\xff")
     with_checksums(copy)
     before = torch.get_rng_state()
     with pytest.raises(CheckpointError, match="its state of a generator is none"):
         state.load(copy, model, optimizer)
     return torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0])
+def test_a_count_of_steps_that_no_optimizer_has_is_refused(copy: Path, count: float) -> None:
+    name = "optimizer.middle.weight.step"
+    for path in copy.glob("rank-*"):
+        if name.encode() in path.read_bytes():
+            write_data(path, name, struct.pack("<f", count))
+    with_checksums(copy)
+    words = f"its optimizer has taken {count:g} steps of middle.weight; expected at least 0"
+    for messages in run_ranks(runs.words_of_load, 2, copy, threads=1):
+        assert any(words in message for message in messages)

@@ -240,8 +240,8 @@ def test_another_models_checkpoint_is_refused(run: Path, tmp_path: Path) -> None
     assert run_ranks(foreign_models, 1, folder, threads=1) == [
         [
             f"cannot load {folder}: it is of another model: it has no tensor more.weight",
-            f"cannot load {folder}: it is of another model: this one has no tensor frozen.bias",
-            f"cannot load {folder}: it has optimizer state of embedding.weight, "
+            f"cannot load {folder}: it is of another model: this one has no tensor 'frozen.bias'",
+            f"cannot load {folder}: it has optimizer state of 'embedding.weight', "
             "which this run does not train",
         ]
     ]

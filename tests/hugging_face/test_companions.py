@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from phalanx.checkpoint import manifest
 from phalanx.config import ShapeConfig, TrainConfig
-from phalanx.data.tokenizer import END_OF_TEXT, end_of_text_id, load_tokenizer
+from phalanx.data.tokenizer import END_OF_TEXT, MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError
 from phalanx.hugging_face.companions import ORIGIN, encode_as_run, ids_of, write_missing
 from phalanx.hugging_face.config import config_to_hf
@@ -154,7 +154,9 @@ def test_a_run_from_weights_keeps_their_type_and_ends_as_it_was_trained(tmp_path
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(saved).vocab[END_OF_TEXT]
 
 
-@pytest.mark.parametrize("content", ['{"eos_token_id": "</s>"}', "[]", "{"])
+@pytest.mark.parametrize(
+    "content", ['{"eos_token_id": "</s>"}', f'{{"bos_token_id": {10**21}}}', "[]", "{"]
+)
 def test_a_damaged_word_of_the_origin_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / ORIGIN).write_text(content)
     with pytest.raises(CheckpointError, match=r"hugging_face\.json"):
@@ -190,3 +192,12 @@ def test_the_tokenizer_and_its_like_go_along(tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "back")
     assert files_of(tmp_path / "back") == {"config.json", WEIGHTS, *done.companions}
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "tokenizer.json"
+
+
+def test_a_file_beside_weights_that_is_too_large_is_not_copied(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    with (tmp_path / "saved" / "vocab.json").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(CheckpointError, match=r"vocab.json has 268,435,457 bytes; expected a file"):
+        convert(tmp_path / "saved", tmp_path / "ours")
+    assert files_of(tmp_path) == {"saved"}

@@ -33,6 +33,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "windows of a type without": (edit_config(sliding_window=7), "sliding_window is 7; only None"),
     "partly rotary": (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; only"),
     "size": (edit_config(hidden_size="32"), "hidden_size is '32'; expected a whole number"),
+    "a billion layers": (
+        edit_config(num_hidden_layers=10**9),
+        "num_hidden_layers is 1000000000; expected a whole number from 1 to 10,000",
+    ),
+    "more than a float holds": (
+        edit_config(rms_norm_eps=10**400), r"rms_norm_eps is 10000\d+\.\.\.; expected a number"
+    ),
     "no heads": (edit_config(num_attention_heads=0), "num_attention_heads is 0"),
     "number": (edit_config(rms_norm_eps="tiny"), "rms_norm_eps is 'tiny'; expected a number"),
     "rope": (edit_config(rope_parameters=[1]), r"rope_scaling is \[1\]; expected an object"),

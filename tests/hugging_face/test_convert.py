@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import multiprocessing
 import re
@@ -28,7 +29,8 @@ from transformers import (
 from transformers.utils import logging
 
 from marks import by_hand
-from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint import index, manifest, state
+from phalanx.checkpoint.sharding import file_of
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.cli.main import main
 from phalanx.comm.comm import Ranks
@@ -43,6 +45,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
+from phalanx.storage import checksum
 from phalanx.strategy import Strategy
 
 logging.disable_progress_bar()
@@ -379,3 +382,16 @@ def test_only_a_few_tensors_are_in_memory(
     # Of a tensor there are its bytes, what torch.load makes of them, and the target; the allocator
     # keeps some of those before. It does not grow with the number of layers.
     assert max(growths_bytes) < 8 * largest_bytes + (8 << 20) < total_bytes / 2, growths_bytes
+
+
+def test_weights_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    ours = convert(saved(tmp_path / "saved"), tmp_path / "ours").destination
+    for name in (index.NAME, file_of(0)):
+        content = (ours / name).read_bytes()
+        (ours / name).write_bytes(content.replace(b'"F32"', b'"I32"'))
+    about = manifest.read(ours)
+    files = {name: checksum(ours / name) for name in about.files}
+    manifest.write(ours, dataclasses.replace(about, files=files))
+    words = "the weight 'embedding.weight' is of torch.int32; expected a type of real numbers"
+    with pytest.raises(CheckpointError, match=words):
+        convert(ours, tmp_path / "back")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from folders import edit_tensors, files_of, saved
+from folders import edit_config, edit_tensors, files_of, saved
 from safetensors.torch import load_file
 
 from phalanx.errors import PhalanxError
@@ -36,9 +37,28 @@ def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
     assert WEIGHTS in files_of(tmp_path / "whole") and INDEX not in files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 30_000])
+def test_a_folder_of_links_is_read_as_in_the_cache_of_the_hub(
+    max_shard_bytes: int, tmp_path: Path
+) -> None:
+    convert(saved(tmp_path / "saved"), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "blobs", max_shard_bytes=max_shard_bytes)
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    done = convert(tmp_path / "snapshot", tmp_path / "again")
+    assert done.num_tensors == 21 and "generation_config.json" in done.companions
+    assert not any(file.is_symlink() for file in (tmp_path / "again").iterdir())
+
+
 def cut_short(folder: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+
+
+def as_pipe(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
 
 
 def as_pickle(folder: Path) -> None:
@@ -72,6 +92,14 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "cut short": (cut_short, "cannot read .*model.safetensors: .*damaged or not whole"),
     "no safetensors": (lambda f: (f / WEIGHTS).write_bytes(b"<html>"), "damaged or not whole"),
+    "pipe": (as_pipe, "model.safetensors is no regular file"),
+    "stray pipe": (
+        lambda f: os.mkfifo((f / WEIGHTS).rename(f / "a.safetensors").with_name("b.safetensors")),
+        "b.safetensors is no regular file",
+    ),
+    "more layers than tensors": (
+        edit_config(num_hidden_layers=9_999), "it has 21 tensors; its config.json asks for 9999"
+    ),
     "pickle": (as_pickle, "pytorch_model.bin, a pickle.*save_pretrained"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights; expected model.safetensors"),
     "missing shard": (with_index(a="model-2.safetensors"), "names model-2.saf.*which is missing"),

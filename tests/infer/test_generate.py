@@ -128,6 +128,56 @@ def test_a_folder_without_a_tokenizer_is_refused(
     assert "has no tokenizer.json" in capsys.readouterr().err
 
 
+def test_a_folder_of_links_generates_as_its_files_do(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (published / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (tmp_path / "snapshot").mkdir()
+    for file in published.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    words = ("--prompt", "Once", "--max-tokens", "3")
+    linked = generated(tmp_path / "snapshot", capsys, *words)
+    assert linked == generated(published, capsys, *words)
+
+
+HOSTILE: dict[str, tuple[str, Any, str]] = {
+    "an object for an id": (
+        "generation_config.json", {"eos_token_id": {"a": 1}},
+        "generation_config.json: eos_token_id is {'a': 1}; expected a whole number, a list of",
+    ),
+    "a text for an id": (
+        "generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a who"
+    ),
+    "templates of numbers": (
+        "tokenizer_config.json", {"chat_template": [3]},
+        "tokenizer_config.json: chat_template is [3]; expected a text, or a list of objects",
+    ),
+    "a template without a name": (
+        "tokenizer_config.json", {"chat_template": [{"template": "x"}]},
+        "chat_template is [{'template': 'x'}]; expected a text, or a list of objects with name and",
+    ),
+    "a template in another encoding": (
+        "chat_template.jinja", b"\xff", "chat_template.jinja: it is not UTF-8"
+    ),
+    "a tokenizer of another model": (
+        "tokenizer.json",
+        {"model": {"type": "WordLevel", "vocab": {"x": 99_999}, "unk_token": "x"}},
+        "the tokenizer gives token 99,999, and the model has tokens from 0 to 96; put the model's",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_file_beside_the_weights_is_named(
+    case: str, published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, content, message = HOSTILE[case]
+    raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (published / name).write_bytes(raw)
+    assert main(["generate", str(published), "--prompt", "Once", "--max-tokens", "1"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_weights_are_read_in_the_type_of_the_engine(published: Path) -> None:
     weights = open_served(published).weights
     model = load_decoder(weights, torch.bfloat16, "cpu")

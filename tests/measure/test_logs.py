@@ -231,6 +231,13 @@ def test_a_folder_that_is_moved_ends_the_run_in_words(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_in_place_of_the_folder_of_tensorboard_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("mine")
+    with pytest.raises(ConfigError, match="tensorboard: File exists; give another folder"):
+        RunLog(tmp_path, Console(file=io.StringIO()), 1)
+    assert (tmp_path / "tensorboard").read_text() == "mine"
+
+
 @pytest.mark.parametrize("name", [METRICS_FILE, "tensorboard"])
 def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,16 @@ def test_false_and_zero_are_values() -> None:
 def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         with_sizes(shape_of("demo"), ShapeConfig(**sizes))
+
+
+@pytest.mark.parametrize("name", ["norm_eps", "rope_theta", "window_theta"])
+@pytest.mark.parametrize(
+    "number", [float("nan"), float("inf"), -1.0, 0.0, pytest.param(10**400, id="more than a float")]
+)
+def test_a_number_that_no_model_has_is_refused(name: str, number: float) -> None:
+    values: dict[str, Any] = {"window": 4, name: number}
+    with pytest.raises(ConfigError, match=f"{name} is .*; it must be above 0 and finite"):
+        replace(shape_of("demo"), **values)
 
 
 def test_what_speaks_of_a_window_needs_one() -> None:

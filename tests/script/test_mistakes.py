@@ -254,6 +254,12 @@ def cast_afterwards() -> None:
     script.backward()
 
 
+def a_penalty_on_shards() -> None:
+    script = Script("fsdp2")
+    penalty = sum(parameter.abs().sum() for parameter in script.model.parameters())
+    script.run.backward(script.loss() + 0.01 * penalty, len(script.y))
+
+
 def frozen_afterwards() -> None:
     script = Script("fsdp2")
     script.model[0].requires_grad_(False)
@@ -538,6 +544,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     cast_afterwards: r"0.weight was float64 on cpu when.* is float32 on cpu",
     hooked_beside_an_accumulation: r"0.weight has a hook by register_hook.*each microbatch",
     stepped_within_backward: "0.weight has a hook by register_post_accumulate_grad_hook",
+    a_penalty_on_shards: r"backward: the loss has a term of parameters, .*p.grad.add_\(p.sign\(\),",
     frozen_afterwards: r"0.weight was trained when.*is frozen, which shards do not follow",
     extended_afterwards: r"more.weight was not in the model when the model was prepared",
     a_parameter_replaced: r"backward: 0.weight was replaced after run.prepare .*before run.prep",

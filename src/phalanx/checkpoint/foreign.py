@@ -24,12 +24,19 @@ MAX_JSON_MARKS: Final = 1 << 24
 MAX_JSON_DEPTH: Final = 16
 """Deepest nesting of a JSON file; a deeper one may not even be copied or printed."""
 
+MAX_NAME_LENGTH: Final = 255
+"""Longest name of a file that any usual disk takes."""
+
 _CONTROL: Final = re.compile(r"[^\t\n -~\xa0-\U0010ffff]")
 """Characters by which a text could take over the terminal that shows it."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, may_be_link: bool = False) -> dict[str, Any]:
     """Return the content of a JSON file that holds one object.
+
+    Args:
+        path: of the file.
+        may_be_link: whether it may be a link to one, as the hub of Hugging Face keeps its files.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -37,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
             name twice, or control characters.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path, may_be_link=may_be_link) as file:
             if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
                 raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
             text = file.readall()
@@ -178,8 +185,9 @@ _WORDS: Final[dict[Any, str]] = {
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` names a file of a folder itself, on any system."""
-    return name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+    """Return whether `name` names a file of a folder itself, on any system, and can be shown."""
+    is_inside = name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+    return is_inside and name.isprintable() and len(name) <= MAX_NAME_LENGTH
 
 
 def brief(value: object, limit: int = 80) -> str:

@@ -11,6 +11,7 @@ one tensor under one name. A tie has the first of its names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,7 @@ def load(
     else:
         generators = {}
     _read(folder, tensors, held, doing)
+    all_or_none(lambda: _check_counts(moments), doing)
     all_or_none(lambda: set_generators(generators), doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
@@ -291,7 +293,7 @@ def _check_weights(tensors: Index, weights: dict[str, torch.Tensor], elsewhere: 
     for stored_name in sorted(tensors):
         name = stored_name.removeprefix("model.")
         if name != stored_name and name not in weights and name not in elsewhere:
-            raise CheckpointError(f"it is of another model: this one has no tensor {name}")
+            raise CheckpointError(f"it is of another model: this one has no tensor {brief(name)}")
 
 
 def _check_tensor(tensors: Index, stored_name: str, what: str, tensor: torch.Tensor) -> None:
@@ -338,7 +340,7 @@ def _empty_moments(
             continue
         if name not in trained:
             raise CheckpointError(
-                f"it has optimizer state of {name}, which this run does not train"
+                f"it has optimizer state of {brief(name)}, which this run does not train"
             )
         parameter = trained[name]
         if key == "step" or not tensors[stored_name].layout.shape:
@@ -375,6 +377,16 @@ def _check_whole(
                     f"it is of another optimizer: its state of {name} {lacks} {brief(wrong)}, and "
                     f"this run's {type(part).__name__} keeps {', '.join(sorted(keys))}"
                 )
+
+
+def _check_counts(moments: Mapping[str, torch.Tensor]) -> None:
+    """Refuse counts of steps by which an optimizer would divide by zero, or make no numbers."""
+    for stored_name, value in moments.items():
+        name, key = _parameter_and_key(stored_name)
+        if key == "step" and not 0 <= (count := float(value)) < math.inf:
+            raise CheckpointError(
+                f"its optimizer has taken {count:g} steps of {name}; expected at least 0"
+            )
 
 
 def _parameter_and_key(stored_name: str) -> tuple[str, str]:

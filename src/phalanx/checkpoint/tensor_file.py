@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.checkpoint.foreign import brief, check_plain
 from phalanx.errors import CheckpointError
-from phalanx.storage import Checksum
+from phalanx.storage import Checksum, open_regular
 
 SUFFIX: Final = ".safetensors"
 
@@ -135,8 +135,12 @@ def open_file(path: Path) -> Any:
     """Open a file to read its tensors: `safe_open` of the library, which maps it into memory.
 
     Raises:
-        CheckpointError: it is damaged or no such file, or a name has control characters.
+        CheckpointError: it is damaged or no regular file, or a name has control characters.
     """
+    try:
+        open_regular(path, may_be_link=True).close()  # a pipe would be waited for
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     try:
         file: Any = safe_open(path, framework="pt")
         check_plain(file.keys())

@@ -63,6 +63,11 @@ def open_checkpoint(path: Path) -> Weights:
                 f"in {manifest.NAME} asks for {tuple(size)}"
             )
 
+        if not (dtype := tensors[f"model.{name}"].dtype).is_floating_point:
+            raise CheckpointError(
+                f"{folder}: the weight '{name}' is of {dtype}; expected a type of real numbers"
+            )
+
     def read(name: str) -> Tensor:
         try:
             return index.load_full(folder, tensors, f"model.{name}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
@@ -22,8 +22,8 @@ from typing import Any, Final, cast
 from tokenizers import processors
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.foreign import read_json, write_json
-from phalanx.data.tokenizer import end_of_text_id, load_tokenizer
+from phalanx.checkpoint.foreign import brief, read_json, write_json
+from phalanx.data.tokenizer import MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError, DataError
 from phalanx.hugging_face.config import IDS
 from phalanx.storage import replace_file
@@ -68,11 +68,19 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
     """Copy the files beside the weights in `source`, and return their names.
 
     A run's checkpoint has its run's tokenizer.
+
+    Raises:
+        CheckpointError: one is too large to be such a file.
     """
     files = {name: source / name for name in COMPANIONS if (source / name).is_file()}
     if (tokenizer := tokenizer_of(source)) is not None:
         files[TOKENIZER] = tokenizer
     for name, file in files.items():
+        if (num_bytes := file.stat().st_size) > MOST_BYTES:
+            raise CheckpointError(
+                f"{file} has {num_bytes:,} bytes; expected a file beside weights of at most "
+                f"{MOST_BYTES:,}"
+            )
         shutil.copyfile(file, destination / name)
     return sorted(files)
 
@@ -113,17 +121,26 @@ def ids_of(checkpoint: Path) -> Ids:
     if not is_of_run(checkpoint):
         path = checkpoint / ORIGIN
         content = read_json(path)
-        for name in IDS:
-            if not _is_id(content.get(name)):
-                raise CheckpointError(
-                    f"{path}: {name} is {content[name]!r}; expected a whole number, a list of such "
-                    "or null"
-                )
+        check_ids(content, path)
         return {name: content.get(name) for name in IDS}
     end, tokenizer = None, tokenizer_of(checkpoint)
     with suppress(DataError):
         end = None if tokenizer is None else end_of_text_id(load_tokenizer(tokenizer))
     return dict.fromkeys(IDS, end)
+
+
+def check_ids(content: Mapping[str, Any], path: Path, names: Iterable[str] = IDS) -> None:
+    """Refuse what is no id of a token, in the content of a file.
+
+    Raises:
+        CheckpointError: names the entry.
+    """
+    for name in names:
+        if not _is_id(content.get(name)):
+            raise CheckpointError(
+                f"{path}: {name} is {brief(content[name])}; expected a whole number, a list of "
+                "whole numbers or null"
+            )
 
 
 def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
@@ -179,4 +196,4 @@ def _texts(tokenizer: Path, ids: Ids) -> dict[str, Any]:
 
 def _is_id(value: Any) -> bool:
     several = cast("list[Any]", value) if isinstance(value, list) else [value]
-    return value is None or all(type(each) is int and each >= 0 for each in several)
+    return value is None or all(type(each) is int and 0 <= each < 1 << 32 for each in several)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
+from phalanx.checkpoint.foreign import brief
 from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.hugging_face.families import FAMILIES, Family, family_of
 from phalanx.models.shape import ModelShape
@@ -17,6 +18,9 @@ _LLAMA3_SCALING: Final = (
     *("factor", "low_freq_factor", "high_freq_factor"),
     "original_max_position_embeddings",
 )
+
+MAX_LAYERS: Final = 10_000
+"""Most blocks that are listed, before the weights say how many there are."""
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 """What layer_types says of a block without a window, and of one with it."""
@@ -108,7 +112,7 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     for option, legal in {**_NOT_COMPUTED, **family.constants, **family.required}.items():
         _require(config, option, legal)
     sizes = {
-        ours: _whole(config, theirs)
+        ours: _whole(config, theirs, most=MAX_LAYERS if ours == "num_layers" else None)
         for theirs, ours in family.sizes.items()
         if theirs not in family.optional or config.get(theirs) is not None
     }
@@ -251,18 +255,19 @@ def _rope(
     return theta, (factor, low, high, _whole(rope, original))
 
 
-def _whole(config: Mapping[str, Any], option: str, least: int = 1) -> int:
+def _whole(config: Mapping[str, Any], option: str, least: int = 1, most: int | None = None) -> int:
     value = _need(config, option)
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{option} is {value!r}; expected a whole number of at least {least}")
+    if type(value) is not int or value < least or (most is not None and value > most):
+        legal = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise ConfigError(f"{option} is {brief(value)}; expected a whole number {legal}")
     return value
 
 
 def _number(config: Mapping[str, Any], option: str) -> float:
     value = _need(config, option)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ConfigError(f"{option} is {value!r}; expected a number above 0 and finite")
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{option} is {brief(value)}; expected a number above 0 and finite")
     return float(value)
 
 

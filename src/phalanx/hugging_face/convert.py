@@ -150,6 +150,11 @@ def open_hugging_face(folder: Path) -> Weights:
     except ConfigError as error:
         raise ConfigError(f"{folder / folders.CONFIG}: {error}") from error
     tensors = TensorFiles(folder)
+    if shape.num_layers > len(tensors.sizes):  # before a model is made of more
+        raise CheckpointError(
+            f"{folder}: it has {len(tensors.sizes)} tensors; its {folders.CONFIG} asks for "
+            f"{shape.num_layers} layers"
+        )
     try:
         read = reader(shape, config["model_type"], tensors.sizes, tensors.read)
     except CheckpointError as error:

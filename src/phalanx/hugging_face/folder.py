@@ -4,6 +4,8 @@ config.json
 model.safetensors                             or, in shards,
 model-00001-of-00003.safetensors ...
 model.safetensors.index.json                  which file each tensor is in
+
+In the cache of the hub each is a link to a file.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def is_hugging_face(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's config.json."""
     try:
-        return read_json(folder / CONFIG)
+        return read_json(folder / CONFIG, may_be_link=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {CONFIG}") from error
 
@@ -112,7 +114,8 @@ def _index(folder: Path) -> dict[str, str]:
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return {}
     with suppress(ValueError):
-        files: dict[str, str] = decode(dict[str, str], read_json(folder / INDEX).get("weight_map"))
+        content = read_json(folder / INDEX, may_be_link=True)
+        files: dict[str, str] = decode(dict[str, str], content.get("weight_map"))
         if all(map(is_plain_name, files.values())):
             return files
     raise CheckpointError(

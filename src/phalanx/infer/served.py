@@ -15,20 +15,22 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.foreign import read_json
+from phalanx.checkpoint.foreign import brief, decode, read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
     GENERATION,
     TOKENIZER_CONFIG,
+    check_ids,
     ids_of,
     is_of_run,
     tokenizer_of,
 )
 from phalanx.hugging_face.config import IDS
 from phalanx.hugging_face.convert import kind_of, open_hugging_face
-from phalanx.hugging_face.folder import read_config
+from phalanx.hugging_face.folder import CONFIG, read_config
+from phalanx.storage import read_text
 
 TEMPLATE = "chat_template.jinja"
 
@@ -62,13 +64,20 @@ class Served:
         """Return the tokens of a prompt.
 
         Raises:
-            ConfigError: the tokenizer has no token for a part of the text.
+            ConfigError: the tokenizer, or the model, has no token for a part of the text.
         """
         try:
             ids = self.tokenizer.encode(text, add_special_tokens=self.begin_ids is None).ids
         except Exception as error:  # the library raises no narrower one
             raise ConfigError(f"the tokenizer cannot encode the prompt: {error}") from error
-        return [*(self.begin_ids or ()), *ids]
+        tokens = [*(self.begin_ids or ()), *ids]
+        if (most := max(tokens, default=0)) >= self.weights.shape.vocab_size:
+            raise ConfigError(
+                f"the tokenizer gives token {most:,}, and the model has tokens from 0 to "
+                f"{self.weights.shape.vocab_size - 1:,}; put the model's tokenizer.json beside its "
+                "weights"
+            )
+        return tokens
 
 
 def open_served(path: Path) -> Served:
@@ -87,16 +96,18 @@ def open_served(path: Path) -> Served:
         )
     tokenizer = load_tokenizer(file)
     if is_foreign:
-        given = read_config(path)
+        given, of = read_config(path), path / CONFIG
         if (path / GENERATION).is_file():
-            given |= read_json(path / GENERATION)
+            more = read_json(path / GENERATION, may_be_link=True)
+            given, of = given | more, path / GENERATION if "eos_token_id" in more else of
+        check_ids(given, of, ["eos_token_id"])  # the others are not used
         ids: dict[str, Any] = {name: given.get(name) for name in IDS}
     else:
         ids = dict(ids_of(weights.folder))
     # A run puts one token between documents; a published model begins as its tokenizer says.
     is_run = not is_foreign and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
-    templates, names = _templates(weights.folder)
+    templates, names = _templates(weights.folder, may_be_link=is_foreign)
     return Served(
         name=(run or path).resolve().name,
         weights=weights,
@@ -115,10 +126,10 @@ def _several(ids: Any) -> tuple[int, ...]:
     return () if ids is None else (ids,)
 
 
-def _templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _templates(folder: Path, *, may_be_link: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Return the chat templates of a folder, and the texts of tokens that they may name."""
     file = folder / TOKENIZER_CONFIG
-    config = read_json(file) if file.is_file() else {}
+    config = read_json(file, may_be_link=may_be_link) if file.is_file() else {}
     names: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token: Any = config.get(name)
@@ -127,9 +138,16 @@ def _templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
             names[name] = text
     given: Any = config.get("chat_template")
     if (folder / TEMPLATE).is_file():
-        given = (folder / TEMPLATE).read_text("utf-8")
+        given = read_text(folder / TEMPLATE)
     if isinstance(given, list):
-        return {each["name"]: each["template"] for each in cast("list[Any]", given)}, names
+        try:
+            several = {each["name"]: each["template"] for each in cast("list[Any]", given)}
+            return decode(dict[str, str], several), names
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}: chat_template is {brief(given)}; expected a text, or a list of objects "
+                "with name and template"
+            ) from error
     return {DEFAULT: given} if isinstance(given, str) else {}, names
 
 

@@ -152,12 +152,13 @@ class RunLog:
                     f"{folder / 'tensorboard'} is a link, and records are written to the run's own "
                     "folder; move it away, or give another folder"
                 )
+            (folder / "tensorboard").mkdir(exist_ok=True)
             self._file = open_to_append(folder / METRICS_FILE)
             _cut_half_line(folder / METRICS_FILE)
         except OSError as error:
             raise ConfigError(
-                f"cannot write the run's records to {folder}: {error.strerror}; give another "
-                "folder with --out"
+                f"cannot write the run's records to {error.filename or folder}: {error.strerror}; "
+                "give another folder with --out"
             ) from None
         # Imported late: it takes a second that a rank without records need not spend.
         from torch.utils.tensorboard.writer import SummaryWriter

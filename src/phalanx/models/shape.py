@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -55,6 +56,10 @@ class ModelShape:
             size = getattr(self, field.name)
             if field.type in ("int", "int | None") and size is not None and size < 1:
                 raise ConfigError(f"model shape: {field.name} is {size}; it must be at least 1")
+        for name in ("norm_eps", "rope_theta", "window_theta"):
+            number = getattr(self, name)
+            if number is not None and not 0.0 < number <= sys.float_info.max:
+                raise ConfigError(f"model shape: {name} is {number}; it must be above 0 and finite")
         for name in ("full_every", "window_theta"):
             if self.window is None and (value := getattr(self, name)) is not None:
                 raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from phalanx.errors import ScriptError
@@ -37,6 +38,12 @@ def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
         raise ScriptError(
             f"{where}: the loss is {what}; expected one number, the sum of the losses of this "
             "rank's samples"
+        )
+    if isinstance(loss_sum, DTensor):
+        raise ScriptError(
+            f"{where}: the loss has a term of parameters, which are shards of this rank under "
+            "this strategy; leave the term out, and add its gradient to each p.grad after "
+            "run.backward, for L1 as p.grad.add_(p.sign(), alpha=0.01); or use dp"
         )
     if not loss_sum.requires_grad and has_empty_batch():
         raise ScriptError(

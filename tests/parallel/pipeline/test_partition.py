@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import StrategyError
 from phalanx.models.registry import shape_of
-from phalanx.parallel.pipeline.cut import cut_of
+from phalanx.parallel.pipeline.cut import cut_chain, cut_of
 from phalanx.parallel.pipeline.partition import imbalance, partition, stage_costs
 from phalanx.strategy import Strategy
 
@@ -57,3 +57,9 @@ def test_more_stages_than_layers_name_the_strategy_and_the_layers() -> None:
     words = "pp4:interleaved/2 makes 8 stages, but the model is a chain of 4 layers: embedding, 2"
     with pytest.raises(StrategyError, match=words):
         cut_of(Strategy.parse("pp4:interleaved/2"), shape)
+
+
+def test_a_single_layer_cannot_be_cut() -> None:
+    words = "pp2 makes 2 stages, but the model is a single layer, which cannot be cut; use dp or f"
+    with pytest.raises(StrategyError, match=words):
+        cut_chain(Strategy.parse("pp2"), [1.0], "")

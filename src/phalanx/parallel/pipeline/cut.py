@@ -82,6 +82,11 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
     """
     stages, num_links = num_stages(strategy), len(costs)
     if stages > num_links:
+        if num_links == 1:
+            raise StrategyError(
+                f"pp: {strategy} makes {stages} stages, but the model is a single layer, which "
+                "cannot be cut; use dp or fsdp"
+            )
         raise StrategyError(
             f"pp: {strategy} makes {stages} stages, but the model is a chain of {num_links} "
             f"layers: {layers}; the most stages are {num_links}"
