@@ -130,7 +130,7 @@ def ids_of(checkpoint: Path) -> Ids:
 
 
 def check_ids(content: Mapping[str, Any], path: Path, names: Iterable[str] = IDS) -> None:
-    """Refuse what is no id of a token, in the content of a file.
+    """Refuse a value of a file that is no id of a token.
 
     Raises:
         CheckpointError: names the entry.

@@ -41,7 +41,8 @@ def row_parallel_linear(layout: Layout, x: Tensor, weight: Tensor) -> Tensor:
 def _autocast(x: Tensor) -> Tensor:
     """Cast a factor as `torch.autocast` does for a product on one device."""
     kind = x.device.type
-    is_cast = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_cast = is_cast and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
 
 
