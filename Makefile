@@ -6,7 +6,8 @@ ARGS ?=
 WORKERS ?= 3
 BIN := .venv/bin
 SETUP := pyproject.toml constraints.txt
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# --no-compile: Python compiles what is imported; all of PyTorch and transformers takes half a minute.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
 .PHONY: help train test doctor clean
 

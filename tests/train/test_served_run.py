@@ -64,6 +64,7 @@ def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) 
     assert len(run(tmp_path, "dp2", "other", steps=6, resume=middle)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_an_embedding_that_moves_by_rows_resumes_as_if_there_had_been_no_pause(
     tmp_path: Path,
