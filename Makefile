@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 3
 BIN := .venv/bin
 SETUP := pyproject.toml constraints.txt
-# --no-compile: Python compiles what is imported; all of PyTorch and transformers takes half a minute.
+# --no-compile: to compile all that is installed takes half a minute, and most is never imported.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
 .PHONY: help train test doctor clean
@@ -46,6 +46,9 @@ test: .venv/ready-to-test
 .venv/ready-to-test: $(SETUP) | $(BIN)/python
 	@echo "installing phalanx and its test tools into .venv (the first time takes a few minutes)"
 	$(PIP) -e '.[test]'
+	@# Hundreds of processes import these. Some files of torch are templates, which do not compile.
+	@cd $(BIN)/../lib/python3*/site-packages && ../../../bin/python -m compileall -q -j 0 torch sympy \
+	  >/dev/null 2>&1 || true
 	@touch .venv/ready $@
 
 $(BIN)/python:

@@ -16,13 +16,14 @@ def test_a_fork_waits_for_a_thread_that_computes() -> None:
 
     def compute() -> None:
         begun.set()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)  # without the GIL
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the GIL
         done.set()
 
     thread = threading.Thread(target=compute)
     thread.start()
     begun.wait()
-    assert not await_sleep(0.0)
+    while await_sleep(0.0):  # it waits for the GIL still
+        assert not done.is_set()
     while not await_sleep(60.0):
         pass
     assert done.is_set()

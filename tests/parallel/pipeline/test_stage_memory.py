@@ -31,8 +31,8 @@ SHAPE = ModelShape(
     max_seq_len=16, norm="layer", position="learned", mlp="gelu", bias=True, tied=False,
 )  # fmt: skip
 
-M_MMAP_THRESHOLD = -3
-"""Of malloc.h: what is as large has pages of its own."""
+M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4
+"""Of malloc.h: what is as large has pages of its own, and how many may be; a rank allows none."""
 
 LAYER_BYTES = 16 * 12 * SHAPE.hidden**2
 """Weights, gradients and moments of a layer, float32."""
@@ -63,6 +63,7 @@ def train_under_limit(text: str, is_too_large: bool) -> float | None:
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
     # What is freed goes back at once: the holes of a heap depend on the order of threads.
+    ctypes.CDLL(None).mallopt(M_MMAP_MAX, 1 << 16)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     # A small one first: its threads have stacks, which count too.
     train(strategy, comm, dataclasses.replace(SHAPE, hidden=48, head_dim=4, ffn=96))
