@@ -180,9 +180,7 @@ class Comm(ABC):
         """
         if self.size(axis) == 1:
             return full
-        shards = self._pieces(full, axis, dim)
-        if not (is_spent or shards.is_contiguous()):
-            shards, is_spent = self.empty(shards.shape, full, axis).copy_(shards), True
+        shards, is_spent = self._cut(full, axis, dim, is_spent=is_spent)
         out = full.new_empty(shards.shape[1:])
         return self._run("reduce_scatter", axis, out, shards, is_spent=is_spent).wait()
 
@@ -190,11 +188,9 @@ class Comm(ABC):
         """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
         if self.size(axis) == 1:
             return tensor
-        pieces, is_copy = self._pieces(tensor, axis, split_dim), False
-        if not pieces.is_contiguous():
-            pieces, is_copy = self.empty(pieces.shape, tensor, axis).copy_(pieces), True
+        pieces, is_spent = self._cut(tensor, axis, split_dim)
         received = tensor.new_empty(pieces.shape)
-        self._run("all_to_all", axis, received, pieces, is_spent=is_copy).wait()
+        self._run("all_to_all", axis, received, pieces, is_spent=is_spent).wait()
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     def exchange_start(self, out: Tensor, pieces: Tensor, axis: str) -> Pending:
@@ -255,9 +251,17 @@ class Comm(ABC):
         """Return the axes of `name` that have more than one rank."""
         return [axis for axis in self.axes_of(name) if self.axes[axis] > 1]
 
-    def _pieces(self, full: Tensor, axis: str, dim: int) -> Tensor:
-        """Return the pieces of `full` along `dim`, one a rank, as they lie."""
-        return full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
+    def _cut(
+        self, full: Tensor, axis: str, dim: int, *, is_spent: bool = False
+    ) -> tuple[Tensor, bool]:
+        """Return the pieces of `full` along `dim`, one a rank; and whether they are spent.
+
+        They are contiguous, if need be by a copy; of a tensor that is spent they stay as they lie.
+        """
+        pieces = full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
+        if is_spent or pieces.is_contiguous():
+            return pieces, is_spent
+        return self.empty(pieces.shape, full, axis).copy_(pieces), True
 
     def empty(self, size: Sequence[int], like: Tensor, axis: str = "") -> Tensor:
         """Return an empty tensor, of the kind of `like`, that collectives use without a copy.
