@@ -1,10 +1,12 @@
-"""Validation loss over steps, at equal samples, by each consistency: python loss.py KIND STEPS OUT
+"""Validation loss over steps, at equal samples, by each consistency.
+
+python loss.py KIND STEPS OUT [ROWS LR OUTER_LR OUTER_MOMENTUM]
 
 KIND is dp4 (one process on the rows of all four, which ps computes too), ssp/4, quorum/3, async or
 local/50. Four workers, threads of this process, train a small model of bytes on the documents of
-this repository, each on 256 rows a step; each sleeps for 0 to 4 ms a step, at random, so that they
-come apart. The first writes the losses to OUT/KIND.json. OUT and PICTURE.svg alone draw all of
-them: python loss.py OUT PICTURE.svg
+this repository, each on ROWS (256) rows a step; each sleeps for 0 to 4 ms a step, at random, so
+that they come apart. The first writes the losses to OUT/KIND.json. OUT and PICTURE.svg alone draw
+all of them: python loss.py OUT PICTURE.svg
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ from phalanx.train.optimizer import build_optimizer
 from phalanx.train.served_run import STEPS
 from phalanx.train.step import Step
 
-NUM_WORKERS, ROWS, CONTEXT, EVERY = 4, 256, 8, 50
-CONFIG = OptimizerConfig(lr=8e-3)
-SERVER = ServerConfig(outer_lr=1.0, outer_momentum=0.8)
+NUM_WORKERS, CONTEXT, EVERY = 4, 8, 50
+USUAL = (256.0, 8e-3, 1.0, 0.8)
+GIVEN = [float(word) for word in sys.argv[4:]]
+NUM_ROWS, LR, OUTER_LR, OUTER_MOMENTUM = (*GIVEN, *USUAL[len(GIVEN) :])
+ROWS, CONFIG = int(NUM_ROWS), OptimizerConfig(lr=LR)
+SERVER = ServerConfig(outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM)
 ORDER = ("dp4", "ssp/4", "quorum/3", "async", "local/50")
 
 
