@@ -11,7 +11,6 @@ one tensor under one name. A tie has the first of its names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,9 @@ from phalanx.parallel.reduce import is_fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What an Adam keeps of each parameter beside the count of steps."""
+
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "row_var", "col_var")
+"""What optimizers of torch name their means of squared gradients."""
 
 
 class Held(NamedTuple):
@@ -181,7 +183,7 @@ def load(
     else:
         generators = {}
     _read(folder, tensors, held, doing)
-    all_or_none(lambda: _check_counts(moments), doing)
+    all_or_none(lambda: _check_values(moments), doing)
     all_or_none(lambda: set_generators(generators), doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
@@ -379,13 +381,20 @@ def _check_whole(
                 )
 
 
-def _check_counts(moments: Mapping[str, torch.Tensor]) -> None:
-    """Refuse counts of steps by which an optimizer would divide by zero, or make no numbers."""
+def _check_values(moments: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what no optimizer has: it would divide by zero, or take the root of less than 0."""
     for stored_name, value in moments.items():
         name, key = _parameter_and_key(stored_name)
-        if key == "step" and not 0 <= (count := float(value)) < math.inf:
+        if key == "step":
+            count = float(value)
+            if not (0 <= count < 2**53 and count.is_integer()):
+                raise CheckpointError(
+                    f"its optimizer has taken {count:g} steps of {name}; expected a whole number "
+                    "of at least 0"
+                )
+        elif key in SQUARES and (local_shard(value) < 0).any():
             raise CheckpointError(
-                f"its optimizer has taken {count:g} steps of {name}; expected at least 0"
+                f"the {key} of {name} has elements below 0; expected means of squares"
             )
 
 
