@@ -375,7 +375,9 @@ def drift_without_time_to_compare() -> None:
 
 
 def test_drift_that_there_was_no_time_to_compare_is_named_at_a_save() -> None:
-    with pytest.raises(PhalanxError, match="save: lr of group 0 of SGD is 0.1 on rank 0 and 0.2"):
+    with pytest.raises(
+        PhalanxError, match=r"save: lr of group 0 of SGD is 0\.1 on rank 0 and 0\.2"
+    ):
         run_ranks(drift_without_time_to_compare, 2, threads=1)
 
 
