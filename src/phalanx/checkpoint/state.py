@@ -11,7 +11,7 @@ one tensor under one name. A tie has the first of its names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint import index, manifest
-from phalanx.checkpoint.dry_step import dry_state
 from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.moments import AnyOptimizer, check_values, check_whole, parameter_and_key
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
 from phalanx.comm.comm import local_shard
@@ -38,28 +38,12 @@ from phalanx.parallel.reduce import is_fused
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What an Adam keeps of each parameter beside the count of steps."""
 
-SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "row_var", "col_var")
-"""What optimizers of torch name their means of squared gradients."""
-
 
 class Held(NamedTuple):
     """What this rank holds of a tensor of the checkpoint, and how that lies over the ranks."""
 
     sharding: Sharding
     local: torch.Tensor
-
-
-class Together:
-    """Several optimizers as one, as far as a checkpoint looks at one."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        """Take their groups and states, as they are now."""
-        self.parts = parts
-        self.param_groups = [group for each in parts for group in each.param_groups]
-        self.state = {p: held for each in parts for p, held in each.state.items()}
-
-
-AnyOptimizer = torch.optim.Optimizer | Together
 
 
 def held_by(
@@ -168,7 +152,7 @@ def load(
         about.check_optimizer()
         _check_weights(tensors, weights, elsewhere)
         moments = _empty_moments(tensors, trained, optimizer, elsewhere)
-        _check_whole(moments, trained, optimizer)
+        check_whole(moments, trained, optimizer)
         return moments
 
     moments = all_or_none(make_room, doing)
@@ -183,12 +167,12 @@ def load(
     else:
         generators = {}
     _read(folder, tensors, held, doing)
-    all_or_none(lambda: _check_values(moments), doing)
+    all_or_none(lambda: check_values(moments), doing)
     all_or_none(lambda: set_generators(generators), doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
     for stored_name, value in moments.items():
-        name, key = _parameter_and_key(stored_name)
+        name, key = parameter_and_key(stored_name)
         optimizer.state[trained[name]][key] = value
     return beside
 
@@ -337,7 +321,7 @@ def _empty_moments(
     for stored_name in sorted(tensors):
         if not stored_name.startswith("optimizer."):
             continue
-        name, key = _parameter_and_key(stored_name)
+        name, key = parameter_and_key(stored_name)
         if name in elsewhere:
             continue
         if name not in trained:
@@ -353,52 +337,3 @@ def _empty_moments(
             moments[stored_name] = torch.zeros_like(parameter, requires_grad=False)
         _check_tensor(tensors, stored_name, f"{key} of {name}", moments[stored_name])
     return moments
-
-
-def _check_whole(
-    moments: Mapping[str, torch.Tensor],
-    trained: Mapping[str, torch.Tensor],
-    optimizer: AnyOptimizer,
-) -> None:
-    """Refuse a part of what the optimizer keeps of a parameter, or more than it keeps."""
-    found: dict[str, set[str]] = {}
-    for stored_name in moments:
-        name, key = _parameter_and_key(stored_name)
-        found.setdefault(name, set()).add(key)
-    names = {parameter: name for name, parameter in trained.items()}
-    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
-    for part, group in [(each, group) for each in parts for group in each.param_groups]:
-        if (kept := dry_state(part, group)) is None:
-            continue
-        keys = {key for key, value in kept.items() if value is not None}
-        for name in (names[parameter] for parameter in group["params"]):
-            if (has := found.get(name)) is not None and has != keys:
-                wrong = next(iter(sorted(has ^ keys)))
-                lacks = "has a" if wrong in has else "lacks the"
-                raise CheckpointError(
-                    f"it is of another optimizer: its state of {name} {lacks} {brief(wrong)}, and "
-                    f"this run's {type(part).__name__} keeps {', '.join(sorted(keys))}"
-                )
-
-
-def _check_values(moments: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what no optimizer has: it would divide by zero, or take the root of less than 0."""
-    for stored_name, value in moments.items():
-        name, key = _parameter_and_key(stored_name)
-        if key == "step":
-            count = float(value)
-            if not (0 <= count < 2**53 and count.is_integer()):
-                raise CheckpointError(
-                    f"its optimizer has taken {count:g} steps of {name}; expected a whole number "
-                    "of at least 0"
-                )
-        elif key in SQUARES and (local_shard(value) < 0).any():
-            raise CheckpointError(
-                f"the {key} of {name} has elements below 0; expected means of squares"
-            )
-
-
-def _parameter_and_key(stored_name: str) -> tuple[str, str]:
-    """Return what `optimizer.<name>.<key>` names."""
-    name, _, key = stored_name.removeprefix("optimizer.").rpartition(".")
-    return name, key
