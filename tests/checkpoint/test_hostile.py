@@ -290,13 +290,23 @@ def load_bad_generator(folder: Path) -> bool:
     return torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0, 4.5, 1e30])
 def test_a_count_of_steps_that_no_optimizer_has_is_refused(copy: Path, count: float) -> None:
     name = "optimizer.middle.weight.step"
     for path in copy.glob("rank-*"):
         if name.encode() in path.read_bytes():
             write_data(path, name, struct.pack("<f", count))
     with_checksums(copy)
-    words = f"its optimizer has taken {count:g} steps of middle.weight; expected at least 0"
+    words = f"its optimizer has taken {count:g} steps of middle.weight; expected a whole number"
     for messages in run_ranks(runs.words_of_load, 2, copy, threads=1):
         assert any(words in message for message in messages)
+
+
+def test_a_mean_of_squares_below_0_is_refused(copy: Path) -> None:
+    name = "optimizer.middle.weight.exp_avg_sq"
+    for path in copy.glob("rank-*"):
+        if name.encode() in path.read_bytes():
+            write_data(path, name, struct.pack("<f", -1.0))
+    with_checksums(copy)
+    for messages in run_ranks(runs.words_of_load, 2, copy, threads=1):
+        assert any("exp_avg_sq of middle.weight has elements below 0" in m for m in messages)

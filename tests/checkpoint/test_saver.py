@@ -503,3 +503,10 @@ def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         "the optimizer updates a parameter that the model does not hold",
         "the optimizer's count of middle.weight is 3; only tensors can be saved",
     ]
+
+
+def test_a_folder_whose_digits_are_of_another_script_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("step-٣", "step-00000002"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / manifest.NAME).touch()
+    assert list(manifest.whole(tmp_path)) == [2]

@@ -13,7 +13,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.fields import (
     settings,
 )
-from phalanx.config.file import read_values, to_toml
+from phalanx.config.file import closest, read_values, to_toml
 from phalanx.config.load import load_config
 from phalanx.errors import ConfigError
 
@@ -82,3 +82,9 @@ def test_a_file_that_is_written_is_read_back(
 def test_what_toml_cannot_hold_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"data is .*udcff.*not UTF-8"):
         to_toml({"data": "\udcff"})
+
+
+def test_a_close_name_is_meant_before_one_of_its_initials() -> None:
+    assert closest("optimizer.learning_rat", ["optimizer.learning_rate", "optimizer.lr"]) == (
+        "optimizer.learning_rate"
+    )

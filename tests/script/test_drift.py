@@ -357,6 +357,30 @@ def test_clean_runs_raise_no_alarm(num_ranks: int, strategies: list[str]) -> Non
     assert found == [64 * len(strategies)] * num_ranks
 
 
+def test_a_comparison_takes_half_of_the_share_of_a_run() -> None:
+    budget = replicas.Budget()
+    assert budget.allows(0)
+    budget.spend(1.0)  # the next will take as long
+    assert not budget.allows(2 / (replicas.SHARE / 2) - 1)
+    assert budget.allows(2 / (replicas.SHARE / 2) + 1)
+
+
+def drift_without_time_to_compare() -> None:
+    """Set another rate on a rank when nothing is compared in backwards any more, and save."""
+    with patch.object(replicas, "SHARE", 0.0), patch.object(replicas, "ALWAYS", 2):
+        loop = Loop("dp2", sgd)
+        loop.train(setting("lr", 0.2, at=3))
+        with tempfile.TemporaryDirectory() as folder:
+            loop.run.save(folder)
+
+
+def test_drift_that_there_was_no_time_to_compare_is_named_at_a_save() -> None:
+    with pytest.raises(
+        PhalanxError, match=r"save: lr of group 0 of SGD is 0\.1 on rank 0 and 0\.2"
+    ):
+        run_ranks(drift_without_time_to_compare, 2, threads=1)
+
+
 def drift_in_a_run(odd: int) -> None:
     """Train twice; the replicas of one run drift apart in its last step."""
     loops_of_script: list[Loop] = []

@@ -39,7 +39,7 @@ NAME = "manifest.json"
 FORMAT = 3
 """What a reader must know; another number is refused."""
 
-STEP_FOLDER = re.compile(r"step-(\d+)")
+STEP_FOLDER = re.compile(r"step-([0-9]+)")
 """Name of a checkpoint's folder; one that is still being written, or being removed, has another."""
 
 REMOVED = ".removed"

@@ -32,9 +32,10 @@ from phalanx.checkpoint.files import make_partial, partial_of, publish, remove_o
 from phalanx.checkpoint.host_copy import HostCopy, in_pieces
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.moments import AnyOptimizer
 from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
-from phalanx.checkpoint.state import AnyOptimizer, Held, held_by, held_once_trained, is_of_job
+from phalanx.checkpoint.state import Held, held_by, held_once_trained, is_of_job
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.join import job_timeout
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of

@@ -11,8 +11,7 @@ one tensor under one name. A tie has the first of its names.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +22,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint import index, manifest
-from phalanx.checkpoint.dry_step import dry_state
 from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.moments import AnyOptimizer, check_values, check_whole, parameter_and_key
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
 from phalanx.comm.comm import local_shard
@@ -45,19 +44,6 @@ class Held(NamedTuple):
 
     sharding: Sharding
     local: torch.Tensor
-
-
-class Together:
-    """Several optimizers as one, as far as a checkpoint looks at one."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        """Take their groups and states, as they are now."""
-        self.parts = parts
-        self.param_groups = [group for each in parts for group in each.param_groups]
-        self.state = {p: held for each in parts for p, held in each.state.items()}
-
-
-AnyOptimizer = torch.optim.Optimizer | Together
 
 
 def held_by(
@@ -166,7 +152,7 @@ def load(
         about.check_optimizer()
         _check_weights(tensors, weights, elsewhere)
         moments = _empty_moments(tensors, trained, optimizer, elsewhere)
-        _check_whole(moments, trained, optimizer)
+        check_whole(moments, trained, optimizer)
         return moments
 
     moments = all_or_none(make_room, doing)
@@ -181,12 +167,12 @@ def load(
     else:
         generators = {}
     _read(folder, tensors, held, doing)
-    all_or_none(lambda: _check_counts(moments), doing)
+    all_or_none(lambda: check_values(moments), doing)
     all_or_none(lambda: set_generators(generators), doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
     for stored_name, value in moments.items():
-        name, key = _parameter_and_key(stored_name)
+        name, key = parameter_and_key(stored_name)
         optimizer.state[trained[name]][key] = value
     return beside
 
@@ -335,7 +321,7 @@ def _empty_moments(
     for stored_name in sorted(tensors):
         if not stored_name.startswith("optimizer."):
             continue
-        name, key = _parameter_and_key(stored_name)
+        name, key = parameter_and_key(stored_name)
         if name in elsewhere:
             continue
         if name not in trained:
@@ -351,45 +337,3 @@ def _empty_moments(
             moments[stored_name] = torch.zeros_like(parameter, requires_grad=False)
         _check_tensor(tensors, stored_name, f"{key} of {name}", moments[stored_name])
     return moments
-
-
-def _check_whole(
-    moments: Mapping[str, torch.Tensor],
-    trained: Mapping[str, torch.Tensor],
-    optimizer: AnyOptimizer,
-) -> None:
-    """Refuse a part of what the optimizer keeps of a parameter, or more than it keeps."""
-    found: dict[str, set[str]] = {}
-    for stored_name in moments:
-        name, key = _parameter_and_key(stored_name)
-        found.setdefault(name, set()).add(key)
-    names = {parameter: name for name, parameter in trained.items()}
-    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
-    for part, group in [(each, group) for each in parts for group in each.param_groups]:
-        if (kept := dry_state(part, group)) is None:
-            continue
-        keys = {key for key, value in kept.items() if value is not None}
-        for name in (names[parameter] for parameter in group["params"]):
-            if (has := found.get(name)) is not None and has != keys:
-                wrong = next(iter(sorted(has ^ keys)))
-                lacks = "has a" if wrong in has else "lacks the"
-                raise CheckpointError(
-                    f"it is of another optimizer: its state of {name} {lacks} {brief(wrong)}, and "
-                    f"this run's {type(part).__name__} keeps {', '.join(sorted(keys))}"
-                )
-
-
-def _check_counts(moments: Mapping[str, torch.Tensor]) -> None:
-    """Refuse counts of steps by which an optimizer would divide by zero, or make no numbers."""
-    for stored_name, value in moments.items():
-        name, key = _parameter_and_key(stored_name)
-        if key == "step" and not 0 <= (count := float(value)) < math.inf:
-            raise CheckpointError(
-                f"its optimizer has taken {count:g} steps of {name}; expected at least 0"
-            )
-
-
-def _parameter_and_key(stored_name: str) -> tuple[str, str]:
-    """Return what `optimizer.<name>.<key>` names."""
-    name, _, key = stored_name.removeprefix("optimizer.").rpartition(".")
-    return name, key

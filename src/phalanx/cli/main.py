@@ -54,8 +54,8 @@ NOT_BUILT: Final[Mapping[str, str]] = {
 FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
     errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder",
-    errno.EACCES: "permission denied; choose a folder that you may write to",
-    errno.EPERM: "permission denied; choose a folder that you may write to",
+    errno.EACCES: "permission denied; choose another path, or change its permissions",
+    errno.EPERM: "permission denied; choose another path, or change its permissions",
     errno.EROFS: "the file system is read-only; choose a folder that you may write to",
     errno.EEXIST: "there is a file of this name; choose another folder",
     errno.ENOTDIR: "a part of this path is a file, not a folder; choose another path",

@@ -373,7 +373,8 @@ class SharedMemory(CommEngine):
             raise CollectiveMismatch(
                 f"{named(ranks[:1])} calls {words_of(call.what, call.num_bytes)}, but "
                 f"{named(ranks[1:])} {words_of(post.what, post.num_bytes)}; each rank must make "
-                "the same calls: --debug-comm, or phalanx.init(debug_comm=True), names places",
+                "the same calls, and under fsdp run the same modules, an expert without rows too: "
+                "--debug-comm, or phalanx.init(debug_comm=True), names places",
                 min(ranks),
             )
         memory = self._channels.members[peer].memory

@@ -142,14 +142,17 @@ def _section_words(section: str) -> str:
 def closest(key: str, keys: Iterable[str]) -> str | None:
     """Return the key that was probably meant.
 
-    It has the same name, or its name is the initials (`lr` of `learning_rate`), or is close, in
-    the same section first.
+    It has the same name, or one of few other letters, or its name is the initials (`lr` of
+    `learning_rate`), or is somewhat close, in the same section first.
     """
     section, _, name = key.rpartition(".")
     names = {other: other.rpartition(".")[2] for other in keys}
     beside = {other: n for other, n in names.items() if other.rpartition(".")[0] == section}
     initials = "".join(word[:1] for word in name.split("_"))
-    searches = ((name, names, 1.0), (initials, names, 1.0), (name, beside, 0.5), (name, names, 0.5))
+    searches = (
+        *((name, names, 1.0), (name, beside, 0.8), (name, names, 0.8)),
+        *((initials, names, 1.0), (name, beside, 0.5), (name, names, 0.5)),
+    )
     for wanted, pool, cutoff in searches:
         close = difflib.get_close_matches(wanted, pool.values(), n=1, cutoff=cutoff)
         if close:

@@ -17,10 +17,10 @@ from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.encoding import encoded
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.moments import Together
 from phalanx.checkpoint.position import ScriptPosition
 from phalanx.checkpoint.registered import Parts, Registered
 from phalanx.checkpoint.saver import Saver
-from phalanx.checkpoint.state import Together
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
 from phalanx.script.order import JobGenerator

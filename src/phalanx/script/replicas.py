@@ -1,7 +1,8 @@
 """Whether the ranks of a script still train one model: what must be alike is compared, and named.
 
-    each backward       counts and settings, as words of the all-reduce that it makes anyway
-    now and then        the bits of the weights, as often as takes at most `SHARE` of the time
+    each of the first backwards     counts and settings, as words of the all-reduce that it makes
+    later backwards     the same, and the bits of the weights, each as often as takes at most half
+                        of `SHARE` of the time
     save, state_dict, an evaluation, the end of the script      all of it
 
 Ranks that hold the same shard of a parameter hold replicas of it. They apply the same gradient, so
@@ -43,11 +44,33 @@ from phalanx.script.drift import (
 )
 from phalanx.train.clip import sharded_axes
 
-SHARE: Final = 0.005
-"""Of the time of a run: what comparing the bits of weights may take."""
+SHARE: Final = 0.004
+"""Of the time of a run: what comparing replicas may take."""
+
+ALWAYS: Final = 20
+"""The first backwards, in which most mistakes show: counts and settings are compared in each."""
 
 _SEEN: Final = 2 * 3
 """Words of what a rank has seen of a stream, and their squares."""
+
+_NUM_FLAGS: Final = 3
+"""Whether weights are apart, and whether the next words and the next weights are affordable."""
+
+
+class Budget:
+    """The seconds of one comparison, which may take half of `SHARE` of the time of a run."""
+
+    def __init__(self) -> None:
+        self._spent_s = self._last_s = 0.0
+
+    def allows(self, run_s: float) -> bool:
+        """Return whether one more fits into the time of a run so far."""
+        return self._spent_s + self._last_s <= SHARE / 2 * run_s
+
+    def spend(self, seconds: float) -> None:
+        """Note how long one has taken."""
+        self._last_s = seconds
+        self._spent_s += seconds
 
 
 class OnHost:
@@ -100,7 +123,9 @@ class Replicas:
         self._found: OnHost | None = None
         self._apart = torch.zeros((), dtype=torch.float64, device=comm.device)
         self._began_s: float | None = None
-        self._spent_s = self._last_s = 0.0
+        self._num_backwards = self._num_numbers = 0
+        self._has_words = True
+        self._of_words, self._of_weights = Budget(), Budget()
         self.is_checked = self._is_rounding = self._is_refused = False
         self.gradient_writes = 0
         self._first_version = self._version = self._versions()
@@ -110,20 +135,24 @@ class Replicas:
         """Refuse what the last step found to differ; compare the weights where it is time.
 
         Returns:
-            Whether all ranks have `seen` the same.
+            Whether all ranks have `seen` the same; true where the last step has not compared it.
         """
         self.is_checked = False
         if self._found is None:
             return True
         found = self._found.tolist()  # of the step before
-        words, seen, (apart, due) = found[: -2 - _SEEN], found[-2 - _SEEN : -2], found[-2:]
+        numbers, (apart, num_words, num_weights) = found[:-_NUM_FLAGS], found[-_NUM_FLAGS:]
+        words, seen = numbers[:-_SEEN], numbers[-_SEEN:]
         if apart or not are_alike(words, self._size):
+            if not self._has_words:
+                self._take_settings(self._counts)
             self._name(call)
-        if due == self._size:
+        self._has_words = num_words == self._size
+        if num_weights == self._size:
             began_s = self._now()
             self._apart = self._spread_of(self._weights).double()
-            self._last_s = self._now() - began_s
-            self._spent_s += self._last_s
+            self._addresses = self._addresses_now()
+            self._of_weights.spend(self._now() - began_s)
         else:
             self._apart = torch.zeros_like(self._apart)
         return are_alike(seen, self._size)
@@ -132,17 +161,31 @@ class Replicas:
         """Return what an all-reduce of a backward is to add up over the job; float64, on device."""
         if self._size == 1:
             return self._apart.new_zeros(0)
-        self._began_s = self._began_s or time.perf_counter()
-        self._take_settings(counts)
-        words = [
-            *words_of(repr(self._settings)),
-            *(n % 2**WORD_BITS for n in self._counts.values()),
+        now_s = time.perf_counter()
+        self._began_s = self._began_s or now_s
+        self._num_backwards += 1
+        run_s = now_s - self._began_s
+        flags = [
+            0.0,
+            self._num_backwards < ALWAYS or self._of_words.allows(run_s),
+            self._of_weights.allows(run_s),
         ]
-        allowed_s = SHARE * (time.perf_counter() - self._began_s)
-        is_due = self._spent_s + self._last_s <= allowed_s
-        numbers = [*with_squares(words), *with_squares(words_of(seen)), 0.0, is_due]
-        sent = to_device(torch.tensor(numbers, dtype=torch.float64), self._comm.device)
-        sent[-2] = self._apart
+        if self._has_words:
+            self._take_settings(counts)
+            words = [
+                *words_of(repr(self._settings)),
+                *(n % 2**WORD_BITS for n in self._counts.values()),
+            ]
+            numbers = [*with_squares(words), *with_squares(words_of(seen))]
+            self._num_numbers = len(numbers)
+        else:
+            self._counts = {**self._counts, **counts}
+            numbers = [0.0] * self._num_numbers
+        sent = torch.tensor([*numbers, *flags], dtype=torch.float64)
+        sent = to_device(sent, self._comm.device)
+        sent[-_NUM_FLAGS] = self._apart
+        if self._has_words:
+            self._of_words.spend(time.perf_counter() - now_s)
         return sent
 
     def take(self, found: Tensor) -> None:
@@ -189,7 +232,7 @@ class Replicas:
     def note_step(self) -> None:
         """Note that an optimizer has written weights."""
         if self._size > 1:
-            self._version, self._addresses = self._versions(), self._addresses_now()
+            self._version = self._versions()
 
     # Parts of the above.
 
@@ -204,7 +247,8 @@ class Replicas:
 
     def _is_written(self) -> bool:
         """Return whether weights have been written since the last step, for export perhaps."""
-        # `model.half()` gives a parameter another tensor, which counts as no write.
+        # `model.half()` gives a parameter another tensor, which counts as no write; training gives
+        # it none, but FSDP2 may in its first forward, before weights are compared.
         return (self._versions(), self._addresses_now()) != (self._version, self._addresses)
 
     @torch.no_grad()

@@ -778,12 +778,12 @@ def run_one(text: str, model: nn.Module, inputs: str) -> None:
             "pp2,cut:2+1",
             "'2' takes a second tensor that needs a gradient",
         ),
-        (
+        by_hand(
             Backwards(nn.Linear(12, 12), nn.Linear(12, 12)),
             "pp2",
             "its chain is not in the order in which its modules run",
         ),
-        (
+        by_hand(
             Unused(nn.Linear(12, 12), nn.Linear(12, 12)),
             "pp2",
             "did not come to the stage after 0",
@@ -794,7 +794,11 @@ def run_one(text: str, model: nn.Module, inputs: str) -> None:
             "what stage 0 of Past makes is used after the module that it is sent to",
         ),
         (RecomputedTogether(), "pp2,cut:2+3", "recomputes layers of several stages together, of"),
-        (RecomputedTogether(), "pp2:interleaved/2", "recomputes layers of several stages together"),
+        by_hand(
+            RecomputedTogether(),
+            "pp2:interleaved/2",
+            "recomputes layers of several stages together",
+        ),
         (
             Counting(),
             "pp2",
