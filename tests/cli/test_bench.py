@@ -80,6 +80,7 @@ def test_the_lectures_recipe_stands_beside_the_plain_one(
         ("mfu --device nothing", "must be cpu"),
         ("mfu --width 0", "at least 1"),
         ("ceiling --out /dev/null/x", "--out"),
+        ("comm --ranks 1000000 --device cpu", "1000000 processes take at least .* take fewer"),
         ("mfu --layers 1000000000000", "layers is 1000000000000; .* the nearest is 10000"),
         ("cut --seq-len 1000000000000", "seq_len is 1000000000000; .* the nearest is 1048576"),
         ("cut --microbatch 1000000000000", "microbatch is 1000000000000; .*nearest is 1048576"),
