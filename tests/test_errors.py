@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from phalanx.errors import time_text
+from phalanx.errors import ConfigError, message_of, printable, shortened, time_text
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -36,3 +36,22 @@ def test_no_time_has_an_exponent(seconds: float) -> None:
     number, unit = time_text(seconds).split()
     assert "e" not in number
     assert float(number.replace(",", "")) * SECONDS[unit] == pytest.approx(seconds, rel=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[31mb", "a\\x1b[31mb"),
+        ("a\u202etxt.exe", "a\\u202etxt.exe"),
+        ("a\u2028b", "a\\u2028b"),
+        ("a\tb\nc \u6a21\u00e9", "a\tb\nc \u6a21\u00e9"),
+    ],
+)
+def test_nothing_steers_the_terminal_or_turns_the_order_of_the_words(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert message_of(ConfigError(text)) == shown
+
+
+def test_a_long_text_keeps_both_ends() -> None:
+    assert shortened("x" * 10, 10, " ") == "x" * 10
+    assert shortened("ab" + "x" * 20 + "yz", 4, " ") == "ab ... 20 characters left out ... yz"

@@ -39,7 +39,8 @@ LONGEST = 20_000
 """Characters of an error's text that are shown, its traceback included."""
 
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What moves the cursor of a terminal, begins another line, or turns the order of the words."""
 
 LIMITS: Final[Mapping[int, str]] = {
     errno.EMFILE: "a process may not open as many files as this needs; raise ulimit -n",
@@ -161,8 +162,12 @@ class Interrupted(KeyboardInterrupt):
 def message_of(error: BaseException) -> str:
     """Return the message of `error` and the notes on it, such as a save that failed as well."""
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    # A file's name may have what would steer the terminal.
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Return a text, such as a file's name, without what would steer the terminal."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def limit_met(error: BaseException) -> str:
@@ -186,13 +191,16 @@ def within_limits(what: str) -> Generator[None]:
         raise ConfigError(f"{what}: {advice}") from error
 
 
-def shortened(text: str) -> str:
-    """Return a text without the middle of one that nobody would read to its end."""
-    left_out = len(text) - LONGEST
+def shortened(text: str, longest: int = LONGEST, around: str = "\n") -> str:
+    """Return a text without the middle of one that nobody would read to its end.
+
+    `around` stands before and after the words on the part that is left out.
+    """
+    left_out = len(text) - longest
     if left_out <= 0:
         return text
-    half = LONGEST // 2
-    return f"{text[:half]}\n... {left_out:,} characters left out ...\n{text[-half:]}"
+    half = longest // 2
+    return f"{text[:half]}{around}... {left_out:,} characters left out ...{around}{text[-half:]}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -80,6 +80,16 @@ def test_the_lectures_recipe_stands_beside_the_plain_one(
         ("mfu --device nothing", "must be cpu"),
         ("mfu --width 0", "at least 1"),
         ("ceiling --out /dev/null/x", "--out"),
+        ("comm --ranks 1000000 --device cpu", "1000000 processes take at least .* take fewer"),
+        ("mfu --layers 1000000000000", "layers is 1000000000000; .* the nearest is 10000"),
+        ("cut --seq-len 1000000000000", "seq_len is 1000000000000; .* the nearest is 1048576"),
+        ("cut --microbatch 1000000000000", "microbatch is 1000000000000; .*nearest is 1048576"),
+        ("cut --shape.hidden 1000000000000", "demo .* parameters.* does not fit: under dp1, a ra"),
+        (
+            "scaling --shape.vocab-size 1000000000000",
+            "demo .* parameters.* does not fit: under dp1",
+        ),
+        ("scaling --global-size 1000000000000", "global_size is 1000000000000; .* is 1048576"),
     ],
 )
 def test_bad_settings_are_one_message(arguments: str, words: str) -> None:
@@ -106,6 +116,17 @@ def test_bad_arguments_are_one_message(arguments: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         bench.run(arguments.split())
     assert caught.value.exit_code == 2
+
+
+def test_a_request_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(ConfigError, match="must be cpu"):
+        bench.run(["ceiling", "--device", "tpu", "--out", str(folder)])
+    assert not folder.parent.exists()
+    folder.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="must be cpu"):
+        bench.run(["ceiling", "--device", "tpu", "--out", str(folder)])
+    assert folder.exists()
 
 
 def test_a_verb_that_moved_is_a_command() -> None:

@@ -55,6 +55,18 @@ CASES = {
         "bench mfu --threads 99999999", "threads is 99999999", "the nearest is 4096"
     ),
     # The configuration file.
+    "number of 400 digits": Broken(
+        "train --config a.toml", "clip_p is 1000", "a number of at most",
+        {"a.toml": f"[optimizer]\nclip_p = 1{'0' * 400}"},
+    ),
+    "text without end": Broken(
+        "train --config a.toml", "precision is 'pp", "expected one of auto, float64",
+        {"a.toml": f'precision = "{"p" * 50_000}"'},
+    ),
+    "name of two lines": Broken(
+        "train --config a.toml", "no preset 'a\\nb'", "known are demo",
+        {"a.toml": 'model = "a\\nb"'},
+    ),
     "missing file": Broken(
         "train --config rum.toml", "rum.toml: there is no such file", "'run.toml'", {"run.toml": ""}
     ),
@@ -235,8 +247,16 @@ CASES = {
     "shards of no size": Broken(
         "convert folder out --max-shard-gb 0", "max_shard_gb is 0", "more than 0"
     ),
+    "shards of any size": Broken(
+        "convert folder out --max-shard-gb 1e300", "max_shard_gb is 1e+300", "is 1000000"
+    ),
     "data type to convert to": Broken(
         "convert folder out --dtype bf16", "--dtype is 'bf16'", "did you mean 'bfloat16'?"
+    ),
+    "secret that is none": Broken(
+        f"train {SMALL} --strategy dp2:ps --server.coordinator tcp://127.0.0.1:1 "
+        "--server.worker 0 --server.secret text.txt",
+        "secret is text.txt, which cannot be read", "phalanx server secret --secret text.txt",
     ),
     "out is a file": Broken(
         f"train {SMALL} --out text.txt", "cannot write to text.txt", "another --out"
@@ -297,12 +317,15 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_a_broken_request(case: Broken, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(folder, case.files)
+    before = {*folder.iterdir()}
     assert main([*case.line.split(), "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("phalanx: ")
     assert case.thing in captured.err
     assert case.fix in captured.err
     assert "Traceback" not in captured.err
+    assert len(captured.err) < 1000
+    assert {*folder.iterdir()} - {folder / "cache"} == before, "it leaves nothing behind"
     document = json.loads(captured.out.splitlines()[-1])
     assert captured.err == f"phalanx: {document['error']}\n"
 

@@ -97,6 +97,17 @@ def test_an_error_is_one_message_and_an_exit_code(
     assert document["error"] in captured.err
 
 
+def test_a_value_that_nobody_reads_to_its_end_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb_that_raises(monkeypatch, ConfigError(f"model is '{'m' * 100_000}'; expected another"))
+    assert main(["doctor", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("phalanx: model is 'mmm") and len(captured.err) < 1000
+    assert captured.err.endswith("mmm'; expected another\n")
+    assert "characters left out" in json.loads(captured.out.splitlines()[-1])["error"]
+
+
 def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errno.EBADF not in FILE_ERRORS
     verb_that_raises(monkeypatch, OSError(errno.EBADF, "a bug"))

@@ -126,9 +126,17 @@ def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[s
         (f"{ON_TWO} --svg x.svg", "--svg belongs to --scale"),
         (f"{ON_TWO} --scale 2 --compare a100", "--compare and --scale are different questions"),
         (f"{ON_TWO} --scale 2,1", "expected rising numbers of devices"),
+        (f"{ON_TWO} --scale {'9' * 5000}", "expected rising numbers of devices"),
+        (f"{ON_TWO} --scale 1,1{'0' * 400},...,1{'0' * 500}", "expected rising numbers of"),
+        (f"{ON_TWO} --scale 10000000,10000001,...,999999999", "of more than 100 numbers of dev"),
         (f"{ON_TWO} --scale 1,4", "1 to 2 devices, not 4"),
         (f"{ON_TWO} --compare a100,h10", "'h10' is no cluster"),
         (f"{ON_TWO} --strategy dp2 --trace x.json", "--trace has no pipeline to show"),
+        (
+            "--model llama3-8b --cluster h100:2 --sequence 64 --global-batch 2 --strategy dp2 "
+            "--trace x.json",
+            "--trace has no timeline of dp2, which does not fit",
+        ),
         (f"{ON_TWO} --strategy pp2 --trace no/x.json", "cannot write no/x.json"),
     ],
 )

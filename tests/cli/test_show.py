@@ -90,7 +90,10 @@ def test_the_picture_names_every_device(capsys: pytest.CaptureFixture[str], tmp_
         (["tp-2d", "--ranks", "3"], "the nearest"),
         (["p2p", "--ranks", "1"], "a message needs 2"),
         (["devices", "--svg", "a.png"], "the nearest is a.svg"),
-        (["devices", "--svg", "no/such/folder/a.svg"], "no/such/folder/a.svg: No such file"),
+        (["devices", "--svg", "no/such/folder/a.svg"], "there is no folder no/such/folder"),
+        (["ring", "--svg", "."], ". is no name of an SVG; the nearest is picture.svg"),
+        (["ring", "--svg", "no/a.svg"], "cannot write no/a.svg: there is no folder no"),
+        (["devices", "--svg", "/"], "/ is no name of an SVG; the nearest is picture.svg"),
         (["devices", "h100"], "'h100' on the command line belongs to no option"),
     ],
 )

@@ -179,6 +179,8 @@ def test_a_verified_run_takes_the_settings_of_a_run(
         ("--seq-len 1000000000", "76,000,000,000 tokens, all of which one process computes, too"),
         ("--accumulation 1000000000", "408,000,000,068 tokens, all of which one process"),
         ("--steps 1000000000", "expected at most 16,777,216: lower steps"),
+        ("--model demo --shape.hidden 1000000000000", "does not fit: under dp1, a rank holds"),
+        ("--shape.vocab-size 1000000000000", "parameters) does not fit: under dp1, a rank"),
         ("--train --data /nonexistent", "/nonexistent does not exist"),
         ("--train --corpus.seq-len 1000000000", "expected at most 16,384, since verify makes its"),
         ("--shape.dropout 1", "shape.dropout is 1.0; expected a number in [0, 1)"),

@@ -56,11 +56,33 @@ KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
         ("nproc", 0, "nproc is 0; expected at least 1"),
         ("corpus.tail", "keeep", "did you mean 'keep'?"),
         ("steps", "7", "steps is '7'; expected a whole number"),
+        ("shape.hidden", 2**63, "in [1, 9223372036854775807]; the nearest is 9223372036854775807"),
+        ("steps", 1e300, "steps is 1e+300; expected a whole number"),
     ],
 )
 def test_values_out_of_range(key: str, value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         check(with_value(TrainConfig(), key, value))
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("steps", "a number in [1, 1099511627776]; the nearest is 1099511627776"),
+        ("nproc", "a number in [1, 9223372036854775807]; the nearest is 9223372036854775807"),
+        ("optimizer.lr", "a number of at most 1.79769e+308"),
+        ("optimizer.clip_p", "a number of at most 1.79769e+308"),
+    ],
+)
+def test_a_whole_number_above_all_floats_is_out_of_range(key: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} is 1000\d+; expected {re.escape(words)}"):
+        check(with_value(TrainConfig(), key, 10**400))
+
+
+@pytest.mark.parametrize("key", ["steps", "compile"])
+def test_a_number_that_python_does_not_print_is_named_by_words(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is a whole number of thousands of digits; expec"):
+        check(with_value(TrainConfig(), key, 1 << 20_000))
 
 
 SCHEMAS = [

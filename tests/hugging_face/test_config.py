@@ -37,6 +37,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit_config(num_hidden_layers=10**9),
         "num_hidden_layers is 1000000000; expected a whole number from 1 to 10,000",
     ),
+    "a width without end": (
+        edit_config(hidden_size=10**40), r"hidden_size is 1000\d+.*; expected .* to 1,048,576"
+    ),
+    "a vocabulary without end": (
+        edit_config(vocab_size=10**40), r"vocab_size is 1000\d+.*; expected .* to 1,073,741,824"
+    ),
     "more than a float holds": (
         edit_config(rms_norm_eps=10**400), r"rms_norm_eps is 10000\d+\.\.\.; expected a number"
     ),

@@ -103,6 +103,10 @@ def test_a_stop_text_ends_a_text_before_it(
             ["hf", "--cache-tokens", "32"],
             "64 more are 65; the cache has 32 positions; the nearest that fits is max_tokens 31",
         ),
+        (
+            ["hf", "--cache-tokens", str(10**18)],
+            "cache_tokens is 1,000,000,000,000,000,000, and each takes",
+        ),
         (["hf", "--device", "cuda"], "torch finds no CUDA device; the nearest is cpu"),
     ],
 )

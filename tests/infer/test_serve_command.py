@@ -61,6 +61,10 @@ def test_the_options_of_a_serving_properties(
         ([], "RUN is missing; expected: phalanx serve RUN"),
         (["a", "--batching", "static"], "would wait forever; the nearest is dynamic"),
         (["a", "--port", "70000"], "port is 70000"),
+        (
+            ["a", "--port", "0", "--host", "a..b"],
+            "cannot listen on 'a..b': it is no name of a host",
+        ),
         (["a", "--properties", "none.properties"], "cannot read none.properties"),
         (["nowhere", "--port", "0"], "nowhere does not exist"),
         (["a", "--follow", "5", "--weights", "int8"], "the nearest is weights full"),

@@ -21,6 +21,9 @@ from phalanx.launch.rank_env import read_rank_env
             "RANK 3 of WORLD_SIZE 4 cannot",
         ),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE is 1; LOCAL_RANK counts from"),
+        ({"WORLD_SIZE": "1" * 5000}, r"WORLD_SIZE is '1{9}\.\.\.'; expected .* at most 9 digits"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; expected a whole number from 1"),
+        ({"RANK": "\x1b[31m"}, r"RANK is '\\x1b\[31m'; expected a whole number from 0"),
         ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; RANK counts from 0 to 3"),
     ],
 )

@@ -32,3 +32,9 @@ def test_what_a_host_reaches_alone_is_not_encrypted(address: str, expected: bool
 def test_an_address_of_any_host_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"such as tcp://10\.0\.0\.1:70, or tcp://127"):
         check_address("address", f"tcp://{host}:70")
+
+
+@pytest.mark.parametrize("port", ["65536", "99999", "9" * 5000])
+def test_a_port_that_no_host_has_is_refused(port: str) -> None:
+    with pytest.raises(ConfigError, match=r"but ports end at 65535; . takes any free one"):
+        check_address("address", f"tcp://127.0.0.1:{port}")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.errors import ConfigError
 from phalanx.server.coordinator import Coordinator, Fenced, JobJournal
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
@@ -33,6 +34,15 @@ def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:
     third = JobJournal(tmp_path / "journal")
     assert third.load() == {"epoch": 3}
     third.close()
+
+
+def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("no journal" * 100)
+    for path in (text, tmp_path, tmp_path / "no" / "journal"):
+        with pytest.raises(ConfigError, match=f"journal is {path}, which cannot be kept: "):
+            JobJournal(path)
+    assert text.read_text() == "no journal" * 100
 
 
 def test_a_server_that_was_held_for_lost_has_no_copy_until_it_is_sent_one(tmp_path: Path) -> None:

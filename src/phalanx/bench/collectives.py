@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal
 import torch
 from rich.table import Table
 
+from phalanx.account.fit import check_memory_for
 from phalanx.bench.in_step import median_s, time_in_step
 from phalanx.bench.link_picture import draw_fits
 from phalanx.bench.verb import Found, ResultConfig, Say, table
@@ -117,11 +118,13 @@ def run(config: CommConfig, say: Say) -> Found:
     """Measure, and show a table.
 
     Raises:
-        ConfigError: there are too few ranks.
+        ConfigError: there are too few ranks, or more than this host can hold.
     """
     is_first = not is_under_torchrun() or read_rank_env().rank == 0
     path = None if config.write is None else calibration_file.path_of(config.write)
     num_ranks, num_here, device = _asked(config)
+    if device == "cpu":
+        check_memory_for(num_here)
     samples = slowest(
         run_ranks(time_rank, num_ranks, config, num_here, device=device, threads=config.threads)
     )

@@ -10,8 +10,10 @@ from typing import Annotated
 import torch
 from rich.table import Table
 
+from phalanx.account.fit import Load, check_fit
 from phalanx.bench.verb import DecoderConfig, Found, Say, table
 from phalanx.config.fields import Positional, Range
+from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import ConfigError
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.measure.environment import has_fast_bfloat16
@@ -34,7 +36,7 @@ class CutConfig(DecoderConfig):
 
     strategy: Annotated[str, Positional("[STRATEGY]")] = "pp2"
     """A strategy with pp, such as pp4 or pp2:zbv."""
-    microbatch: Annotated[int, Range(1)] = 4
+    microbatch: Annotated[int, Range(1, MOST_ROWS, "[]")] = 4
     """Sequences in one forward pass."""
     rounds: Annotated[int, Range(1)] = 7
     """Rounds; each runs every layer once."""
@@ -67,6 +69,8 @@ def _strategy_to_cut(text: str) -> Strategy:
 def run(config: CutConfig, say: Say) -> Found:
     """Measure, and show the layers and both cuts."""
     strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
+    alone = Load(shape, Strategy(), config.microbatch, 1, config.seq_len, config.precision)
+    check_fit(dataclasses.replace(alone, has_activations=False), config.model, 1)
     cut = plan_decoder(strategy, shape).cut
     assert cut is not None, "the strategy has pp"
     by_flops = dataclasses.replace(strategy, cut=tuple(map(len, cut)))

@@ -94,7 +94,7 @@ class MlpRun(OnDevice):
 class MfuConfig(DeviceConfig):
     """Measure MFU and HFU of a plain perceptron: forward, backward and optimizer."""
 
-    layers: Annotated[int, Range(1)] = 8
+    layers: Annotated[int, Range(1, 10_000, "[]")] = 8
     """Linear layers."""
     width: Annotated[int | None, Range(1)] = None
     """Rows and columns of each; the largest of 8192, 4096, ... for time and memory if unset."""

@@ -19,12 +19,13 @@ from typing import Annotated, Literal
 import torch
 from rich.table import Table
 
-from phalanx.account.fit import check_memory_for
+from phalanx.account.fit import Load, check_fit, check_memory_for
 from phalanx.bench.verb import DecoderConfig, Found, Say, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
 from phalanx.config.fields import Positional, Range
+from phalanx.config.schema import MOST_ROWS
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
@@ -86,7 +87,7 @@ class ScalingConfig(DecoderConfig):
         "dp2", "dp4", "fsdp2", "fsdp4", "tp2", "tp4",
     )  # fmt: skip
     """Strategies to measure beside one rank."""
-    global_size: Annotated[int, Range(1)] = 8
+    global_size: Annotated[int, Range(1, MOST_ROWS, "[]")] = 8
     """Sequences in one step, whatever the number of ranks is."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; a rank is a GPU, or `threads` threads of the CPU, 1 if unset."""
@@ -212,10 +213,21 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
         raise ConfigError(
             f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has {num_devices}"
         )
-    num_parts = plan_decoder(strategy, config.model_shape).row_shards
     batch = solve_batch(
         BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
     )
+    load = Load(
+        shape=config.model_shape,
+        strategy=strategy,
+        microbatch=batch.microbatch,
+        accumulation=batch.accumulation,
+        seq_len=config.seq_len,
+        precision=config.precision,
+        device="cuda" if config.device == "cuda" else "cpu",
+        has_activations=False,
+    )
+    check_fit(load, config.model, strategy.num_ranks)
+    num_parts = plan_decoder(strategy, config.model_shape).row_shards
     if batch.microbatch % num_parts:
         raise ConfigError(
             f"global_size is {config.global_size}, which gives each rank of {strategy} "

@@ -52,7 +52,7 @@ class DecoderConfig(ResultConfig):
     """CPU threads of each rank, whatever their number is; 1 if unset."""
     model: str = "demo"
     """Preset of the model's shape."""
-    seq_len: Annotated[int, Range(1)] = 256
+    seq_len: Annotated[int, Range(1, 2**20, "[]")] = 256
     """Tokens of a sequence."""
     precision: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
     """Data type of the arithmetic; auto: bfloat16 where the device has it, else float32."""

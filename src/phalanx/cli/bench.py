@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -93,15 +94,14 @@ def measure(
     words = ["--help"] if words[:1] == ["help"] else words
     config = read_command_line(words, schema, prog=prog)
     folder = None if config.out is None else Path(config.out)
-    if folder is not None:  # before anything is measured, so that a bad one costs no time
-        _write(folder, lambda path: path.mkdir(parents=True, exist_ok=True))
     console = screen()
 
     def show(what: str | Table) -> None:
         # A console would read the brackets of a text as markup.
         console.print(Text(what) if isinstance(what, str) else what)
 
-    found = run(config, show)
+    with nullcontext() if folder is None else _made(folder):
+        found = run(config, show)
     if not found.is_shown:
         return
     for what in found.shown:
@@ -114,6 +114,23 @@ def measure(
             show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
     if config.json:
         print_json(document)
+
+
+@contextmanager
+def _made(folder: Path) -> Generator[None]:
+    """Make a folder before anything is measured, so that a bad one costs no time.
+
+    A folder that was made for a request that is refused is removed.
+    """
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    _write(folder, lambda path: path.mkdir(parents=True, exist_ok=True))
+    try:
+        yield
+    except ConfigError:
+        with suppress(OSError):  # another process has written to one
+            for each in new:
+                each.rmdir()
+        raise
 
 
 def _document(name: str, found: Found) -> dict[str, object]:

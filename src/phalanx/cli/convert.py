@@ -38,7 +38,7 @@ class ConvertConfig:
     family: str | None = None
     """Model type of the Hugging Face folder to write, such as llama or phi3, of those that compute
     the weights; if unset that which they came from, else the first."""
-    max_shard_gb: Annotated[float | None, Range(0, ends="()")] = None
+    max_shard_gb: Annotated[float | None, Range(0, 10**6, "(]")] = None
     """Largest file of a Hugging Face folder, in 1e9 bytes; 5 if unset."""
     json: bool = False
     """Make the last line of standard output one JSON document."""

@@ -22,6 +22,7 @@ from phalanx.errors import (
     limit_met,
     message_of,
     nearest,
+    shortened,
     wrapped,
 )
 from phalanx.launch import signals
@@ -50,6 +51,9 @@ NOT_BUILT: Final[Mapping[str, str]] = {
     "report": "phalanx train --report prints where time, bytes and memory went",
 }
 """Verbs that will come, and what does a part of it today."""
+
+LONGEST_LINE: Final = 800
+"""Characters of a line on a wrong request; only a value of the request makes a longer one."""
 
 FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
@@ -204,6 +208,9 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
 
     console = Console(stderr=True, soft_wrap=True)
     message = _with_names_in_one_line(message, words)
+    if exit_code == PhalanxError.exit_code:
+        lines = message.split("\n")
+        message = "\n".join(shortened(line, LONGEST_LINE, " ") for line in lines)
     shown = f"phalanx: {message}"
     if console.is_terminal:
         shown = wrapped(shown, console.width)

@@ -220,6 +220,8 @@ def _given(config: PlanConfig, question: Question) -> dict[str, Any]:
     if isinstance(answer, Candidate):
         _write_trace(config, question, [answer])
         return _answer(question, [answer], [])
+    if config.trace is not None:
+        raise ConfigError(f"--trace has no timeline of {strategy}, which does not fit: {answer}")
     return _answer(question, [], [answer])
 
 

@@ -13,7 +13,7 @@ from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range, Schema, settings
 from phalanx.config.schema import JobConfig, RunConfig
-from phalanx.config.validate import AUTO
+from phalanx.config.validate import AUTO, check_best
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Optio
     from phalanx.train.job.run_folder import new_folder
 
     config = _read(argv, ScriptTrainConfig, prog="phalanx train --script")
+    check_best(config)
     trainer = trainer_of(config.script)
     if config.steps is not None:
         trainer = dataclasses.replace(trainer, steps=config.steps)

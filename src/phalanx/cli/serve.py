@@ -111,13 +111,18 @@ def _listener(config: ServeConfig) -> socket.socket:
     """Return a socket that listens where the settings say.
 
     Raises:
-        ConfigError: the port is taken, or the host is no address of this machine.
+        ConfigError: the port is taken, or the host is no address of this machine, or none at all.
     """
     try:
         family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
+    except UnicodeError as error:  # an empty or long part between two dots of a name
+        raise ConfigError(
+            f"cannot listen on {config.host!r}: it is no name of a host ({error}); every machine "
+            "has 127.0.0.1"
+        ) from None
     except OSError as error:
         is_gai = isinstance(error, socket.gaierror)  # whose numbers are its own
         why = error.strerror if is_gai else os.strerror(error.errno or 0)

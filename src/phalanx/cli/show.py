@@ -18,7 +18,7 @@ from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError, nearest
 from phalanx.launch.local import prepare_server
 from phalanx.planner import hardware
-from phalanx.planner.chart import draw_devices
+from phalanx.planner.chart import check_svg, draw_devices
 from phalanx.planner.machine import Chip, Cluster, Device, Level
 from phalanx.show import topics
 
@@ -94,8 +94,8 @@ def _show_run(config: ShowTopic, show: Callable[[Any], Shown]) -> Any:
     from phalanx.show.tables import printed
 
     path = None if config.svg is None else Path(config.svg)
-    if path is not None and path.suffix != ".svg":
-        raise ConfigError(f"{path} is no name of an SVG; the nearest is {path.with_suffix('.svg')}")
+    if path is not None:
+        check_svg(path)
     shown, console = show(config), screen()
     for what, style in printed(shown):
         if isinstance(what, str):

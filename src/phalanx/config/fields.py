@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -48,7 +49,10 @@ MINUTES: Final = Range(0, 10**6, "[]")
 STEPS: Final = Range(1, 2**40, "[]")
 """Optimizer steps of a run."""
 
-SEED: Final = Range(0, 2**63 - 1, "[]")
+MOST_WHOLE: Final = 2**63 - 1
+"""Largest whole number of a setting without a bound of its own, as torch takes sizes and seeds."""
+
+SEED: Final = Range(0, MOST_WHOLE, "[]")
 """What generators are seeded with."""
 
 
@@ -200,9 +204,19 @@ def check_type(key: str, hint: Any, value: Any) -> None:
     near = ""
     if isinstance(value, str):
         near = nearest(value, choices(hint))
-    elif isinstance(value, float) and int in members(hint) and math.isfinite(value):
+    elif isinstance(value, float) and int in members(hint) and abs(value) <= MOST_WHOLE:
         near = f", of which {round(value)} is the nearest"
-    raise ConfigError(f"{key} is {value!r}; expected {describe(hint)}{near}")
+    elif isinstance(value, int) and float in members(hint):
+        near = f" of at most {sys.float_info.max:g}"
+    raise ConfigError(f"{key} is {_shown(value)}; expected {describe(hint)}{near}")
+
+
+def _shown(value: object) -> str:
+    """Return a value as Python writes it; of a number with too many digits for that, words."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a whole number of thousands of digits"
 
 
 def _fits(member: Any, value: Any) -> bool:
@@ -219,7 +233,9 @@ def _fits(member: Any, value: Any) -> bool:
         return callable(value)
     if isinstance(value, bool):
         return member is bool
-    return isinstance(value, (int, float) if member is float else member)
+    if member is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, member)
 
 
 def describe(hint: Any) -> str:
@@ -268,6 +284,8 @@ def _check_range(key: str, legal: Range | OneOf, value: float) -> None:
             )
         return
     low, high, ends = legal.low, legal.high, legal.ends
+    if isinstance(value, int) and math.isinf(high):
+        high, ends = MOST_WHOLE, f"{ends[0]}]"
     above = value > low or (value == low and ends[0] == "[")
     below = value < high or (value == high and ends[1] == "]")
     if above and below:  # false for nan
@@ -277,10 +295,10 @@ def _check_range(key: str, legal: Range | OneOf, value: float) -> None:
         expected += " and finite" if above else ""
     else:
         expected = f"a number in {ends[0]}{low}, {high}{ends[1]}"
-    if math.isnan(value):
+    if isinstance(value, float) and math.isnan(value):
         pass  # no number is near
     elif not above and ends[0] == "[":
         expected += f"; the nearest is {low}"
     elif not below and ends[1] == "]":
         expected += f"; the nearest is {high}"
-    raise ConfigError(f"{key} is {value}; expected {expected}")
+    raise ConfigError(f"{key} is {_shown(value)}; expected {expected}")

@@ -5,11 +5,12 @@ Only what can be judged without data, devices or a model is judged here.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
 from phalanx.config.fields import check_values
-from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, TrainConfig
+from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
 
@@ -25,6 +26,7 @@ def check(config: TrainConfig) -> None:
         StrategyError: the strategy cannot be read, is not built, or does not fit nproc.
     """
     check_values(config)
+    check_best(config)
     if config.strategy is not None and config.strategy != AUTO:
         strategy = Strategy.parse(config.strategy)
         require_built(strategy)
@@ -77,6 +79,15 @@ def _check_worker(config: TrainConfig) -> None:
         raise ConfigError(
             f"server.worker is {server.worker}, but the workers of {strategy} are 0 to "
             f"{strategy.dp.degree - 1}"
+        )
+
+
+def check_best(config: RunConfig) -> None:
+    """Raise ConfigError unless the measure of the best checkpoint can be read."""
+    if config.best is not None and re.fullmatch("(min|max):.+", config.best) is None:
+        raise ConfigError(
+            f"best is {config.best!r}; expected min: or max: and a measure, such as min:loss or "
+            "max:accuracy"
         )
 
 

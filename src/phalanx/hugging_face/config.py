@@ -22,6 +22,14 @@ _LLAMA3_SCALING: Final = (
 MAX_LAYERS: Final = 10_000
 """Most blocks that are listed, before the weights say how many there are."""
 
+MAX_SIZE: Final = 2**20
+"""Largest width and number of heads: torch counts the bytes of a tensor of three such sizes."""
+
+MAX_ROWS: Final = 2**30
+"""Most tokens of a vocabulary, and positions."""
+
+_MOST: Final = {"num_layers": MAX_LAYERS, "vocab_size": MAX_ROWS, "max_seq_len": MAX_ROWS}
+
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 """What layer_types says of a block without a window, and of one with it."""
 
@@ -112,7 +120,7 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     for option, legal in {**_NOT_COMPUTED, **family.constants, **family.required}.items():
         _require(config, option, legal)
     sizes = {
-        ours: _whole(config, theirs, most=MAX_LAYERS if ours == "num_layers" else None)
+        ours: _whole(config, theirs, most=_MOST.get(ours, MAX_SIZE))
         for theirs, ours in family.sizes.items()
         if theirs not in family.optional or config.get(theirs) is not None
     }
@@ -189,7 +197,7 @@ def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str,
     every = _full_every(cast("list[Any]", kinds), config.get("sliding_window_pattern"))
     if every == 1:
         return {"window": None}
-    return {"window": _whole(config, "sliding_window"), "full_every": every}
+    return {"window": _whole(config, "sliding_window", most=MAX_ROWS), "full_every": every}
 
 
 def _full_every(kinds: list[Any], wanted: Any) -> int | None:
@@ -252,7 +260,7 @@ def _rope(
             f"low_freq_factor is {low:g} and high_freq_factor is {high:g}; "
             "expected a low one below the high one"
         )
-    return theta, (factor, low, high, _whole(rope, original))
+    return theta, (factor, low, high, _whole(rope, original, most=MAX_ROWS))
 
 
 def _whole(config: Mapping[str, Any], option: str, least: int = 1, most: int | None = None) -> int:

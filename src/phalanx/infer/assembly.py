@@ -111,11 +111,9 @@ def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> 
     """Return how many blocks a cache has, of which each rank holds one of `num_shards` shards.
 
     Raises:
-        ConfigError: not even one block fits into the memory.
+        ConfigError: not even one block fits into the memory, or not as many as are asked for.
     """
     size, shape, weight = config.block_size, model.shape, next(model.parameters())
-    if config.cache_tokens is not None:
-        return -(-config.cache_tokens // size)
     longest = -(-shape.max_seq_len // size)
     num_groups = shape.num_kv_heads // num_shards
     head_bytes = weight.dtype.itemsize * shape.head_dim
@@ -125,6 +123,14 @@ def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> 
     # The ranks of a host share its memory; each GPU has its own.
     num_sharing = num_shards if weight.device.type == "cpu" else 1
     free_bytes = free_memory_bytes(weight.device) // num_sharing
+    if config.cache_tokens is not None:
+        num_blocks = -(-config.cache_tokens // size)
+        if num_blocks * size * token_bytes > free_bytes:
+            raise ConfigError(
+                f"cache_tokens is {config.cache_tokens:,}, and each takes {token_bytes:,} bytes of "
+                f"the {free_bytes:,} that are free; the nearest is {free_bytes // token_bytes:,}"
+            )
+        return num_blocks
     most = int(CACHE_PART * free_bytes) // (size * token_bytes)
     if most < 1:
         raise ConfigError(

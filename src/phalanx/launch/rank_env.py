@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Final
 
 from phalanx.errors import ConfigError
+
+MOST_DIGITS: Final = 9
+"""Digits of a number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,14 @@ def read_rank_env() -> RankEnv:
     Raises:
         ConfigError: a variable is no number, or contradicts another.
     """
-    num_here = _number("LOCAL_WORLD_SIZE", 1)
+    num_here = _number("LOCAL_WORLD_SIZE", 1, least=1)
     if "LOCAL_RANK" not in os.environ and num_here > 1:
         raise ConfigError(
             f"LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is {num_here}; set LOCAL_RANK to the "
             f"number of this process on its host, from 0 to {num_here - 1}"
         )
-    env = RankEnv(_number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0), num_here)
+    num_ranks = _number("WORLD_SIZE", 1, least=1)
+    env = RankEnv(_number("RANK", 0), num_ranks, _number("LOCAL_RANK", 0), num_here)
     for name, value, other, limit in (
         ("RANK", env.rank, "WORLD_SIZE", env.num_ranks),
         ("LOCAL_RANK", env.local_rank, "LOCAL_WORLD_SIZE", num_here),
@@ -61,8 +66,12 @@ def read_rank_env() -> RankEnv:
     return env
 
 
-def _number(name: str, default: int) -> int:
+def _number(name: str, default: int, least: int = 0) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"the environment's {name} is '{text}'; expected a whole number from 0")
+    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
+        shown = text if len(text) <= 2 * MOST_DIGITS else f"{text[:MOST_DIGITS]}..."
+        raise ConfigError(
+            f"the environment's {name} is {shown!r}; expected a whole number from {least} of at "
+            f"most {MOST_DIGITS} digits"
+        )
     return int(text)

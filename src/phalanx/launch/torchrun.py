@@ -24,6 +24,7 @@ from phalanx.errors import (
     PhalanxError,
     TrainingError,
     message_of,
+    printable,
     shortened,
     within_limits,
 )
@@ -361,7 +362,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
             time.sleep(QUIET_S)
         leave(1)
     ignore()
-    rank = os.environ["RANK"]
+    rank = printable(os.environ["RANK"])
     if words := out_of_threads(error):
         error = ConfigError(words)
     if isinstance(error, PhalanxError):

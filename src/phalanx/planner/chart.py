@@ -108,14 +108,28 @@ def draw_scaling(several: Sequence[BestPlan], path: Path) -> None:
     _write(figure, path)
 
 
+def check_svg(path: Path) -> None:
+    """Refuse a name that no SVG can be written to, before anything is worked out for it.
+
+    Raises:
+        ConfigError: it ends otherwise, is a folder, or is in none.
+    """
+    if path.suffix != ".svg":
+        legal = path.with_suffix(".svg") if path.name else "picture.svg"
+        raise ConfigError(f"{path} is no name of an SVG; the nearest is {legal}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder")
+
+
 def check_picture(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything is worked out for it.
 
     Raises:
-        ConfigError: the file is no SVG, or matplotlib is missing.
+        ConfigError: the file cannot be written as an SVG, or matplotlib is missing.
     """
-    if path.suffix != ".svg":
-        raise ConfigError(f"{path} is no name of an SVG; the nearest is {path.with_suffix('.svg')}")
+    check_svg(path)
     if find_spec("matplotlib") is None:
         raise ConfigError("matplotlib draws, and is missing; pip install 'phalanx-train[plot]'")
 

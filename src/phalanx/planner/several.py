@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from phalanx.errors import ConfigError
 from phalanx.planner.explain import Figures, figures
 from phalanx.planner.machine import Cluster
 from phalanx.planner.search import Question, search
+
+MOST_NUMBERS: Final = 100
+"""Numbers of devices of one question."""
+
+_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +68,25 @@ def numbers_of(text: str) -> Sequence[int]:
     """Read numbers of devices, in rising order: `8,16,64`, or `8,16,...,128` by their ratio.
 
     Raises:
-        ConfigError: the text is no such list.
+        ConfigError: the text is no such list, or one of more than MOST_NUMBERS.
     """
     found: list[int] = []
     words = text.split(",")
     for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word == "..." and len(found) > 1 and after.isdecimal():
+        if word == "..." and len(found) > 1 and _NUMBER.fullmatch(after):
             ratio = found[-1] / found[-2]
-            while found[-1] * ratio < int(after):
+            while found[-1] * ratio < int(after) and len(found) <= MOST_NUMBERS:
                 found.append(round(found[-1] * ratio))
-        elif word.isdecimal() and int(word) > (found[-1] if found else 0):
+        elif _NUMBER.fullmatch(word) and int(word) > (found[-1] if found else 0):
             found.append(int(word))
         else:
             raise ConfigError(
                 f"--scale is {text!r}; expected rising numbers of devices, such as 8,16,64 or "
                 "8,16,...,128"
             )
+    if len(found) > MOST_NUMBERS:
+        raise ConfigError(
+            f"--scale is {text!r}, of more than {MOST_NUMBERS} numbers of devices; take fewer, "
+            "such as 8,16,...,128"
+        )
     return found

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from typing import Final
 
 from phalanx.errors import ConfigError
+
+MOST_PORT: Final = 65_535
+"""The last port of a host."""
 
 
 def is_local(address: str) -> bool:
@@ -23,11 +27,15 @@ def check_address(option: str, address: str) -> None:
     """Refuse an address that stands for any host: others would get it as it is, and not reach it.
 
     Raises:
-        ConfigError: the host is 0.0.0.0, [::] or *.
+        ConfigError: the host is 0.0.0.0, [::] or *; or there is no such port.
     """
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and (len(port) > 5 or int(port) > MOST_PORT):
+        raise ConfigError(
+            f"{option} is {address}, but ports end at {MOST_PORT}; * takes any free one"
+        )
     number = _number_of(address)
     if address.startswith("tcp://*") or (number is not None and number.is_unspecified):
-        port = address.rpartition(":")[2]
         raise ConfigError(
             f"{option} is {address}, which is any address of this host; expected the one that "
             f"others reach, such as tcp://10.0.0.1:{port}, or tcp://127.0.0.1:{port} on one host"

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
+from phalanx.errors import ConfigError
 from phalanx.server.beats import BEAT_S
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.placement import ranked
@@ -36,10 +37,23 @@ class JobJournal:
 
     Attributes:
         term: of this coordinator, one above the last.
+
+    Raises:
+        ConfigError: the file is no journal, or cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._begin()
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"journal is {path}, which cannot be kept: {error}; expected the journal of a "
+                "coordinator, or a new file in a folder that is there"
+            ) from None
+
+    def _begin(self) -> None:
+        """Make what the journal lacks, and begin a term."""
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=FULL")
         self._file.execute("CREATE TABLE IF NOT EXISTS state (name TEXT PRIMARY KEY, value TEXT)")

@@ -8,6 +8,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import zmq
 from zmq.utils import z85
@@ -46,6 +47,10 @@ class Secret:
         return zmq.curve_public(made), made
 
 
+MOST_BYTES: Final = 1000
+"""Largest file of a secret that is read: a device has no end."""
+
+
 def write_secret(path: Path) -> None:
     """Make a secret, in a new file that its owner alone can read.
 
@@ -67,7 +72,8 @@ def read_secret(path: Path) -> Secret:
         ConfigError: it cannot be read, or is none.
     """
     try:
-        key = bytes.fromhex(path.read_text().strip())
+        with path.open("rb") as file:
+            key = bytes.fromhex(file.read(MOST_BYTES).decode().strip())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no hexadecimal number"
         raise ConfigError(

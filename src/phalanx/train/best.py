@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config.schema import RunConfig
+from phalanx.config.validate import check_best
 from phalanx.errors import ConfigError
 from phalanx.train.evaluate import Evaluation
 
@@ -71,13 +71,8 @@ class Best:
         """
         if config.best is None and config.patience is None:
             return None
-        measure = config.best or LOSS
-        if not re.fullmatch("(min|max):.+", measure):
-            raise ConfigError(
-                f"best is {measure!r}; expected min: or max: and a measure, such as min:loss or "
-                "max:accuracy"
-            )
-        return Best(measure, config.patience)
+        check_best(config)
+        return Best(config.best or LOSS, config.patience)
 
     @property
     def is_over(self) -> bool:

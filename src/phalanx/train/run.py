@@ -107,14 +107,17 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
         PhalanxError: the run is at fault.
         Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
     """
+    if job.strategy.is_served:
+        from phalanx.train.served_run import check
+
+        check(job)  # before there is a folder
     job = claim(job)
     resume_by = f"phalanx train --resume {shlex.quote(str(job.out))}"
     advice = functools.partial(how_to_resume, job.out, resume_by)
     num_ranks = job.strategy.num_ranks
     if job.strategy.is_served:
-        from phalanx.train.served_run import check, run_served, run_worker
+        from phalanx.train.served_run import run_served, run_worker
 
-        check(job)
         is_one = job.config.server.worker is not None
         say_starting = functools.partial(_say_starting, 1 if is_one else num_ranks)
         with _explained(advice):

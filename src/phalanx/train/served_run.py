@@ -68,6 +68,8 @@ def check(job: Job) -> None:
             "and servers Nesterov momentum; leave it out"
         )
     _check_table(job)
+    if config.server.coordinator is not None:
+        _meeting(job)
     size = consistency.num_local_steps
     for name, steps in (("steps", job.num_steps), ("save_every", config.save_every)):
         if steps % size:
@@ -328,11 +330,19 @@ def run_worker(
     job: Job, extras: Extras, say_starting: Callable[[], None]
 ) -> Summary | Stopped | None:
     """Run one worker of a job whose roles others have started; only the first has an outcome."""
-    server = job.config.server
-    assert server.coordinator is not None and server.worker is not None and server.secret
-    meeting = JobAddress(server.coordinator, read_secret(Path(server.secret)))
-    works: list[Work] = [(train_worker, (job, server.worker, meeting, extras))]
+    works: list[Work] = [(train_worker, (job, job.config.server.worker, _meeting(job), extras))]
     return _run_works(job, works, [], say_starting)
+
+
+def _meeting(job: Job) -> JobAddress:
+    """Return where the job's coordinator, which others have started, is found.
+
+    Raises:
+        ConfigError: its address or the file of its secret is wrong.
+    """
+    server = job.config.server
+    assert server.coordinator is not None and server.secret, "they are checked with the settings"
+    return JobAddress(server.coordinator, read_secret(Path(server.secret)))
 
 
 def _run_works(

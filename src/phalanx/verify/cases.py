@@ -11,6 +11,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
+from phalanx.account.fit import Load, check_fit
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
@@ -162,7 +163,10 @@ def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
 
 
 def check_sizes(config: VerifyConfig, strategy: Strategy) -> None:
-    """Refuse steps that are too large to be made on one process as well."""
+    """Refuse a model, or steps, too large for one process, which computes all of them as well."""
+    for name, shape in shapes_to_verify(config, strategy).items():
+        load = Load(shape, Strategy(), 1, 1, config.seq_len, config.dtype, has_activations=False)
+        check_fit(load, name, 1)
     _, num_rows = _sizes(strategy, dataclasses.replace(config, steps=2))
     num_tokens = max(num_rows) * config.seq_len * config.steps
     if num_tokens > MOST_TOKENS:
