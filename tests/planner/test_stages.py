@@ -11,10 +11,17 @@ from hypothesis import strategies as some
 
 from marks import by_hand
 from phalanx.models.registry import shape_of
+from phalanx.parallel.pipeline import cut
 from phalanx.parallel.pipeline.cut import schedule_of
+from phalanx.parallel.pipeline.schedule import Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import simulate
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner import stages
+from phalanx.planner.hardware import cluster
+from phalanx.planner.held import memory
+from phalanx.planner.planned import PlannedStep
+from phalanx.planner.price import price
+from phalanx.planner.software import DEFAULT
 from phalanx.planner.stages import StageTimes
 from phalanx.strategy import Strategy
 
@@ -151,3 +158,27 @@ def test_the_slowest_stage_is_found() -> None:
 def test_messages_lengthen_a_step() -> None:
     late = StageTimes(1.0, 2.0, 0.5)
     assert length("pp4", 8, (late,) * 4) >= 3 * 11 + 0.5 * 3 * 2
+
+
+@pytest.mark.parametrize("text", ["pp4", "pp4:interleaved/2", "pp2:zbv"])
+def test_no_schedule_of_a_million_microbatches_is_made(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Price and memory of a step of so many are worked out from a few rounds."""
+    made: list[int] = []
+
+    def build(kind: str, degree: int, num: int, option: int) -> Schedule:
+        made.append(num)
+        return build_schedule(kind, degree, num, option)
+
+    monkeypatch.setattr(cut, "build_schedule", build)
+    strategy, job = Strategy.parse(text), cluster("h100:4")
+    found = [
+        (price(planned, job, DEFAULT), memory(planned, job.device))
+        for num in (64, 10**6)
+        for planned in [PlannedStep(shape_of("llama3-8b"), strategy, 4096, 1, num, "bfloat16")]
+    ]
+    assert max(made, default=0) <= 64
+    (few, held), (many, held_by_many) = found
+    assert many.step_s > 10_000 * few.step_s
+    assert held == held_by_many

@@ -35,7 +35,7 @@ from phalanx.planner.search import (
     of_data,
 )
 from phalanx.planner.software import DEFAULT, Software
-from phalanx.planner.stages import StageTimes
+from phalanx.planner.stages import StageTimes, rounds
 from phalanx.strategy import Axis, Recompute, Strategy
 
 
@@ -205,7 +205,7 @@ def _(planned: PlannedModule, cluster: Cluster, software: Software) -> Price:
 @memory.register
 def _(planned: PlannedModule, device: Device, software: Software = DEFAULT) -> list[Memory]:
     plan, links, again = planned.plan, planned.links, planned.recomputed
-    schedule = plan.schedule(planned.accumulation)
+    schedule = plan.schedule(rounds(planned.strategy, planned.accumulation))
     kept = [link.output if again and link.is_block else link.kept for link in links]
     at_work = [link.at_work for link in links]
     cut = plan.cut or [range(len(links))]

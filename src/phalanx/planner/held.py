@@ -31,6 +31,7 @@ from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import DEFAULT, Software
+from phalanx.planner.stages import rounds
 from phalanx.strategy import Strategy
 
 _LIBRARIES_BYTES: Final = 1 << 30
@@ -118,7 +119,7 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     plan = plan_of(planned)
     where = "cpu" if device.kind == "cpu" else "cuda"
     of_one, uncast = (_activations(planned, where, software, casts) for casts in (None, False))
-    schedule = plan.schedule(_rounds(planned))
+    schedule = plan.schedule(rounds(planned.strategy, planned.accumulation))
     found: list[Memory] = []
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
     for pp_rank in range(strategy.pp.degree):
@@ -152,14 +153,6 @@ def early_bytes(strategy: Strategy, accumulation: int, gradient_bytes: int) -> i
         return gradient_bytes
     has_buckets = strategy.fsdp.degree == 1 < strategy.dp.degree * strategy.sample_shards
     return min(gradient_bytes, BUCKET_BYTES if has_buckets else 0)
-
-
-def _rounds(planned: PlannedStep) -> int:
-    """Return the microbatches after which no rank has more in flight: two for each stage."""
-    pp, num = planned.strategy.pp, planned.accumulation
-    if pp.kind == "gpipe" or planned.strategy.schedule:
-        return num
-    return min(num, 2 * pp.degree + num % pp.degree)
 
 
 def _activations(

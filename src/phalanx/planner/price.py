@@ -164,7 +164,8 @@ class Costs:
         self, planned: PlannedStep, job: Cluster, software: Software, plan: Plan[Any]
     ) -> None:
         self.planned, self.job, self.software, self.plan = planned, job, software, plan
-        self.schedule: Schedule | None = self.plan.schedule(planned.accumulation)
+        num_rounds = stages.rounds(planned.strategy, planned.accumulation)
+        self.schedule: Schedule | None = plan.schedule(num_rounds)
 
     def of_stages(self) -> list[OfStage]:
         """Return the times of each stage of the pipeline, or of the one there is."""

@@ -33,6 +33,17 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
     return max(ranks, key=lambda stages: sum(times[s].forward + times[s].backward for s in stages))
 
 
+def rounds(strategy: Strategy, num: int) -> int:
+    """Return after how many of `num` microbatches no rank has more in flight: two for each stage.
+
+    The schedule of so few takes no longer to make for a step of a million.
+    """
+    pp = strategy.pp
+    if pp.kind == "gpipe" or strategy.schedule:
+        return num
+    return min(num, 2 * pp.degree + num % pp.degree)
+
+
 @functools.lru_cache(maxsize=4096)
 def step_s(strategy: Strategy, num_microbatches: int, times: tuple[StageTimes, ...]) -> float:
     """Return the length of a step of the pipeline, of which long ones are not simulated whole."""
