@@ -33,7 +33,7 @@ from phalanx.train.served_run import STEPS
 from phalanx.train.step import Step
 
 NUM_WORKERS, CONTEXT, EVERY = 4, 8, 50
-USUAL = (256.0, 8e-3, 1.0, 0.8)
+USUAL = (256.0, 8e-3, ServerConfig.outer_lr, ServerConfig.outer_momentum)
 GIVEN = [float(word) for word in sys.argv[4:]]
 NUM_ROWS, LR, OUTER_LR, OUTER_MOMENTUM = (*GIVEN, *USUAL[len(GIVEN) :])
 ROWS, CONFIG = int(NUM_ROWS), OptimizerConfig(lr=LR)
