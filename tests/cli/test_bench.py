@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 import phalanx.cli.bench as bench
+from phalanx.bench import in_step
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import device_name
 from phalanx.planner.calibration_file import Calibration, keep, read
@@ -144,9 +145,10 @@ def test_help_names_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_ceiling_is_kept_for_the_planner(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the links that `bench comm` has measured before."""
+    monkeypatch.setattr(in_step, "_CROWD", 2)  # ranks that wait, in place of new ones
     path = tmp_path / "mine.json"
     link = Link(name="memory", bandwidth=1e9, latency_s=1e-4, source="a test", date="2026-11-25")
     level = Level(name="server", devices=2, link=link)
