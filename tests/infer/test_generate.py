@@ -107,6 +107,14 @@ def test_a_stop_text_ends_a_text_before_it(
             ["hf", "--cache-tokens", str(10**18)],
             "cache_tokens is 1,000,000,000,000,000,000, and each takes",
         ),
+        (
+            ["hf", "--prompt", "a" * 200, "--max-tokens", "8"],
+            "the model has 128 positions; the nearest that fits is 120 prompt tokens",
+        ),
+        (
+            ["hf", "--prompt", "a" * 200, "--max-tokens", "300"],
+            "the nearest that fits is 127 prompt tokens with max_tokens 1",
+        ),
         (["hf", "--device", "cuda"], "torch finds no CUDA device; the nearest is cpu"),
     ],
 )

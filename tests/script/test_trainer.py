@@ -99,7 +99,9 @@ def test_a_run_goes_on_under_another_strategy(
     options = phalanx.Options(out=tmp_path, threads=1)
     assert some.train(before, options).steps_done == steps
     more = dataclasses.replace(options, resume=True, debug_comm=True)
-    check(trainer.train(after, more), steps, trainer)
+    fitted = trainer.train(after, more)
+    check(fitted, steps, trainer)
+    assert fitted.run.startswith(f"Sequential, {after} on cpu, global batch ")
 
 
 def test_a_pass_may_leave_out_its_last_batch(tmp_path: Path) -> None:
@@ -288,6 +290,11 @@ def test_the_words_of_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "validation  loss" in printed
     assert f"checkpoint  {tmp_path}/checkpoints/step-00000010" in printed
+    words = ["train", "--script", script, "--strategy", "dp2", "--resume", str(tmp_path)]
+    assert main([*words, "--threads", "1"]) == 0
+    capsys.readouterr()
+    said = " ".join((tmp_path / "logs" / "rank-0.log").read_text().split())
+    assert "step-00000010, with another strategy: pp2 -> dp2" in said
     assert main(["train", "--resume", str(tmp_path)]) == 2
     assert "step-00000010 is of a training script" in capsys.readouterr().err
 

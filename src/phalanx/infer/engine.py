@@ -114,7 +114,13 @@ class Engine:
             raise ConfigError("the prompt has no token; expected at least one")
         room = self.most_tokens - len(prompt)
         if room < sampling.max_tokens:
-            nearest = f"max_tokens {room}" if room > 0 else f"{self.most_tokens - 1} prompt tokens"
+            num_prompt = self.most_tokens - sampling.max_tokens
+            if room > 0:
+                nearest = f"max_tokens {room}"
+            elif num_prompt > 0:
+                nearest = f"{num_prompt} prompt tokens"
+            else:
+                nearest = f"{self.most_tokens - 1} prompt tokens with max_tokens 1"
             owner = "model" if self.most_tokens == self.max_seq_len else "cache"
             raise ConfigError(
                 f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} more are "

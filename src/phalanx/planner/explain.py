@@ -205,7 +205,7 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
         "tp": "that compute does not hide; a lower degree sends less",
         RING: "in rings that attention does not hide; a lower degree or longer sequences hide more",
         "pp": f"in its bubble on {strategy.pp.degree} stages of {_microbatches(of.accumulation)}; "
-        "more microbatches shorten it",
+        "a larger batch of more microbatches lowers this part",
         data: f"of {time_text(of.sent_s)} sent, which compute does not hide; "
         "a larger batch hides more",
         "optimizer": "in the step of AdamW; more shards shorten it",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from phalanx.checkpoint.saver import Saver
@@ -70,6 +71,8 @@ def train_module(
 
 class ModuleSession(Session):
     """A trainer's run on one rank."""
+
+    _resumed: Sequence[str] = ()
 
     def __init__(
         self,
@@ -251,8 +254,11 @@ class ModuleSession(Session):
         found = checkpoint.load(self.out, self._loop)
         if found is None:
             raise CheckpointError(f"cannot resume from {self.out}: there is no checkpoint in it")
-        about = found[1]
+        folder, about = found
         self.step.steps_done = about.steps_done
+        self._resumed = [f"resumes {folder}"]
+        if about.strategy != str(self.strategy):
+            self._resumed[0] += f", with another strategy: {about.strategy} -> {self.strategy}"
         if about.scaler is not None:
             self.step.scaler.load_state_dict(about.scaler)
         if self.best is not None:
@@ -290,7 +296,7 @@ class ModuleSession(Session):
     @override
     def remarks(self) -> list[str]:
         few = words_of_few(self.strategy, self.trainer.accumulation)
-        words = [*self._choice, *self._stages, *few]
+        words = [*self._choice, *self._resumed, *self._stages, *few]
         if self.step.steps_done >= self.num_steps:
             done = f"nothing to do: {self.step.steps_done} steps are done"
             words.append(f"{done}; --steps N resumes it up to step N")
@@ -298,10 +304,13 @@ class ModuleSession(Session):
 
     @override
     def title(self) -> str:
-        model, trainer = self.step.model, self.trainer
+        trainer = self.trainer
+        kinds = type(self.step.model).__mro__  # of which fully_shard puts one before the model's
+        name = next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
         return (
-            f"{type(model).__name__}, {self.strategy} on {self.comm.device.type}, global batch "
-            f"{trainer.batch_size} in {trainer.accumulation} microbatches a rank, "
+            f"{name}, {self.strategy} on {self.comm.device.type}, global batch "
+            f"{trainer.batch_size} in {trainer.accumulation} microbatch"
+            f"{'' if trainer.accumulation == 1 else 'es'} a rank, "
             f"{self.step.steps_done} steps"
         )
 

@@ -159,7 +159,7 @@ def holdings(found: Sequence[RankStep]) -> Grid:
 
 
 def hops(found: Sequence[RankStep]) -> Strip:
-    """Return whose keys and values each rank has in each hop."""
+    """Return whose keys and values each rank has in each step: before a hop, and after the last."""
     num_ranks = len(found)
     num_bytes = next(event.payload_bytes for event in found[0].events if event.what == "send")
     frames = list[Frame]()
@@ -170,7 +170,7 @@ def hops(found: Sequence[RankStep]) -> Strip:
             for rank in range(num_ranks)
         ]
         is_last = hop + 1 == num_ranks
-        title = f"hop {hop + 1} of {num_ranks}" + ("" if is_last else ", sent while it attends")
+        title = f"step {hop + 1} of {num_ranks}" + ("" if is_last else ", sent while it attends")
         frames.append(Frame(title, cells, [] if is_last else sent))
     return Strip("attention of a block, forward", ["queries of", "keys, values of"], frames)
 

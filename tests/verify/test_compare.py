@@ -1,0 +1,42 @@
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.verify.compare import Beside
+from phalanx.verify.record import Case
+from phalanx.verify.reference import ReferenceRun, StepRecord, Training
+
+
+class SumOfSquares:
+    def loss_sum(self, model: nn.Module, microbatch: Tensor, step: int) -> Tensor:
+        return model(microbatch).square().sum()
+
+    def num_valid(self, microbatch: Tensor) -> int:
+        return len(microbatch)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def passing(factor: float) -> list[bool]:
+    """Return which gradients pass of 64 microbatches, times a factor, in bfloat16."""
+    rows = torch.randn(2048, 16, generator=torch.Generator().manual_seed(0)) + 1
+    case = Case(build, SumOfSquares(), [rows], dtype="bfloat16")
+    pieces, cpu = Training(torch.optim.AdamW, pieces=64), torch.device("cpu")
+    ours: StepRecord = next(ReferenceRun(dataclasses.replace(case, training=pieces), cpu).steps())
+    ours = {**ours, "gradient": {n: g * factor for n, g in ours["gradient"].items()}}
+    whole = dataclasses.replace(case, training=Training(torch.optim.AdamW))
+    found = Beside(whole, cpu).compare(0, ours)
+    return [row.passes for row in found if row.quantity == "gradient"]
+
+
+def test_sums_that_bfloat16_loses_are_no_fault_of_the_split() -> None:
+    """One process adds 2,048 rows up in bfloat16, of which each microbatch has 32."""
+    assert all(passing(1.0))
+
+
+def test_a_gradient_of_twice_the_size_still_differs_in_bfloat16() -> None:
+    assert not any(passing(2.0))
