@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from phalanx.server.beats import Beats
 from phalanx.server.consistency import Consistency
 from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
-from phalanx.server.role import Settings
+from phalanx.server.role import SILENT_S, Settings, no_answer
 from phalanx.server.secret import Secret
 from phalanx.server.tasks import LEASE_S
 from phalanx.server.wire import Connection, Faults
@@ -34,6 +34,10 @@ AGAIN_S: Final = 0.5
 """Seconds after which one asks for news of a request, the first time; each time twice as many."""
 
 LONGEST_AGAIN_S: Final = 4.0
+
+LATE_S: Final = 20.0
+"""How long one waits for another worker before it names who that is, in seconds; each time twice
+as long."""
 
 ALONE_S: Final = 5 * LEASE_S
 """How long a server of which nobody has a copy may be held for lost before the job ends, in
@@ -60,6 +64,11 @@ class JobAddress:
     def __post_init__(self) -> None:
         check_address("the address of the coordinator", self.coordinator)
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether `phalanx train` has started all processes of the job."""
+        return self.coordinator.startswith("ipc://")
+
 
 @dataclass
 class _Asked:
@@ -70,6 +79,14 @@ class _Asked:
     address: str = ""
     sent_s: float = 0.0
     again_s: float = field(default_factory=lambda: AGAIN_S)
+
+
+class JobStopped(TrainingError):
+    """A signal to the first worker has ended the job."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(f"worker 0 has ended the job, by signal {signum}")
 
 
 class Requests:
@@ -114,9 +131,33 @@ class Requests:
         self._asked_map_s = 0.0
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
         self.num_live = consistency.num_slots
-        self._wait_for(lambda: bool(self.map["holders"] and self.map["scheduler"]), "the servers")
+        try:
+            self._wait_for(self._is_met, "the servers")
+        except BaseException:
+            self._unlink_all()
+            raise
         beat = WireMessage("beat", self._own)
-        self._beats = Beats(meeting.secret, report, beat, lambda: self.map["scheduler"])
+        self._stop_signal, self._is_leaving = 0, False
+        whom = lambda: self.map["scheduler"]  # noqa: E731
+        self._beats = Beats(meeting.secret, report, beat, whom, self._hear_of_stop)
+
+    def _hear_of_stop(self, answer: WireMessage) -> None:
+        """Note that the first worker was asked to end the job; a thread of its own calls this."""
+        if self.worker > 0 and not self._is_leaving:
+            self._stop_signal = int(answer.fields.get("stop_signal", 0))
+
+    def _is_met(self) -> bool:
+        """Return whether there are servers and a scheduler.
+
+        Raises:
+            TrainingError: the job has ended.
+        """
+        if self.map.get("ended"):
+            raise TrainingError(
+                f"the job of the coordinator at {self._coordinator.address} has ended; a new job "
+                "needs a coordinator with a new journal"
+            )
+        return bool(self.map["holders"] and self.map["scheduler"])
 
     @property
     def num_shards(self) -> int:
@@ -133,6 +174,11 @@ class Requests:
             self.ask(dict.fromkeys(range(self.num_shards), live))
         return reply
 
+    def leave(self) -> None:
+        """Say that this worker takes no more steps."""
+        self._is_leaving, self._stop_signal = True, 0
+        self.ask_scheduler("leave")
+
     def end(self) -> None:
         """End the job: all roles leave."""
         self._coordinator.send(WireMessage("end", {"q": next(self._numbers)}))
@@ -141,6 +187,9 @@ class Requests:
     def close(self) -> None:
         """Let go of the connections."""
         self._beats.close()
+        self._unlink_all()
+
+    def _unlink_all(self) -> None:
         for link in self._links.values():
             link.close()
         self._context.destroy(linger=200)
@@ -151,6 +200,7 @@ class Requests:
         """Send requests, one a shard; return the answers when all have come.
 
         Raises:
+            JobStopped: a signal has ended the job, and no answer has to come.
             TrainingError: a request is refused, or not answered for the job's timeout.
         """
         waiting: dict[int, _Asked] = {}
@@ -161,7 +211,8 @@ class Requests:
             waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors))
         found: dict[int, WireMessage] = {}
         self._due |= waiting.keys()
-        until_s = self._clock.now_s + self._timeout_s
+        begin_s, patience_s = self._clock.now_s, LATE_S
+        until_s = begin_s + self._timeout_s
         for each in waiting.values():
             self._send(each)
         while waiting:
@@ -171,6 +222,11 @@ class Requests:
             self._urge(waiting)
             if idle is not None and waiting:
                 idle()
+            if self._clock.now_s - begin_s > patience_s and self._is_far_from(asked):
+                self._report_late(patience_s)
+                patience_s *= 2
+            if waiting and self._stop_signal:
+                raise JobStopped(self._stop_signal)
             if self._clock.now_s > until_s:
                 kinds = sorted({each.message.kind for each in waiting.values()})
                 raise TrainingError(
@@ -178,6 +234,24 @@ class Requests:
                     f"{', '.join(kinds)}; the log of the servers says what they do"
                 )
         return found
+
+    def _is_far_from(self, asked: Container[int]) -> bool:
+        """Return whether nobody else sees the workers that this one waits for.
+
+        On one host launch/board.py watches all of them.
+        """
+        return SCHEDULER not in asked and not self._meeting.is_on_one_host
+
+    def _report_late(self, for_s: float) -> None:
+        """Name the workers whose tasks this one has waited for, though they are there."""
+        late = self.ask_scheduler("stats")["late"]
+        for worker, clock in late:
+            if worker != self.worker:
+                report(
+                    f"worker {self.worker} has waited {for_s:g} s for push {clock + 1} of worker "
+                    f"{worker}, whose process is there: it takes a slow step, evaluates, saves, or "
+                    "stands still"
+                )
 
     def _judge(
         self, number: int, waiting: dict[int, _Asked], found: dict[int, WireMessage]
@@ -287,10 +361,25 @@ class Requests:
             link.close()
 
     def _wait_for(self, is_so: Callable[[], bool], whom: str) -> None:
-        until_s = self._clock.now_s + self._timeout_s
+        told_s = self._clock.now_s
+        until_s = told_s + self._timeout_s
         while not is_so():
             if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
                 self._ask_map()
             self._hear()
+            if self._clock.now_s - told_s > SILENT_S:
+                told_s = self._clock.now_s
+                report(f"worker {self.worker} waits for {whom}: {self._known_so_far()}")
             if self._clock.now_s > until_s:
-                raise TrainingError(f"worker {self.worker} has waited in vain for {whom}")
+                raise TrainingError(
+                    f"worker {self.worker} has waited in vain for {whom}: {self._known_so_far()}"
+                )
+
+    def _known_so_far(self) -> str:
+        """Say what the coordinator knows of, or that it is silent."""
+        address = self._coordinator.address
+        if self.map["epoch"] < 0:
+            return no_answer(address)
+        scheduler = "a scheduler" if self.map["scheduler"] else "no scheduler"
+        num = len(self.map.get("addresses", ()))
+        return f"the coordinator at {address} has met {num} of its servers and {scheduler}"
