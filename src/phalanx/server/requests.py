@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -89,6 +89,58 @@ class JobStopped(TrainingError):
         super().__init__(f"worker 0 has ended the job, by signal {signum}")
 
 
+def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
+    """Name other workers whose tasks a worker has waited for, though they are there."""
+    for other, clock in clocks.items():
+        if other != worker:
+            report(
+                f"worker {worker} has waited {for_s:g} s for push {clock + 1} of worker {other}, "
+                "whose process is there: it takes a slow step, evaluates, saves, or stands still"
+            )
+
+
+def lost(known: Settings, shard: int) -> TrainingError:
+    """Return the error of a worker whose weights nobody has any more."""
+    return TrainingError(
+        f"{known['holders'][shard][0]} was lost with its part of the weights, and no other server "
+        "had a whole copy; resume from the last checkpoint; with --server.num-servers 2 or more "
+        "others have one"
+    )
+
+
+def unanswered(worker: int, waiting: Iterable[_Asked], for_s: float) -> TrainingError:
+    """Return the error of a worker that has waited for an answer in vain."""
+    kinds = sorted({each.message.kind for each in waiting})
+    return TrainingError(
+        f"worker {worker} has waited {for_s:g} s for an answer to {', '.join(kinds)}; the log of "
+        "the servers says what they do"
+    )
+
+
+def holder(known: Settings, shard: int) -> str:
+    """Return the address of who answers requests of a shard; nothing if there is nobody."""
+    if shard == SCHEDULER:
+        return known["scheduler"]
+    return known["addresses"].get(known["holders"][shard][0], "")
+
+
+def ended(address: str) -> TrainingError:
+    """Return the error of a worker whose job has ended before it began."""
+    return TrainingError(
+        f"the job of the coordinator at {address} has ended; a new job needs a coordinator with a "
+        "new journal"
+    )
+
+
+def known_so_far(known: Settings, address: str) -> str:
+    """Say what the coordinator at an address knows of, or that it is silent."""
+    if known["epoch"] < 0:
+        return no_answer(address)
+    scheduler = "a scheduler" if known["scheduler"] else "no scheduler"
+    num = len(known.get("addresses", ()))
+    return f"the coordinator at {address} has met {num} of its servers and {scheduler}"
+
+
 class Requests:
     """A worker's connections.
 
@@ -153,10 +205,7 @@ class Requests:
             TrainingError: the job has ended.
         """
         if self.map.get("ended"):
-            raise TrainingError(
-                f"the job of the coordinator at {self._coordinator.address} has ended; a new job "
-                "needs a coordinator with a new journal"
-            )
+            raise ended(self._coordinator.address)
         return bool(self.map["holders"] and self.map["scheduler"])
 
     @property
@@ -222,36 +271,16 @@ class Requests:
             self._urge(waiting)
             if idle is not None and waiting:
                 idle()
-            if self._clock.now_s - begin_s > patience_s and self._is_far_from(asked):
-                self._report_late(patience_s)
+            if self._clock.now_s - begin_s > patience_s and SCHEDULER not in asked:
+                if not self._meeting.is_on_one_host:  # else launch/board.py watches all of them
+                    late = self.ask_scheduler("stats")["late"]
+                    report_late(self.worker, dict(late), patience_s)
                 patience_s *= 2
             if waiting and self._stop_signal:
                 raise JobStopped(self._stop_signal)
             if self._clock.now_s > until_s:
-                kinds = sorted({each.message.kind for each in waiting.values()})
-                raise TrainingError(
-                    f"worker {self.worker} has waited {self._timeout_s:g} s for an answer to "
-                    f"{', '.join(kinds)}; the log of the servers says what they do"
-                )
+                raise unanswered(self.worker, waiting.values(), self._timeout_s)
         return found
-
-    def _is_far_from(self, asked: Container[int]) -> bool:
-        """Return whether nobody else sees the workers that this one waits for.
-
-        On one host launch/board.py watches all of them.
-        """
-        return SCHEDULER not in asked and not self._meeting.is_on_one_host
-
-    def _report_late(self, for_s: float) -> None:
-        """Name the workers whose tasks this one has waited for, though they are there."""
-        late = self.ask_scheduler("stats")["late"]
-        for worker, clock in late:
-            if worker != self.worker:
-                report(
-                    f"worker {self.worker} has waited {for_s:g} s for push {clock + 1} of worker "
-                    f"{worker}, whose process is there: it takes a slow step, evaluates, saves, or "
-                    "stands still"
-                )
 
     def _judge(
         self, number: int, waiting: dict[int, _Asked], found: dict[int, WireMessage]
@@ -261,7 +290,7 @@ class Requests:
         if reply.kind == "refused":
             raise TrainingError(f"a server refuses '{each.message.kind}': {reply['why']}")
         if reply.kind == "empty":
-            raise self._lost(each.shard)
+            raise lost(self.map, each.shard)
         if reply.kind == "moved":
             self._ask_map()
             each.sent_s, each.again_s = time.monotonic(), AGAIN_S / 5
@@ -273,13 +302,6 @@ class Requests:
         self._due.remove(number)
         found[each.shard] = reply
         self._known.add(each.shard)
-
-    def _lost(self, shard: int) -> TrainingError:
-        name = self.map["holders"][shard][0]
-        return TrainingError(
-            f"{name} was lost with its part of the weights, and no other server had a whole copy; "
-            "resume from the last checkpoint; with --server.num-servers 2 or more others have one"
-        )
 
     def _urge(self, waiting: dict[int, _Asked]) -> None:
         """Ask for news of what was not answered for some time, by the latest map."""
@@ -294,7 +316,7 @@ class Requests:
             self._hear()
             if self.map["epoch"] != epoch:
                 for each in waiting.values():
-                    if each.address != self._holder(each.shard):
+                    if each.address != holder(self.map, each.shard):
                         self._send(each)
             for each in waiting.values():
                 if each.shard != SCHEDULER:
@@ -305,22 +327,16 @@ class Requests:
         if self.map["holders"][shard][0] in self.map["addresses"]:
             self._gone_s.pop(shard, None)
         elif self._clock.now_s - self._gone_s.setdefault(shard, self._clock.now_s) > ALONE_S:
-            raise self._lost(shard)
-
-    def _holder(self, shard: int) -> str:
-        """Return the address of who answers requests of a shard; nothing if there is nobody."""
-        if shard == SCHEDULER:
-            return self.map["scheduler"]
-        return self.map["addresses"].get(self.map["holders"][shard][0], "")
+            raise lost(self.map, shard)
 
     def _send(self, each: _Asked) -> None:
-        each.sent_s, each.address = time.monotonic(), self._holder(each.shard)
+        each.sent_s, each.address = time.monotonic(), holder(self.map, each.shard)
         if each.address:
             self._link(each.address).send(each.message)
 
     def _send_again(self, each: _Asked) -> None:
         """Ask whether a request has come, see [Note: Sent again]."""
-        if each.shard == SCHEDULER or each.address != self._holder(each.shard):
+        if each.shard == SCHEDULER or each.address != holder(self.map, each.shard):
             self._send(each)
         elif each.address:
             each.sent_s = time.monotonic()
@@ -367,19 +383,9 @@ class Requests:
             if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
                 self._ask_map()
             self._hear()
+            known = known_so_far(self.map, self._coordinator.address)
             if self._clock.now_s - told_s > SILENT_S:
                 told_s = self._clock.now_s
-                report(f"worker {self.worker} waits for {whom}: {self._known_so_far()}")
+                report(f"worker {self.worker} waits for {whom}: {known}")
             if self._clock.now_s > until_s:
-                raise TrainingError(
-                    f"worker {self.worker} has waited in vain for {whom}: {self._known_so_far()}"
-                )
-
-    def _known_so_far(self) -> str:
-        """Say what the coordinator knows of, or that it is silent."""
-        address = self._coordinator.address
-        if self.map["epoch"] < 0:
-            return no_answer(address)
-        scheduler = "a scheduler" if self.map["scheduler"] else "no scheduler"
-        num = len(self.map.get("addresses", ()))
-        return f"the coordinator at {address} has met {num} of its servers and {scheduler}"
+                raise TrainingError(f"worker {self.worker} has waited in vain for {whom}: {known}")
