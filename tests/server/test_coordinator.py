@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.errors import ConfigError
-from phalanx.server.coordinator import Coordinator, Fenced, JobJournal
+from phalanx.server.coordinator import Coordinator, Fenced, JobJournal, JournalError
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
 from phalanx.server.shard import Shard
@@ -36,13 +35,53 @@ def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:
     third.close()
 
 
-def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("no journal" * 100)
-    for path in (text, tmp_path, tmp_path / "no" / "journal"):
-        with pytest.raises(ConfigError, match=f"journal is {path}, which cannot be kept: "):
-            JobJournal(path)
-    assert text.read_text() == "no journal" * 100
+def test_a_journal_that_is_deleted_is_written_again(tmp_path: Path) -> None:
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    coordinator = Coordinator(1, "job", tmp_path / "journal", *own)
+    try:
+        (tmp_path / "journal").unlink()
+        coordinator.tick()
+        assert not coordinator.is_over
+        later = JobJournal(tmp_path / "journal")
+        assert later.term == 2 and later.load() == coordinator.map
+        later.close()
+        for path in tmp_path.glob("journal*"):
+            path.unlink()
+        JobJournal(tmp_path / "journal").close()  # a coordinator of another start
+        coordinator._change("something happens")
+        assert coordinator.is_over and "a later coordinator keeps" in coordinator.refusal
+    finally:
+        coordinator.close()
+
+
+def test_a_journal_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no journal " * 100)
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    for name in ("text", "folder/journal", "."):
+        with pytest.raises(JournalError, match="which cannot be read or written"):
+            Coordinator(1, "job", tmp_path / name, *own)
+    assert (tmp_path / "text").read_text() == "no journal " * 100
+    journal = JobJournal(tmp_path / "journal")
+    journal._file.execute("PRAGMA max_page_count = 3")  # SQLite says so of a full disk too
+    with pytest.raises(JournalError, match="database or disk is full"):
+        journal.save({"much": "x" * 100_000})
+    journal.close()
+
+
+def test_a_coordinator_without_the_jobs_journal_ends(tmp_path: Path) -> None:
+    """Members would not take its map, and nobody would hear of the end of the job."""
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    coordinator = Coordinator(1, "job", tmp_path / "journal", *own)
+    fields = {"name": "a", "role": "server", "address": "a", "incarnation": "a", "synced": []}
+    try:
+        known = {"term": 1, "epoch": coordinator.map["epoch"], "job": "job"}
+        coordinator.handle(b"", WireMessage("beat", {**fields, **known}))
+        assert not coordinator.is_over
+        known["epoch"] = coordinator.map["epoch"] + 1
+        coordinator.handle(b"", WireMessage("beat", {**fields, **known}))
+        assert coordinator.is_over and "was deleted" in coordinator.refusal
+    finally:
+        coordinator.close()
 
 
 def test_a_server_that_was_held_for_lost_has_no_copy_until_it_is_sent_one(tmp_path: Path) -> None:

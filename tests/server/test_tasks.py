@@ -86,3 +86,22 @@ def test_each_task_is_done_once_however_workers_come_and_go(seed: int, is_open: 
             tasks.finish(*task)
     assert tasks.is_over
     assert sorted(done) == [(clock, slot) for clock in range(4) for slot in range(3)]
+
+
+def test_who_is_there_and_holds_others_up_is_known() -> None:
+    now = [0.0]
+    tasks = Tasks(3, 0, 2, is_open=False, clock=lambda: now[0])
+    for worker in (0, 1):
+        tasks.hear(worker)
+    tasks.finish(0, 0)
+    assert tasks.late() == [(1, 0), (2, 0)]
+    now[0] = LEASE_S + 1
+    for worker in (0, 1):
+        tasks.hear(worker)
+    assert tasks.late() == [(1, 0)]
+    assert tasks.help(0, 0, is_through=False) == (0, 2)
+    assert tasks.late() == [(0, 0), (1, 0)]
+    for slot in range(3):
+        for clock in range(2):
+            tasks.finish(clock, slot)
+    assert tasks.late() == []

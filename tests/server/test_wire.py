@@ -249,13 +249,41 @@ def test_whatever_strangers_send_a_peer_that_is_known_is_served_on(tmp_path: Pat
         ends.close()
 
 
+def greeted(false: zmq.Socket[bytes], link: Connection) -> list[bytes]:
+    """Return the next message of a link, which greets once its connection stands."""
+    while not false.poll(10):
+        assert link.receive() == []
+    return false.recv_multipart()
+
+
+def test_messages_to_a_listener_that_is_gone_do_not_pile_up_for_the_next(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    ends = Ends(address)
+    try:
+        link = ends.link()
+        link.send(WireMessage("beat", {"q": 0}))
+        assert len(ends.hear(1)) == 1
+        ends.listener.close()
+        for number in range(100):
+            link.send(WireMessage("beat", {"q": number}))
+            time.sleep(0.005)
+        ends.listener = Listener(ends.context, ends.secret, address, ends.lines.append)
+        until_s = time.monotonic() + 20
+        while not (found := ends.hear(1, 0.05)) and time.monotonic() < until_s:
+            link.send(WireMessage("beat", {"q": "after"}))
+        assert [message["q"] for message in found][-1:] == ["after"]
+        assert ends.listener.num_refused < 50, ends.lines
+    finally:
+        ends.close()
+
+
 def test_a_listener_that_answers_by_anything_ends_no_connection(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     false, lines = context.socket(zmq.ROUTER), list[str]()
     false.bind(f"ipc://{tmp_path}/socket")
     link = Connection(context, Secret.new(), f"ipc://{tmp_path}/socket", lines.append)
     try:
-        peer, *_ = false.recv_multipart()
+        peer, *_ = greeted(false, link)
         for frames in messages(random.Random(2)):
             false.send_multipart([peer, *frames])
             assert link.receive() == []
@@ -289,7 +317,7 @@ def test_a_listener_that_shows_no_proof_is_told_nothing(tmp_path: Path) -> None:
     try:
         link.send(WireMessage("push", {"q": 1}, [torch.ones(3)]))
         for kind in ("hello", "hello"):
-            peer, *frames = false.recv_multipart()
+            peer, *frames = greeted(false, link)
             assert decode([bytearray(frame) for frame in frames]).kind == kind
             for reply in (WireMessage("welcome"), WireMessage("map", {"holders": []})):
                 false.send_multipart([peer, *encode(reply)])

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ import torch
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.config.schema import ServerConfig
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, Interrupted
 from phalanx.train.run import train
 from small_run import SHAPE, losses, small_run
 
@@ -152,6 +153,34 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """Return the folder and the losses of a run that nobody disturbs."""
     folder = tmp_path_factory.mktemp("clean")
     return folder, run(folder, "dp3:ps", "run", steps=60)
+
+
+@pytest.mark.fresh_ranks
+def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
+    """Workers hear the signal at different steps of a round, whose end waits for all of them."""
+    batch = BatchConfig(global_size=12, microbatch=2)
+    more = {"strategy": "dp2:local/4", "save_every_minutes": 60.0, "timeout_s": 60.0}
+    config = small_run(tmp_path, steps=100_000, batch=batch, **more)
+    out, is_over = Path(str(config.out)), threading.Event()
+
+    def end() -> None:
+        while not is_over.wait(0.05):
+            if (out / "metrics.jsonl").exists() and len(losses(out)) >= 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    ending = threading.Thread(target=end)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        ending.start()
+        with pytest.raises(Interrupted, match="last checkpoint: "):
+            train(config)
+    finally:
+        is_over.set()
+        ending.join()
+        signal.signal(signal.SIGTERM, before)
+    (step,) = manifest.whole(out)
+    assert step % 4 == 0 and step == len(losses(out))
 
 
 @pytest.mark.slow

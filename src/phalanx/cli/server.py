@@ -125,5 +125,5 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     keep_freed_memory()
     role.run(stop)
     if role.refusal:
-        raise ConfigError(f"the coordinator refuses {name}: {role.refusal}")
+        raise ConfigError(role.refusal)
     note("ended by a signal" if stop.is_set() else "the job has ended")

@@ -30,10 +30,12 @@ class Beats:
     """Sends one message every `BEAT_S`."""
 
     def __init__(
-        self, secret: Secret, log: Log, message: WireMessage, whom: Callable[[], str]
-    ) -> None:
-        """Begin; `whom` returns the address to send it to, or nothing for silence."""
+        self, secret: Secret, log: Log, message: WireMessage, whom: Callable[[], str],
+        hear: Callable[[WireMessage], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Begin; `whom` returns the address to send it to, or nothing; `hear` takes the answers."""
         self._secret, self._log, self._message, self._whom = secret, log, message, whom
+        self._hear = hear
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
@@ -52,7 +54,8 @@ class Beats:
             if address := self._whom():
                 if address not in links:
                     links[address] = Connection(context, self._secret, address, self._log)
-                links[address].receive()
+                for answer in links[address].receive():
+                    self._hear(answer)
                 links[address].send(self._message)
                 pause_s = BEAT_S if links[address].is_welcome else TICK_S
         for link in links.values():

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from typing_extensions import override
 
-from phalanx.errors import ConfigError
+from phalanx.errors import PhalanxError
 from phalanx.server.beats import BEAT_S
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.placement import ranked
@@ -32,52 +34,79 @@ class Fenced(Exception):
     """A later coordinator keeps the journal."""
 
 
+class JournalError(PhalanxError):
+    """The journal cannot be read or written."""
+
+
+@contextmanager
+def _naming(path: Path) -> Generator[None]:
+    """Name the journal where SQLite cannot use it."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise JournalError(
+            f"journal is {path}, which cannot be read or written: {error}; mend that, or choose "
+            "another file for a new job"
+        ) from error
+
+
 class JobJournal:
     """The state of a coordinator on disk.
 
     Attributes:
         term: of this coordinator, one above the last.
-
-    Raises:
-        ConfigError: the file is no journal, or cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._begin()
-        except sqlite3.Error as error:
-            raise ConfigError(
-                f"journal is {path}, which cannot be kept: {error}; expected the journal of a "
-                "coordinator, or a new file in a folder that is there"
-            ) from None
+        """Begin a term.
 
-    def _begin(self) -> None:
-        """Make what the journal lacks, and begin a term."""
+        Raises:
+            JournalError: the file cannot be read or written.
+        """
+        self._path = path
+        with _naming(path):
+            self._open()
+            self._file.execute("BEGIN IMMEDIATE")
+            self.term = int(self._read("term") or 0) + 1
+            self._write("term", self.term)
+            self._file.execute("COMMIT")
+
+    def _open(self) -> None:
+        self._file = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=FULL")
         self._file.execute("CREATE TABLE IF NOT EXISTS state (name TEXT PRIMARY KEY, value TEXT)")
-        self._file.execute("BEGIN IMMEDIATE")
-        self.term = int(self._read("term") or 0) + 1
-        self._write("term", self.term)
-        self._file.execute("COMMIT")
+        self._inode = self._path.stat().st_ino
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether there is no file of its name any more."""
+        return not self._path.exists()
 
     def load(self) -> Settings | None:
         """Return what was saved last."""
         return self._read("job")
 
     def save(self, job: Settings) -> None:
-        """Keep a state.
+        """Keep a state; in a new file if the old one was deleted.
 
         Raises:
             Fenced: a later coordinator has begun.
+            JournalError: the file cannot be written.
         """
-        self._file.execute("BEGIN IMMEDIATE")
-        if self._read("term") != self.term:
-            self._file.execute("ROLLBACK")
-            raise Fenced(f"term {self.term} is over")
-        self._write("job", job)
-        self._file.execute("COMMIT")
+        with _naming(self._path):
+            if self.is_deleted:
+                self._file.close()
+                self._open()
+                self._write("term", self.term)
+            elif self._path.stat().st_ino != self._inode:
+                raise Fenced("the file is another one")
+            self._file.execute("BEGIN IMMEDIATE")
+            if self._read("term") != self.term:
+                self._file.execute("ROLLBACK")
+                raise Fenced(f"term {self.term} is over")
+            self._write("job", job)
+            self._file.execute("COMMIT")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -102,7 +131,11 @@ class Coordinator(Role):
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
         super().__init__("coordinator", *args, **more)
-        self._journal = JobJournal(journal)
+        try:
+            self._journal = JobJournal(journal)
+        except JournalError:
+            super().close()
+            raise
         self._num_servers = num_servers
         self.map: Settings = self._journal.load() or {
             "job": job, "epoch": 0, "homes": {}, "addresses": {}, "incarnations": {},
@@ -118,6 +151,8 @@ class Coordinator(Role):
         self._ended_s = 0.0
         self._told = set[str]()  # servers, and the scheduler's address, that have heard of the end
         self._change(f"term {self._journal.term} begins")
+        if self.map["ended"]:
+            self.log(f"the job of the journal {journal} has ended; a new job needs a new journal")
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
@@ -130,6 +165,13 @@ class Coordinator(Role):
             if facts != (PROTOCOL, self.map["job"]):
                 self.log(f"refused: {message['name']} is of job {facts[1]}, protocol {facts[0]}")
                 self.reply(peer, message, "refused", why=f"this is job {self.map['job']}")
+                return
+            known = [message.fields.get("term", 0), message.fields.get("epoch", 0)]
+            if known > [self.map["term"], self.map["epoch"]]:
+                self._leave(
+                    f"{message['name']} knows term {known[0]}, epoch {known[1]}, which are not in "
+                    "the journal: it is another one, or was deleted"
+                )
                 return
             self._hear(message)
         elif message.kind == "end":
@@ -237,16 +279,22 @@ class Coordinator(Role):
         elif lost:
             self._lose(lost)
             self._change(f"{', '.join(lost)} lost")
+        elif self._journal.is_deleted:
+            self._change("the journal was deleted, and is written again")
 
     def _change(self, why: str) -> None:
         self.map["epoch"] += 1
         try:
             self._journal.save(self.map)
         except Fenced as error:
-            self.log(f"a later coordinator keeps the journal: {error}")
-            self.is_over = True
+            self._leave(f"a later coordinator keeps the journal: {error}")
             return
         self.log(f"epoch {self.map['epoch']}: {why}; holders {self.map['holders']}")
+
+    def _leave(self, why: str) -> None:
+        """End before the job does: another coordinator knows more of it."""
+        self.log(why)
+        self.refusal, self.is_over = why, True
 
     @override
     def close(self) -> None:

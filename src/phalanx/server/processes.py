@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.errors import TrainingError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.requests import JobAddress
@@ -77,3 +78,5 @@ def serve(roles: JobRoles, name: str, folder: Path, log: Path) -> None:
     PULSE.heed()  # it ends with the workers
     with PULSE.waiting(f"being the {name}"):
         role.run()
+    if role.refusal:
+        raise TrainingError(role.refusal)

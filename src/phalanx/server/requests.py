@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from phalanx.server.beats import Beats
 from phalanx.server.consistency import Consistency
 from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
-from phalanx.server.role import Settings
+from phalanx.server.role import SILENT_S, Settings, no_answer
 from phalanx.server.secret import Secret
 from phalanx.server.tasks import LEASE_S
 from phalanx.server.wire import Connection, Faults
@@ -34,6 +34,10 @@ AGAIN_S: Final = 0.5
 """Seconds after which one asks for news of a request, the first time; each time twice as many."""
 
 LONGEST_AGAIN_S: Final = 4.0
+
+LATE_S: Final = 20.0
+"""How long one waits for another worker before it names who that is, in seconds; each time twice
+as long."""
 
 ALONE_S: Final = 5 * LEASE_S
 """How long a server of which nobody has a copy may be held for lost before the job ends, in
@@ -60,6 +64,11 @@ class JobAddress:
     def __post_init__(self) -> None:
         check_address("the address of the coordinator", self.coordinator)
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether `phalanx train` has started all processes of the job."""
+        return self.coordinator.startswith("ipc://")
+
 
 @dataclass
 class _Asked:
@@ -70,6 +79,66 @@ class _Asked:
     address: str = ""
     sent_s: float = 0.0
     again_s: float = field(default_factory=lambda: AGAIN_S)
+
+
+class JobStopped(TrainingError):
+    """A signal to the first worker has ended the job."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(f"worker 0 has ended the job, by signal {signum}")
+
+
+def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
+    """Name other workers whose tasks a worker has waited for, though they are there."""
+    for other, clock in clocks.items():
+        if other != worker:
+            report(
+                f"worker {worker} has waited {for_s:g} s for push {clock + 1} of worker {other}, "
+                "whose process is there: it takes a slow step, evaluates, saves, or stands still"
+            )
+
+
+def lost(known: Settings, shard: int) -> TrainingError:
+    """Return the error of a worker whose weights nobody has any more."""
+    return TrainingError(
+        f"{known['holders'][shard][0]} was lost with its part of the weights, and no other server "
+        "had a whole copy; resume from the last checkpoint; with --server.num-servers 2 or more "
+        "others have one"
+    )
+
+
+def unanswered(worker: int, waiting: Iterable[_Asked], for_s: float) -> TrainingError:
+    """Return the error of a worker that has waited for an answer in vain."""
+    kinds = sorted({each.message.kind for each in waiting})
+    return TrainingError(
+        f"worker {worker} has waited {for_s:g} s for an answer to {', '.join(kinds)}; the log of "
+        "the servers says what they do"
+    )
+
+
+def holder(known: Settings, shard: int) -> str:
+    """Return the address of who answers requests of a shard; nothing if there is nobody."""
+    if shard == SCHEDULER:
+        return known["scheduler"]
+    return known["addresses"].get(known["holders"][shard][0], "")
+
+
+def ended(address: str) -> TrainingError:
+    """Return the error of a worker whose job has ended before it began."""
+    return TrainingError(
+        f"the job of the coordinator at {address} has ended; a new job needs a coordinator with a "
+        "new journal"
+    )
+
+
+def known_so_far(known: Settings, address: str) -> str:
+    """Say what the coordinator at an address knows of, or that it is silent."""
+    if known["epoch"] < 0:
+        return no_answer(address)
+    scheduler = "a scheduler" if known["scheduler"] else "no scheduler"
+    num = len(known.get("addresses", ()))
+    return f"the coordinator at {address} has met {num} of its servers and {scheduler}"
 
 
 class Requests:
@@ -114,9 +183,30 @@ class Requests:
         self._asked_map_s = 0.0
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
         self.num_live = consistency.num_slots
-        self._wait_for(lambda: bool(self.map["holders"] and self.map["scheduler"]), "the servers")
+        try:
+            self._wait_for(self._is_met, "the servers")
+        except BaseException:
+            self._unlink_all()
+            raise
         beat = WireMessage("beat", self._own)
-        self._beats = Beats(meeting.secret, report, beat, lambda: self.map["scheduler"])
+        self._stop_signal, self._is_leaving = 0, False
+        whom = lambda: self.map["scheduler"]  # noqa: E731
+        self._beats = Beats(meeting.secret, report, beat, whom, self._hear_of_stop)
+
+    def _hear_of_stop(self, answer: WireMessage) -> None:
+        """Note that the first worker was asked to end the job; a thread of its own calls this."""
+        if self.worker > 0 and not self._is_leaving:
+            self._stop_signal = int(answer.fields.get("stop_signal", 0))
+
+    def _is_met(self) -> bool:
+        """Return whether there are servers and a scheduler.
+
+        Raises:
+            TrainingError: the job has ended.
+        """
+        if self.map.get("ended"):
+            raise ended(self._coordinator.address)
+        return bool(self.map["holders"] and self.map["scheduler"])
 
     @property
     def num_shards(self) -> int:
@@ -133,6 +223,11 @@ class Requests:
             self.ask(dict.fromkeys(range(self.num_shards), live))
         return reply
 
+    def leave(self) -> None:
+        """Say that this worker takes no more steps."""
+        self._is_leaving, self._stop_signal = True, 0
+        self.ask_scheduler("leave")
+
     def end(self) -> None:
         """End the job: all roles leave."""
         self._coordinator.send(WireMessage("end", {"q": next(self._numbers)}))
@@ -141,6 +236,9 @@ class Requests:
     def close(self) -> None:
         """Let go of the connections."""
         self._beats.close()
+        self._unlink_all()
+
+    def _unlink_all(self) -> None:
         for link in self._links.values():
             link.close()
         self._context.destroy(linger=200)
@@ -151,6 +249,7 @@ class Requests:
         """Send requests, one a shard; return the answers when all have come.
 
         Raises:
+            JobStopped: a signal has ended the job, and no answer has to come.
             TrainingError: a request is refused, or not answered for the job's timeout.
         """
         waiting: dict[int, _Asked] = {}
@@ -161,7 +260,8 @@ class Requests:
             waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors))
         found: dict[int, WireMessage] = {}
         self._due |= waiting.keys()
-        until_s = self._clock.now_s + self._timeout_s
+        begin_s, patience_s = self._clock.now_s, LATE_S
+        until_s = begin_s + self._timeout_s
         for each in waiting.values():
             self._send(each)
         while waiting:
@@ -171,12 +271,15 @@ class Requests:
             self._urge(waiting)
             if idle is not None and waiting:
                 idle()
+            if self._clock.now_s - begin_s > patience_s and SCHEDULER not in asked:
+                if not self._meeting.is_on_one_host:  # else launch/board.py watches all of them
+                    late = self.ask_scheduler("stats")["late"]
+                    report_late(self.worker, dict(late), patience_s)
+                patience_s *= 2
+            if waiting and self._stop_signal:
+                raise JobStopped(self._stop_signal)
             if self._clock.now_s > until_s:
-                kinds = sorted({each.message.kind for each in waiting.values()})
-                raise TrainingError(
-                    f"worker {self.worker} has waited {self._timeout_s:g} s for an answer to "
-                    f"{', '.join(kinds)}; the log of the servers says what they do"
-                )
+                raise unanswered(self.worker, waiting.values(), self._timeout_s)
         return found
 
     def _judge(
@@ -187,7 +290,7 @@ class Requests:
         if reply.kind == "refused":
             raise TrainingError(f"a server refuses '{each.message.kind}': {reply['why']}")
         if reply.kind == "empty":
-            raise self._lost(each.shard)
+            raise lost(self.map, each.shard)
         if reply.kind == "moved":
             self._ask_map()
             each.sent_s, each.again_s = time.monotonic(), AGAIN_S / 5
@@ -199,13 +302,6 @@ class Requests:
         self._due.remove(number)
         found[each.shard] = reply
         self._known.add(each.shard)
-
-    def _lost(self, shard: int) -> TrainingError:
-        name = self.map["holders"][shard][0]
-        return TrainingError(
-            f"{name} was lost with its part of the weights, and no other server had a whole copy; "
-            "resume from the last checkpoint; with --server.num-servers 2 or more others have one"
-        )
 
     def _urge(self, waiting: dict[int, _Asked]) -> None:
         """Ask for news of what was not answered for some time, by the latest map."""
@@ -220,7 +316,7 @@ class Requests:
             self._hear()
             if self.map["epoch"] != epoch:
                 for each in waiting.values():
-                    if each.address != self._holder(each.shard):
+                    if each.address != holder(self.map, each.shard):
                         self._send(each)
             for each in waiting.values():
                 if each.shard != SCHEDULER:
@@ -231,22 +327,16 @@ class Requests:
         if self.map["holders"][shard][0] in self.map["addresses"]:
             self._gone_s.pop(shard, None)
         elif self._clock.now_s - self._gone_s.setdefault(shard, self._clock.now_s) > ALONE_S:
-            raise self._lost(shard)
-
-    def _holder(self, shard: int) -> str:
-        """Return the address of who answers requests of a shard; nothing if there is nobody."""
-        if shard == SCHEDULER:
-            return self.map["scheduler"]
-        return self.map["addresses"].get(self.map["holders"][shard][0], "")
+            raise lost(self.map, shard)
 
     def _send(self, each: _Asked) -> None:
-        each.sent_s, each.address = time.monotonic(), self._holder(each.shard)
+        each.sent_s, each.address = time.monotonic(), holder(self.map, each.shard)
         if each.address:
             self._link(each.address).send(each.message)
 
     def _send_again(self, each: _Asked) -> None:
         """Ask whether a request has come, see [Note: Sent again]."""
-        if each.shard == SCHEDULER or each.address != self._holder(each.shard):
+        if each.shard == SCHEDULER or each.address != holder(self.map, each.shard):
             self._send(each)
         elif each.address:
             each.sent_s = time.monotonic()
@@ -287,10 +377,15 @@ class Requests:
             link.close()
 
     def _wait_for(self, is_so: Callable[[], bool], whom: str) -> None:
-        until_s = self._clock.now_s + self._timeout_s
+        told_s = self._clock.now_s
+        until_s = told_s + self._timeout_s
         while not is_so():
             if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
                 self._ask_map()
             self._hear()
+            known = known_so_far(self.map, self._coordinator.address)
+            if self._clock.now_s - told_s > SILENT_S:
+                told_s = self._clock.now_s
+                report(f"worker {self.worker} waits for {whom}: {known}")
             if self._clock.now_s > until_s:
-                raise TrainingError(f"worker {self.worker} has waited in vain for {whom}")
+                raise TrainingError(f"worker {self.worker} has waited in vain for {whom}: {known}")

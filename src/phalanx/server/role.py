@@ -24,13 +24,21 @@ MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError, Overf
 Settings = dict[str, Any]
 
 
+def no_answer(address: str) -> str:
+    """Say that the coordinator is silent, and why that may be."""
+    return (
+        f"the coordinator at {address} does not answer; it may not run, have another secret, or "
+        "listen at an address of another kind: 127.0.0.1 is not encrypted, anything else is"
+    )
+
+
 class Role:
     """A process that answers messages, one after the other, until the job has ended.
 
     Attributes:
         name: in the job.
         is_over: whether it is to end.
-        refusal: why the coordinator does not take it; nothing if it does.
+        refusal: why it ends before the job, such as that the coordinator does not take it.
         clock: the time for which it has listened.
     """
 
@@ -155,8 +163,8 @@ class Member(Role):
         if link is not self._coordinator:
             return
         if message.kind == "refused":
-            self.refusal = message.text("why")
-            self.log(f"the coordinator refuses {self.name}: {self.refusal}")
+            self.refusal = f"the coordinator refuses {self.name}: {message.text('why')}"
+            self.log(self.refusal)
             self.is_over = True
         elif message.kind == "map":
             self._silent_s = self.clock.now_s
@@ -184,11 +192,8 @@ class Member(Role):
             self._beat_s = time.monotonic()
             if self.clock.now_s - self._silent_s > SILENT_S:
                 self._silent_s = self.clock.now_s
-                self.log(
-                    f"the coordinator at {self._coordinator.address} does not answer; it may not "
-                    "run, have another secret, or listen at an address of another kind: 127.0.0.1 "
-                    "is not encrypted, anything else is"
-                )
+                self.log(no_answer(self._coordinator.address))
             fields = {"name": self.name, "role": self.kind, "address": self.address}
+            fields |= {name: self.map[name] for name in ("term", "epoch")}
             more = {"incarnation": self.incarnation, **self.facts()}
             self._coordinator.send(WireMessage("beat", {**fields, **more}))

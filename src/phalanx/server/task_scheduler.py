@@ -24,6 +24,7 @@ class TaskScheduler(Member):
         super().__init__(*args, **more)
         self._job = job
         self._tasks: Tasks | None = None
+        self._stop_signal = 0  # by which the first worker was asked to end the job
         self._facts: dict[str, Any] | None = None
 
     @override
@@ -40,8 +41,9 @@ class TaskScheduler(Member):
             size, begin, end = message["tasks"]
             self._tasks = Tasks(size, begin, end, bool(message["is_open"]), self._now_s)
         tasks = self._tasks
-        if message.kind == "leave":
+        if message.kind in ("leave", "stop"):
             tasks.leave(worker)
+            self._stop_signal = int(message.fields.get("signum", self._stop_signal))
         elif message.kind == "beat":
             tasks.beat(worker)
         elif message.kind != "stats":
@@ -60,4 +62,7 @@ class TaskScheduler(Member):
         elif message.kind == "finish":
             tasks.finish(int(message["clock"]), int(message["slot"]))
         live = tasks.num_live
+        if message.kind == "stats":
+            more["late"] = tasks.late()
+        more["stop_signal"] = self._stop_signal
         self.reply(peer, message, "ok", is_over=tasks.is_over, num_live=live, **more)

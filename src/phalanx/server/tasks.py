@@ -67,6 +67,13 @@ class Tasks:
         """Workers that are there."""
         return sum(not self.is_lost(worker) for worker in range(self.num_slots))
 
+    def late(self) -> list[tuple[int, int]]:
+        """Return whose tasks others wait for though they are there, and the clock of each."""
+        first = min(self.done.values())
+        slots = [slot for slot, done in self.done.items() if done == first < self.end]
+        of_slots = {self._taken.get((first, slot), slot) for slot in slots}
+        return [(worker, first) for worker in sorted(of_slots) if not self.is_lost(worker)]
+
     def own(self, worker: int, clock: int) -> bool:
         """Return whether a worker is to compute its task of a clock; if so it is taken."""
         task = (clock, worker)

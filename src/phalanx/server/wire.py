@@ -156,6 +156,7 @@ class Listener:
     def close(self) -> None:
         """Let go of the address."""
         self.socket.disable_monitor()
+        self._monitor.close()
         self.socket.close()
 
     def _watch(self, event: int) -> None:
@@ -217,6 +218,7 @@ class Connection:
         self.address = address
         self.socket = context.socket(zmq.DEALER)
         _set_up(self.socket)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # else beats pile up for a listener that is gone
         if not is_local(address):
             public, own = secret.curve("link")
             self.socket.curve_publickey, self.socket.curve_secretkey = public, own
@@ -262,19 +264,21 @@ class Connection:
         """Let go of the connection."""
         self.socket.close()
 
-    def _send(self, message: WireMessage) -> None:
+    def _send(self, message: WireMessage) -> bool:
+        """Return whether somebody is there to take a message; who asked asks again."""
         frames = encode(message)
         for each in [frames] if self._faults is None else self._faults.passed(frames):
             try:
                 self.socket.send_multipart(each, zmq.NOBLOCK, copy=False)
-            except zmq.Again:  # nobody is there to take it: who asked asks again
-                return
+            except zmq.Again:
+                return False
+        return True
 
     def _greet(self) -> None:
         if time.monotonic() - self._greeted_s > HELLO_S:
-            self._greeted_s = time.monotonic()
             self._number, self._is_proven = secrets.token_hex(16), False
-            self._send(WireMessage("hello", {"number": self._number}))
+            if self._send(WireMessage("hello", {"number": self._number})):
+                self._greeted_s = time.monotonic()
 
     def _answer(self, message: WireMessage) -> None:
         if message.kind == "who":  # a new process listens there, or a message was lost

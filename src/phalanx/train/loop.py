@@ -106,7 +106,9 @@ def take_steps(session: Session, records: Watcher) -> int:
     is_over = session.best is not None and session.best.is_over
     with compiling(config.compile):
         _evaluate(session, records)
-    while step.steps_done < num_steps and not pace.stop_signal and not is_over:
+    while step.steps_done < num_steps and not is_over:
+        if pace.stop_signal and session.may_stop:
+            break
         with PULSE.doing(f"data of step {step.steps_done + 1}"):
             with records.watching_data():
                 microbatches = session.next_microbatches()

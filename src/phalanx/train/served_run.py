@@ -31,7 +31,7 @@ from phalanx.launch.local import num_cores
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
-from phalanx.server.requests import JobAddress
+from phalanx.server.requests import JobAddress, JobStopped
 from phalanx.server.secret import Secret, read_secret
 from phalanx.train.callback import Extras
 from phalanx.train.job.resolve import Job, facts_of
@@ -137,6 +137,7 @@ class ServedSession(TextSession):
         self, job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
     ) -> None:
         self.worker, self._meeting = worker, meeting
+        self._is_round_saved = False
         self.consistency = consistency_of(job)
         self.step_type = STEPS[self.consistency.kind]
         super().__init__(job, extras)
@@ -219,9 +220,20 @@ class ServedSession(TextSession):
         else:
             self._save(is_passing=is_passing)
 
+    @property
+    @override
+    def may_stop(self) -> bool:
+        """Whether a signal may end this worker's part, see `Session.may_stop`.
+
+        In `local/H` all wait for each other after a round: the first worker stops after one whose
+        end has been saved, and the others when they hear of that.
+        """
+        return not isinstance(self.step, LocalStep) or (self.is_first and self._is_round_saved)
+
     @override
     def stepped(self) -> None:
         super().stepped()
+        self._is_round_saved = isinstance(self.step, LocalStep) and self.step.is_save_agreed
         if isinstance(self.step, LocalStep) and self.step.is_save_agreed:
             self.step.is_save_agreed = False
             done, every = self.step.steps_done, self.config.save_every
@@ -289,19 +301,27 @@ def train_worker(
     """Train as one worker; the first returns what came of it, when all others have left."""
     session = ServedSession(job, worker, meeting, extras)
     client = session.client
+    outcome: Summary | Stopped | None = None
     if worker == 0:
         outcome = train_session(session)
-        client.ask_scheduler("leave")
+        asked: dict[str, Any] = {"kind": "leave"}
+        if isinstance(outcome, Stopped):
+            asked = {"kind": "stop", "signum": outcome.signum}
         with PULSE.waiting("the end of the other workers"):
-            while int(client.ask_scheduler("stats")["num_live"]) > 0:
+            while int(client.ask_scheduler(**asked)["num_live"]) > 0:
                 time.sleep(LOOK_S)
         client.end()
     else:
-        outcome = None
-        with rank_log.kept(session.out, worker), session, PULSE.heeding():
-            with session.step.watched(PULSE.phase):
-                take_steps(session, _Unwatched())
-        client.ask_scheduler("leave")
+        try:
+            with rank_log.kept(session.out, worker), session, PULSE.heeding():
+                with session.step.watched(PULSE.phase):
+                    stop_signal = take_steps(session, _Unwatched())
+        except JobStopped as stopped:
+            stop_signal = stopped.signum
+        if stop_signal:
+            done = f"step {session.step.steps_done} of {session.num_steps} is done"
+            outcome = Stopped(stop_signal, done)
+        client.leave()
     client.close()
     return outcome
 

@@ -75,6 +75,11 @@ class Session(ABC):
         """Look at the step that is taken inside."""
         yield
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether a signal may end the run after the step that was taken last."""
+        return True
+
     def stepped(self) -> None:
         """Do what follows a step, such as to move a schedule."""
         return

@@ -1,0 +1,88 @@
+"""What a worker says while it waits, and how it hears that the job is to end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+
+from phalanx.errors import TrainingError
+from phalanx.server import coordinator, requests
+from phalanx.server.consistency import Consistency
+from phalanx.server.local_roles import local_roles
+from phalanx.server.message import WireMessage
+from phalanx.server.requests import JobAddress, JobStopped, Requests
+from phalanx.server.secret import Secret
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What workers report."""
+    found = list[str]()
+    monkeypatch.setattr(requests, "report", found.append)
+    return found
+
+
+@contextmanager
+def workers(num: int) -> Generator[list[Requests]]:
+    """Workers of a job that has servers, and no weights."""
+    with local_roles(2) as made:
+        own = (Consistency("ps", num), (0, 5))
+        joined = [Requests(made.meeting, each, *own) for each in range(num)]
+        for each in joined:
+            each.ask_scheduler("own", clock=0)
+        try:
+            yield joined
+        finally:
+            for each in joined:
+                each.close()
+
+
+WAIT = {0: WireMessage("totals", {"needed": 1})}
+
+
+def test_a_worker_names_another_that_is_there_and_pushes_nothing(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "LATE_S", 0.05)
+    monkeypatch.setattr(JobAddress, "is_on_one_host", False)
+    with workers(2) as (first, _):
+        first._timeout_s = 1.0
+        with pytest.raises(TrainingError, match="has waited 1 s"):
+            first.ask(WAIT)
+    assert "worker 0 has waited 0.05 s for push 1 of worker 1, whose process is there" in lines[0]
+
+
+def test_a_worker_that_waits_hears_that_a_signal_ends_the_job() -> None:
+    with workers(2) as (first, second):
+        stopping = threading.Timer(
+            0.1, lambda: first.ask_scheduler("stop", signum=int(signal.SIGTERM))
+        )
+        stopping.start()
+        with pytest.raises(JobStopped) as stopped:
+            second.ask(WAIT)
+        stopping.join()
+        assert stopped.value.signum == signal.SIGTERM
+        second.leave()
+        assert int(first.ask_scheduler("stop", signum=int(signal.SIGTERM))["num_live"]) == 0
+
+
+def test_a_worker_says_whom_it_waits_for_to_begin(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "SILENT_S", 0.05)
+    nobody = JobAddress("tcp://127.0.0.1:9", Secret.new())
+    with pytest.raises(TrainingError, match="worker 3 has waited in vain for the servers: the co"):
+        Requests(nobody, 3, Consistency("ps", 4), (0, 5), timeout_s=0.5)
+    assert "worker 3 waits for the servers: the coordinator at tcp://127.0.0.1:9 does" in lines[0]
+
+
+def test_a_worker_of_a_job_that_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "BEAT_S", 1e9)  # it stays
+    with workers(1) as (first,):
+        first.end()
+        with pytest.raises(TrainingError, match="has ended; a new job needs"):
+            Requests(first._meeting, 0, Consistency("ps", 1), (0, 5))
