@@ -256,9 +256,7 @@ class ModuleSession(Session):
             raise CheckpointError(f"cannot resume from {self.out}: there is no checkpoint in it")
         folder, about = found
         self.step.steps_done = about.steps_done
-        self._resumed = [f"resumes {folder}"]
-        if about.strategy != str(self.strategy):
-            self._resumed[0] += f", with another strategy: {about.strategy} -> {self.strategy}"
+        self._resumed = [_words_of_resuming(folder, about.strategy, str(self.strategy))]
         if about.scaler is not None:
             self.step.scaler.load_state_dict(about.scaler)
         if self.best is not None:
@@ -305,12 +303,9 @@ class ModuleSession(Session):
     @override
     def title(self) -> str:
         trainer = self.trainer
-        kinds = type(self.step.model).__mro__  # of which fully_shard puts one before the model's
-        name = next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
         return (
-            f"{name}, {self.strategy} on {self.comm.device.type}, global batch "
-            f"{trainer.batch_size} in {trainer.accumulation} microbatch"
-            f"{'' if trainer.accumulation == 1 else 'es'} a rank, "
+            f"{_name_of(self.step.model)}, {self.strategy} on {self.comm.device.type}, global "
+            f"batch {trainer.batch_size} in {_microbatches(trainer.accumulation)} a rank, "
             f"{self.step.steps_done} steps"
         )
 
@@ -369,3 +364,18 @@ class ModulePrecision:
     def scaler(self) -> torch.amp.GradScaler | None:
         """Return what scales the loss, for float16 alone."""
         return torch.amp.GradScaler("cuda") if self.autocast == torch.float16 else None
+
+
+def _name_of(model: nn.Module) -> str:
+    """Return the name of a model's class; fully_shard puts a class of its own before it."""
+    kinds = type(model).__mro__
+    return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
+
+
+def _microbatches(num: int) -> str:
+    return f"{num} microbatch{'' if num == 1 else 'es'}"
+
+
+def _words_of_resuming(folder: Path, before: str, now: str) -> str:
+    change = "" if before == now else f", with another strategy: {before} -> {now}"
+    return f"resumes {folder}{change}"
