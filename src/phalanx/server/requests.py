@@ -95,7 +95,7 @@ def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
         if other != worker:
             report(
                 f"worker {worker} has waited {for_s:g} s for push {clock + 1} of worker {other}, "
-                "whose process is there: it takes a slow step, evaluates, saves, or stands still"
+                "whose process is there: it takes a slow step, evaluates, saves, or hangs"
             )
 
 
