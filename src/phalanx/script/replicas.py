@@ -44,7 +44,7 @@ from phalanx.script.drift import (
 )
 from phalanx.train.clip import sharded_axes
 
-SHARE: Final = 0.004
+SHARE: Final = 0.003
 """Of the time of a run: what comparing replicas may take."""
 
 ALWAYS: Final = 20
