@@ -193,7 +193,7 @@ def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
         ({"prompt": "a", "tools": []}, 400, "tools: is not known, or not built"),
         ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty"),
         ({"prompt": "a", "echo": True}, 400, "echo"),
-        ({"prompt": "a" * 200}, 400, "the model has 128 positions; the nearest that fits is 127"),
+        ({"prompt": "a" * 200}, 400, "the model has 128 positions; the nearest that fits is 112"),
         ({"prompt": "a" * 120, "max_tokens": 20}, 400, "the nearest that fits is max_tokens 7"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "there is no model 'gpt-4'; it is 'hf'"),
         ({"prompt": "a" * 6000}, 413, "the body has more than 5,000 bytes"),

@@ -114,13 +114,13 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
     job = claim(job)
     resume_by = f"phalanx train --resume {shlex.quote(str(job.out))}"
     advice = functools.partial(how_to_resume, job.out, resume_by)
-    if job.config.server.worker:
-        advice = functools.partial(str, "worker 0 of the job saves the checkpoints")
     num_ranks = job.strategy.num_ranks
     if job.strategy.is_served:
         from phalanx.train.served_run import run_served, run_worker
 
         is_one = job.config.server.worker is not None
+        if job.config.server.worker:
+            advice = functools.partial(str, "worker 0 of the job saves the checkpoints")
         say_starting = functools.partial(_say_starting, 1 if is_one else num_ranks)
         with _explained(advice):
             return _finished((run_worker if is_one else run_served)(job, extras, say_starting))
