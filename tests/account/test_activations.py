@@ -104,7 +104,7 @@ def measure(
 
 
 @pytest.mark.parametrize(
-    "text", ["none", "full", by_hand("every/2"), by_hand("every/3"), "sqrt", "selective"]
+    "text", ["none", *map(by_hand, ["full", "every/2", "every/3"]), "sqrt", "selective"]
 )
 @pytest.mark.parametrize("precision", [by_hand("float32"), "bfloat16"])
 @pytest.mark.parametrize("name", [n if n in SOME else by_hand(n) for n in SHAPES])

@@ -52,7 +52,10 @@ def test_a_dry_run_prints_each_piece_and_its_limit(tmp_path: Path) -> None:
         pytest.param(
             ["--piece", "ceiling"],
             "no CUDA device.*--device cpu --tiny",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+            ],
         ),
     ],
 )

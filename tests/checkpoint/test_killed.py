@@ -81,7 +81,9 @@ def save_until(run: Path, moment: str) -> None:
     runs.save_for_ever(run)
 
 
-@pytest.mark.parametrize("moment", ["half of the tensors", "the manifest, no name", "half removed"])
+@pytest.mark.parametrize(
+    "moment", ["half of the tensors", by_hand("the manifest, no name"), by_hand("half removed")]
+)
 def test_a_kill_at_a_chosen_moment_of_saving(tmp_path: Path, moment: str) -> None:
     def kill() -> None:
         wait_for((tmp_path / "still").exists)

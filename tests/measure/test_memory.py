@@ -239,10 +239,10 @@ def measure(
 
 CASES = [
     ("dp2", 2, torch.bfloat16),
-    ("dp2:naive", 1, None),
+    by_hand("dp2:naive", 1, None),
     by_hand("fsdp2:zero1", 2, None),
     ("fsdp2:zero1", 2, torch.bfloat16),
-    ("fsdp2:zero2", 1, None),
+    by_hand("fsdp2:zero2", 1, None),
     by_hand("fsdp4:zero2", 2, torch.bfloat16),
     ("fsdp2", 1, torch.bfloat16),
     by_hand("fsdp4", 2, None),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from marks import by_hand
 from phalanx.measure.memory import MemoryLedger
 from phalanx.models import attention, cpu
 from phalanx.models.attention import documents_of
@@ -111,7 +112,7 @@ def test_documents_attend_as_under_a_dense_mask(dtype: torch.dtype, kv_heads: in
 
 
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize("window", [1, 7, 256, 300, 699, 700, 5000])
+@pytest.mark.parametrize("window", [1, 256, 300, 700, *map(by_hand, [7, 699, 5000])])
 def test_windows_attend_as_under_a_dense_mask(window: int, has_documents: bool) -> None:
     q, k, v = (normal(2, 700, heads, 8, seed=heads) for heads in (4, 2, 2))
     documents_BT = torch.zeros(2, 700, dtype=torch.int64)
@@ -180,7 +181,7 @@ def test_long_rows_of_documents_need_no_square() -> None:
     assert ledger.account().peak_bytes < 100 * q.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [by_hand(torch.float64), torch.bfloat16])
 def test_a_compiled_block_holds_attention_of_documents(dtype: torch.dtype) -> None:
     q, k, v = (normal(2, 30, heads, 8, seed=heads).detach().to(dtype) for heads in (4, 2, 2))
     q.requires_grad_()

@@ -411,7 +411,7 @@ def tensors_in_cycles(text: str, compute: torch.dtype | None) -> list[str]:
         ("dp1,recompute:selective", torch.bfloat16),
         by_hand("dp2", torch.bfloat16),
         ("fsdp2,recompute:full", None),
-        ("tp2:megatron", None),
+        by_hand("tp2:megatron", None),
         by_hand("tp4:2d", None),
     ],
 )

@@ -236,7 +236,7 @@ def test_tensor_layouts(texts: Sequence[str], subtests: pytest.Subtests) -> None
 
 @pytest.mark.parametrize(
     "texts",
-    [*jobs("tp2"), *jobs(WHOLE, "tp4", *TENSOR[2:], marks=pytest.mark.slow)],
+    jobs("tp2", WHOLE, "tp4", *TENSOR[2:], marks=pytest.mark.slow),
 )
 def test_tensor_layouts_of_the_gpt2_family(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     """Norms with a mean, biases, a table of positions, an output projection of its own."""
@@ -274,7 +274,7 @@ def test_tensor_layouts_beside_each_stage_of_sharding(
 @pytest.mark.parametrize(
     ("texts", "num_layers"),
     [
-        (("tp2,recompute:full",), 2),
+        by_hand(("tp2,recompute:full",), 2),
         by_hand((f"{WHOLE},recompute:full",), 2),
         by_hand(("fsdp2,tp2,recompute:sqrt",), 4),
         by_hand(("tp2,recompute:every/3",), 4),  # of which the last segment is short

@@ -55,7 +55,7 @@ def split_loss(text: str, num_ids: int) -> int:
     [
         by_hand("dp2,tp3", 67, 0),
         ("tp4", 5, 1),  # parts of 2, 2, 1 and 0 ids
-        ("tp5", 3, 2),
+        by_hand("tp5", 3, 2),
         by_hand("dp2,tp4:2d", 67, 0),
         ("tp4:2d", 1, 2),
         by_hand("tp8:2.5d/2", 67, 0),
