@@ -49,7 +49,7 @@ def test_a_journal_that_is_deleted_is_written_again(tmp_path: Path) -> None:
             path.unlink()
         JobJournal(tmp_path / "journal").close()  # a coordinator of another start
         coordinator._change("something happens")
-        assert coordinator.is_over and "a later coordinator keeps" in coordinator.refusal
+        assert coordinator.is_over and "keeps the journal no more" in coordinator.refusal
     finally:
         coordinator.close()
 

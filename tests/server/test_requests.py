@@ -10,19 +10,21 @@ from contextlib import contextmanager
 import pytest
 
 from phalanx.errors import TrainingError
-from phalanx.server import coordinator, requests
+from phalanx.server import coordinator, requests, unanswered
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import local_roles
 from phalanx.server.message import WireMessage
-from phalanx.server.requests import JobAddress, JobStopped, Requests
+from phalanx.server.requests import JobAddress, Requests
 from phalanx.server.secret import Secret
+from phalanx.server.unanswered import JobStopped
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What workers report."""
     found = list[str]()
-    monkeypatch.setattr(requests, "report", found.append)
+    for module in (requests, unanswered):
+        monkeypatch.setattr(module, "report", found.append)
     return found
 
 
@@ -68,6 +70,16 @@ def test_a_worker_that_waits_hears_that_a_signal_ends_the_job() -> None:
         assert stopped.value.signum == signal.SIGTERM
         second.leave()
         assert int(first.ask_scheduler("stop", signum=int(signal.SIGTERM))["num_live"]) == 0
+
+
+def test_a_worker_that_is_answered_at_once_hears_of_it_too() -> None:
+    with workers(2) as (first, second):
+        first.ask_scheduler("stop", signum=int(signal.SIGTERM))
+        with pytest.raises(JobStopped):
+            while True:  # its beats hear of it
+                second.ask_scheduler("stats")
+        second.leave()
+        second.ask_scheduler("stats")  # who has left may ask
 
 
 def test_a_worker_says_whom_it_waits_for_to_begin(

@@ -47,6 +47,7 @@ class Load:
         precision: data type of the arithmetic; "auto", not known yet, counts as the smallest.
         device: "cpu" or "cuda".
         has_activations: whether activations count; compiled blocks keep what the compiler chooses.
+        has_moments: whether an optimizer's moments count.
     """
 
     shape: ModelShape
@@ -57,6 +58,7 @@ class Load:
     precision: str
     device: Literal["cpu", "cuda"] = "cpu"
     has_activations: bool = True
+    has_moments: bool = True
 
     @property
     def arithmetic(self) -> str:
@@ -113,7 +115,7 @@ def _need_of_rank(load: Load, pp_rank: int) -> Need:
     adds_whole = strategy.fsdp.kind == "zero1" and load.accumulation > 1
     return Need(
         weights=shard,
-        moments=2 * shard,
+        moments=2 * shard if load.has_moments else 0,
         gradients=split if adds_whole else shard,
         activations=_activations(load, cut, schedule, pp_rank) if load.has_activations else 0,
         is_accumulated=load.accumulation > 1,
@@ -178,11 +180,9 @@ def check_fit(load: Load, name: str, num_here: int) -> None:
 def _parts(load: Load) -> str:
     """Return what one rank must hold, by what it is."""
     need = need_of(load)
-    parts = [
-        f"{_gib(need.weights)} of weights",
-        f"{_gib(need.moments)} of AdamW's moments",
-        f"{_gib(need.gradients)} of gradients",
-    ]
+    parts = [f"{_gib(need.weights)} of weights", f"{_gib(need.gradients)} of gradients"]
+    if load.has_moments:
+        parts.insert(1, f"{_gib(need.moments)} of AdamW's moments")
     if load.has_activations:
         tokens = f"{load.microbatch} x {load.seq_len} tokens"
         parts.append(f"{_gib(need.activations)} of activations for {tokens}")

@@ -70,7 +70,7 @@ def run(config: CutConfig, say: Say) -> Found:
     """Measure, and show the layers and both cuts."""
     strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
     alone = Load(shape, Strategy(), config.microbatch, 1, config.seq_len, config.precision)
-    check_fit(dataclasses.replace(alone, has_activations=False), config.model, 1)
+    check_fit(dataclasses.replace(alone, has_activations=False, has_moments=False), config.model, 1)
     cut = plan_decoder(strategy, shape).cut
     assert cut is not None, "the strategy has pp"
     by_flops = dataclasses.replace(strategy, cut=tuple(map(len, cut)))

@@ -12,8 +12,9 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.comm.comm import local_shard
 from phalanx.errors import CheckpointError
 
-SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "row_var", "col_var")
-"""What optimizers of torch name their means of squared gradients."""
+SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "row_var", "col_var")
+"""What optimizers of torch name their means of squares. The `sum` of Adagrad is none of them: an
+optimizer of one's own may keep a `sum` below 0."""
 
 
 class Together:
@@ -56,7 +57,7 @@ def check_whole(
 
 
 def check_values(moments: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what no optimizer has: it would divide by zero, or take the root of less than 0."""
+    """Refuse counts of steps and means of squares that no optimizer has."""
     for stored_name, value in moments.items():
         name, key = parameter_and_key(stored_name)
         if key == "step":
@@ -64,7 +65,7 @@ def check_values(moments: Mapping[str, torch.Tensor]) -> None:
             if not (0 <= count < 2**53 and count.is_integer()):
                 raise CheckpointError(
                     f"its optimizer has taken {count:g} steps of {name}; expected a whole number "
-                    "of at least 0"
+                    "from 0 to 2**53 - 1"
                 )
         elif key in SQUARES and (local_shard(value) < 0).any():
             raise CheckpointError(

@@ -158,7 +158,8 @@ def check_value(setting: Setting, value: Any) -> None:
     """Raise ConfigError unless the value alone is one that its setting may have."""
     check_type(setting.key, setting.hint, value)
     if setting.range is not None and not (value is None or isinstance(value, str)):
-        _check_range(setting.key, setting.range, value)
+        is_whole = int in members(setting.hint)
+        _check_range(setting.key, setting.range, value if is_whole else float(value))
     if isinstance(value, str):
         if not value.strip():
             raise ConfigError(
@@ -206,7 +207,7 @@ def check_type(key: str, hint: Any, value: Any) -> None:
         near = nearest(value, choices(hint))
     elif isinstance(value, float) and int in members(hint) and abs(value) <= MOST_WHOLE:
         near = f", of which {round(value)} is the nearest"
-    elif isinstance(value, int) and float in members(hint):
+    elif isinstance(value, int) and not isinstance(value, bool) and float in members(hint):
         near = f" of at most {sys.float_info.max:g}"
     raise ConfigError(f"{key} is {_shown(value)}; expected {describe(hint)}{near}")
 

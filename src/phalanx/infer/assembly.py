@@ -126,9 +126,10 @@ def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> 
     if config.cache_tokens is not None:
         num_blocks = -(-config.cache_tokens // size)
         if num_blocks * size * token_bytes > free_bytes:
+            nearest = free_bytes // (size * token_bytes) * size
             raise ConfigError(
                 f"cache_tokens is {config.cache_tokens:,}, and each takes {token_bytes:,} bytes of "
-                f"the {free_bytes:,} that are free; the nearest is {free_bytes // token_bytes:,}"
+                f"the {free_bytes:,} that are free; the nearest is {nearest:,}"
             )
         return num_blocks
     most = int(CACHE_PART * free_bytes) // (size * token_bytes)

@@ -36,7 +36,8 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
 def rounds(strategy: Strategy, num: int) -> int:
     """Return after how many of `num` microbatches no rank has more in flight: two for each stage.
 
-    The schedule of so few takes no longer to make for a step of a million.
+    Of a million a schedule takes long to make. That of gpipe, which has all in flight, or of a file
+    is made whole.
     """
     pp = strategy.pp
     if pp.kind == "gpipe" or strategy.schedule:

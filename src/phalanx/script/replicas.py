@@ -1,8 +1,8 @@
 """Whether the ranks of a script still train one model: what must be alike is compared, and named.
 
     each of the first backwards     counts and settings, as words of the all-reduce that it makes
-    later backwards     the same, and the bits of the weights, each as often as takes at most half
-                        of `SHARE` of the time
+    later backwards     the same, as often as takes at most half of `SHARE` of the time
+    now and then        the bits of the weights, as often as takes the other half
     save, state_dict, an evaluation, the end of the script      all of it
 
 Ranks that hold the same shard of a parameter hold replicas of it. They apply the same gradient, so
@@ -45,7 +45,7 @@ from phalanx.script.drift import (
 from phalanx.train.clip import sharded_axes
 
 SHARE: Final = 0.003
-"""Of the time of a run: what comparing replicas may take."""
+"""Of the time of a run: what comparing replicas may take, beside a little in each backward."""
 
 ALWAYS: Final = 20
 """The first backwards, in which most mistakes show: counts and settings are compared in each."""
@@ -197,7 +197,7 @@ class Replicas:
         """Refuse ranks that differ now; every rank calls this together."""
         if self._size == 1:
             return
-        self._take_settings({STEPS: steps_done})
+        self._take_settings({**self._counts, STEPS: steps_done})
         words = self._apart.new_tensor(words_of(repr((self._settings, self._counts))))
         apart = self._spread(words, tuple(self._comm.axes)) | self._spread_of(
             self._weights | self._states()
@@ -211,7 +211,7 @@ class Replicas:
         """Refuse to end what ranks do that differ; waits for no rank, some may work on."""
         if self._size == 1 or self._found is None or self._is_refused:
             return
-        self._take_settings({STEPS: steps_done})
+        self._take_settings({**self._counts, STEPS: steps_done})
         facts = self._facts()
         weights = {} if self._is_written() or self._is_rounding else facts.weights
         store = job_store()

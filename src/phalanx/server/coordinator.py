@@ -98,9 +98,14 @@ class JobJournal:
             if self.is_deleted:
                 self._file.close()
                 self._open()
+                self._file.execute("BEGIN IMMEDIATE")
+                if self._read("term") is not None:
+                    self._file.execute("ROLLBACK")
+                    raise Fenced("another coordinator has begun it anew")
                 self._write("term", self.term)
+                self._file.execute("COMMIT")
             elif self._path.stat().st_ino != self._inode:
-                raise Fenced("the file is another one")
+                raise Fenced("another file has the name of the journal")
             self._file.execute("BEGIN IMMEDIATE")
             if self._read("term") != self.term:
                 self._file.execute("ROLLBACK")
@@ -174,7 +179,7 @@ class Coordinator(Role):
                 )
                 return
             self._hear(message)
-        elif message.kind == "end":
+        elif message.kind == "end" and not self.map["ended"]:
             self.map["ended"] = True
             self._change("the job has ended")
         self.reply(peer, message, "map", **self.map)
@@ -287,7 +292,7 @@ class Coordinator(Role):
         try:
             self._journal.save(self.map)
         except Fenced as error:
-            self._leave(f"a later coordinator keeps the journal: {error}")
+            self._leave(f"this coordinator keeps the journal no more: {error}")
             return
         self.log(f"epoch {self.map['epoch']}: {why}; holders {self.map['holders']}")
 

@@ -25,9 +25,10 @@ from phalanx.server.beats import Beats
 from phalanx.server.consistency import Consistency
 from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
-from phalanx.server.role import SILENT_S, Settings, no_answer
+from phalanx.server.role import SILENT_S, Settings
 from phalanx.server.secret import Secret
 from phalanx.server.tasks import LEASE_S
+from phalanx.server.unanswered import JobStopped, ended, known_so_far, lost, report_late, unanswered
 from phalanx.server.wire import Connection, Faults
 
 AGAIN_S: Final = 0.5
@@ -45,6 +46,8 @@ seconds; it may have been stopped, or without the network."""
 
 SCHEDULER: Final = -1
 """The scheduler, where a shard has its number."""
+
+ASK_MAP: Final = WireMessage("map")
 
 
 @dataclass(frozen=True)
@@ -81,40 +84,9 @@ class _Asked:
     again_s: float = field(default_factory=lambda: AGAIN_S)
 
 
-class JobStopped(TrainingError):
-    """A signal to the first worker has ended the job."""
-
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
-        super().__init__(f"worker 0 has ended the job, by signal {signum}")
-
-
-def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
-    """Name other workers whose tasks a worker has waited for, though they are there."""
-    for other, clock in clocks.items():
-        if other != worker:
-            report(
-                f"worker {worker} has waited {for_s:g} s for push {clock + 1} of worker {other}, "
-                "whose process is there: it takes a slow step, evaluates, saves, or hangs"
-            )
-
-
-def lost(known: Settings, shard: int) -> TrainingError:
-    """Return the error of a worker whose weights nobody has any more."""
-    return TrainingError(
-        f"{known['holders'][shard][0]} was lost with its part of the weights, and no other server "
-        "had a whole copy; resume from the last checkpoint; with --server.num-servers 2 or more "
-        "others have one"
-    )
-
-
-def unanswered(worker: int, waiting: Iterable[_Asked], for_s: float) -> TrainingError:
-    """Return the error of a worker that has waited for an answer in vain."""
-    kinds = sorted({each.message.kind for each in waiting})
-    return TrainingError(
-        f"worker {worker} has waited {for_s:g} s for an answer to {', '.join(kinds)}; the log of "
-        "the servers says what they do"
-    )
+def _are_of_others(waiting: Iterable[_Asked]) -> bool:
+    """Return whether what was asked is answered when other workers have pushed."""
+    return all(each.message.kind == "totals" for each in waiting)
 
 
 def holder(known: Settings, shard: int) -> str:
@@ -124,21 +96,12 @@ def holder(known: Settings, shard: int) -> str:
     return known["addresses"].get(known["holders"][shard][0], "")
 
 
-def ended(address: str) -> TrainingError:
-    """Return the error of a worker whose job has ended before it began."""
-    return TrainingError(
-        f"the job of the coordinator at {address} has ended; a new job needs a coordinator with a "
-        "new journal"
-    )
-
-
-def known_so_far(known: Settings, address: str) -> str:
-    """Say what the coordinator at an address knows of, or that it is silent."""
-    if known["epoch"] < 0:
-        return no_answer(address)
-    scheduler = "a scheduler" if known["scheduler"] else "no scheduler"
-    num = len(known.get("addresses", ()))
-    return f"the coordinator at {address} has met {num} of its servers and {scheduler}"
+def _look_after(shard: int, known: Settings, gone_s: dict[int, float], now_s: float) -> None:
+    """Give up a shard whose only holder has been lost for too long."""
+    if known["holders"][shard][0] in known["addresses"]:
+        gone_s.pop(shard, None)
+    elif now_s - gone_s.setdefault(shard, now_s) > ALONE_S:
+        raise lost(known, shard)
 
 
 class Requests:
@@ -230,8 +193,9 @@ class Requests:
 
     def end(self) -> None:
         """End the job: all roles leave."""
-        self._coordinator.send(WireMessage("end", {"q": next(self._numbers)}))
-        self._wait_for(lambda: bool(self.map.get("ended")), "the coordinator")
+        self._asked_map_s = 0.0  # so that it is sent at once, and again
+        asked = WireMessage("end", {"q": next(self._numbers)})
+        self._wait_for(lambda: bool(self.map.get("ended")), "the coordinator", asked)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -252,6 +216,7 @@ class Requests:
             JobStopped: a signal has ended the job, and no answer has to come.
             TrainingError: a request is refused, or not answered for the job's timeout.
         """
+        self._heed_stop()
         waiting: dict[int, _Asked] = {}
         for shard, message in asked.items():
             number = next(self._numbers)
@@ -271,16 +236,22 @@ class Requests:
             self._urge(waiting)
             if idle is not None and waiting:
                 idle()
-            if self._clock.now_s - begin_s > patience_s and SCHEDULER not in asked:
+            if self._clock.now_s - begin_s > patience_s and _are_of_others(waiting.values()):
                 if not self._meeting.is_on_one_host:  # else launch/board.py watches all of them
                     late = self.ask_scheduler("stats")["late"]
                     report_late(self.worker, dict(late), patience_s)
                 patience_s *= 2
-            if waiting and self._stop_signal:
-                raise JobStopped(self._stop_signal)
+            if waiting:
+                self._heed_stop()
             if self._clock.now_s > until_s:
-                raise unanswered(self.worker, waiting.values(), self._timeout_s)
+                kinds = (each.message.kind for each in waiting.values())
+                raise unanswered(self.worker, kinds, self._timeout_s)
         return found
+
+    def _heed_stop(self) -> None:
+        """Raise JobStopped if a signal has ended the job, and this worker has not left it."""
+        if self._stop_signal and not self._is_leaving:
+            raise JobStopped(self._stop_signal)
 
     def _judge(
         self, number: int, waiting: dict[int, _Asked], found: dict[int, WireMessage]
@@ -320,14 +291,7 @@ class Requests:
                         self._send(each)
             for each in waiting.values():
                 if each.shard != SCHEDULER:
-                    self._look_after(each.shard)
-
-    def _look_after(self, shard: int) -> None:
-        """Give up a shard whose only holder has been lost for too long."""
-        if self.map["holders"][shard][0] in self.map["addresses"]:
-            self._gone_s.pop(shard, None)
-        elif self._clock.now_s - self._gone_s.setdefault(shard, self._clock.now_s) > ALONE_S:
-            raise lost(self.map, shard)
+                    _look_after(each.shard, self.map, self._gone_s, self._clock.now_s)
 
     def _send(self, each: _Asked) -> None:
         each.sent_s, each.address = time.monotonic(), holder(self.map, each.shard)
@@ -351,9 +315,9 @@ class Requests:
             self._poller.register(link.socket, zmq.POLLIN)
         return self._links[address]
 
-    def _ask_map(self) -> None:
+    def _ask_map(self, asked: WireMessage = ASK_MAP) -> None:
         self._asked_map_s = time.monotonic()
-        self._coordinator.send(WireMessage("map"))
+        self._coordinator.send(asked)
 
     def _hear(self, limit_s: float = 0.02) -> None:
         self._poller.poll(round(limit_s * 1000))
@@ -376,12 +340,13 @@ class Requests:
             self._poller.unregister(link.socket)
             link.close()
 
-    def _wait_for(self, is_so: Callable[[], bool], whom: str) -> None:
+    def _wait_for(self, is_so: Callable[[], bool], whom: str, asked: WireMessage = ASK_MAP) -> None:
+        """Ask the coordinator until something is so; the map is its answer."""
         told_s = self._clock.now_s
         until_s = told_s + self._timeout_s
         while not is_so():
             if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
-                self._ask_map()
+                self._ask_map(asked)
             self._hear()
             known = known_so_far(self.map, self._coordinator.address)
             if self._clock.now_s - told_s > SILENT_S:

@@ -31,8 +31,9 @@ from phalanx.launch.local import num_cores
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
-from phalanx.server.requests import JobAddress, JobStopped
+from phalanx.server.requests import JobAddress
 from phalanx.server.secret import Secret, read_secret
+from phalanx.server.unanswered import JobStopped
 from phalanx.train.callback import Extras
 from phalanx.train.job.resolve import Job, facts_of
 from phalanx.train.local_step import LocalStep
@@ -299,7 +300,10 @@ def train_worker(
     job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
 ) -> Summary | Stopped | None:
     """Train as one worker; the first returns what came of it, when all others have left."""
-    session = ServedSession(job, worker, meeting, extras)
+    try:
+        session = ServedSession(job, worker, meeting, extras)
+    except JobStopped as stopped:
+        return Stopped(stopped.signum, "no step was taken")
     client = session.client
     outcome: Summary | Stopped | None = None
     if worker == 0:

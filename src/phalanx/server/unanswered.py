@@ -1,0 +1,62 @@
+"""What a worker says where it is not answered, or where its job has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from phalanx.errors import TrainingError
+from phalanx.launch.failure import report
+from phalanx.server.role import Settings, no_answer
+
+
+class JobStopped(TrainingError):
+    """A signal to the first worker has ended the job."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(f"worker 0 has ended the job, by signal {signum}")
+
+
+def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
+    """Name other workers whose tasks a worker has waited for, though they are there."""
+    for other, clock in clocks.items():
+        if other != worker:
+            report(
+                f"worker {worker} has waited {for_s:g} s for push {clock + 1} of worker {other}, "
+                "whose process is there: that worker, or a server, is slow, saves, or hangs"
+            )
+
+
+def lost(known: Settings, shard: int) -> TrainingError:
+    """Return the error of a worker whose weights nobody has any more."""
+    return TrainingError(
+        f"{known['holders'][shard][0]} was lost with its part of the weights, and no other server "
+        "had a whole copy; resume from the last checkpoint; with --server.num-servers 2 or more "
+        "others have one"
+    )
+
+
+def unanswered(worker: int, kinds: Iterable[str], for_s: float) -> TrainingError:
+    """Return the error of a worker that has waited for an answer in vain."""
+    words = ", ".join(sorted(set(kinds)))
+    return TrainingError(
+        f"worker {worker} has waited {for_s:g} s for an answer to {words}; the log of the servers "
+        "says what they do"
+    )
+
+
+def ended(address: str) -> TrainingError:
+    """Return the error of a worker whose job has ended before it began."""
+    return TrainingError(
+        f"the job of the coordinator at {address} has ended; a new job needs a coordinator with a "
+        "new journal"
+    )
+
+
+def known_so_far(known: Settings, address: str) -> str:
+    """Say what the coordinator at an address knows of, or that it is silent."""
+    if known["epoch"] < 0:
+        return no_answer(address)
+    scheduler = "a scheduler" if known["scheduler"] else "no scheduler"
+    num = len(known.get("addresses", ()))
+    return f"the coordinator at {address} has met {num} of its servers and {scheduler}"
