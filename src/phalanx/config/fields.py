@@ -158,8 +158,7 @@ def check_value(setting: Setting, value: Any) -> None:
     """Raise ConfigError unless the value alone is one that its setting may have."""
     check_type(setting.key, setting.hint, value)
     if setting.range is not None and not (value is None or isinstance(value, str)):
-        is_whole = int in members(setting.hint)
-        _check_range(setting.key, setting.range, value if is_whole else float(value))
+        _check_range(setting.key, setting.range, value, is_whole=float not in members(setting.hint))
     if isinstance(value, str):
         if not value.strip():
             raise ConfigError(
@@ -273,7 +272,7 @@ def read_text(hint: Any, text: str) -> Any:
     raise ConfigError(f"{text!r}; expected {describe(hint)}{nearest(text, choices(hint))}")
 
 
-def _check_range(key: str, legal: Range | OneOf, value: float) -> None:
+def _check_range(key: str, legal: Range | OneOf, value: float, *, is_whole: bool) -> None:
     """Raise ConfigError unless the number is one of its values, or lies in its interval."""
     if isinstance(legal, OneOf):
         if value not in legal.values:
@@ -285,7 +284,7 @@ def _check_range(key: str, legal: Range | OneOf, value: float) -> None:
             )
         return
     low, high, ends = legal.low, legal.high, legal.ends
-    if isinstance(value, int) and math.isinf(high):
+    if is_whole and math.isinf(high):
         high, ends = MOST_WHOLE, f"{ends[0]}]"
     above = value > low or (value == low and ends[0] == "[")
     below = value < high or (value == high and ends[1] == "]")

@@ -36,8 +36,7 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
 def rounds(strategy: Strategy, num: int) -> int:
     """Return after how many of `num` microbatches no rank has more in flight: two for each stage.
 
-    Of a million a schedule takes long to make. That of gpipe, which has all in flight, or of a file
-    is made whole.
+    A schedule of a million takes long to make. Gpipe, which has all in flight, and files need it.
     """
     pp = strategy.pp
     if pp.kind == "gpipe" or strategy.schedule:
