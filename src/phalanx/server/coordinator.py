@@ -95,21 +95,16 @@ class JobJournal:
             JournalError: the file cannot be written.
         """
         with _naming(self._path):
-            if self.is_deleted:
+            if is_new := self.is_deleted:
                 self._file.close()
                 self._open()
-                self._file.execute("BEGIN IMMEDIATE")
-                if self._read("term") is not None:
-                    self._file.execute("ROLLBACK")
-                    raise Fenced("another coordinator has begun it anew")
-                self._write("term", self.term)
-                self._file.execute("COMMIT")
             elif self._path.stat().st_ino != self._inode:
                 raise Fenced("another file has the name of the journal")
             self._file.execute("BEGIN IMMEDIATE")
-            if self._read("term") != self.term:
+            if self._read("term") != (None if is_new else self.term):
                 self._file.execute("ROLLBACK")
-                raise Fenced(f"term {self.term} is over")
+                raise Fenced(f"another coordinator has begun a term, and term {self.term} is over")
+            self._write("term", self.term)
             self._write("job", job)
             self._file.execute("COMMIT")
 
