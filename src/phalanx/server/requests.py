@@ -11,6 +11,7 @@ So one asks the same holder for news first: messages of a connection come in ord
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -89,6 +90,17 @@ def _are_of_others(waiting: Iterable[_Asked]) -> bool:
     return all(each.message.kind == "totals" for each in waiting)
 
 
+def _is_met(known: Settings, address: str) -> bool:
+    """Return whether the coordinator at an address has met servers and a scheduler.
+
+    Raises:
+        TrainingError: the job has ended.
+    """
+    if known.get("ended"):
+        raise ended(address)
+    return bool(known["holders"] and known["scheduler"])
+
+
 def holder(known: Settings, shard: int) -> str:
     """Return the address of who answers requests of a shard; nothing if there is nobody."""
     if shard == SCHEDULER:
@@ -147,29 +159,20 @@ class Requests:
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
         self.num_live = consistency.num_slots
         try:
-            self._wait_for(self._is_met, "the servers")
+            self._wait_for(lambda: _is_met(self.map, meeting.coordinator), "the servers")
         except BaseException:
             self._unlink_all()
             raise
         beat = WireMessage("beat", self._own)
         self._stop_signal, self._is_leaving = 0, False
-        whom = lambda: self.map["scheduler"]  # noqa: E731
-        self._beats = Beats(meeting.secret, report, beat, whom, self._hear_of_stop)
+        self._beats = Beats(
+            meeting.secret, report, beat, lambda: self.map["scheduler"], self._hear_of_stop
+        )
 
     def _hear_of_stop(self, answer: WireMessage) -> None:
         """Note that the first worker was asked to end the job; a thread of its own calls this."""
         if self.worker > 0 and not self._is_leaving:
             self._stop_signal = int(answer.fields.get("stop_signal", 0))
-
-    def _is_met(self) -> bool:
-        """Return whether there are servers and a scheduler.
-
-        Raises:
-            TrainingError: the job has ended.
-        """
-        if self.map.get("ended"):
-            raise ended(self._coordinator.address)
-        return bool(self.map["holders"] and self.map["scheduler"])
 
     @property
     def num_shards(self) -> int:
@@ -225,7 +228,11 @@ class Requests:
             waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors))
         found: dict[int, WireMessage] = {}
         self._due |= waiting.keys()
-        begin_s, patience_s = self._clock.now_s, LATE_S
+        # On one host launch/board.py watches all workers.
+        begin_s, patience_s = (
+            self._clock.now_s,
+            math.inf if self._meeting.is_on_one_host else LATE_S,
+        )
         until_s = begin_s + self._timeout_s
         for each in waiting.values():
             self._send(each)
@@ -237,9 +244,7 @@ class Requests:
             if idle is not None and waiting:
                 idle()
             if self._clock.now_s - begin_s > patience_s and _are_of_others(waiting.values()):
-                if not self._meeting.is_on_one_host:  # else launch/board.py watches all of them
-                    late = self.ask_scheduler("stats")["late"]
-                    report_late(self.worker, dict(late), patience_s)
+                report_late(self.worker, dict(self.ask_scheduler("stats")["late"]), patience_s)
                 patience_s *= 2
             if waiting:
                 self._heed_stop()
@@ -342,15 +347,15 @@ class Requests:
 
     def _wait_for(self, is_so: Callable[[], bool], whom: str, asked: WireMessage = ASK_MAP) -> None:
         """Ask the coordinator until something is so; the map is its answer."""
-        told_s = self._clock.now_s
-        until_s = told_s + self._timeout_s
+        reported_s = self._clock.now_s
+        until_s = reported_s + self._timeout_s
         while not is_so():
             if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
                 self._ask_map(asked)
             self._hear()
             known = known_so_far(self.map, self._coordinator.address)
-            if self._clock.now_s - told_s > SILENT_S:
-                told_s = self._clock.now_s
+            if self._clock.now_s - reported_s > SILENT_S:
+                reported_s = self._clock.now_s
                 report(f"worker {self.worker} waits for {whom}: {known}")
             if self._clock.now_s > until_s:
                 raise TrainingError(f"worker {self.worker} has waited in vain for {whom}: {known}")
