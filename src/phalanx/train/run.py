@@ -108,23 +108,33 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
         Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
     """
     if job.strategy.is_served:
-        from phalanx.train.served_run import check
-
-        check(job)  # before there is a folder
+        return _start_served(job, extras)
     job = claim(job)
-    resume_by = f"phalanx train --resume {shlex.quote(str(job.out))}"
-    advice = functools.partial(how_to_resume, job.out, resume_by)
-    num_ranks = job.strategy.num_ranks
-    if job.strategy.is_served:
-        from phalanx.train.served_run import run_served, run_worker
+    advice = functools.partial(how_to_resume, job.out, _resume_by(job))
+    return summary_of(
+        train_rank, job.strategy.num_ranks, job, extras, config=job.config, advice=advice
+    )
 
-        is_one = job.config.server.worker is not None
-        if job.config.server.worker:
-            advice = functools.partial(str, "worker 0 of the job saves the checkpoints")
-        say_starting = functools.partial(_say_starting, 1 if is_one else num_ranks)
-        with _explained(advice):
-            return _finished((run_worker if is_one else run_served)(job, extras, say_starting))
-    return summary_of(train_rank, num_ranks, job, extras, config=job.config, advice=advice)
+
+def _start_served(job: Job, extras: Extras) -> Summary | None:
+    """Start workers and servers, or the one worker that is asked for."""
+    from phalanx.train.served_run import check, run_served, run_worker
+
+    check(job)  # before there is a folder
+    job = claim(job)
+    worker = job.config.server.worker
+    advice = functools.partial(how_to_resume, job.out, _resume_by(job))
+    if worker:
+        advice = functools.partial(str, "worker 0 of the job saves the checkpoints")
+    num_here = job.strategy.num_ranks if worker is None else 1
+    say_starting = functools.partial(_say_starting, num_here)
+    run_here = run_served if worker is None else run_worker
+    with _explained(advice):
+        return _finished(run_here(job, extras, say_starting))
+
+
+def _resume_by(job: Job) -> str:
+    return f"phalanx train --resume {shlex.quote(str(job.out))}"
 
 
 def train_rank(job: Job, extras: Extras = NOTHING) -> Summary | Stopped:
