@@ -305,7 +305,7 @@ class ModuleSession(Session):
         trainer = self.trainer
         return (
             f"{_name_of(self.step.model)}, {self.strategy} on {self.comm.device.type}, global "
-            f"batch {trainer.batch_size} in {_microbatches(trainer.accumulation)} a rank, "
+            f"batch {trainer.batch_size}, accumulation {trainer.accumulation}, "
             f"{self.step.steps_done} steps"
         )
 
@@ -370,10 +370,6 @@ def _name_of(model: nn.Module) -> str:
     """Return the name of a model's class; fully_shard puts a class of its own before it."""
     kinds = type(model).__mro__
     return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
-
-
-def _microbatches(num: int) -> str:
-    return f"{num} microbatch{'' if num == 1 else 'es'}"
 
 
 def _words_of_resuming(folder: Path, before: str, now: str) -> str:
