@@ -159,7 +159,7 @@ def holdings(found: Sequence[RankStep]) -> Grid:
 
 
 def hops(found: Sequence[RankStep]) -> Strip:
-    """Return whose keys and values each rank has in each step: before a hop, and after the last."""
+    """Return whose keys and values each rank has in each step; a hop lies between two steps."""
     num_ranks = len(found)
     num_bytes = next(event.payload_bytes for event in found[0].events if event.what == "send")
     frames = list[Frame]()
