@@ -38,8 +38,10 @@ from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
+from phalanx.train.text import compile_blocks
 
 WARMUP, STEPS = 3, 10
+POLICIES = ("none", "selective", "full")
 BUFFERS = 4 * 2**30
 """Memory for what passes: logits, gradients inside a block."""
 
@@ -57,7 +59,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--recompute", default="selective")
+    parser.add_argument("--recompute", choices=POLICIES, help="the first that fits if unset")
+    parser.add_argument("--documents", type=int, default=1, help="in a row")
     parser.add_argument("--budget-s", type=float, default=300.0, help="for the timed steps")
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
@@ -66,6 +69,7 @@ def main() -> None:
         return
     result = measure_decoder(chosen)
     stem = f"decoder-{chosen.model}-{'compiled' if chosen.compile else 'eager'}"
+    stem += f"-{chosen.documents}-documents" * (chosen.documents > 1)
     write_result(chosen.out / f"{stem}.json", result)
     print(json.dumps({key: result[key] for key in ("mfu", "step_s", "peak_bytes", "skipped")}))
 
@@ -74,16 +78,20 @@ def measure_decoder(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return what one step takes, or why it cannot be taken."""
     shape = TINY if chosen.model == "tiny" else shape_of(chosen.model)
     seq_len = min(chosen.seq_len, shape.max_seq_len)
-    strategy = Strategy.parse(f"recompute:{chosen.recompute}")
-    kept = activations(shape, strategy, seq_len, 1, "bfloat16", device=chosen.device)
-    need_bytes = 16 * num_parameters(shape).total + kept.peak + BUFFERS
     free_bytes = free_memory_bytes(chosen.device)
+    for recompute in [chosen.recompute] if chosen.recompute else POLICIES:
+        strategy = Strategy.parse(f"recompute:{recompute}")
+        kept = activations(shape, strategy, seq_len, 1, "bfloat16", device=chosen.device)
+        need_bytes = 16 * num_parameters(shape).total + kept.peak + BUFFERS
+        if need_bytes <= free_bytes:
+            break
     facts: dict[str, Any] = {
         "model": chosen.model,
         "shape": asdict(shape),
         "seq_len": seq_len,
         "num_sequences": 1,
-        "recompute": chosen.recompute,
+        "num_documents": chosen.documents,
+        "recompute": recompute,
         "compiled": chosen.compile,
         "need_bytes": need_bytes,
         "free_bytes": free_bytes,
@@ -96,8 +104,9 @@ def measure_decoder(chosen: argparse.Namespace) -> dict[str, Any]:
         1,
         shape,
         seq_len,
-        chosen.recompute,
+        recompute,
         chosen.compile,
+        chosen.documents,
         chosen.budget_s,
         chosen.device,
         device=chosen.device,
@@ -110,10 +119,11 @@ def time_steps(
     seq_len: int,
     recompute: str,
     is_compiled: bool,
+    num_documents: int,
     budget_s: float,
     device_type: str,
 ) -> dict[str, Any]:
-    """Train on random tokens, several documents a row, and time the steps."""
+    """Train on random tokens, and time the steps."""
     strategy = Strategy.parse(f"recompute:{recompute}")
     comm = Ranks(strategy, device_type)
     device = comm.device
@@ -129,9 +139,8 @@ def time_steps(
         model, build_optimizer(model, config), NextToken(), config, comm=comm, num_steps=1000
     )
     if is_compiled:
-        for block in model.blocks:
-            block.compile()
-    batch = random_batch(shape, seq_len)
+        compile_blocks(model)
+    batch = random_batch(shape, seq_len, num_documents)
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -170,11 +179,11 @@ def time_steps(
     }
 
 
-def random_batch(shape: ModelShape, seq_len: int) -> Batch:
-    """Return a row of four documents."""
+def random_batch(shape: ModelShape, seq_len: int, num_documents: int) -> Batch:
+    """Return a row of documents of one length."""
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(shape.vocab_size, (1, seq_len + 1), generator=generator)
-    length = -(-seq_len // 4)
+    length = -(-seq_len // num_documents)
     positions_T = torch.arange(seq_len)
     return Batch(
         tokens_BT=tokens_BT[:, :-1].contiguous(),
@@ -188,8 +197,8 @@ def random_batch(shape: ModelShape, seq_len: int) -> Batch:
 def write_table(folder: Path) -> None:
     """Write what the folder's results say as a table."""
     lines = [
-        "| what | step s | MFU | of | peak GiB | device | date |",
-        "|---|---:|---:|---|---:|---|---|",
+        "| what | step s | MFU | HFU | of | peak GiB | device | date |",
+        "|---|---:|---:|---:|---|---:|---|---|",
     ]
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
@@ -205,18 +214,21 @@ def rows_of(name: str, found: dict[str, Any]) -> list[str]:
     ends = f"{device} | {found['date']} |"
     if "skipped" in found:
         if found["skipped"]:
-            return [f"| {name} | {found['skipped']} | | | | {ends}"]
+            return [f"| {name} | {found['skipped']} | | | | | {ends}"]
         peak = "" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**30:.1f}"
-        share = share_text(found["mfu"])
-        return [f"| {name} | {found['step_s']:.3f} | {share} | {found['mfu_of']} | {peak} | {ends}"]
+        of = found["mfu_of"].replace(" ", "_")
+        mfu, hfu = (share_text(found["utilization"][f"{x}_{of}_causal"]) for x in ("mfu", "hfu"))
+        what = f"{name}, recompute:{found['recompute']}"
+        cells = f"{found['step_s']:.3f} | {mfu} | {hfu} | {found['mfu_of']} | {peak}"
+        return [f"| {what} | {cells} | {ends}"]
     rows: list[str] = []
     runs = [found, *found.get("beside", [])] if found.get("benchmark") == "mfu" else []
     for run in runs:
         used = run["utilization"]
         of = "data_sheet" if used["data_sheet_flops_per_s"] else "ceiling"
-        share = share_text(used[f"mfu_{of}_causal"])
+        mfu, hfu = (share_text(used[f"{x}_{of}_causal"]) for x in ("mfu", "hfu"))
         width = f"{run['num_layers']} x {run['width']}"
-        cells = f"{used['time_s']:.3f} | {share} | {of.replace('_', ' ')}"
+        cells = f"{used['time_s']:.3f} | {mfu} | {hfu} | {of.replace('_', ' ')}"
         rows.append(f"| perceptron {width}, {run['recipe']} | {cells} | | {ends}")
     return rows
 

@@ -108,7 +108,8 @@ def test_a_chunk_has_the_rows_that_its_device_holds() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_both_ways_to_make_a_block_agree(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("of_gpu", ["_block_loss", "_block_loss_to_fuse"])
+def test_the_ways_to_make_a_block_agree(of_gpu: str, dtype: torch.dtype) -> None:
     """What a GPU runs is held against what a CPU runs, here on a CPU."""
     generator = torch.Generator().manual_seed(1)
     logits_bV = (8 * torch.randn(7, 50, generator=generator)).to(dtype)
@@ -120,7 +121,7 @@ def test_both_ways_to_make_a_block_agree(dtype: torch.dtype) -> None:
     losses = [
         function(block, labels_b, wide)
         for function, block in zip(
-            (loss_module._block_loss, loss_module._block_loss_in_cache), blocks, strict=True
+            (getattr(loss_module, of_gpu), loss_module._block_loss_in_cache), blocks, strict=True
         )
     ]
     torch.testing.assert_close(losses[0], losses[1])

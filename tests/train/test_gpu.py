@@ -29,7 +29,7 @@ from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import Step
-from phalanx.train.text import TextSession
+from phalanx.train.text import TextSession, compile_blocks
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 from small_run import small_run
@@ -66,8 +66,7 @@ def train(text: str, device: str, dtype: torch.dtype, compute: str, is_compiled:
         scaler=torch.amp.GradScaler(device) if compute == "float16" else None,
     )  # fmt: skip
     if is_compiled:
-        for block in model.blocks:
-            block.compile(backend="inductor" if device == "cuda" else "aot_eager")
+        compile_blocks(model)
     place, size = comm.coord("data"), comm.size("data")
     losses: list[float] = []
     for batch in decoder_batches(SHAPE, 3, 8, 32, 1, 5):
@@ -117,9 +116,11 @@ def test_one_device_trains_as_one_process(
 
 @pytest.mark.gpu
 @HAS_GPU
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("text", ["recompute:full", "recompute:selective", "recompute:every/2"])
-def test_recomputation_on_a_gpu(text: str) -> None:
-    (found,) = run_ranks(train, 1, text, "cuda", torch.float32, "bfloat16", False, device="cuda")
+def test_recomputation_on_a_gpu(text: str, is_compiled: bool) -> None:
+    settings = "cuda", torch.float32, "bfloat16", is_compiled
+    (found,) = run_ranks(train, 1, text, *settings, device="cuda")
     compare(found, 2e-2)
 
 
@@ -228,4 +229,4 @@ def test_verify_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     from phalanx.cli.verify import run
 
     assert run(["dp1", "--device", "cuda", "--no-three"]) == 0
-    assert "equal" in capsys.readouterr().out
+    assert "what one process computes: the worst of" in " ".join(capsys.readouterr().out.split())

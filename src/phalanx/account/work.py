@@ -240,6 +240,10 @@ def operation_of(
     flops = scores = 0
     if "embedding" in name or "index_add" in name:  # reads and writes the rows alone
         num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
+    elif packet in flop_registry and name.startswith("_scaled_dot_product"):
+        scores = inputs[0].shape[:-1].numel() * inputs[1].shape[-2]
+        # Two products, or five: torch 2.11 counts none where query heads share key heads.
+        flops = (10 if "backward" in name else 4) * scores * inputs[0].shape[-1]
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
         if "attention" in name:

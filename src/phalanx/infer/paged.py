@@ -11,6 +11,7 @@ slots of the cache, T keys of a sequence.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -24,11 +25,14 @@ from typing_extensions import override
 
 from phalanx.infer.pool import BlockCopy
 from phalanx.infer.quantize import quantized
-from phalanx.models.attention import attend, runs_flash
+from phalanx.models.attention import GROUPED, attend, runs_flash
 
 FLASH_BLOCK: Final = 256
 """Flash attention 2 takes blocks whose size is a multiple of it (Dao-AILab/flash-attention #828);
 with others each sequence attends by itself."""
+
+READS_TABLES: Final = "block_table" in inspect.signature(varlen_attn).parameters
+"""With torch 2.11, whose call reads no block tables, each sequence attends by itself."""
 
 
 class StepSpan(NamedTuple):
@@ -173,7 +177,7 @@ class PagedAttention:
     def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v [1, N, G, K] of a layer, and return what q [1, N, H, K] reads."""
         self._cache.write(layer, self._slots_N, k[0], v[0])
-        is_paged = self._cache.block_size % FLASH_BLOCK == 0
+        is_paged = READS_TABLES and self._cache.block_size % FLASH_BLOCK == 0
         if is_paged and runs_flash(q) and self._cache.holds(q.dtype):
             return self._attend_at_once(layer, window, q[0])[None]
         if window not in self._keys:
@@ -258,7 +262,7 @@ class PagedAttention:
             max_q=max(self._lengths),
             max_k=max(span.stop for span in self._spans),
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q_NHK.shape[1] != k.shape[2],
+            **(GROUPED if q_NHK.shape[1] != k.shape[2] else {}),
             seqused_k=stops_N,
             block_table=blocks_NM,
             num_splits=1,  # a request's numbers do not depend on the others of its step

@@ -5,8 +5,9 @@ Suffixes: see models/decoder.py.
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,11 @@ Documents = tuple[Tensor, Tensor, int]
 The dimensions of size 1 show tensor parallelism that a tensor belongs to rows, and is to be cut.
 """
 
+
+GROUPED: Final[dict[str, Any]] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+"""Lets `varlen_attn` take fewer key heads than query heads; torch 2.11 always takes them."""
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines by which heads are turned, as `rotation` makes them."""
@@ -168,7 +174,7 @@ def _attend_by_lengths(
         max_q=longest,
         max_k=longest,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+        **(GROUPED if q_BTHK.shape[2] != k_BTGK.shape[2] else {}),
     )
     return cast(Tensor, mixed).unflatten(0, (num_rows, length))
 
@@ -290,7 +296,9 @@ def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
         return cpu.turn(x_BTHK, cos, sin, out_BTHK)
     left, right = x_BTHK.chunk(2, dim=-1)
     if torch.compiler.is_compiling():
-        return out_BTHK.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), -1))
+        # A new tensor: of one that was written in place, torch 2.11 compiles wrong gradients.
+        halves = left * cos - right * sin, right * cos + left * sin
+        return torch.cat([half.to(x_BTHK.dtype) for half in halves], -1)
     # Four kernels: each half of the result is rounded once, as it is written.
     half = left.shape[-1]
     torch.addcmul(left * cos, right, sin, value=-1, out=out_BTHK[..., :half])

@@ -122,7 +122,13 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The output projection and the loss over it; without a weight of its own if tied."""
+    """The output projection and the loss over it; without a weight of its own if tied.
+
+    Attributes:
+        compiles_loss: whether torch.compile fuses the loss on a GPU.
+    """
+
+    compiles_loss = False
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -144,7 +150,8 @@ class Head(nn.Module):
         assert weight_VD is not None
         if labels_BT is None:
             return F.linear(x_BTD, weight_VD.to(x_BTD.dtype))
-        return token_loss_sum(x_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
+        hidden_ND, labels_N = x_BTD.flatten(0, 1), labels_BT.flatten()
+        return token_loss_sum(hidden_ND, weight_VD, labels_N, compiles=self.compiles_loss)
 
 
 class Stage(NamedTuple):

@@ -15,6 +15,8 @@ a chunk has as many rows as memory allows, `chunk_rows`, for the products to be 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.models.kernels import chunk_starts, chunked_type
+
+BlockLoss = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 IGNORE = -100
 """The label of a token that does not count."""
@@ -47,7 +51,12 @@ def chunk_rows(vocab_size: int, dtype: torch.dtype, device_type: str) -> int:
 
 
 def token_loss_sum(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, num_rows: int | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    num_rows: int | None = None,
+    compiles: bool = False,
 ) -> Tensor:
     """Sum the cross-entropy of the rows whose label is not IGNORE.
 
@@ -56,6 +65,7 @@ def token_loss_sum(
         weight_VD: the output projection, in its own dtype; cast to the one of `hidden_ND`.
         labels_N: int64 in [0, V), or IGNORE.
         num_rows: rows whose logits are held at a time; `chunk_rows` if None.
+        compiles: whether torch.compile fuses the passes over logits on a GPU.
 
     Returns:
         A 0-d tensor, fp32 (fp64 for fp64 input), in nats. Rows that are all ignored give exactly 0,
@@ -64,7 +74,9 @@ def token_loss_sum(
     if num_rows is None:
         num_rows = chunk_rows(weight_VD.shape[0], hidden_ND.dtype, chunked_type(hidden_ND))
     needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-    return cast(Tensor, _ChunkedLoss.apply(hidden_ND, weight_VD, labels_N, num_rows, needs_grad))
+    block_loss, block_elements = _of_blocks(chunked_type(hidden_ND), compiles)
+    settings = num_rows, needs_grad, block_loss, max(1, block_elements // len(weight_VD))
+    return cast(Tensor, _ChunkedLoss.apply(hidden_ND, weight_VD, labels_N, *settings))
 
 
 class _ChunkedLoss(Function):
@@ -76,13 +88,11 @@ class _ChunkedLoss(Function):
         labels_N: Tensor,
         num_rows: int,
         needs_grad: bool,
+        block_loss: BlockLoss,
+        block_rows: int,
     ) -> Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         compute_VD = weight_VD.to(hidden_ND.dtype)
-        on_device = chunked_type(hidden_ND)
-        block_loss = _block_loss_in_cache if on_device == "cpu" else _block_loss
-        block_elements = _BLOCK_ELEMENTS.get(on_device, _BLOCK_ELEMENTS["cuda"])
-        block_rows = max(1, block_elements // len(weight_VD))
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         d_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         d_weight_VD = None
@@ -112,7 +122,16 @@ class _ChunkedLoss(Function):
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
         # With one dimension the factor takes part in type promotion: it is not rounded to bf16.
         scaled_ND = (d_hidden_ND * grad[None]).to(d_hidden_ND.dtype)
-        return scaled_ND, (d_weight_VD * grad).to(ctx.weight_dtype), None, None, None
+        return scaled_ND, (d_weight_VD * grad).to(ctx.weight_dtype), *[None] * 5
+
+
+def _of_blocks(device_type: str, compiles: bool) -> tuple[BlockLoss, int]:
+    """Return what computes the loss of a block on a device, and how many logits a block has."""
+    if device_type == "cpu":
+        return _block_loss_in_cache, _BLOCK_ELEMENTS["cpu"]
+    if device_type != "meta" and compiles:
+        return _compiled_block_loss(), _BLOCK_ELEMENTS["meta"]
+    return _block_loss, _BLOCK_ELEMENTS.get(device_type, _BLOCK_ELEMENTS["cuda"])
 
 
 def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
@@ -145,3 +164,21 @@ def _block_loss_in_cache(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype)
     p_bV.mul_(sum_b1.reciprocal()).scatter_add_(1, target_b1, -torch.ones_like(sum_b1))
     logits_bV.copy_(p_bV)
     return (sum_b1.log() - at_target_b1).where(is_valid_b1, 0).sum()
+
+
+@functools.cache
+def _compiled_block_loss() -> BlockLoss:
+    return torch.compile(_block_loss_to_fuse, dynamic=False)
+
+
+def _block_loss_to_fuse(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
+    """Do what `_block_loss` does in forms that a compiler fuses: logits are read twice in all."""
+    is_valid_b1 = (labels_b != IGNORE)[:, None]
+    target_b1 = labels_b[:, None].where(is_valid_b1, 0)
+    x_bV = logits_bV.to(wide)
+    log_sum_b1 = x_bV.logsumexp(1, keepdim=True)
+    at_target_b1 = x_bV.gather(1, target_b1) - log_sum_b1
+    is_target_bV = torch.arange(x_bV.shape[1], device=x_bV.device) == target_b1
+    log_p_bV = x_bV - log_sum_b1
+    logits_bV.copy_(torch.where(is_target_bV, log_p_bV.expm1(), log_p_bV.exp()))
+    return -at_target_b1.where(is_valid_b1, 0).sum()

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_INVERSE = pow(0x9E3779B97F4A7C15, -1, 1 << 64) - (1 << 64)
+"""_INVERSE * _GOLDEN = 1 modulo 2**64."""
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
@@ -45,7 +47,12 @@ def bits(stream: int | Tensor, index: Tensor) -> Tensor:
 
     `stream` is a key, or a tensor of keys (int64) that broadcasts against `index`.
     """
-    state = index * _GOLDEN + stream
+    if isinstance(stream, Tensor):
+        # index * _GOLDEN + stream, the sum first: torch.compile folds a product of positions alone
+        # into its 32-bit indices, and Triton refuses the factor.
+        state = (index + stream * _INVERSE).mul_(_GOLDEN)
+    else:
+        state = index * _GOLDEN + stream
     _mix(state, torch.empty_like(state))
     return state
 

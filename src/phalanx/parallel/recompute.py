@@ -33,6 +33,7 @@ from types import MethodType
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -194,5 +195,7 @@ def _policy(
 _NOT_COUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+    torch.ops.torch_attn._varlen_attn,
 }
-"""Attention that torch counts no FLOPs for: on CPUs, and on devices beside CUDA."""
+"""Attention that torch counts no FLOPs for: on CPUs, on devices beside CUDA, and, in torch 2.11, of
+documents."""

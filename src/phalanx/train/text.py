@@ -32,6 +32,7 @@ from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
+from phalanx.models.decoder import Head
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.compression.chosen import compress
@@ -300,6 +301,8 @@ def _reserve(saver: Saver, step: Step, comm: Comm) -> None:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block, once for each size of a microbatch; a model without blocks as one.
 
+    Of a decoder, the loss too, which is not one of the blocks.
+
     A graph for any size may add up in another order than one for a fixed size, and which of them a
     batch meets depends on what the process has computed before: a resumed run would not continue to
     the bit. Sizes are few, but each comes with and without gradients and documents; beyond the
@@ -314,6 +317,9 @@ def compile_blocks(model: nn.Module) -> None:
     dynamo_config.recompile_limit = RECOMPILE_LIMIT
     for block in [block for _, block in blocks_of(model)] or [model]:
         block.compile(dynamic=False)
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.compiles_loss = True
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:

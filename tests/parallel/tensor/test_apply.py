@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from parts import Cut
 from torch import Tensor
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -18,6 +17,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan, shard_of
+from phalanx.parallel.sharded import mesh_dims
 from phalanx.strategy import Strategy
 
 SHAPE = ModelShape(
@@ -108,6 +108,6 @@ def test_where_parts_lie() -> None:
 
 
 def test_fsdp_takes_the_names_of_its_axes() -> None:
-    """DataParallelMeshDims is new in torch 2.13."""
-    dims = DataParallelMeshDims(shard="fsdp", replicate="dp")
+    """DataParallelMeshDims is new in torch 2.12."""
+    dims = mesh_dims()(shard="fsdp", replicate="dp")
     assert (dims.shard, dims.replicate) == ("fsdp", "dp")
