@@ -212,7 +212,7 @@ def rows_of(name: str, found: dict[str, Any]) -> list[str]:
     gpus = found["environment"].get("gpus") or []
     device = gpus[0].get("name", "GPU") if gpus and isinstance(gpus[0], dict) else "CPU"
     ends = f"{device} | {found['date']} |"
-    if "skipped" in found:
+    if "shape" in found:
         if found["skipped"]:
             return [f"| {name} | {found['skipped']} | | | | | {ends}"]
         peak = "" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**30:.1f}"

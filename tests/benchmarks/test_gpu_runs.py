@@ -72,12 +72,12 @@ def test_a_piece_runs_on_a_cpu_and_is_in_the_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "decoder-tiny-eager.json").read_text())
     assert found["step_s"] > 0 and found["skipped"] is None and found["environment"]
-    assert "| decoder-tiny-eager | " in (tmp_path / "table.md").read_text()
+    assert "| decoder-tiny-eager, recompute:none | " in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.slow
 def test_each_recipe_of_the_perceptron_is_a_row_of_the_table(tmp_path: Path) -> None:
-    shares = {"time_s": 0.5, "data_sheet_flops_per_s": 1e15, "mfu_data_sheet_causal": 0.49}
+    shares = {"time_s": 0.5, "data_sheet_flops_per_s": 1e15, "mfu_data_sheet_causal": 0.49, "hfu_data_sheet_causal": 0.5}
     perceptron = {"num_layers": 8, "width": 8192, "utilization": shares}
     mlp = {
         **{"benchmark": "mfu", "date": "2026-01-01", "environment": {"gpus": [{"name": "G1"}]}},
@@ -88,5 +88,6 @@ def test_each_recipe_of_the_perceptron_is_a_row_of_the_table(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     table = (tmp_path / "table.md").read_text()
     for recipe in ("lecture", "plain"):
-        row = f"| perceptron 8 x 8192, {recipe} | 0.500 | 49.0 % | data sheet | | G1 | 2026-01-01 |"
+        shares = "49.0 % | 50.0 % | data sheet"
+        row = f"| perceptron 8 x 8192, {recipe} | 0.500 | {shares} | | G1 | 2026-01-01 |"
         assert row in table
