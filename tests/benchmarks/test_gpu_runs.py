@@ -77,7 +77,12 @@ def test_a_piece_runs_on_a_cpu_and_is_in_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_recipe_of_the_perceptron_is_a_row_of_the_table(tmp_path: Path) -> None:
-    shares = {"time_s": 0.5, "data_sheet_flops_per_s": 1e15, "mfu_data_sheet_causal": 0.49, "hfu_data_sheet_causal": 0.5}
+    shares = {
+        "time_s": 0.5,
+        "data_sheet_flops_per_s": 1e15,
+        "mfu_data_sheet_causal": 0.49,
+        "hfu_data_sheet_causal": 0.5,
+    }
     perceptron = {"num_layers": 8, "width": 8192, "utilization": shares}
     mlp = {
         **{"benchmark": "mfu", "date": "2026-01-01", "environment": {"gpus": [{"name": "G1"}]}},

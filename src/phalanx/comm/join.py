@@ -78,10 +78,11 @@ def join(
 
 def set_timeout(timeout_s: float) -> None:
     """Have no rank wait longer for another in one collective, in all groups that there are."""
-    # Both private, and the only way; tests/comm/test_join.py pins them.
-    groups = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
-    for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)  # pyright: ignore[reportPrivateUsage]
+    # All private, and the only way before torch 2.14; tests/comm/test_join.py pins them.
+    internals: Any = dist.distributed_c10d
+    set_of_group = getattr(dist, "set_timeout", None) or internals._set_pg_timeout
+    for group in internals._world.pg_map:
+        set_of_group(timedelta(seconds=timeout_s), group)
 
 
 def allow_files() -> None:

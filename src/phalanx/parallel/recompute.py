@@ -33,7 +33,7 @@ from types import MethodType
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-import torch.nn.attention.varlen  # registers its operator
+import torch.nn.attention.varlen  # pyright: ignore[reportUnusedImport] (it registers its operator)
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
