@@ -292,3 +292,12 @@ def test_no_process_is_left_behind() -> None:
     pid = int(caught.value.traceback.split()[-1])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_more_ranks_than_gpus_are_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    words = "2 ranks need 2 GPUs, but this host has 1; take 1 rank, or the device cpu"
+    with pytest.raises(ConfigError, match=words):
+        run_ranks(print, 2, device="cuda")

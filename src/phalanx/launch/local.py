@@ -81,8 +81,8 @@ def run_ranks(
         What each rank returned, in the order of the ranks.
 
     Raises:
-        ConfigError: the function or an argument cannot be sent to another process, there are fewer
-            GPUs than ranks, or this process is a rank of a job of another number of ranks.
+        ConfigError: an argument cannot be sent to another process, there are fewer GPUs than ranks,
+            or this process is a rank of a job of another number of ranks.
         PhalanxError: the error of the rank that failed first, if it was the user's to mend; it has
             that error's class.
         RankFailed: any other failure, with that rank's own traceback.
@@ -93,8 +93,7 @@ def run_ranks(
     """
     if is_under_torchrun():
         return _run_here(function, num_ranks, args, device, timeout_s)
-    if device == "cuda":
-        _check_gpus(num_ranks)
+    _check_gpus(num_ranks, device)
     prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     ranks: list[Rank] = []
@@ -108,8 +107,10 @@ def run_ranks(
             end_ranks(ranks)
 
 
-def _check_gpus(num_ranks: int) -> None:
-    """Refuse more ranks than this host has GPUs."""
+def _check_gpus(num_ranks: int, device: str) -> None:
+    """Refuse more ranks on GPUs than this host has."""
+    if device != "cuda":
+        return
     import torch
 
     num_gpus = torch.cuda.device_count()

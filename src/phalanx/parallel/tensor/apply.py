@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.dry_run import Counting
+from phalanx.errors import StrategyError
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.skeleton import Skeleton
 from phalanx.parallel.tensor import layers, transformers_models
@@ -99,7 +100,11 @@ def _mesh_of(comm: Comm) -> DeviceMesh:
 
 
 def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parameter:
-    """Return this rank's shard of a parameter, as a DTensor of the job's mesh."""
+    """Return this rank's shard of a parameter, as a DTensor of the job's mesh.
+
+    Raises:
+        StrategyError: this PyTorch replicates a matrix whose fused maps have several sizes.
+    """
     full, spec, mesh = parameter.detach(), placed.spec, _mesh_of(layout.comm)
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
@@ -117,7 +122,13 @@ def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parame
         shape=full.shape,
         stride=stride,
     )
-    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    sharded = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    if cast(DTensor, sharded.data).placements != shard.placements:  # from torch 2.14
+        raise StrategyError(
+            f"tp of a matrix that holds maps of {'+'.join(map(str, placed.binding.parts))} needs "
+            f"PyTorch 2.13 or older, and this is {torch.__version__}; use dp or fsdp"
+        )
+    return sharded
 
 
 def _fused(
