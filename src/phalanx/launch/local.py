@@ -83,8 +83,7 @@ def run_ranks(
     Raises:
         ConfigError: an argument cannot be sent to another process, there are fewer GPUs than ranks,
             or this process is a rank of a job of another number of ranks.
-        PhalanxError: the error of the rank that failed first, if it was the user's to mend; it has
-            that error's class.
+        PhalanxError: the first rank that failed raised it, and it was the user's to mend.
         RankFailed: any other failure, with that rank's own traceback.
         TrainingError: a rank returned, and all others stood in a collective for UNEVEN_S after it;
             or one was silent for `timeout_s`.
