@@ -294,10 +294,16 @@ def test_no_process_is_left_behind() -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "words"),
+    [
+        (0, "the device is cuda, but this host has no GPU; the nearest is cpu"),
+        (1, "2 ranks need 2 GPUs, but this host has 1; the nearest is 1, or the device cpu"),
+    ],
+)
 def test_more_ranks_than_gpus_are_refused_before_any_starts(
-    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    words = "2 ranks need 2 GPUs, but this host has 1; take 1 rank, or the device cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(ConfigError, match=words):
         run_ranks(print, 2, device="cuda")

@@ -129,6 +129,35 @@ def test_the_ways_to_make_a_block_agree(of_gpu: str, dtype: torch.dtype) -> None
     torch.testing.assert_close(blocks[0][is_valid_b], blocks[1][is_valid_b])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of itself while it compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiler_changes_nothing(dtype: torch.dtype) -> None:
+    """What Triton fuses on a GPU, fused by Inductor's other backend."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = [(8 * torch.randn(10, 53, generator=generator)).to(dtype)] * 2
+    blocks = [block.clone() for block in blocks]
+    labels_b = torch.randint(0, 53, (10,), generator=generator)
+    labels_b[3] = IGNORE
+    ways = torch.compile(loss_module._block_loss_to_fuse), loss_module._block_loss
+    losses = [way(block, labels_b, torch.float32) for way, block in zip(ways, blocks, strict=True)]
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(blocks[0], blocks[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_compiled_loss_is_the_loss_on_a_gpu() -> None:
+    hidden_ND, weight_VD, labels_N = (x.detach().cuda() for x in inputs(torch.float32))
+    found: list[Tensor] = []
+    for compiles in (False, True):
+        factors = hidden_ND.clone().requires_grad_(), weight_VD.float().requires_grad_()
+        loss = token_loss_sum(*factors, labels_N, num_rows=9, compiles=compiles)
+        found += [loss, *torch.autograd.grad(loss, factors)]
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_large_logits_stay_finite() -> None:
     hidden_ND, weight_VD, labels_N = inputs(torch.float32)
     scaled_VD = (weight_VD.detach() * 1e4).float().requires_grad_()

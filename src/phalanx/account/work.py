@@ -241,9 +241,13 @@ def operation_of(
     if "embedding" in name or "index_add" in name:  # reads and writes the rows alone
         num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
     elif packet in flop_registry and name.startswith("_scaled_dot_product"):
-        scores = inputs[0].shape[:-1].numel() * inputs[1].shape[-2]
-        # Two products, or five: torch 2.11 counts none where query heads share key heads.
-        flops = (10 if "backward" in name else 4) * scores * inputs[0].shape[-1]
+        is_backward = "backward" in name
+        q, k = inputs[1:3] if is_backward else inputs[:2]
+        scores = q.shape[:-1].numel() * k.shape[-2]
+        if q.shape[1] == k.shape[1]:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        else:  # two products, or five: torch 2.11 refuses to count those of grouped heads
+            flops = (10 if is_backward else 4) * scores * q.shape[-1]
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
         if "attention" in name:

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from phalanx.infer.pool import BlockCopy
 from phalanx.infer.quantize import quantized
-from phalanx.models.attention import GROUPED, attend, runs_flash
+from phalanx.models.attention import attend, runs_flash
 
 FLASH_BLOCK: Final = 256
 """Flash attention 2 takes blocks whose size is a multiple of it (Dao-AILab/flash-attention #828);
@@ -262,7 +262,7 @@ class PagedAttention:
             max_q=max(self._lengths),
             max_k=max(span.stop for span in self._spans),
             window_size=(-1 if window is None else window - 1, 0),
-            **(GROUPED if q_NHK.shape[1] != k.shape[2] else {}),
+            enable_gqa=q_NHK.shape[1] != k.shape[2],
             seqused_k=stops_N,
             block_table=blocks_NM,
             num_splits=1,  # a request's numbers do not depend on the others of its step

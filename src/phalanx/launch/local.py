@@ -113,10 +113,12 @@ def _check_gpus(num_ranks: int, device: str) -> None:
     import torch
 
     num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise ConfigError("the device is cuda, but this host has no GPU; the nearest is cpu")
     if num_ranks > num_gpus:
         raise ConfigError(
-            f"{num_ranks} ranks need {num_ranks} GPUs, but this host has {num_gpus}; take "
-            f"{num_gpus or 'no'} rank{'s' * (num_gpus != 1)}, or the device cpu"
+            f"{num_ranks} ranks need {num_ranks} GPUs, but this host has {num_gpus}; the nearest "
+            f"is {num_gpus}, or the device cpu"
         )
 
 

@@ -129,9 +129,8 @@ def _of_blocks(device_type: str, compiles: bool) -> tuple[BlockLoss, int]:
     """Return what computes the loss of a block on a device, and how many logits a block has."""
     if device_type == "cpu":
         return _block_loss_in_cache, _BLOCK_ELEMENTS["cpu"]
-    if device_type != "meta" and compiles:
-        return _compiled_block_loss(), _BLOCK_ELEMENTS["meta"]
-    return _block_loss, _BLOCK_ELEMENTS.get(device_type, _BLOCK_ELEMENTS["cuda"])
+    block_loss = _compiled_block_loss() if compiles and device_type != "meta" else _block_loss
+    return block_loss, _BLOCK_ELEMENTS.get(device_type, _BLOCK_ELEMENTS["cuda"])
 
 
 def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
@@ -172,13 +171,16 @@ def _compiled_block_loss() -> BlockLoss:
 
 
 def _block_loss_to_fuse(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
-    """Do what `_block_loss` does in forms that a compiler fuses: logits are read twice in all."""
+    """Do what `_block_loss` does in forms that a compiler fuses.
+
+    It reads no logit by its index: torch 2.11 would read it after the gradient is put there.
+    """
     is_valid_b1 = (labels_b != IGNORE)[:, None]
     target_b1 = labels_b[:, None].where(is_valid_b1, 0)
     x_bV = logits_bV.to(wide)
-    log_sum_b1 = x_bV.logsumexp(1, keepdim=True)
-    at_target_b1 = x_bV.gather(1, target_b1) - log_sum_b1
+    x_bV = x_bV - x_bV.amax(1, keepdim=True)
+    log_p_bV = x_bV - x_bV.exp().sum(1, keepdim=True).log()
     is_target_bV = torch.arange(x_bV.shape[1], device=x_bV.device) == target_b1
-    log_p_bV = x_bV - log_sum_b1
+    loss = -log_p_bV.where(is_target_bV & is_valid_b1, 0).sum()
     logits_bV.copy_(torch.where(is_target_bV, log_p_bV.expm1(), log_p_bV.exp()))
-    return -at_target_b1.where(is_valid_b1, 0).sum()
+    return loss

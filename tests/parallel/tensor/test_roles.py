@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from marks import by_hand
 from phalanx.checkpoint.state import weights_of
@@ -19,6 +21,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.tensor import apply
 from phalanx.parallel.tensor.roles import bind_roles, default_patterns
 from phalanx.strategy import Strategy
 from phalanx.verify.harness import compare_cases, verify
@@ -175,6 +178,26 @@ def test_a_part_of_fused_maps_is_a_part_of_each() -> None:
     for rank, (part, gathered) in enumerate(run_ranks(fused_weight, 2)):
         assert torch.equal(gathered, whole)
         assert torch.equal(part, whole.view(3, 2, 8, 16)[:, rank].flatten(0, 1))
+
+
+def as_replicas(shard: DTensor, requires_grad: bool) -> nn.Parameter:
+    """Do what torch 2.14 does with placements that it does not know."""
+    return nn.Parameter(shard.redistribute(placements=[Replicate()]), requires_grad)
+
+
+def refusal() -> str:
+    strategy = Strategy.parse("tp2")
+    ours = SimpleNamespace(Parameter=as_replicas)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StrategyError) as refused:
+        plan, comm = Plan(strategy, Vision(), roles=ROLES), Ranks(strategy)
+        patch.setattr(apply, "nn", ours)
+        plan.build(comm)
+    return str(refused.value)
+
+
+def test_shards_that_torch_replicates_are_refused() -> None:
+    words = "tp: 'layers.0.attention.qkv' holds maps of the sizes 1+1+1, which need PyTorch 2.12"
+    assert all(found.startswith(words) for found in run_ranks(refusal, 2))
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,10 @@ def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parame
     )
     sharded = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     if cast(DTensor, sharded.data).placements != shard.placements:  # from torch 2.14
+        sizes = "+".join(map(str, placed.binding.parts))
         raise StrategyError(
-            f"tp of a matrix that holds maps of {'+'.join(map(str, placed.binding.parts))} needs "
-            f"PyTorch 2.13 or older, and this is {torch.__version__}; use dp or fsdp"
+            f"tp: '{placed.binding.name}' holds maps of the sizes {sizes}, which need PyTorch 2.12 "
+            f"or 2.13, and this is {torch.__version__}; use dp or fsdp"
         )
     return sharded
 
