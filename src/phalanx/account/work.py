@@ -246,7 +246,7 @@ def operation_of(
         scores = q.shape[:-1].numel() * k.shape[-2]
         if q.shape[1] == k.shape[1]:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        else:  # two products, or five: torch 2.11 refuses to count those of grouped heads
+        else:  # two products, or five: torch 2.11 refuses to count grouped heads
             flops = (10 if is_backward else 4) * scores * q.shape[-1]
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)

@@ -167,14 +167,24 @@ def _block_loss_in_cache(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype)
 
 @functools.cache
 def _compiled_block_loss() -> BlockLoss:
-    return torch.compile(_block_loss_to_fuse, dynamic=False)
+    """Return what does the same, fused by torch.compile.
 
-
-def _block_loss_to_fuse(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
-    """Do what `_block_loss` does in forms that a compiler fuses.
-
-    It reads no logit by its index: torch 2.11 would read it after the gradient is put there.
+    The gradient goes over the logits outside of it: Inductor of torch 2.11 put it there too early.
     """
+    compiled = torch.compile(_loss_and_gradient, dynamic=False)
+
+    def block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
+        loss, gradient_bV = compiled(logits_bV, labels_b, wide)
+        logits_bV.copy_(gradient_bV)
+        return loss
+
+    return block_loss
+
+
+def _loss_and_gradient(
+    logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what `_block_loss` makes, in forms that a compiler fuses."""
     is_valid_b1 = (labels_b != IGNORE)[:, None]
     target_b1 = labels_b[:, None].where(is_valid_b1, 0)
     x_bV = logits_bV.to(wide)
@@ -182,5 +192,5 @@ def _block_loss_to_fuse(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) 
     log_p_bV = x_bV - x_bV.exp().sum(1, keepdim=True).log()
     is_target_bV = torch.arange(x_bV.shape[1], device=x_bV.device) == target_b1
     loss = -log_p_bV.where(is_target_bV & is_valid_b1, 0).sum()
-    logits_bV.copy_(torch.where(is_target_bV, log_p_bV.expm1(), log_p_bV.exp()))
-    return loss
+    gradient_bV = torch.where(is_target_bV, log_p_bV.expm1(), log_p_bV.exp())
+    return loss, gradient_bV.to(logits_bV.dtype)
