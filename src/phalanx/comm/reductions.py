@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES: Final = 512 << 10
-"""Bytes that are reduced at a time: two terms of this size stay in the cache of a core."""
+"""Bytes that are reduced at a time where a sum is read again: two terms of this size stay in the
+cache of a core."""
 
 _PIECE: Final = 1 << 14
 """Elements that one norm covers on a CPU. It adds them in order in 32 bits: of 38 million, one norm
@@ -27,12 +28,15 @@ REDUCTIONS: Final[dict[str, Callable[..., Tensor]]] = {
 
 
 def reduce_into(reduction: str, terms: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Fill each of `outs` with the reduction of the terms, in their order; chunk by chunk.
+    """Fill each of `outs` with the reduction of the terms, in their order.
 
     All are of one shape. The first out is perhaps the first term itself, and no other term; the
     others may be any.
     """
     combine, size = REDUCTIONS[reduction], max(1, CHUNK_BYTES // max(1, outs[0][:1].nbytes))
+    if len(terms) == 2 and len(outs) == 1:  # nothing is read again
+        combine(*terms, out=outs[0])
+        return
     chunks = zip(*(tensor.split(size) for tensor in (*terms, *outs)), strict=True)
     for parts in chunks:
         (first, second, *others), (total, *copies) = parts[: len(terms)], parts[len(terms) :]
