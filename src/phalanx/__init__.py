@@ -1,6 +1,6 @@
-"""Phalanx: train a PyTorch model by any mix of the known ways to split the work, and prove it.
+"""Phalanx: train a PyTorch model under any mix of parallelism strategies, and verify the result.
 
-Importing this package is cheap: what needs torch is loaded when its name is first used.
+Importing this package is cheap: modules that need torch are imported on first use of their names.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ watch_if_rank()
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("phalanx-train")
-    # The functions cannot be called phalanx.train and phalanx.verify: those are the packages that
-    # hold them, and importing any part of a package sets its name here.
+    # The functions cannot be named phalanx.train and phalanx.verify: these names belong to the
+    # subpackages, and importing a module of a subpackage sets the subpackage as an attribute here.
     homes = {
         "Callback": ("phalanx.train.callback", "Callback"),
         "Strategy": ("phalanx.strategy", "Strategy"),

@@ -1,4 +1,4 @@
-"""`phalanx` and `python -m phalanx`: the command, which Ctrl-C may end before it is loaded."""
+"""Entry point of `phalanx` and `python -m phalanx`; Ctrl-C ends it even during imports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 
 def main() -> int:
-    """Load the command line and run it; return the exit code."""
+    """Import and run the command line; return the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # There is nothing to leave in order yet, and an exception would be raised within whatever
-        # is being imported, which may take it for its own.
+        # Nothing needs cleanup during the imports. A KeyboardInterrupt would be raised inside a
+        # module that is being imported, and that module might catch it.
         signal.signal(signal.SIGINT, lambda signum, _: os._exit(128 + signum))
     from phalanx.cli.main import main as run
 

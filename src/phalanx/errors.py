@@ -1,22 +1,22 @@
 """The errors that a user of Phalanx can meet.
 
-PhalanxError                 any of the below; the command line prints it in one message
+PhalanxError                 base of the errors below; the command line prints it as one message
 ├── ConfigError              a setting: unknown, of the wrong type, out of range, contradictory
-│   ├── StrategyError        the text of a strategy cannot be read, or names what no code runs yet
+│   ├── StrategyError        a strategy cannot be parsed, or uses a combination not implemented
 │   ├── NotDivisible         a size does not split over a degree
 │   └── BatchError           global batch, microbatch, accumulation and data ranks contradict
-├── ScriptError              a script calls in a way that would compute something else
+├── ScriptError              a script's call of Phalanx or torch would give wrong results
 ├── DataError                a corpus, tokenizer or token file is missing, empty or unreadable
-├── CheckpointError          a checkpoint is missing, incomplete or of another model
-└── TrainingError            training went wrong: a loss that is not finite
-    ├── CollectiveMismatch   ranks of a group call different collectives, or one does not come
-    ├── PeerLost             another rank has left: the job fails by that rank, not by this one
+├── CheckpointError          a checkpoint is missing, incomplete or from another model
+└── TrainingError            training went wrong, such as a loss that is not finite
+    ├── CollectiveMismatch   ranks of a group call different collectives, or one makes no call
+    ├── PeerLost             another rank has left; that rank is the cause of the job's failure
     └── RankFailed           a process of the job ended; carries that rank's own traceback
 
-Interrupted                  a KeyboardInterrupt, also by SIGTERM or SIGHUP; nobody catches it but
-                             the outermost caller
+Interrupted                  a KeyboardInterrupt, also for SIGTERM and SIGHUP; only the outermost
+                             caller catches it
 
-Each message names the mistake, the actual value, the expected one, and the nearest legal value.
+Each message names the mistake, the actual value, the expected value, and the nearest legal value.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from contextlib import contextmanager
 from typing import Final
 
 NUM_NAMED = 8
-"""Ranks that a message names; of more it says how many."""
+"""Most ranks that a message lists; it gives the rest as a count."""
 
 
 LONGEST = 20_000
-"""Characters of an error's text that are shown, its traceback included."""
+"""Most characters of an error's text, including its traceback, that are shown."""
 
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What moves the cursor of a terminal, begins another line, or turns the order of the words."""
+"""Characters that move a terminal's cursor, start a new line, or reverse the text direction."""
 
 LIMITS: Final[Mapping[int, str]] = {
     errno.EMFILE: "a process may not open as many files as this needs; raise ulimit -n",
@@ -49,10 +49,10 @@ LIMITS: Final[Mapping[int, str]] = {
     errno.EAGAIN: "no further process or thread may be started; raise ulimit -u or pids.max, or "
     "ulimit -v, which bounds the memory for its stack",
 }
-"""What a limit of the system means, by the number of its error."""
+"""errno of a system limit -> advice for the user."""
 
 NO_THREAD: Final = "can't start new thread"
-"""What Python says of a thread that the system refuses."""
+"""Message of Python's RuntimeError when the system refuses to start a thread."""
 
 _WORDS: Final[Mapping[str, int]] = {
     NO_THREAD: errno.EAGAIN,
@@ -60,11 +60,11 @@ _WORDS: Final[Mapping[str, int]] = {
     "Cannot allocate memory": errno.ENOMEM,
     "failed to map segment from shared object": errno.ENOMEM,
 }
-"""What an error that has no number says of a limit, and the number that it stands for."""
+"""Message text of an error without an errno -> the errno of the system limit it reports."""
 
 
 class PhalanxError(Exception):
-    """Base of every error that is the user's to mend; its text is the whole message."""
+    """Base class of the errors that a user can fix; the text is the whole message."""
 
     exit_code = 2
 
@@ -74,14 +74,14 @@ class ConfigError(PhalanxError, ValueError):
 
 
 class StrategyError(ConfigError):
-    """The text of a strategy cannot be read, or names what no code runs yet."""
+    """A strategy cannot be parsed, or uses a combination that is not implemented."""
 
 
 class NotDivisible(ConfigError):
     """A size does not split evenly over a degree."""
 
     def __init__(self, what: str, size: int, degree: int) -> None:
-        start = min(degree, size)  # outward, since a size may be large
+        start = min(degree, size)  # search outward from the degree, because a size may be large
         near = (start + way * gap for gap in itertools.count() for way in (-1, 1))
         legal = next(each for each in near if each > 0 and size % each == 0)
         super().__init__(
@@ -95,36 +95,36 @@ class BatchError(ConfigError):
 
 
 class ScriptError(PhalanxError):
-    """A training loop calls Phalanx, or torch, in a way that would compute something else."""
+    """A training loop calls Phalanx or torch in a way that would give wrong results."""
 
 
 class DataError(PhalanxError):
     """A corpus, tokenizer or token file is missing, empty or unreadable."""
 
     def __init__(self, message: str) -> None:
-        """Show line breaks, which names of files in a folder may have, within one line."""
+        """Escape line breaks, which file names may contain, so that the message is one line."""
         super().__init__(message.replace("\n", "\\n"))
 
 
 class CheckpointError(PhalanxError):
-    """A checkpoint is missing, incomplete or of another model."""
+    """A checkpoint is missing, incomplete or from another model."""
 
 
 class TrainingError(PhalanxError):
-    """Training went wrong in a way that more steps would hide."""
+    """Training went wrong in a way that further steps would hide."""
 
     exit_code = 1
 
 
 class CollectiveMismatch(TrainingError):
-    """The ranks of a group call different collectives, or one of them does not come to a call.
+    """The ranks of a group call different collectives, or one rank does not make a call.
 
     Attributes:
-        speaker: global rank that found it first and reports it; the others raise the same error,
-            and may be silent.
+        speaker: global rank that detected the mismatch first and reports it; the other ranks
+            raise the same error and need not print it.
     """
 
-    speaker: int = 0  # for one that was sent from another process as its message alone
+    speaker: int = 0  # default for an error that another process sent as its message only
 
     def __init__(self, message: str, speaker: int) -> None:
         super().__init__(message)
@@ -132,7 +132,7 @@ class CollectiveMismatch(TrainingError):
 
 
 class PeerLost(TrainingError):
-    """Another rank has left, or does not answer: its own failure says more than this error."""
+    """Another rank has left or does not answer; the error of that rank names the cause."""
 
 
 class RankFailed(TrainingError):
@@ -140,7 +140,7 @@ class RankFailed(TrainingError):
 
     Attributes:
         rank: global rank of the process that failed first.
-        traceback: that process's own traceback, or a sentence on the signal that ended it.
+        traceback: traceback of that process, or a sentence that names the signal that ended it.
     """
 
     def __init__(self, rank: int, traceback: str) -> None:
@@ -150,7 +150,7 @@ class RankFailed(TrainingError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended the work: Ctrl-C, SIGTERM or SIGHUP."""
+    """A signal ended the work: Ctrl-C, SIGTERM or SIGHUP."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         self.signum, self.exit_code = signum, 128 + signum
@@ -160,18 +160,18 @@ class Interrupted(KeyboardInterrupt):
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of `error` and the notes on it, such as a save that failed as well."""
+    """Return the message of `error` and its notes, such as the failure of a save."""
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     return printable(text)
 
 
 def printable(text: str) -> str:
-    """Return a text, such as a file's name, without what would steer the terminal."""
+    """Return `text` with terminal control characters escaped; use it for file names."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def limit_met(error: BaseException) -> str:
-    """Return what a limit of the system means that an error of a start came of; else nothing."""
+    """Return advice if `error` came from a system limit in `LIMITS`, else an empty string."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError):
         number = errno.ENOMEM
@@ -182,7 +182,7 @@ def limit_met(error: BaseException) -> str:
 
 @contextmanager
 def within_limits(what: str) -> Generator[None]:
-    """Raise a ConfigError that begins with `what` where a limit of the system is met inside."""
+    """Convert an error from a system limit into a ConfigError that starts with `what`."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -192,9 +192,9 @@ def within_limits(what: str) -> Generator[None]:
 
 
 def shortened(text: str, longest: int = LONGEST, around: str = "\n") -> str:
-    """Return a text without the middle of one that nobody would read to its end.
+    """Return `text`, with its middle left out if it is longer than `longest` characters.
 
-    `around` stands before and after the words on the part that is left out.
+    `around` is put before and after the words that give the number of characters left out.
     """
     left_out = len(text) - longest
     if left_out <= 0:
@@ -210,14 +210,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 1", and no more numbers than a line takes."""
+    """Return "rank 1" or "ranks 0, 1", with at most NUM_NAMED rank numbers."""
     shown = ", ".join(map(str, ranks[:NUM_NAMED]))
     more = f" and {len(ranks) - NUM_NAMED} more" if len(ranks) > NUM_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return prose in lines of at most `width` columns; words stay whole, and so do short lines."""
+    """Wrap `text` at `width` columns; short lines keep their breaks, words are never broken."""
     lines: list[str] = []
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
@@ -229,7 +229,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a number of bytes in the largest unit of which there is at least one."""
+    """Format bytes in the largest unit in which the value is at least 1."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -237,7 +237,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return seconds in three digits, or all before the point, in the largest unit that is full."""
+    """Format a time with three digits, or its whole part, in the largest unit that gives >= 1."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if (rounded := float(f"{scale * seconds:.3g}")) >= 1 or not seconds:
             return f"{scale * seconds:,.0f} {unit}" if rounded >= 100 else f"{rounded:.3g} {unit}"

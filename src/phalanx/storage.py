@@ -1,9 +1,9 @@
-"""Files and folders that are whole or absent, and that are what they are taken for when read.
+"""Atomic writes of files and folders, and reads that accept regular files only.
 
-    new_folder      written beside under another name, synced, renamed: `become`
-    replace_file    likewise; a file of that name stays whole until the new one is
+    new_folder      write under a temporary name in the same parent, sync, rename (`become`)
+    replace_file    the same for a file; an existing file stays intact until the rename
 
-A crash leaves a folder whose name ends with PARTIAL, which nothing reads.
+A crash leaves a folder whose name ends with PARTIAL, which no code reads.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Checksum = tuple[int, str]
 """Size of a file in bytes, and its sha256 in hexadecimal digits."""
 
 PARTIAL: Final = ".partial"
-"""What the name of a file or folder ends with while it is written."""
+"""Suffix of the name of a file or folder while it is written."""
 
 MOST_TEXT_BYTES: Final = 64 << 20
-"""Largest text file that is read at once."""
+"""Largest text file that `read_text` accepts, in bytes."""
 
 STALE_S: Final = 24 * 3600.0
-"""How long nothing has changed in a folder that a process left half written."""
+"""Seconds without a change after which a PARTIAL folder counts as left by a crash."""
 
 
 def open_regular(path: Path, *, may_be_link: bool = False) -> io.FileIO:
-    """Open a file to read it; neither a device nor a pipe, which could block for ever.
+    """Open a regular file for reading; refuse devices and pipes, which could block forever.
 
     Args:
-        path: of the file.
-        may_be_link: whether it may be a link to one, as a file that the user names.
+        path: file to open.
+        may_be_link: whether to follow a symbolic link, as for a file that the user names.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is no regular file.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: it is not a regular file.
         OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if may_be_link else os.O_NOFOLLOW)
@@ -67,8 +67,8 @@ def read_text(path: Path) -> str:
     """Return the text of a file that the user names.
 
     Raises:
-        ConfigError: it cannot be read, is no regular file, is not UTF-8, or has more than
-            MOST_TEXT_BYTES.
+        ConfigError: the file cannot be read, is not a regular file, is not UTF-8, or has more
+            than MOST_TEXT_BYTES.
     """
     try:
         with io.BufferedReader(open_regular(path, may_be_link=True)) as file:
@@ -85,10 +85,10 @@ def read_text(path: Path) -> str:
 
 
 def open_to_append(path: Path) -> io.TextIOWrapper:
-    """Open a file of text to write at its end, or make it; nothing is written through a link.
+    """Open a text file for appending, and create it if needed; refuse symbolic links.
 
     Raises:
-        CheckpointError: it is no regular file.
+        CheckpointError: it is not a regular file.
         OSError: it cannot be opened.
     """
     flags = os.O_APPEND | os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -110,7 +110,7 @@ def checksum(path: Path, algorithm: str = "sha256") -> Checksum:
     """Return the size of a file in bytes and its hash, read from the disk.
 
     Raises:
-        CheckpointError: it is no regular file.
+        CheckpointError: it is not a regular file.
         OSError: it cannot be read.
     """
     with open_regular(path) as raw, io.BufferedReader(raw, 1 << 20) as file:
@@ -119,21 +119,22 @@ def checksum(path: Path, algorithm: str = "sha256") -> Checksum:
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file; False if another process has it, None where its disk has no locks.
+    """Lock an open file; return False if another process holds the lock.
 
-    The system takes the lock back from a process that ends, however it ends.
+    Return None if the file system does not support locks. The operating system releases the lock
+    when the process ends, whether it exits or crashes.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this disk has no locks
+    except OSError:  # the file system does not support locks
         return None
     return True
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or the entries of a folder."""
+    """Flush a file, or the entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -142,10 +143,10 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file; one of that name stays whole until the new one is.
+    """Write a file atomically; an existing file stays intact until the new one replaces it.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: the write failed, for example because the disk is full.
     """
     partial = _beside(path)
     try:
@@ -158,10 +159,11 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_folder(final: Path) -> Generator[Path]:
-    """Give a folder to write files to, which becomes `final` at the end, or goes if that fails.
+    """Yield a temporary folder; rename it to `final` on exit, or remove it on an error.
 
     Raises:
-        OSError: the disk is full, say, or `final` is there and is no empty folder.
+        OSError: the write failed, for example because the disk is full, or `final` exists and is
+            not an empty folder.
     """
     partial = _beside(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +172,7 @@ def new_folder(final: Path) -> Generator[Path]:
         partial.mkdir()
         yield partial
         for path in partial.iterdir():
-            # Without this, a power cut could leave files of the right size that hold zeros.
+            # Without the sync, a power cut could leave files of the right size that contain zeros.
             sync(path)
         become(partial, final)
     except BaseException:
@@ -179,10 +181,10 @@ def new_folder(final: Path) -> Generator[Path]:
 
 
 def become(partial: Path, final: Path) -> None:
-    """Give a folder, whose files the disk holds, the name under which it is taken for whole.
+    """Rename a folder whose files are synced to `final`, the name that marks it as complete.
 
     Raises:
-        OSError: `final` is there and is no empty folder.
+        OSError: `final` exists and is not an empty folder.
     """
     sync(partial)
     partial.rename(final)
@@ -190,27 +192,28 @@ def become(partial: Path, final: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """Return a name beside `path` that no other process uses."""
+    """Return a unique temporary path in the same parent folder as `path`."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders that crashed processes have left half written, a day or more ago."""
+    """Remove PARTIAL folders of crashed processes that have not changed for STALE_S seconds."""
     for path in parent.glob("*." + 8 * "[0-9a-f]" + PARTIAL):
         try:
-            # The folder's own time is when it was made; the files show work that continues.
+            # The folder's mtime is when its last file was created; the mtimes of the files show
+            # whether a process is still writing.
             newest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
         except OSError:
-            continue  # its own process has just removed or renamed it, or it is not ours
+            continue  # another process has removed or renamed it, or we may not read it
         if time.time() - newest > STALE_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def check_free(source: Path, destination: Path) -> None:
-    """Refuse a destination that holds something, or that lies in the source.
+    """Check that `destination` is empty or absent, and that it is not inside `source`.
 
     Raises:
-        ConfigError: says which, and what to give instead.
+        ConfigError: it is inside `source`, is a file, or is not empty.
     """
     if _whole(destination).is_relative_to(_whole(source)):
         raise ConfigError(
@@ -224,10 +227,10 @@ def check_free(source: Path, destination: Path) -> None:
 
 @contextmanager
 def published(destination: Path, num_bytes: int) -> Generator[Path]:
-    """Give a folder to write to, which becomes `destination` at the end, or goes if that fails.
+    """Yield a temporary folder that becomes `destination` on exit, as `new_folder` does.
 
     Raises:
-        CheckpointError: the disk has no room for it.
+        CheckpointError: the disk has fewer than `num_bytes` free, or a write failed.
     """
     left_bytes = free_bytes(destination)
     if left_bytes < num_bytes:
@@ -246,22 +249,22 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
 
 
 def existing(path: Path) -> Path:
-    """Return the path if it is there, as a link to nowhere too, else the nearest folder above."""
+    """Return `path` if it exists, even as a broken link, else its nearest existing parent."""
     return next(each for each in (path, *_whole(path).parents) if os.path.lexists(each))
 
 
 def _whole(path: Path) -> Path:
-    """Return a path without links, as far as these lead; `Path.resolve` raises at a circle."""
+    """Return `path` with links resolved; unlike `Path.resolve`, accept a cycle of links."""
     return Path(os.path.realpath(path))
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes left on the disk that a path is on, or would be."""
+    """Return the free bytes of the disk that contains `path`, which need not exist."""
     return shutil.disk_usage(existing(path)).free
 
 
 def hint_of_missing(path: Path) -> str:
-    """Return words on the existing path nearest to a missing one, to end a message."""
+    """Return the end of a message on a missing path: its broken link, or a similar name."""
     if path.is_symlink():
         return f": it is a link to {os.readlink(path)}, which leads nowhere"
     while not path.parent.is_dir():

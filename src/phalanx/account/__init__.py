@@ -1,1 +1,1 @@
-"""What a split will cost, counted before a launch. Nothing here starts a process group."""
+"""Counts of memory, FLOPs and kernels of a strategy, before a launch and without process groups."""

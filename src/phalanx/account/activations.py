@@ -1,23 +1,23 @@
 """Bytes of activations that one rank holds for backward, by recompute policy.
 
 [Note: What a rank holds]
-`count` says what one block of each kind keeps, and what backward makes when it runs it again. So of
-L blocks in segments of K
+`count` returns the bytes that one block of each kind saves in forward, and the bytes that backward
+rebuilds when it recomputes the block. A model of L blocks in segments of K therefore holds
 
     none        L blocks
-    segments    L / K residuals; and K blocks less one residual when backward is at a segment
-    selective   L blocks, which keep the results of products; and what one block makes again
+    segments    L / K residuals; plus K blocks less one residual while backward runs a segment
+    selective   L blocks, which save the results of products; plus one block's recomputed bytes
 
-Besides blocks: the ids, angles of the rotation, where documents begin, the mask of the embedding's
-dropout; and the last norm's input with what the loss has made ahead. Under tp and cp all this is a
-rank's own shards.
+In addition to blocks, a rank holds the token ids, the rotary angles, the document boundaries and
+the dropout mask of the embedding; and the input of the last norm with the gradients that the loss
+computes in forward. Under tp and cp, all these sizes are the rank's own shards.
 
-Where backward is at attention, a ring has blocks of keys and values on their way with their
-gradients, beyond the kept bytes: `passing`. Its closed form stands here, since a count mixes these
-with gradients inside the block.
+During the backward of ring attention, blocks of keys and values and their gradients are in transit,
+in addition to the saved bytes: `passing`. `passing` has a closed form here, because a count cannot
+separate these buffers from gradients inside the block.
 
-`most` has too what passes while the head or a block works. Compiled blocks keep what the compiler
-chooses.
+`most` also includes temporary buffers of the head or of a block. The counts do not hold for
+compiled blocks, which save the tensors that the compiler chooses.
 """
 
 from __future__ import annotations
@@ -39,39 +39,40 @@ class Activations:
     """Bytes that one rank holds for the backward of one microbatch."""
 
     blocks: int
-    """Kept by all blocks from forward on."""
+    """Saved by all blocks from forward until their backward."""
     recomputed: int
-    """Made again in backward for the segment at work; 0 where nothing is recomputed."""
+    """Rebuilt in backward for the current segment; 0 without recomputation."""
     inputs: int
-    """What all blocks share, and the embedding's; held until the end."""
+    """Saved by the embedding, and shared by all blocks; held until the end of backward."""
     head: int
-    """The last norm and the loss; gone before backward reaches the blocks."""
+    """Saved by the last norm and the loss; freed before backward reaches the blocks."""
     gradient: int
-    """The gradient that flows back along the residual stream."""
+    """The gradient of the residual stream."""
     passing: int = 0
-    """What passes in a ring while backward is at attention, beyond what it has freed by then."""
+    """Ring buffers in transit during attention's backward, less the MLP's bytes freed by then."""
     head_at_work: int = 0
-    """The most while the head works, `head` included."""
+    """Peak while the head runs, forward and backward, `head` included."""
     tied: int = 0
-    """Of `block_at_work`, the head's gradient of a tied embedding, which waits for the other."""
+    """Part of `block_at_work`: a tied embedding's gradient from the head, held until the embedding
+    adds its own."""
     block_at_work: int = 0
-    """The most in the backward of a block, beyond what blocks keep; `recomputed` and `gradient`
-    included."""
+    """Peak in the backward of a block, in addition to bytes that blocks saved; includes
+    `recomputed` and `gradient`."""
 
     @property
     def kept(self) -> int:
-        """Bytes held when forward is done."""
+        """Bytes held at the end of forward."""
         return self.blocks + self.inputs + self.head
 
     @property
     def peak(self) -> int:
-        """Most bytes held for backward, without buffers that pass."""
+        """Peak bytes held for backward, without temporary buffers of the head and of blocks."""
         in_backward = self.blocks + self.recomputed + self.inputs + self.gradient + self.passing
         return max(self.kept, in_backward)
 
     @property
     def most(self) -> int:
-        """Most bytes held at any time, what passes included."""
+        """Peak bytes held at any time, temporary buffers and ring buffers included."""
         return self.blocks + self.inputs + max(self.head_at_work, self.block_at_work + self.passing)
 
 
@@ -86,20 +87,21 @@ def activations(
     has_documents: bool = False,
     has_casts: bool | None = None,
 ) -> Activations:
-    """Return what one rank holds; see [Note: What a rank holds].
+    """Count the activation bytes of one rank; see [Note: What a rank holds].
 
     Args:
         shape: the decoder.
-        strategy: how the work is split, and which blocks run again.
+        strategy: the parallel layout, and which blocks are recomputed.
         seq_len: tokens in one sequence.
         num_sequences: sequences in one microbatch of one rank.
         precision: data type of the arithmetic, such as "bfloat16".
-        device: whose kernels run.
-        has_documents: several documents stand in a row.
-        has_casts: whether blocks cast their weights; if None, where neither fsdp nor tp does.
+        device: device type whose kernels run.
+        has_documents: whether a sequence packs several documents.
+        has_casts: whether blocks cast their weights where they use them; None means True if
+            neither tp nor fsdp splits the model.
 
     Raises:
-        StrategyError: segments of more blocks than there are.
+        StrategyError: a segment has more blocks than the model.
     """
     is_segmented = strategy.recompute.segment_size(shape.num_layers) is not None
     kept = Recompute("none") if is_segmented else strategy.recompute
@@ -114,7 +116,7 @@ def activations(
 
 
 def _of_blocks(case: Case, recompute: Recompute) -> Activations:
-    """Return what a rank holds of blocks that are each as in a case, by segments if it has some."""
+    """Return the bytes of a whole model whose blocks are all as in `case`."""
     shape = case.shape
     segment_size = recompute.segment_size(shape.num_layers)
     counted = _count_blocks(case)
@@ -140,7 +142,7 @@ def _of_blocks(case: Case, recompute: Recompute) -> Activations:
 
 
 def _count_blocks(case: Case) -> list[Counted]:
-    """Return the counts of all blocks of a decoder, of which each kind is counted once."""
+    """Return the count of each block of a decoder; blocks with the same window are counted once."""
     shape = case.shape
     windows = [shape.window_of(number) for number in range(shape.num_layers)]
     of_window = {window: count(_of_window(case, window)) for window in dict.fromkeys(windows)}
@@ -158,15 +160,16 @@ def _tied_bytes(case: Case) -> int:
 
 
 def _passing(case: Case) -> int:
-    """Return the bytes that a ring passes in backward, beyond the MLP's that it has freed."""
+    """Return the ring's bytes in transit in backward, less the MLP's bytes freed before then."""
     shape, tp, cp = case.shape, case.strategy.tp, case.strategy.cp
     if cp.degree == 1 or cp.kind != "ring":
         return 0
     item_bytes = getattr(torch, case.precision).itemsize
     num_chunks = 2 * cp.degree
     num_held = -(-case.seq_len // num_chunks) * num_chunks // cp.degree
-    pair = 2 * shape.num_kv_heads * shape.head_dim  # of keys and values
-    num_gradients = 3 if cp.degree == 2 else 4  # of two ranks, none is made while another is sent
+    pair = 2 * shape.num_kv_heads * shape.head_dim  # a key and a value of one position
+    # With two ranks, no gradient is computed while another is sent.
+    num_gradients = 3 if cp.degree == 2 else 4
     passing = 2 * pair * item_bytes + num_gradients * pair * max(4, item_bytes)
     freed = (2 if shape.mlp == "gelu" else 4) * shape.ffn * item_bytes
     return max(0, passing - freed) * num_held * case.num_sequences // tp.degree
@@ -179,13 +182,14 @@ def held_by(
     schedule: Schedule | None,
     pp_rank: int,
 ) -> int:
-    """Return the most bytes that a rank holds of activations, what passes included.
+    """Return the peak bytes of activations on a rank, temporary buffers included.
 
     Args:
-        of: what a rank that runs the whole model holds of one microbatch.
-        num_layers: of the model.
-        cut: the links of each stage of a pipeline; None without one.
-        schedule: of a step; None without a pipeline.
+        of: bytes of one microbatch on a rank that runs the whole model.
+        num_layers: number of blocks of the model.
+        cut: links of each pipeline stage, where 0 is the embedding, 1 to num_layers are blocks and
+            num_layers + 1 is the head; None without a pipeline.
+        schedule: pipeline schedule of one step; None without a pipeline.
         pp_rank: coordinate of the rank on pp.
     """
     if cut is None or schedule is None:
@@ -204,12 +208,12 @@ def held_by(
 def in_flight(
     kept: Sequence[int], at_work: Sequence[int], schedule: Schedule | None, pp_rank: int
 ) -> int:
-    """Return the most bytes that the microbatches of a rank hold.
+    """Return the peak bytes of all microbatches in flight on a rank.
 
     Args:
-        kept: by each stage of one microbatch, until its backward is over.
-        at_work: the same at the most, while backward works.
-        schedule: of a step; None where there is one stage.
+        kept: bytes that each stage saves for one microbatch until its backward ends.
+        at_work: peak bytes of each stage for one microbatch while its backward runs.
+        schedule: pipeline schedule of one step; None if there is one stage.
         pp_rank: coordinate of the rank on pp.
     """
     if schedule is None:
@@ -227,8 +231,8 @@ def in_flight(
 
 
 def _kept(links: Sequence[int], num_layers: int, of: Activations) -> int:
-    """Return what a stage keeps of a microbatch: of its blocks, what it got and what it sent."""
+    """Return the bytes a stage saves for a microbatch: inputs, blocks, and head or sent output."""
     last = num_layers + 1
     num_blocks = sum(0 < link < last for link in links)
-    end = of.head if last in links else of.gradient  # what was sent is as large as its gradient
+    end = of.head if last in links else of.gradient  # the sent output is as large as its gradient
     return of.blocks * num_blocks // num_layers + of.inputs + end

@@ -1,17 +1,17 @@
-"""What one block of a decoder holds for backward, and while it works, counted by running it.
+"""Activation bytes of one decoder block, saved and at peak, counted by a run on the meta device.
 
-A decoder of one block, its embedding and its head, split within samples as on a rank, runs forward
-and backward on the meta device: nothing is computed, and all storages are seen to come and go.
+A decoder of one block, with embedding and head, sharded over tp and cp as on a rank, runs forward
+and backward on the meta device: nothing is computed, but every allocation and free is recorded.
 
     embedding -> [block] -> norm, head        bytes alive at the brackets and at the end:
-    inputs       block      head              their differences are what the parts keep
+    inputs       block      head              each difference is the bytes that a part saves
 
-    loss, head <- [again, block]              the most bytes alive in either part: what passes too,
+    loss, head <- [again, block]              peak bytes alive in each part, with temporaries:
     head_at_work  block_at_work               logits and their gradients, gradients in a block
 
-Bytes at work are counted from the level at which the norm begins, the residual included. Gradients
-of parameters do not count there: they stay. The count is of the kernels of the device that is named
-(models/kernels.py), and of its attention:
+Peaks are counted from the bytes alive when the last norm begins, the residual included. Gradients
+of parameters do not count, because they outlive backward. The count assumes the kernels of the
+given device (models/kernels.py) and its attention operator:
 
     cpu, by blocks    phalanx::causal_attention: bfloat16; documents and windows of any type
     cpu, else         _scaled_dot_product_flash_attention_for_cpu
@@ -53,17 +53,18 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """What decides how much a block keeps: a kind of block, its layout, sizes and kernels.
+    """The inputs of a count: kind of block, parallel layout, sizes and kernels.
 
     Attributes:
-        shape: a decoder of one block of the kind.
-        strategy: what splits samples, and its recomputation: `none`, `full` or `selective`.
+        shape: a decoder of one block of this kind.
+        strategy: the axes that split a block (tp, cp), and recomputation: `none`, `full` or
+            `selective`.
         seq_len: tokens in one sequence.
         num_sequences: sequences in one microbatch of one rank.
         precision: data type of the arithmetic, such as "bfloat16".
-        device: whose kernels.
-        has_documents: several documents stand in a row.
-        has_casts: the block's weights are in 32 bits or more, and cast where they are used.
+        device: device type whose kernels run.
+        has_documents: whether a sequence packs several documents.
+        has_casts: whether the block's weights have 32 bits or more and are cast at each use.
     """
 
     shape: ModelShape
@@ -77,16 +78,16 @@ class Case:
 
 
 class Counted(NamedTuple):
-    """Bytes on one rank of one microbatch.
+    """Bytes of one microbatch on one rank.
 
     Attributes:
-        inputs: what all blocks share, and the embedding's.
-        stream: of the residual, as it enters a block.
-        block: kept by the block from forward on, the stream that it reads included.
-        again: made when backward runs the block again, less what that lets go.
-        head: kept by the last norm and the loss.
-        head_at_work: the most while the head works, forward and backward, with the residual.
-        block_at_work: the most in the backward of the block, beyond what blocks keep.
+        inputs: saved by the embedding, and shared by all blocks.
+        stream: the residual at the input of a block.
+        block: saved by the block in forward, its input residual included.
+        again: net bytes allocated when backward recomputes the block.
+        head: saved by the last norm and the loss.
+        head_at_work: peak while the head runs, forward and backward, with the residual.
+        block_at_work: peak in the backward of the block, in addition to bytes that blocks saved.
     """
 
     inputs: int
@@ -100,7 +101,7 @@ class Counted(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
-    """Return a decoder of one block, like the blocks of `shape` that have `window`."""
+    """Return a decoder of one block, equal to the blocks of `shape` whose window is `window`."""
     return dataclasses.replace(
         shape,
         num_layers=1,
@@ -113,10 +114,10 @@ def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
 
 @functools.lru_cache(maxsize=1 << 12)
 def count(case: Case) -> Counted:
-    """Count a case by running it on the meta device; each case runs once.
+    """Count the bytes of `case` by a run on the meta device; results are cached.
 
     Raises:
-        StrategyError: the strategy does not split such a decoder.
+        StrategyError: the strategy cannot split this decoder.
     """
     model, spans = decoder_of(case), Spans()
     kernel_mode, (block, *_) = Kernels(case.device), model.blocks
@@ -132,7 +133,7 @@ def count(case: Case) -> Counted:
 
     block.register_forward_pre_hook(functools.partial(enter, "block"))
     model.norm.register_forward_pre_hook(functools.partial(enter, "head"))
-    labels_BT = labels_of(case)  # alive until the end, as all that a step reads
+    labels_BT = labels_of(case)  # alive until the end, as all inputs of a step are
     with kernels.assumed(case.device, in_chunks=True), kernel_mode, spans:
         batch = batch_of(case)
         loss = model(labels_BT=labels_BT, **batch)
@@ -157,7 +158,7 @@ def count(case: Case) -> Counted:
 
 
 def decoder_of(case: Case) -> Decoder:
-    """Return a decoder of one block on the meta device, not yet split."""
+    """Return the unsplit decoder of `case` on the meta device."""
     compute: torch.dtype = getattr(torch, case.precision)
     with torch.device("meta"):
         model = Decoder(case.shape).to(torch.promote_types(compute, torch.float32))
@@ -168,19 +169,19 @@ def decoder_of(case: Case) -> Decoder:
 
 
 def split(case: Case, model: Decoder) -> None:
-    """Split a decoder as on a rank of the case, in place."""
+    """Split `model` in place by the strategy of `case`, as one rank stores it."""
     compute: torch.dtype = getattr(torch, case.precision)
     comm = Counting(case.strategy.mesh_axes(), device=case.device)
     Plan(case.strategy, model, compute=compute).apply(comm)
 
 
 def labels_of(case: Case) -> Tensor:
-    """Return labels of one microbatch, on the meta device."""
+    """Return the labels of one microbatch on the meta device."""
     return torch.empty(case.num_sequences, case.seq_len, dtype=torch.int64, device="meta")
 
 
 def batch_of(case: Case) -> dict[str, Any]:
-    """Return what a decoder reads of one microbatch besides its labels, on the meta device."""
+    """Return the decoder's inputs for one microbatch, except labels, on the meta device."""
     rows, length = case.num_sequences, case.seq_len
     ints = functools.partial(torch.empty, dtype=torch.int64, device="meta")
     documents: Documents | None = None
@@ -196,13 +197,19 @@ def batch_of(case: Case) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class _Storage:
-    """A storage from when it is made until it is freed."""
+    """A tensor storage, from allocation until it is freed."""
 
     num_bytes: int
 
 
 class Spans(TorchDispatchMode):
-    """Notes when storages are made and freed, and where parts of the run begin."""
+    """A dispatch mode that records allocations and frees of storages, and marks between them.
+
+    Attributes:
+        events: each storage with 1 when it is allocated and -1 when it is freed, in order.
+        marks: name of a part of the run -> number of events before the part begins.
+        mark_next: mark to set before the next operator; "" for none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +219,7 @@ class Spans(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Storage]] = {}
 
     def mark(self, name: str, *_: Any) -> None:
-        """Note where a part begins."""
+        """Record that the part `name` begins now."""
         self.marks[name] = len(self.events)
 
     def __torch_dispatch__(
@@ -223,7 +230,7 @@ class Spans(TorchDispatchMode):
             self.mark_next = ""
         kwargs = kwargs or {}
         if func.overloadpacket is torch.ops.phalanx_tensor.ring_attention:
-            # Run here, it would go through all blocks of all rows, and keep no more.
+            # Running it would loop over all blocks of all ring ranks, and save the same tensors.
             q_BTHK: Tensor = args[0]
             wide = torch.promote_types(q_BTHK.dtype, torch.float32)
             sizes = q_BTHK.shape
@@ -238,7 +245,7 @@ class Spans(TorchDispatchMode):
         return out
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Be shown an operator that has run."""
+        """Handle an operator that has run; subclasses override this hook."""
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = cast(Any, storage)._cdata
@@ -254,7 +261,7 @@ class Spans(TorchDispatchMode):
         self.events.append((span, 1))
 
     def levels(self, kept: list[Tensor]) -> list[int]:
-        """Return the bytes alive before the first event and after each, without `kept`."""
+        """Return the bytes alive before the first event and after each, `kept` excluded."""
         spans = {id(self._live[k][1]) for k in map(storage_id, kept) if k in self._live}
         sizes = (0 if id(span) in spans else sign * span.num_bytes for span, sign in self.events)
         return list(itertools.accumulate(sizes, initial=0))
@@ -281,7 +288,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _marked(spans: Spans, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any) -> Tensor:
-    """Run a block's own forward; note where backward runs it again, and where that ends."""
+    """Run the block's forward; mark begin and end of recomputation, and the end of backward."""
     is_again = "loss" in spans.marks
     if is_again:
         spans.mark("again")
@@ -295,13 +302,16 @@ def _marked(spans: Spans, kernel_mode: Kernels, block: Block, x: Tensor, *args: 
 
 
 class _FusedNorm(Function):
-    """What `_fused_rms_norm` keeps on cuda; on the meta device PyTorch takes it apart."""
+    """RMS norm that saves the tensors of `_fused_rms_norm` on cuda.
+
+    On the meta device PyTorch would decompose the fused operator.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=wide), weight)
-        return x.neg()  # which reads and writes as much
+        return x.neg()  # reads and writes as many bytes as the norm
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,7 +320,7 @@ class _FusedNorm(Function):
 
 
 class Kernels(TorchFunctionMode):
-    """Calls by their names the fused kernels that PyTorch would choose on a device."""
+    """A function mode that calls the fused kernels that PyTorch would choose on a device."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -327,7 +337,7 @@ class Kernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """Attend causally."""
+        """Call the device's causal attention operator."""
         factors = q_BHTK, k_BGTK, v_BGTK
         if not self._is_cuda:
             return _aten._scaled_dot_product_flash_attention_for_cpu(*factors, 0.0, True)[0]

@@ -1,18 +1,20 @@
-"""Whether a model can be trained on this host at all. No torch where activations do not count.
+"""A lower bound of training memory, to refuse a run that cannot fit on this host.
+
+torch is imported only to count activations.
 
 [Note: Memory that must be there]
-Only what must be in memory at once, so that no run is refused that would fit: on each rank
+The bound counts only bytes that are in memory at the same time, so that no run that fits is
+refused. On each rank, as the strategy shards them and with the exact number of parameters:
 
     weights + moments of AdamW + the larger of gradients and activations
 
-as its strategy shards them, with the exact count of parameters; both of the last, where
-microbatches are accumulated. Not counted are gathered copies, buckets, buffers that pass, and the
-libraries but for the least a process takes. On a CPU the ranks of this host share the free memory,
-swap included, the stages of a pipeline each with its own; on a GPU each must fit into the largest
-there is.
+With accumulation over microbatches, gradients and activations both count. Not counted are gathered
+weights, buckets, and memory of libraries beyond the minimum of a process. On CPU, the ranks of this
+host share its free memory and swap, and each pipeline stage counts with its own need. On GPU, the
+fullest rank must fit on the largest GPU of this host.
 
-A request is checked twice: at once for weights, moments and gradients, which closed forms give; and
-again with activations, whose count needs torch, where the job loads it in any case.
+A request is checked twice: first for weights, moments and gradients, which have closed forms; later
+with activations, whose count needs torch, after the job has imported torch.
 """
 
 from __future__ import annotations
@@ -34,20 +36,21 @@ from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.strategy import Axis, Recompute, Strategy
 
 _SMALLEST_GPU_BYTES = 4 << 30
-"""No GPU to train on has less: what needs no more is not looked at."""
+"""Smallest memory of a GPU for training; a smaller need fits, without a query of the GPUs."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What decides how much memory a rank needs.
+    """The model, layout and sizes that determine the memory of a rank.
 
     Attributes:
         microbatch: sequences in one forward pass of one rank.
-        accumulation: microbatches of a step.
-        precision: data type of the arithmetic; "auto", not known yet, counts as the smallest.
+        accumulation: microbatches of one step.
+        precision: data type of the arithmetic; "auto" (not resolved) counts as the smallest.
         device: "cpu" or "cuda".
-        has_activations: whether activations count; compiled blocks keep what the compiler chooses.
-        has_moments: whether an optimizer's moments count.
+        has_activations: whether activations count; False for compiled blocks, where the compiler
+            chooses the saved tensors.
+        has_moments: whether optimizer moments count.
     """
 
     shape: ModelShape
@@ -62,13 +65,13 @@ class Load:
 
     @property
     def arithmetic(self) -> str:
-        """Data type of the arithmetic, the smallest if it is not known yet."""
+        """Data type of the arithmetic; the smallest one while `precision` is "auto"."""
         return "bfloat16" if self.precision == "auto" else self.precision
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one rank must have at once, see [Note: Memory that must be there]."""
+    """Bytes that one rank must hold at once; see [Note: Memory that must be there]."""
 
     weights: int
     moments: int
@@ -78,21 +81,21 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes that must be in memory at the same time."""
         last = (self.gradients, self.activations)
         return self.weights + self.moments + (sum(last) if self.is_accumulated else max(last))
 
 
 def need_of(load: Load) -> Need:
-    """Count what one rank must hold; of a pipeline, the one that must hold the most."""
+    """Return the need of one rank; in a pipeline, the largest need of any rank."""
     needs = (_need_of_rank(load, pp_rank) for pp_rank in range(load.strategy.pp.degree))
     return max(needs, key=lambda need: need.total)
 
 
 def _need_of_host(load: Load, num_here: int) -> int:
-    """Return what the ranks of a host must hold together, at least; on a GPU, the fullest rank.
+    """Return the least bytes that this host's ranks need in total; on GPU, the fullest rank's.
 
-    Where they are some of all ranks, they may be of the stages of a pipeline that hold the least.
+    If the host runs only some of the ranks, each counts as the pipeline stage of the least need.
     """
     if load.device == "cuda":
         return need_of(load).total
@@ -111,7 +114,7 @@ def _need_of_rank(load: Load, pp_rank: int) -> Need:
         num_here = parameters_of(shape, cut, schedule.stages_of(pp_rank))
     split = num_here // strategy.tp.degree * (8 if load.arithmetic == "float64" else 4)
     shard = split // strategy.num_shards
-    # Stage 1 adds whole gradients up; gradients of one microbatch it reduces as they come.
+    # ZeRO-1 accumulates unsharded gradients; with one microbatch it reduces each as it is computed.
     adds_whole = strategy.fsdp.kind == "zero1" and load.accumulation > 1
     return Need(
         weights=shard,
@@ -134,10 +137,10 @@ def _activations(
 
 
 def check_memory_for(num_ranks: int) -> None:
-    """Refuse more ranks of a training job than this host could hold, whatever they train.
+    """Check that this host has memory for `num_ranks` processes, whatever model they train.
 
     Raises:
-        ConfigError: says how many it could.
+        ConfigError: it has not; the message gives the number that would fit.
     """
     free_bytes = host.free_memory_bytes()
     need_bytes = num_ranks * host.RANK_BYTES
@@ -150,10 +153,10 @@ def check_memory_for(num_ranks: int) -> None:
 
 
 def check_fit(load: Load, name: str, num_here: int) -> None:
-    """Refuse a model, called `name`, that the `num_here` ranks of this host cannot hold.
+    """Check that the model `name` can fit in the memory of the `num_here` ranks of this host.
 
     Raises:
-        ConfigError: the arithmetic, and what would fit.
+        ConfigError: it cannot; the message has the arithmetic, and alternatives that fit.
     """
     if load.device == "cuda":
         num_here, room = 1, None
@@ -162,10 +165,10 @@ def check_fit(load: Load, name: str, num_here: int) -> None:
     else:
         room = host.free_memory_bytes() + host.free_swap_bytes()
         if num_here * host.RANK_BYTES > room:
-            return  # too many processes for any model, which is said elsewhere
+            return  # too many processes for any model: `check_memory_for` reports that
     if room is None or (whole := _need_of_host(load, num_here)) <= room:
         return
-    # The count is a lower bound: only a split that leaves a fifth of the room is worth an advice.
+    # The need is a lower bound: suggest only alternatives that leave a fifth of the memory free.
     advice = _advice(load, num_here, 4 * room // 5)
     ranks = f"{num_here} ranks hold" if num_here > 1 else "a rank holds"
     where = "the largest GPU of this host has" if load.device == "cuda" else "this host has left"
@@ -178,7 +181,7 @@ def check_fit(load: Load, name: str, num_here: int) -> None:
 
 
 def _parts(load: Load) -> str:
-    """Return what one rank must hold, by what it is."""
+    """Return the need of one rank as text, by weights, moments, gradients and activations."""
     need = need_of(load)
     parts = [f"{_gib(need.weights)} of weights", f"{_gib(need.gradients)} of gradients"]
     if load.has_moments:
@@ -191,13 +194,13 @@ def _parts(load: Load) -> str:
 
 
 def _advice(load: Load, num_here: int, room: int) -> list[str]:
-    """Return up to two other ways to train the model in some room, and the largest that fits."""
+    """Return up to two options under which the model fits in `room`, and the largest preset."""
 
     def fitting(ways: Iterable[tuple[str, Load]]) -> Iterator[tuple[str, int]]:
         for words, other in ways:
             states = dataclasses.replace(other, has_activations=False)
             with suppress(StrategyError):  # another model may have fewer layers than stages
-                if _need_of_host(states, num_here) <= room:  # which is soon known
+                if _need_of_host(states, num_here) <= room:  # a cheap check first
                     if (size := _need_of_host(other, num_here)) <= room:
                         yield words, size
 
@@ -208,7 +211,7 @@ def _advice(load: Load, num_here: int, room: int) -> list[str]:
 
 
 def _other_splits(load: Load) -> Iterator[tuple[str, Load]]:
-    """Yield other ways to train this, the nearest first: as options, and as what they come to."""
+    """Yield alternatives for the same model, the least change first: options, and their load."""
     strategy = load.strategy
     degree = strategy.dp.degree * strategy.fsdp.degree
     sharded = dataclasses.replace(strategy, dp=Axis(1, "bucketed"), fsdp=Axis(degree, "zero3"))
@@ -225,7 +228,7 @@ def _other_splits(load: Load) -> Iterator[tuple[str, Load]]:
 
 
 def _smaller_models(load: Load) -> Iterator[tuple[str, Load]]:
-    """Yield the presets, the largest first."""
+    """Yield presets that allow the sequence length, the largest first: option, and its load."""
     largest_first = sorted(PRESETS.items(), key=lambda row: -num_parameters(row[1]).total)
     for name, shape in largest_first:
         if shape.max_seq_len >= load.seq_len:

@@ -1,27 +1,28 @@
-"""FLOPs of a step of a decoder: products with weights counted, attention by its pairs.
+"""FLOPs of one training step of a decoder: a count of matrix products, and attention by pairs.
 
 [Note: How FLOPs are counted]
 - One multiply-add is 2 FLOPs. Only matrix products count: norms, activations, biases, rotary
   embedding, softmax, the loss and the optimizer do not (PaLM, arXiv 2204.02311, appendix B).
 - The embedding is a look-up: 0. The output projection is a product, tied or not.
 - A linear layer costs 2 x (weights of its matrix) a token forward. Tokens are all positions of the
-  batch, padding included: the hardware multiplies those too.
-- Attention multiplies queries with keys and probabilities with values: 4 x head_dim a head and pair
-  of positions, forward. `full` counts all T x T pairs of a sequence, as PaLM does and as an
-  unmasked product executes; `causal` counts the pairs that a token may look at, T (T + 1) / 2 or
-  fewer in a block with a window, as a fused kernel executes that skips masked pairs.
+  batch, padding included, because the hardware multiplies padding too.
+- Attention multiplies queries with keys and probabilities with values: 4 x head_dim for each head
+  and pair of positions, forward. `full` counts all T x T pairs of a sequence, as PaLM does and as
+  an unmasked product executes. `causal` counts the pairs that the causal mask allows, T (T + 1) / 2
+  or fewer in a block with a window, as a fused kernel that skips masked pairs executes.
   Document masks are not subtracted.
 - Grouped-query attention shares keys and values, not products: query heads count.
-- Backward is exactly twice forward: one product for the inputs, one for the weights (or, in
-  attention, for each operand). The first layer is no exception, its input is a trained embedding.
-- Model FLOPs = forward + backward: what the mathematics asks for. Hardware FLOPs add the
-  products that backward recomputes (Megatron, arXiv 2104.04473, section 5.1 and appendix).
-  The scores that a fused attention kernel recomputes inside its own backward are in neither.
-- A segment of blocks that is recomputed is run again up to the last tensor that its backward
-  needs. That is the input of its last product, the one that leaves the MLP: this product is not
-  run again, and not counted. With dropout it is, since the mask drawn after it is needed, and with
-  a norm after it, which reads it.
-  Selective recomputation keeps the results of all products and adds nothing.
+- Backward is exactly twice forward: one product for the input gradient, one for the weight gradient
+  (in attention, one for each operand). The first layer counts in full, because its input is a
+  trained embedding.
+- Model FLOPs = forward + backward, without recomputation. Hardware FLOPs add the products that
+  backward recomputes (Megatron, arXiv 2104.04473, section 5.1 and appendix). The scores that a
+  fused attention kernel recomputes inside its own backward are in neither.
+- A recomputed segment of blocks runs up to the last tensor that its backward needs: the input of
+  the segment's last product, the MLP's down projection. That product is not run again and not
+  counted. The exceptions are dropout after it, whose mask is needed, and a norm after it, which
+  reads its result: then the product is run again and counted.
+  Selective recomputation saves the results of all products and adds no FLOPs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from phalanx.strategy import Recompute, Strategy
 Attention = Literal["causal", "full"]
 
 KEEP_ALL: Final = Recompute()
-"""Nothing is recomputed."""
+"""The policy without recomputation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,11 @@ class Flops:
     """Floating-point operations of one step, by [Note: How FLOPs are counted]."""
 
     linear_forward: int
-    """Products with weights, output projection included, forward."""
+    """Forward products with weights, output projection included."""
     attention_forward: int
-    """Products of queries, keys, probabilities and values, forward."""
+    """Forward products of queries with keys, and of probabilities with values."""
     recompute: int = 0
-    """Forward products executed a second time during backward."""
+    """Forward products executed again during backward."""
 
     @property
     def forward(self) -> int:
@@ -64,7 +65,7 @@ class Flops:
 
     @property
     def model(self) -> int:
-        """FLOPs that the mathematics asks for: forward + backward. MFU divides these by time."""
+        """FLOPs without recomputation: forward + backward. MFU divides these by time."""
         return self.forward + self.backward
 
     @property
@@ -80,14 +81,14 @@ def step_flops(
     attention: Attention = "causal",
     recompute: Recompute = KEEP_ALL,
 ) -> Flops:
-    """Count the FLOPs of one training step over the whole batch.
+    """Count the FLOPs of one training step over the global batch.
 
-    That is `num_sequences` of `seq_len` tokens over all devices. Which pairs of positions
-    `attention` counts says [Note: How FLOPs are counted].
+    The batch has `num_sequences` sequences of `seq_len` tokens over all devices. `attention`
+    selects the pairs of positions that count, see [Note: How FLOPs are counted].
 
     Raises:
-        ConfigError: a size below 1.
-        StrategyError: segments of more blocks than there are.
+        ConfigError: `seq_len` is below 1, or `num_sequences` below 0.
+        StrategyError: a segment has more blocks than the model.
     """
     if seq_len < 1 or num_sequences < 0:
         raise ConfigError(
@@ -98,7 +99,7 @@ def step_flops(
     num_pairs = num_sequences * sum(attention_pairs(seq_len, attention, w) for w in windows)
     all_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
     once = _of_sequence(shape, seq_len, "none")
-    # The loss makes its gradients as it goes: the head has three products, of which one is forward.
+    # The loss computes its gradients in forward: one of the head's three products is forward.
     forward_flops, head_flops = product_flops(once.block), product_flops(once.head) // 3
     block, head = num_sequences * forward_flops, num_sequences * head_flops
     segment_size = recompute.segment_size(shape.num_layers)
@@ -116,13 +117,13 @@ def step_flops(
 
 
 def _of_sequence(shape: ModelShape, seq_len: int, recompute: Literal["none", "full"]) -> Work:
-    """Count one sequence through one block; blocks differ in their windows, no weights do."""
+    """Count one sequence through one block without a window; its weights are as in all blocks."""
     strategy = Strategy(recompute=Recompute(recompute))
     one = kind_of(shape, None, seq_len)
-    # Products with weights are the same on any device; the kernels of a GPU have fewer operators.
+    # Products with weights are equal on all devices; GPU kernels take fewer operators to trace.
     return work_of(Case(one, strategy, seq_len, 1, "float32", "cuda"))
 
 
 def attention_pairs(seq_len: int, attention: Attention, window: int | None = None) -> int:
-    """Count the (query, key) pairs of one sequence: T x T, or `causal_pairs`."""
+    """Count the (query, key) pairs of one sequence: T x T if full, else `causal_pairs`."""
     return seq_len * seq_len if attention == "full" else causal_pairs(seq_len, window)

@@ -1,4 +1,4 @@
-"""The memory of this host: what the system and its control groups leave free. No torch."""
+"""Free memory of this host within its control groups, and the memory of its GPUs. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 RANK_BYTES: Final = 100 << 20
-"""Memory that a rank takes for itself, at least, once it has trained a step: 99 to 116 MiB of
-private pages for a model of some thousand parameters, on Linux."""
+"""Least memory of a rank's process after one training step, without the model: 99 to 116 MiB of
+private pages were measured on Linux with a model of a few thousand parameters."""
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -21,16 +21,16 @@ _GPU_FILES: Final = (
     "/dev/kfd",
     "/proc/driver/nvidia",
 )
-"""Of these a Linux with a GPU that torch can use has one."""
+"""Files of GPU drivers: a Linux host with a GPU that torch can use has at least one of these."""
 
 
 def may_have_gpu() -> bool:
-    """Return False where this host surely has no GPU for torch."""
+    """Return False if this host certainly has no GPU that torch can use."""
     return any(Path(file).exists() for file in _GPU_FILES)
 
 
 def free_memory_bytes() -> int:
-    """Return how much more memory the processes of this control group can take, without swap."""
+    """Return the bytes that processes of this control group can still allocate, without swap."""
     free = _of_meminfo().get(
         "MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
@@ -40,14 +40,14 @@ def free_memory_bytes() -> int:
 
 
 def free_swap_bytes() -> int:
-    """Return how much of the swap is free."""
+    """Return the bytes of free swap."""
     return _of_meminfo().get("SwapFree", 0)
 
 
 def largest_gpu_bytes() -> int | None:
-    """Return the memory of the largest GPU, as its driver says; None if that cannot be asked.
+    """Return the bytes of the largest GPU's memory; None if `nvidia-smi` does not report any.
 
-    It asks the driver's own program: torch would occupy the GPU.
+    It runs `nvidia-smi` because a query through torch would allocate memory on the GPU.
     """
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -58,7 +58,7 @@ def largest_gpu_bytes() -> int | None:
 
 
 def _of_meminfo() -> dict[str, int]:
-    """Return /proc/meminfo in bytes; empty where there is none."""
+    """Return the rows of /proc/meminfo in bytes; empty if it cannot be read."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -68,9 +68,9 @@ def _of_meminfo() -> dict[str, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each control group this process is in that has a limit.
+    """Yield (limit, used) in bytes for each control group of this process that has a limit.
 
-    Cached files count as used there, but make room for whoever needs it.
+    Cached files are subtracted from `used`, because the kernel evicts them when memory is needed.
     """
     try:
         own = [line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -101,7 +101,7 @@ def _cached_bytes(stat: Path) -> int:
 
 
 def number_in(path: Path) -> int | None:
-    """Return the number a control-group file holds; None if there is none or it says "max"."""
+    """Return the number in a control-group file; None if it is missing or contains "max"."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
-"""What a module of any kind runs and keeps, link by link, counted on the meta device.
+"""Operations and saved bytes of any module, by link of its chain, counted on the meta device.
 
-A copy of the module runs one microbatch forward and backward without computing. What runs belongs
-to the link of the chain (parallel/pipeline/links.py) whose modules run; a module that is no chain
-is one link. Backward is at a link once the gradient of its result is there.
+A copy of the module runs one microbatch forward and backward on the meta device. Each operation
+counts for the link (parallel/pipeline/links.py) whose modules run it; a module that is no chain is
+one link. The backward of a link begins when the gradient of its output is available.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from phalanx.parallel.pipeline.links import Links, links_of
 from phalanx.parallel.skeleton import copied_on_meta
 
 LossSum = Callable[[nn.Module, Any], Tensor]
-"""Runs a module on a microbatch, and returns the sum of the losses."""
+"""A function that runs a module on a microbatch and returns the sum of the losses."""
 
 
 @dataclass(frozen=True)
 class CountedLink:
-    """What one link does with a microbatch.
+    """Operations and bytes of one link for one microbatch.
 
     Attributes:
         modules: names of its modules.
-        forward, backward: the operations; backward's without recomputation.
-        kept: bytes kept for backward, its result among them.
-        output: bytes of its result.
-        at_work: the most bytes in its backward, beyond what all links keep that come before it.
-        is_block: recomputation can run it again.
+        forward, backward: its operations, without recomputation.
+        kept: bytes saved for backward, its output included.
+        output: bytes of its output.
+        at_work: peak bytes in its backward, in addition to bytes that earlier links saved.
+        is_block: whether recomputation can run it again.
     """
 
     modules: tuple[str, ...]
@@ -54,16 +54,16 @@ class CountedLink:
 
 
 def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -> list[CountedLink]:
-    """Count a microbatch; the model, on any device, is not changed.
+    """Count one microbatch by link, on a copy of `model`, which may be on any device.
 
     Args:
-        model: the whole.
-        objective: has `loss_sum(model, microbatch, step)`.
-        microbatch: the rows, on the meta device.
-        name: of the job, for a message.
+        model: the whole model, not split.
+        objective: an object with `loss_sum(model, microbatch, step)`.
+        microbatch: the samples, on the meta device.
+        name: name of the job, for error messages.
 
     Raises:
-        ConfigError: the module does not run on the meta device; says why.
+        ConfigError: the module does not run on the meta device; the message has the cause.
     """
     try:
         links: Links = links_of(model)
@@ -88,7 +88,7 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
 
 
 class _Run(Spans):
-    """Notes operations and storages by the link that they belong to."""
+    """A dispatch mode that records operations and storages by link."""
 
     def __init__(self, model: nn.Module, links: Sequence[Sequence[str]]) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Run(Spans):
                 x.register_hook(functools.partial(self._back, number))
 
     def begin_backward(self) -> None:
-        """Note that forward is over; the loss belongs to the last link."""
+        """Record the end of forward; the loss counts for the last link."""
         self._is_backward, self._part = True, len(self._links) - 1
         self.mark("backward")
         self._backs.append((len(self.events), self._part))
@@ -131,12 +131,12 @@ class _Run(Spans):
             self._backs.append((len(self.events), number))
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Note an operator."""
+        """Record an operator for the current link."""
         if (found := operation_of(func, args, kwargs, out)) is not None:
             (self._backward if self._is_backward else self._forward)[self._part].append(found)
 
     def counted(self, gradients: list[Tensor], blocks: set[str]) -> list[CountedLink]:
-        """Return what was noted of each link; gradients of parameters are not kept for backward."""
+        """Return the counts of each link; `gradients` of parameters do not count as saved bytes."""
         levels = self.levels(gradients)
         begins = [*self._begins, self.marks["backward"]]
         ends = [at for at, _ in self._backs[1:]] + [len(levels) - 1]

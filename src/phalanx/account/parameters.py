@@ -1,4 +1,4 @@
-"""Parameters of a decoder: closed forms, for requests settled before torch is loaded. No torch."""
+"""Closed forms for the number of parameters of a decoder, for checks before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from phalanx.models.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Number of parameters of a decoder, by part; each part is a sum over all layers."""
+    """Number of parameters of a decoder, by part, each summed over all layers."""
 
     embedding: int
-    """Token embedding; it is the output projection too if that is tied."""
+    """Token embedding; also the output projection if the two are tied."""
     position: int
     """Learned position embedding; 0 with rotary embedding."""
     attention: int
@@ -21,15 +21,15 @@ class Parameters:
     mlp: int
     """Feed-forward matrices, with their biases."""
     norm: int
-    """Every norm: two or four a layer, the last one, and the norms of queries and keys."""
+    """All norms: two or four per layer, the last norm, and the norms of queries and keys."""
     output: int
-    """Output projection of its own; 0 if tied."""
+    """Output projection; 0 if tied."""
     matmul: int
     """Weights that multiply each token: projections, feed-forward and output (tied or not)."""
 
     @property
     def total(self) -> int:
-        """Parameters that exist; a tied matrix counts once."""
+        """Number of distinct parameters; a tied matrix counts once."""
         return self.embedding + self.position + self.attention + self.mlp + self.norm + self.output
 
 
@@ -63,7 +63,7 @@ def num_parameters(shape: ModelShape) -> Parameters:
 
 
 def parameters_of(shape: ModelShape, cut: Sequence[range], stages: Sequence[int]) -> int:
-    """Return how many parameters some stages of a cut have, before other axes split them."""
+    """Return the number of parameters of `stages` of a cut, before tp and fsdp shard them."""
     count, num_layers = num_parameters(shape), shape.num_layers
     last_norm = shape.hidden * (2 if shape.norm == "layer" else 1)
     block = (count.attention + count.mlp + count.norm - last_norm) // num_layers

@@ -1,16 +1,16 @@
-"""The operations of one microbatch on one rank: what each multiplies, reads and writes.
+"""The kernels of one microbatch on one rank, with the FLOPs, bytes and product sizes of each.
 
-As the bytes that a block keeps (count.py), they are seen by running a decoder of one block on the
-meta device, split as on a rank. Backward runs too, and what it runs again of the block.
+As for saved bytes (count.py), a decoder of one block, split as on a rank, runs on the meta device.
+The run includes backward and the recomputation of the block.
 
     embedding -> [block] -> norm, head       forward
     inputs       block      head
     inputs     <- [again, backward] <- head  backward
 
-[Note: Tokens scale] One whole sequence is run. More sequences, or parts of one, are the same with
-more rows, or fewer: rows of a product, and the inner size of the product that makes a weight's
-gradient. So one run counts microbatches of any size. What works on weights alone, as casts of them
-and of their gradients, is the same for any.
+[Note: Tokens scale] The run has one whole sequence. More sequences, or a part of one, change only
+the number of tokens: the rows of a product, or the inner size of the product that computes a
+weight's gradient. So one run counts microbatches of any size. Operations on weights alone, such as
+casts of weights and of their gradients, do not change with the number of tokens.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from phalanx.models.decoder import Block
 from phalanx.models.shape import causal_pairs
 
 _FREE = ("empty", "new_empty", "empty_like", "_unsafe_view", "arange", "scalar_tensor")
-"""Operators of no kernel, and small ones that a step runs once."""
+"""Operators without a kernel, and small ones that a step runs once; none of these is counted."""
 
 
 class Operation(NamedTuple):
-    """A kernel call.
+    """One kernel call.
 
     Attributes:
-        name: of the operator.
-        flops: of a product or of attention; 0 of others.
-        num_bytes: read and written.
-        product: rows, columns and inner size of a product of matrices; zeros of others.
-        scores: of attention, all queries times all keys, masked ones too; 0 of others.
-        is_of_weights: it reads weights, or their gradients, alone.
+        name: name of the operator.
+        flops: FLOPs of a matrix product or of attention; 0 for other operators.
+        num_bytes: bytes read and written.
+        product: rows, columns and inner size of a matrix product; zeros for other operators.
+        scores: attention scores, all queries x all keys, masked pairs included; 0 for others.
+        is_of_weights: whether it reads only weights or their gradients.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Operation(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one rank runs for one microbatch, by part; see the drawing above.
+    """The operations of one microbatch on one rank, by part; see the drawing above.
 
     Attributes:
         inputs: the embedding, forward and backward.
         block: forward of one block.
-        backward: of one block.
-        again: what backward runs again of one block.
+        backward: backward of one block, without recomputation.
+        again: recomputation of one block in backward.
         head: the last norm, the output projection and the loss, forward and backward.
     """
 
@@ -83,7 +83,7 @@ class Work(NamedTuple):
 
 
 def product_flops(part: Iterable[Operation]) -> int:
-    """Return the FLOPs of products of matrices, attention's not among them."""
+    """Return the FLOPs of matrix products, without attention."""
     return sum(each.flops for each in part if any(each.product))
 
 
@@ -91,7 +91,7 @@ def work_of(case: Case) -> Work:
     """Return the operations of a case; see [Note: Tokens scale].
 
     Raises:
-        StrategyError: the strategy does not split such a decoder.
+        StrategyError: the strategy cannot split this decoder.
     """
     strategy = case.strategy
     one = dataclasses.replace(case, strategy=strategy.with_whole_positions(), num_sequences=1)
@@ -100,7 +100,7 @@ def work_of(case: Case) -> Work:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _scaled(one: Case, num_sequences: int, parts: int) -> Work:
-    """Return the work of more sequences, or of a part of each."""
+    """Return the work of `num_sequences` sequences, each split into `parts` by position."""
     whole, num_tokens = _count(one), one.seq_len
     if num_sequences == parts:
         return whole
@@ -113,7 +113,7 @@ def _scaled(one: Case, num_sequences: int, parts: int) -> Work:
 
 
 def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> Operation:
-    """Scale an operation over the tokens of one sequence; of a product, what tokens number."""
+    """Scale an operation with the number of tokens; in a product, the size that counts tokens."""
     if of.is_of_weights:
         return of
     rows, columns, inner = of.product
@@ -142,7 +142,7 @@ def _elements(product: tuple[int, int, int]) -> int:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _count(case: Case) -> Work:
-    """Return the operations of a case by running it on the meta device; each case runs once."""
+    """Return the operations of `case` from a run on the meta device; results are cached."""
     model, seen = decoder_of(case), _Operations(case)
     kernel_mode, (block, *_) = Kernels(case.device), model.blocks
     block.forward = MethodType(functools.partial(_seen, seen, kernel_mode), block)
@@ -158,7 +158,7 @@ def _count(case: Case) -> Work:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes each operator that is run, by the part of the model that runs it."""
+    """A dispatch mode that records each operator by the part of the model that runs it."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -168,27 +168,27 @@ class _Operations(TorchDispatchMode):
         self._seen = causal_pairs(case.seq_len, window) / case.seq_len**2
         self._num_scores = case.shape.num_heads * case.seq_len**2 // case.strategy.tp.degree
         self._num_tokens = case.seq_len
-        self._weights: list[Tensor] = []  # alive, so that no other storage has their identity
+        self._weights: list[Tensor] = []  # kept alive, so that no new storage reuses their ids
         self._of_weights: set[int] = set()
 
     def know(self, weights: Iterable[Tensor]) -> None:
-        """Note tensors that are weights, or are made of weights alone."""
+        """Register tensors that are weights, or results computed from weights alone."""
         for each in weights:
             local = each.to_local() if isinstance(each, DTensor) else each
             self._weights.append(local)
             self._of_weights.add(storage_id(local))
 
     def enter_head(self, _module: Any, args: tuple[Tensor, ...]) -> None:
-        """Begin the head, whose backward ends with the gradient of the residual that it reads."""
+        """Begin the head; the block's backward begins when the gradient of its input is ready."""
         self.part = "head"
         args[0].register_hook(functools.partial(self.leave, "backward"))
 
     def enter(self, part: str) -> None:
-        """Count what runs from now on as of another part."""
+        """Count the operators that run from now for `part`."""
         self.part = part
 
     def leave(self, part: str, _gradient: Tensor) -> None:
-        """Enter a part once the gradient of the tensor before it is there."""
+        """Enter `part`; a tensor hook, called when the gradient of the tensor is ready."""
         self.enter(part)
 
     def __torch_dispatch__(
@@ -213,7 +213,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _seen(seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any) -> Tensor:
-    """Run a block's own forward, and note where it and its backward begin and end."""
+    """Run the block's forward, and set the part of its forward, recomputation and backward."""
     seen.enter("again" if seen.is_backward else "block")
     if not seen.is_backward and x.requires_grad:
         x.register_hook(functools.partial(seen.leave, "inputs"))
@@ -227,7 +227,7 @@ def _seen(seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *arg
 def operation_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Operation | None:
-    """Return what an operator does that has run; None if it has no kernel worth counting."""
+    """Return the operation of an operator that has run; None if no kernel needs to be counted."""
     packet = func.overloadpacket
     read = {name: value for name, value in kwargs.items() if name != "out"}
     inputs, outputs = [*tensors_in(args, read)], [*tensors_in(out)]
@@ -238,7 +238,7 @@ def operation_of(
         return None
     num_bytes, product = sum(map(_nbytes, (*inputs, *outputs))), (0, 0, 0)
     flops = scores = 0
-    if "embedding" in name or "index_add" in name:  # reads and writes the rows alone
+    if "embedding" in name or "index_add" in name:  # reads and writes only the selected rows
         num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
     elif packet in flop_registry and name.startswith("_scaled_dot_product"):
         is_backward = "backward" in name
@@ -246,7 +246,7 @@ def operation_of(
         scores = q.shape[:-1].numel() * k.shape[-2]
         if q.shape[1] == k.shape[1]:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        else:  # two products, or five: torch 2.11 refuses to count grouped heads
+        else:  # two products, backward five: torch 2.11 cannot count FLOPs of grouped heads
             flops = (10 if is_backward else 4) * scores * q.shape[-1]
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)

@@ -1,1 +1,1 @@
-"""Save a run to disk and resume from it."""
+"""Save sharded checkpoints of a run to disk, and resume from them."""

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter, found out by a step of one that is of no model."""
+"""Find which state an optimizer stores for a parameter, by a step on a dummy parameter."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 DRY_SHAPE: Final = (3, 2)
-"""Shape of the parameter that `dry_state` steps; a factored state of it has another."""
+"""Shape of the dummy parameter of `dry_state`; factored state of it has a different shape."""
 
 
 def dry_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what an optimizer keeps of a parameter of DRY_SHAPE in a group, after a step.
+    """Return the state an optimizer stores after one step on a dummy parameter of `group`.
 
-    The optimizer, its parameters and its own state stay as they are.
+    The dummy parameter has DRY_SHAPE. The optimizer, its parameters and its state do not change.
 
     Returns:
-        The state by name; None if the optimizer cannot take such a step, as one that needs sparse
-        gradients, or that keeps more than torch's own do.
+        The state by key; None if the step fails, for example because the optimizer needs sparse
+        gradients, or has attributes that `Optimizer.__getstate__` drops from a copy.
     """
     like = next(iter(group["params"]), torch.zeros(()))
     parameter = nn.Parameter(torch.zeros(DRY_SHAPE, dtype=like.dtype, device=like.device))
@@ -31,6 +31,6 @@ def dry_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dic
     dry.param_groups = [{**group, "params": [parameter]}]
     try:
         dry.step()
-    except Exception:  # whatever a user's optimizer does with a parameter that it does not know
+    except Exception:  # a user's optimizer may raise anything on an unknown parameter
         return None
     return dict(dry.state[parameter])

@@ -1,4 +1,4 @@
-"""Values of a script as JSON has them, and back again: keys that are no text, counters, tuples."""
+"""Convert a script's values to JSON and back, with non-string keys, Counters and tuples."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from phalanx.errors import CheckpointError
 
 _PAIRS: Final = "pairs"
 _COUNTER: Final = "counter"
-"""The only names of the objects that stand for mappings JSON does not have."""
+"""Only key of a JSON object that encodes a Counter; _PAIRS encodes a dict with other keys."""
 
 
 def encoded(value: Any, what: str) -> Any:
-    """Return a value, the state of `what`, as JSON has it.
+    """Return a value, the state of `what`, converted to JSON values.
 
-    Mappings with keys that are no text, counters, tuples and tensors of one number are taken too.
+    Also supported: mappings with keys that are not strings, Counters, tuples and 0-d tensors.
 
     Raises:
-        CheckpointError: it holds what JSON has not, or is nested too deeply to be read again.
+        CheckpointError: the value contains other types, or is nested too deeply to be read again.
     """
     try:
         made = json.loads(json.dumps(_encoded(value)))
-        check_plain([[[made]]])  # as deep as a manifest holds it
+        check_plain([[[made]]])  # the nesting depth inside a manifest
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"cannot save the state of {what}: {error}; expected numbers, text, lists and "
@@ -37,10 +37,10 @@ def encoded(value: Any, what: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Return what `encoded` was given, tuples as lists.
+    """Return the value that `encoded` converted to `value`, with lists in place of tuples.
 
     Raises:
-        ValueError: it was given nothing like it.
+        ValueError: `encoded` cannot have returned `value`.
     """
     if isinstance(value, list):
         return [decoded(each) for each in cast("list[Any]", value)]

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: made under another name, published once whole, verified, removed."""
+"""Create, publish, verify and remove checkpoint folders; a folder gets its final name last."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from phalanx.storage import PARTIAL, become, checksum, sync
 
 
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
-    """Compare files of a checkpoint with their checksums.
+    """Compare files of a checkpoint with the checksums in its manifest.
 
-    The files are dealt into `num_turns` parts of about the same bytes; part `turn` is read.
+    The files are split into `num_turns` parts of about equal bytes; this call reads part `turn`.
 
     Raises:
-        CheckpointError: a file is missing, cut short or changed; names it, and what else there is.
+        CheckpointError: a file is missing, cut short or changed; the message names the file and
+            older checkpoints of the run that can be used instead.
     """
     loads = [0] * num_turns
     for name, (num_bytes, sha256) in sorted(about.files.items(), key=lambda item: -item[1][0]):
@@ -32,7 +33,7 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
 
 
 def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """Say how a file differs from what was written."""
+    """Return how a file differs from its recorded size and sha256; None if it matches."""
     try:
         if path.is_file() and (actual := path.stat().st_size) != num_bytes:
             return f"has {actual} bytes, but {num_bytes} were written"
@@ -48,21 +49,24 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
 
 
 def partial_of(final: Path) -> Path:
-    """Return the folder in which the checkpoint `final` is written."""
+    """Return the temporary folder in which the checkpoint `final` is written."""
     return final.with_name(final.name + PARTIAL)
 
 
 def make_partial(final: Path, *, replaces: bool = False) -> Path:
-    """Make the folder in which the checkpoint `final` is written, and return it.
+    """Create and return the temporary folder in which the checkpoint `final` is written.
 
-    If it `replaces` one, there may be a whole checkpoint of that name, which `publish` removes.
+    Also remove the temporary folders that killed runs left. Exception: a complete checkpoint that
+    `publish` had renamed to REMOVED without publishing its replacement gets its name back. A folder
+    that cannot be removed stays until the next save.
 
-    What killed runs left of any checkpoint is removed, but for one that `publish` was to replace
-    and has not: that gets its name back. What cannot be removed stays: the next save tries again.
+    Args:
+        final: folder of the checkpoint once it is published.
+        replaces: whether `final` may be a complete checkpoint already; `publish` then replaces it.
 
     Raises:
-        CheckpointError: there is a whole checkpoint of that name.
-        OSError: the folder cannot be made.
+        CheckpointError: `final` is a complete checkpoint and `replaces` is False.
+        OSError: the folder cannot be created.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     whole = manifest.whole(final.parent.parent).values()
@@ -74,18 +78,18 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
     if not replaces and (final / manifest.NAME).exists():
         raise CheckpointError("there is one of that name already")
     partial = partial_of(final)
-    partial.mkdir(exist_ok=True)  # files that could not be removed are written over
+    partial.mkdir(exist_ok=True)  # files that could not be removed are overwritten
     return partial
 
 
 def publish(partial: Path, final: Path, about: Manifest) -> None:
-    """Write the manifest into `partial`, have the disk hold everything, and name it `final`.
+    """Write the manifest into `partial`, sync the folder to disk, and rename it to `final`.
 
-    No system renames a folder over another: a checkpoint of that name is found as one that is being
-    removed meanwhile, see `manifest.whole`.
+    A folder cannot be renamed over a non-empty one, so an existing `final` is first renamed to end
+    with REMOVED. Until the new folder has its name, `manifest.whole` returns the old one.
 
     Raises:
-        CheckpointError: a file that a rank has written is not there.
+        CheckpointError: a file that a rank has written is missing.
         OSError: the disk is full, or the folder cannot be renamed.
     """
     for name in about.files:
@@ -97,8 +101,8 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
     manifest.write(partial, about)
     sync(partial / manifest.NAME)
     removed = final.with_name(final.name + manifest.REMOVED)
-    is_there = final.exists()  # it is to be replaced, or has no manifest
-    sync(partial)  # a disk that refuses does so while the one to be replaced stands
+    is_there = final.exists()  # a checkpoint to replace, or a folder without a manifest
+    sync(partial)  # if the sync fails, the checkpoint to replace is still in place
     if is_there:
         final.rename(removed)
     become(partial, final)
@@ -107,11 +111,11 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
 
 
 def remove_older(run: Path, keep: int | None, best: int | None = None) -> None:
-    """Remove those whole checkpoints of a run that later ones replace.
+    """Remove the complete checkpoints of a run that later ones make obsolete.
 
-    Those are the passing ones, unless one is the latest, and the others but for the last `keep`;
-    not the one after `best` steps.
-    One that cannot be removed is no reason to end a run: the next save tries again.
+    Obsolete are the passing checkpoints (see `Manifest.is_passing`) except the latest checkpoint,
+    and the others except the last `keep`. The checkpoint after `best` steps is never removed.
+    A checkpoint that cannot be removed does not fail the run: the next save tries again.
     """
     found = manifest.whole(run)
     whole = list(found.values())
@@ -128,9 +132,9 @@ def remove_older(run: Path, keep: int | None, best: int | None = None) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, of a link the link alone; what cannot be removed stays.
+    """Remove a folder, or a symbolic link without its target; ignore errors.
 
-    It loses its manifest before any other file, so that it never looks whole when it is not.
+    The manifest is removed first, so that a partly removed folder never looks complete.
     """
     with suppress(OSError):
         if folder.is_symlink():

@@ -1,4 +1,4 @@
-"""JSON and text that somebody else may have written: bounded when read, harmless when shown."""
+"""Read untrusted JSON within size limits, and show untrusted text without control characters."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from phalanx.errors import CheckpointError
 from phalanx.storage import open_regular
 
 MAX_JSON_BYTES: Final = 1 << 28
-"""Largest JSON file that is read: Python takes some ten times its size in memory."""
+"""Largest JSON file that is read, in bytes; parsing takes about ten times as much memory."""
 
 MAX_JSON_MARKS: Final = 1 << 24
-"""Most brackets and commas of a JSON file: each may become an object of some 60 bytes."""
+"""Most brackets and commas of a JSON file; each may become an object of about 60 bytes."""
 
 MAX_JSON_DEPTH: Final = 16
-"""Deepest nesting of a JSON file; a deeper one may not even be copied or printed."""
+"""Deepest nesting of a JSON file; much deeper content may fail even to be copied or printed."""
 
 MAX_NAME_LENGTH: Final = 255
-"""Longest name of a file that any usual disk takes."""
+"""Longest file name that common file systems accept."""
 
 _CONTROL: Final = re.compile(r"[^\t\n -~\xa0-\U0010ffff]")
-"""Characters by which a text could take over the terminal that shows it."""
+"""Control characters, by which untrusted text could control the terminal that shows it."""
 
 
 def read_json(path: Path, *, may_be_link: bool = False) -> dict[str, Any]:
-    """Return the content of a JSON file that holds one object.
+    """Return the content of a JSON file that contains one object.
 
     Args:
-        path: of the file.
-        may_be_link: whether it may be a link to one, as the hub of Hugging Face keeps its files.
+        path: file to read.
+        may_be_link: whether `path` may be a symbolic link, as in the Hugging Face hub's cache.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it cannot be read, is too large or too deeply nested, holds no object, a
-            name twice, or control characters.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file cannot be read, is too large or too deeply nested, is not an
+            object, or contains a duplicate name or control characters.
     """
     try:
         with open_regular(path, may_be_link=may_be_link) as file:
@@ -73,16 +73,16 @@ def _named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_plain(content: Any) -> None:
-    """Refuse deep nesting, and text that no file or terminal could take.
+    """Raise ValueError on nesting deeper than MAX_JSON_DEPTH, control characters or surrogates.
 
-    Whatever a message may quote from a checkpoint has passed here.
+    Every value from a checkpoint that an error message may quote has passed this check.
     """
     level = [content]
     for _ in range(MAX_JSON_DEPTH):
         children: list[Any] = []
         for value in level:
             if isinstance(value, dict):
-                children += [*value, *value.values()]  # the names, too
+                children += [*value, *value.values()]  # check the keys, too
             elif isinstance(value, list):
                 children += value
             elif isinstance(value, str):
@@ -96,11 +96,11 @@ def check_plain(content: Any) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
-    """Write a file that `read_json` reads; control characters must have been taken out.
+    """Write a file that `read_json` accepts; `content` must have no control characters.
 
     Raises:
-        CheckpointError: it would be too large to be read.
-        OSError: the disk is full, say.
+        CheckpointError: the file would be too large for `read_json`.
+        OSError: the write failed, for example because the disk is full.
     """
     text = json.dumps(content, indent=indent) + "\n"
     marks = sum(map(text.count, "[{,"))
@@ -114,7 +114,7 @@ def write_json(path: Path, content: Mapping[str, Any], indent: int | None = None
 
 
 def harmless(value: Any) -> Any:
-    """Return a value of JSON with every control character in its texts spelled out."""
+    """Return a JSON value with every control character in its strings escaped."""
     match value:
         case str():
             return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
@@ -127,19 +127,19 @@ def harmless(value: Any) -> Any:
 
 
 def decode(hint: Any, value: Any, what: str = "it") -> Any:
-    """Return a value of JSON as the type that it stands for, once it is known to be of it.
+    """Return a JSON value converted to the type `hint`, after checking that it has that type.
 
-    An object may stand for a dataclass, a list for a tuple of any kind. Whole numbers are sizes,
-    offsets and counts: from 0 on, and less than what any of those can be.
+    An object may represent a dataclass, and a list a tuple or NamedTuple. An int is a size, offset
+    or count, so it must be at least 0 and less than 2**62.
 
     Raises:
-        ValueError: names a value that is missing, unknown or of another type.
+        ValueError: a value is missing, unknown or of another type; the message names it.
     """
     kind: Any = get_origin(hint) or hint
     inner, is_literal = get_args(hint), get_origin(hint) is Literal
     if kind is Any or (is_literal and value in inner):
         return value
-    if kind is UnionType:  # of a type and None
+    if kind is UnionType:  # only `T | None` is supported
         return None if value is None else decode(inner[0], value, what)
     if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
         return _decode_entries(kind, cast("dict[str, Any]", value), what)
@@ -185,12 +185,12 @@ _WORDS: Final[dict[Any, str]] = {
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` names a file of a folder itself, on any system, and can be shown."""
+    """Return whether `name` is a printable file name without a folder, on any system."""
     is_inside = name not in ("", ".", "..") and not set(name) & set("/\\:\0")
     return is_inside and name.isprintable() and len(name) <= MAX_NAME_LENGTH
 
 
 def brief(value: object, limit: int = 80) -> str:
-    """Return how a value that somebody else wrote, or an error that quotes it, is shown."""
+    """Return an untrusted value, or an error that quotes one, as text of at most `limit`."""
     text = harmless(str(value)) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,4 +1,4 @@
-"""The states of a rank's random generators, as a checkpoint keeps them."""
+"""Get and set the states of a rank's random generators, for checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.errors import CheckpointError
 
 
 def generators_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the states of this rank's generators: the CPU's, and its GPU's if it has one."""
+    """Return the states of torch's CPU generator and, for a model on a GPU, the GPU's generator."""
     states = {"cpu": torch.get_rng_state()}
     if next(model.parameters()).is_cuda:
         states["cuda"] = torch.cuda.get_rng_state()
@@ -17,10 +17,10 @@ def generators_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def set_generators(states: dict[str, torch.Tensor]) -> None:
-    """Set the generators of this rank back.
+    """Restore the states of this rank's generators.
 
     Raises:
-        CheckpointError: a state is none.
+        CheckpointError: a state is not a valid generator state.
     """
     try:
         for device, state in states.items():

@@ -1,8 +1,8 @@
-"""The copy of what a rank writes, in host memory that is reserved before the first step.
+"""A host-memory copy of the tensors that a rank saves, reserved before the first step.
 
-On the way to the disk the state lies here, so that the next steps may change the tensors. Where
-there is not enough memory nothing is kept: then it is written from where it lies, piece by piece,
-and the step waits.
+The writer thread saves from the copy, so the next steps may change the tensors. Without enough host
+memory there is no copy: the tensors are then written piece by piece from the device, and the next
+step waits for the write.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from phalanx.checkpoint.tensor_file import CHUNK_BYTES
 
 
 class HostCopy:
-    """Holds the bytes of some tensors, one after the other, as their file does.
+    """A buffer with the bytes of several tensors, concatenated in the order of their file.
 
-    On CUDA the memory is pinned if the system lets us, exactly as much as there is: PyTorch's own
-    pinned memory is rounded up to a power of two.
+    On CUDA the buffer is pinned by `cudaHostRegister` if the system permits. PyTorch's
+    `pin_memory` is not used, because it rounds the size up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class HostCopy:
         self._most_bytes: int | None = None
 
     def reserve(self, tensors: Sequence[torch.Tensor], free_bytes: int | None = None) -> bool:
-        """Get the memory for such tensors, all of it now: a promised page may be missing later.
+        """Allocate the buffer for `tensors`, and write to all its pages so that they exist.
 
-        This rank may take `free_bytes` from now on; None leaves it at what was said before, or to
-        the system. Returns whether there is enough.
+        `free_bytes` limits the buffer of this rank from now on; None keeps the previous limit, if
+        any. Return whether the buffer is large enough.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self._buffer is not None and self._buffer.nbytes >= num_bytes:
@@ -53,16 +53,16 @@ class HostCopy:
         return True
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Unpin and free the buffer."""
         if self._is_pinned and self._buffer is not None:
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self._buffer.data_ptr())
         self._buffer, self._is_pinned = None, False
 
     def take(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Copy tensors, and return what holds their bytes; they may change once this returns.
+        """Copy tensors, and wait for the copy; return the buffer, or None without enough memory.
 
-        None if there is not enough memory.
+        The caller may change the tensors as soon as this returns.
         """
         if not self.reserve(tensors):
             return None
@@ -78,7 +78,7 @@ class HostCopy:
 
 
 def in_pieces(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Return the tensors in pieces of few bytes on the CPU, each made when it is asked for."""
+    """Yield the tensors as CPU pieces of at most CHUNK_BYTES, each copied on demand."""
     for tensor in tensors:
         flat = tensor.reshape(-1)
         for piece in flat.split(max(1, CHUNK_BYTES // tensor.itemsize)):

@@ -1,10 +1,10 @@
-"""The index of a checkpoint: the shape and data type of each tensor, and which file holds what.
+"""The index of a checkpoint: the shape and dtype of each tensor, and the file of each shard.
 
 index.json
     layouts   [{"shape": [...], "shards": [[offsets, sizes, file], ...]}, ...]
-    tensors   {name: [data type, number of its layout]}
+    tensors   {name: [dtype, number of its layout]}
 
-Tensors of one shape mostly lie alike, so a layout is written once for all of them.
+Most tensors of the same shape have the same layout, so each distinct layout is written once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME: Final = "index.json"
 
 
 class SavedTensor(NamedTuple):
-    """A tensor of a checkpoint."""
+    """dtype and layout of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     layout: ShardLayout
@@ -45,11 +45,11 @@ Index = dict[str, SavedTensor]
 
 
 def write(folder: Path, plan: WritePlan) -> Checksum:
-    """Write the index of planned tensors, and have the disk hold it; return its checksum.
+    """Write the index of the planned tensors and sync it to disk; return its checksum.
 
     Raises:
-        CheckpointError: it would be too large to be read.
-        OSError: the disk is full, say.
+        CheckpointError: the file would be too large for `read_json`.
+        OSError: the write failed, for example because the disk is full.
     """
     layouts = plan.layouts()
     distinct = {id(layout): layout for layout in layouts.values()}
@@ -68,12 +68,12 @@ def write(folder: Path, plan: WritePlan) -> Checksum:
 
 
 def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
-    """Read the index of a checkpoint, and check that it describes tensors that can be there.
+    """Read the index of a checkpoint, and check that its layouts are complete and fit the files.
 
-    Only the files of the manifest, `files`, are ever read.
+    Files that the manifest's `files` does not list are refused, so they are never read.
 
     Raises:
-        CheckpointError: it is missing or damaged, or names a file or layout that is not there.
+        CheckpointError: the index is missing or damaged, or refers to a missing file or layout.
     """
     if NAME not in files:
         raise CheckpointError(f"its manifest does not list {NAME}")
@@ -87,11 +87,11 @@ def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
 
 @dataclass(frozen=True)
 class _Content:
-    """What the file holds."""
+    """The decoded content of index.json."""
 
     layouts: tuple[ShardLayout, ...]
     tensors: dict[str, Any]
-    """Checked one by one below, since there may be a million."""
+    """Values are checked in `_index` instead, because there may be a million of them."""
 
 
 def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
@@ -126,10 +126,10 @@ def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
 
 
 def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
-    """Read parts of tensors, by name: into which tensor, and which part of the full one.
+    """Fill tensors; `wanted` has, by name, the tensor to fill and the box of the saved one to read.
 
     Raises:
-        CheckpointError: a file does not hold what the index says.
+        CheckpointError: a file does not match the index.
     """
     layouts = {name: index[name].layout for name in wanted}
     for file, parts in plan_reads(
@@ -154,10 +154,10 @@ def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Bo
 
 
 def load_full(folder: Path, index: Index, name: str) -> torch.Tensor:
-    """Return one tensor, whole, in the data type it was saved in.
+    """Return one full tensor, in the dtype in which it was saved.
 
     Raises:
-        CheckpointError: a file does not hold what the index says.
+        CheckpointError: a file does not match the index.
     """
     dtype, layout = index[name]
     tensor = torch.empty(layout.shape, dtype=dtype)

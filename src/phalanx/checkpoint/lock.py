@@ -1,4 +1,4 @@
-"""The lock that keeps the checkpoints of a run for one process."""
+"""The lock that lets only one process save checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from phalanx.errors import CheckpointError
 from phalanx.storage import lock
 
 LOCK_WAIT_S = 10.0
-"""How long a run waits for the lock of another. A killed process keeps its lock until the system
-is done with it, which takes a while if the disk is busy: 0.2 s were seen. Files that another host
-has written may take a while to be seen, too."""
+"""Seconds to wait for the lock of another process, or for a file that another host wrote.
+
+A killed process keeps its lock until the operating system cleans up: 0.2 s on a busy disk."""
 
 
 class RunLock:
-    """Keeps the checkpoints of a run for one process: another one would remove what it writes.
+    """A file lock on the checkpoints of a run: a second process would remove unfinished saves.
 
-    The system takes the lock back from a process that ends, however it ends. Where the disk has no
-    locks, nothing keeps another process away.
+    The operating system releases the lock when the process exits or crashes. On a file system
+    without locks, a second process is not detected.
     """
 
     def __init__(self, run: Path) -> None:
-        """Take nothing yet; `run` is the folder of the run."""
+        """Prepare the lock of the run folder `run`; `take` acquires it."""
         self._folder = run / "checkpoints"
         self._file: IO[bytes] | None = None
 
     def take(self) -> str:
-        """Take the lock, until `release` or the end of this object; return what marks it as ours.
+        """Acquire the lock until `release`; return the random mark written to the lock file.
 
         Raises:
-            CheckpointError: another process has it, and still has it after `LOCK_WAIT_S`.
-            OSError: the folder or the lock's file cannot be made or written.
+            CheckpointError: another process still holds the lock after LOCK_WAIT_S.
+            OSError: the folder or the lock file cannot be created or written.
         """
         path = self._folder / manifest.LOCK
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -59,11 +59,11 @@ class RunLock:
         return mark
 
     def check_shared(self, mark: str) -> None:
-        """Check that this host sees the folder in which another one holds the lock.
+        """Check that the lock file on this host contains the `mark` that rank 0 wrote.
 
         Raises:
-            CheckpointError: it sees another folder; what ranks here write would be in no
-                checkpoint.
+            CheckpointError: it does not, so this host has a different folder, and files written
+                by its ranks would be missing from the checkpoint.
         """
         path = self._folder / manifest.LOCK
         if not _within_wait(lambda: path.is_file() and path.read_text() == mark):
@@ -73,13 +73,13 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Let others have the lock, if this process holds it."""
+        """Release the lock if this process holds it."""
         if self._file is not None:
             self._file.close()
 
 
 def _within_wait(is_so: Callable[[], bool]) -> bool:
-    """Return whether something is so, now or within `LOCK_WAIT_S`."""
+    """Poll the condition `is_so` for at most LOCK_WAIT_S; return whether it became true."""
     deadline_s = time.monotonic() + LOCK_WAIT_S
     while not is_so():
         if time.monotonic() >= deadline_s:

@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: written last, so that a folder with a manifest is whole.
+"""The manifest of a checkpoint: written last, so that a folder with a manifest is complete.
 
 <run>/checkpoints/step-00000200/         a checkpoint after 200 steps
-    manifest.json                        what it is a checkpoint of, and the checksum of each file
-    index.json                           the shape of each tensor, and which file holds what of it
-    rank-00000.safetensors ...           the tensors, one file for each rank that wrote
-<run>/checkpoints/step-00000300.partial/ one that is being written, or was when the run was killed
-<run>/checkpoints/step-00000100.removed/ one that is being removed, or replaced, likewise
-<run>/checkpoints/.lock                  held by the process that saves to the folder
+    manifest.json                        settings and state of the run, checksum of each file
+    index.json                           shape and dtype of each tensor, file of each shard
+    rank-00000.safetensors ...           the tensors, one file for each rank that wrote any
+<run>/checkpoints/step-00000300.partial/ a save in progress, or interrupted by a kill
+<run>/checkpoints/step-00000100.removed/ a removal or replacement in progress, or interrupted
+<run>/checkpoints/.lock                  lock file of the process that saves to the folder
 """
 
 from __future__ import annotations
@@ -37,49 +37,49 @@ from phalanx.storage import Checksum, hint_of_missing
 NAME = "manifest.json"
 
 FORMAT = 3
-"""What a reader must know; another number is refused."""
+"""Version of the checkpoint format; a checkpoint with another version is refused."""
 
 STEP_FOLDER = re.compile(r"step-([0-9]+)")
-"""Name of a checkpoint's folder; one that is still being written, or being removed, has another."""
+"""Name of a complete checkpoint's folder; folders being written or removed have a suffix."""
 
 REMOVED = ".removed"
-"""What the name of a checkpoint ends with while it is removed."""
+"""Suffix of the name of a checkpoint folder while it is being removed or replaced."""
 
 LOCK = ".lock"
-"""Name of the file beside the checkpoints that is locked by the process that saves them."""
+"""Name of the file in the checkpoints folder that the saving process locks."""
 
 EARLIER_LENGTHS = "earlier lengths"
-"""Name in the stream of a run that changed the length of its samples within an epoch."""
+"""Key in `Manifest.stream` of a run that changed its sample length within an epoch."""
 
 NUM_NAMED = 3
-"""How many older checkpoints the message of a damaged one names."""
+"""Number of older checkpoints that the error message for a damaged one lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds, apart from tensors.
+    """The content of a checkpoint that is not tensors.
 
     Attributes:
         steps_done: optimizer steps taken.
-        num_steps: optimizer steps the run was to take.
-        consumed: samples of the global order that were used up; with `first_epoch` the whole state
-            of the data.
-        num_ranks: ranks that wrote it.
-        strategy: text of the strategy that wrote it.
+        num_steps: total optimizer steps the run was configured for.
+        consumed: samples consumed from the global order; with `first_epoch`, the complete state of
+            the data.
+        num_ranks: number of ranks of the job that saved.
+        strategy: strategy of the job that saved, as text.
         shape: the model's shape.
-        stream: what fixes the order of the samples, by name.
+        stream: values that determine the order of the samples, by name.
         first_epoch: number of the epoch at which that order begins.
         settings: other settings of the run that a resumed run keeps, by name.
-        script: the position of a training script in its data; None for a run of `phalanx train`.
+        script: data position of a training script; None for a run of `phalanx train`.
         registered: states of registered objects by their names, see checkpoint/registered.py.
-        best: which evaluation was the best so far, see train/best.py; None if none was looked for.
-        scaler: state of the scaler of the loss, or None if the precision needs none.
-        has_optimizer: whether it holds the optimizer's state, so that a run can resume from it; one
-            with weights alone can only begin a run.
-        is_passing: whether it was made by the clock or at a signal, and is to be removed
-            once a later one is whole.
-        files: checksum of each file but the manifest, by name.
-        format: of the checkpoint.
+        best: the best evaluation so far, see train/best.py; None if the run does not track it.
+        scaler: state of the gradient scaler, or None if the precision needs none.
+        has_optimizer: whether optimizer state is included, so that a run can resume; a checkpoint
+            with weights only can initialize a new run.
+        is_passing: whether a time interval, a signal or a new best evaluation triggered the save;
+            the checkpoint is removed once a later one is complete.
+        files: checksum of each file except the manifest, by name.
+        format: version of the checkpoint format.
     """
 
     steps_done: int
@@ -101,16 +101,16 @@ class Manifest:
     format: int = FORMAT
 
     def check_shape(self, shape: ModelShape) -> None:
-        """Refuse to resume with another model.
+        """Raise CheckpointError unless `shape` is the shape of the checkpoint's model.
 
-        Two values are no property of weights and may differ: dropout, and the longest row of a
-        model whose positions are rotary.
+        Two values do not affect weights and may differ: dropout, and the maximum sequence length
+        of a model with rotary position embeddings.
         """
-        ours = json.loads(json.dumps(dataclasses.asdict(shape)))  # as it was written: no tuples
+        ours = json.loads(json.dumps(dataclasses.asdict(shape)))  # as JSON: lists for tuples
         defaults = {each.name: each.default for each in dataclasses.fields(shape)}
         free = ("dropout", "max_seq_len") if shape.position == "rope" else ("dropout",)
         for name, value in ours.items():
-            was = self.shape.get(name, defaults[name])  # it may be older than the choice
+            was = self.shape.get(name, defaults[name])  # an older file may lack the field
             if value == was or name in free:
                 continue
             if name == "max_seq_len" and self.shape.get("position") == "learned":
@@ -125,7 +125,7 @@ class Manifest:
             )
 
     def check_optimizer(self) -> None:
-        """Refuse to resume from weights alone."""
+        """Raise CheckpointError if the checkpoint has no optimizer state to resume from."""
         if not self.has_optimizer:
             raise CheckpointError(
                 "the checkpoint holds weights alone, without an optimizer's state, so no run can "
@@ -134,20 +134,20 @@ class Manifest:
 
 
 class Checkpoint(NamedTuple):
-    """The folder of a whole checkpoint, and its manifest."""
+    """The folder of a complete checkpoint, and its manifest."""
 
     folder: Path
     about: Manifest
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the checkpoint in `folder` whole.
+    """Write the manifest, which marks the checkpoint in `folder` as complete.
 
-    Control characters, as a path among the settings may have, are spelled out.
+    Control characters, for example in a path among the settings, are escaped.
 
     Raises:
-        CheckpointError: it would be too large to be read.
-        OSError: the disk is full, say.
+        CheckpointError: the file would be too large for `read_json`.
+        OSError: the write failed, for example because the disk is full.
     """
     values = harmless(dataclasses.asdict(manifest))
     values["sha256"] = _sha256(values)
@@ -155,7 +155,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def _sha256(values: dict[str, Any]) -> str:
-    """Return the checksum of the manifest's own values, however they are laid out in the file."""
+    """Return the sha256 of the manifest's values, independent of key order and whitespace."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -163,7 +163,7 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no manifest, or it cannot be read.
     """
     path = folder / NAME
     try:
@@ -178,7 +178,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _decode(values: dict[str, Any]) -> Manifest:
-    """Return the manifest that the values of a file make, or raise ValueError."""
+    """Return the manifest decoded from the JSON `values` of a file, or raise ValueError."""
     for name in ("format", "sha256"):
         if name not in values:
             raise ValueError(f"it has no '{name}'")
@@ -192,8 +192,8 @@ def _decode(values: dict[str, Any]) -> Manifest:
         found = brief(values["format"])
         raise ValueError(f"it is of format {found}; this version reads format {FORMAT}")
     sha256, expected = values.pop("sha256"), _sha256(values)
-    # An earlier version kept the lengths of the samples before, and read the rest of the epoch in
-    # which they changed before whole ones.
+    # An earlier version stored previous sample lengths in "parts", and finished the epoch in which
+    # the length changed before it began a new epoch.
     if values.pop("parts", None) and isinstance(values.get("stream"), dict):
         values["stream"][EARLIER_LENGTHS] = True
     manifest: Manifest = decode(Manifest, values)
@@ -206,12 +206,12 @@ def _decode(values: dict[str, Any]) -> Manifest:
 
 
 def folder_of(run: Path, steps_done: int) -> Path:
-    """Return where a run keeps the checkpoint after `steps_done` steps."""
+    """Return the folder of a run's checkpoint after `steps_done` steps."""
     return run / "checkpoints" / f"step-{steps_done:08d}"
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the run folder that holds a checkpoint, or None if no run folder does."""
+    """Return the run folder that contains the checkpoint `folder`; None if there is none."""
     for path in (Path(os.path.abspath(folder)), folder.resolve()):  # "checkpoints" may be a link
         if path.parent.name == "checkpoints":
             return path.parent.parent
@@ -219,11 +219,12 @@ def run_of(folder: Path) -> Path | None:
 
 
 def whole(run: Path) -> dict[int, Path]:
-    """Return the whole checkpoints of a run folder by the steps done, in rising order.
+    """Return the complete checkpoints of a run folder by steps done, in ascending order.
 
-    A checkpoint that is being replaced loses its name before the next one gets it, so a kill
-    between the two leaves `step-N.removed` alone: it counts as long as there is no whole `step-N`.
-    A kill may leave so what `remove_older` has renamed; the next save removes it.
+    `publish` renames the checkpoint that it replaces to `step-N.removed` before the new one gets
+    the name `step-N`. A kill between the two renames leaves only `step-N.removed`, so that folder
+    counts while there is no complete `step-N`. So does a folder that `remove_older` had renamed
+    when the run was killed; the next save restores its name, and may then remove it.
     """
     found: list[tuple[int, bool, Path]] = []
     for folder in (path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")):
@@ -234,13 +235,13 @@ def whole(run: Path) -> dict[int, Path]:
 
 
 def _step_of(folder: Path) -> int | None:
-    """Return the steps done, by the name of a checkpoint's folder; None for any other folder."""
+    """Return the steps in the name of a checkpoint folder; None for any other folder."""
     match = STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def not_whole_after(folder: Path) -> str | None:
-    """Say which later checkpoints of a run are not whole, so that it goes back to `folder`."""
+    """Return a message that names incomplete checkpoints later than `folder`; None without any."""
     steps_done = _step_of(folder)
     later = sorted(
         path.name
@@ -254,19 +255,19 @@ def not_whole_after(folder: Path) -> str | None:
 
 
 def passing(run: Path) -> list[Path]:
-    """Return the whole checkpoints of a run folder that the next one replaces."""
+    """Return the complete checkpoints of a run folder that are `is_passing`."""
     found: list[Path] = []
     for folder in whole(run).values():
-        with suppress(CheckpointError):  # one that cannot be read is not for us to remove
+        with suppress(CheckpointError):  # an unreadable checkpoint must not be removed
             if read(folder).is_passing:
                 found.append(folder)
     return found
 
 
 def others_than(folder: Path) -> str:
-    """Return words that name what can be used instead of a damaged checkpoint, to end a message.
+    """Return the end of a message on a damaged checkpoint: older ones of the run to use instead.
 
-    Those are the latest of the older checkpoints of its run; there are no words if there are none.
+    At most NUM_NAMED checkpoints are named, latest first; the text is empty if there are none.
     """
     run, steps_done = run_of(folder), _step_of(folder)
     if run is None or steps_done is None:
@@ -277,10 +278,10 @@ def others_than(folder: Path) -> str:
 
 
 def find(path: Path) -> Path:
-    """Return the checkpoint that `path` means: itself, or the latest whole one of a run folder.
+    """Return `path` if it is a checkpoint, or the latest complete checkpoint of the run `path`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no complete checkpoint.
     """
     if (path / NAME).exists():
         return path
@@ -296,10 +297,10 @@ def find(path: Path) -> Path:
 
 
 def find_and_read(path: Path) -> Checkpoint:
-    """Return the checkpoint that `path` means, see `find`, with its manifest.
+    """Return the checkpoint that `find` returns for `path`, with its manifest.
 
     Raises:
-        CheckpointError: there is none, or its manifest cannot be read.
+        CheckpointError: there is no complete checkpoint, or its manifest cannot be read.
     """
     folder = find(path)
     return Checkpoint(folder, read(folder))

@@ -1,4 +1,4 @@
-"""Whether the state that a checkpoint has of an optimizer is one of this run's optimizer."""
+"""Check that a checkpoint's optimizer state fits the optimizer of this run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from phalanx.comm.comm import local_shard
 from phalanx.errors import CheckpointError
 
 SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "row_var", "col_var")
-"""What optimizers of torch name their means of squares. The `sum` of Adagrad is none of them: an
-optimizer of one's own may keep a `sum` below 0."""
+"""State keys of torch's optimizers whose values are means of squares, hence at least 0.
+
+Adagrad's `sum` is excluded, because a user's optimizer may have a `sum` below 0."""
 
 
 class Together:
-    """Several optimizers as one, as far as a checkpoint looks at one."""
+    """Several optimizers with the attributes of one that checkpoints use."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        """Take their groups and states, as they are now."""
+        """Collect the present parameter groups and states of `parts`."""
         self.parts = parts
         self.param_groups = [group for each in parts for group in each.param_groups]
         self.state = {p: held for each in parts for p, held in each.state.items()}
@@ -35,7 +36,7 @@ def check_whole(
     trained: Mapping[str, torch.Tensor],
     optimizer: AnyOptimizer,
 ) -> None:
-    """Refuse a part of what the optimizer keeps of a parameter, or more than it keeps."""
+    """Raise CheckpointError if a parameter's saved state has other keys than `optimizer` stores."""
     found: dict[str, set[str]] = {}
     for stored_name in moments:
         name, key = parameter_and_key(stored_name)
@@ -57,7 +58,7 @@ def check_whole(
 
 
 def check_values(moments: Mapping[str, torch.Tensor]) -> None:
-    """Refuse counts of steps and means of squares that no optimizer has."""
+    """Raise CheckpointError on step counts and means of squares that no optimizer can have."""
     for stored_name, value in moments.items():
         name, key = parameter_and_key(stored_name)
         if key == "step":
@@ -74,6 +75,6 @@ def check_values(moments: Mapping[str, torch.Tensor]) -> None:
 
 
 def parameter_and_key(stored_name: str) -> tuple[str, str]:
-    """Return what `optimizer.<name>.<key>` names."""
+    """Return the parameter name and the key in `optimizer.<name>.<key>`."""
     name, _, key = stored_name.removeprefix("optimizer.").rpartition(".")
     return name, key

@@ -1,6 +1,6 @@
-"""The position of a training script in its data, as its manifest holds it: plain values for JSON.
+"""The data position of a training script, stored as JSON values in the checkpoint's manifest.
 
-The manifest itself has the steps done and the strategy; files of tensors have all that is large.
+The manifest also stores the steps done and the strategy; large values are in tensor files.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderPosition:
-    """The position of a loader in its passes.
+    """The position of a data loader: its epoch, and the batches yielded in that epoch.
 
     Attributes:
-        epoch: passes that have ended.
-        row: rows of the passes before.
-        batches: batches yielded in the pass under way.
-        order: digest of the samples of each batch of that pass.
-        generators: states of the generators that it drew that order from, in hexadecimal digits.
+        epoch: completed passes over the loader.
+        row: rows of all previous passes together.
+        batches: batches yielded in the current pass.
+        order: digest of the samples of each batch of the current pass.
+        generators: states from which that order was drawn, by generator, in hexadecimal digits.
     """
 
     epoch: int
@@ -30,14 +30,14 @@ class LoaderPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptPosition:
-    """The position of a training script, apart from tensors.
+    """The position of a training script, without its tensors.
 
     Attributes:
         draws: state of the generator that the loaders share, in hexadecimal digits, or empty.
-        loaders: of each loader.
-        schedulers: state of each schedule, see phalanx.script.states.
-        groups: of each optimizer the settings of each of its parameter groups, likewise.
-        registered: as the manifest's, of a checkpoint of an earlier version; else empty.
+        loaders: position of each loader.
+        schedulers: state of each learning-rate scheduler, see phalanx.script.states.
+        groups: settings of each parameter group, for each optimizer, see phalanx.script.states.
+        registered: as `Manifest.registered`, in checkpoints of earlier versions; otherwise empty.
     """
 
     draws: str

@@ -1,13 +1,13 @@
-"""How the writers of a job's ranks report to each other how far they are, and when they give up.
+"""Coordinate the writer threads of all ranks through the job's store, with a timeout.
 
-Each rank keeps one line in the store at which the ranks have met; rank 0 reads them all, decides,
-and keeps one line of its own that all others read:
+Each rank sets one key in the store. Rank 0 reads all of these, decides, and sets one more key that
+all other ranks read:
 
-    rank r    opened or written? bytes so far, or the checksum of its file, or what went wrong
-    rank 0    a beat, while it waits; at last what became of the save
+    rank r    its state, with bytes so far, or checksums of its file, or an error message
+    rank 0    the outcome of the save; while rank 0 waits, a heartbeat counter
 
-There are no collectives, so nobody waits for a call that does not come. A wait ends when nothing
-has moved for `timeout_s`: a slow disk may take as long as it likes.
+There are no collectives, so a writer never blocks in a call that another rank does not make. A wait
+times out only after `timeout_s` without any progress, so a slow disk may take as long as it needs.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ from phalanx.comm.join import job_store
 from phalanx.errors import CheckpointError, PeerLost, named
 
 POLL_S: Final = 0.05
-"""How often a rank looks at the others, in the long run; thousands of ranks look less often."""
+"""Largest seconds between two polls of the store, plus 1 s for every 4,000 ranks."""
 
 GONE_S: Final = 10.0
-"""How long nothing may move once a rank is known to be lost, in seconds."""
+"""Timeout without progress once a rank is known to be lost, in seconds."""
 
 GRACE_S: Final = 5.0
-"""How much longer than rank 0 another rank waits: rank 0 knows who is late."""
+"""Seconds that other ranks wait longer than rank 0, because rank 0 can name the late ranks."""
 
 State = Literal["writing", "written", "failed"]
-"""Of a rank: its value is bytes, a checksum or words."""
+"""State of a rank's writer; its value is bytes so far, checksums, or an error message."""
 
 
 class SaveProgress:
-    """The state of the save under way on every rank, as this one knows it.
+    """The progress of the current save on every rank, as far as this rank has read it.
 
-    `begin`, `is_late` and `expect_loss` are for the main thread, all else for the writer's.
+    The main thread calls `begin`, `is_late`, `expect_loss` and `silence`; the writer thread calls
+    the other methods, and `silence` too.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        """Meet the others; every rank calls this together.
+        """Register this rank in the store; every rank calls this together.
 
-        The name is the same on every rank and for no other exchange; nothing may stand still for
-        longer than `timeout_s`.
+        Args:
+            name: key prefix in the store, equal on all ranks and unique to this object.
+            timeout_s: largest seconds without progress before a save fails.
         """
         self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
@@ -64,33 +66,33 @@ class SaveProgress:
             self.conclude("published")
 
     def begin(self) -> None:
-        """Begin with the next save."""
+        """Count the next save, and restart the timeout."""
         self._number += 1
         self._moved_s = time.monotonic()
         self._seen = {}
 
     def expect_loss(self) -> None:
-        """Wait no longer than `GONE_S` for what does not move, since a rank is lost.
+        """Reduce the timeout to GONE_S, because a rank is lost.
 
-        The ranks that are left still publish a save to which the lost one owes nothing.
+        The remaining ranks still publish the save if the lost rank had written its file.
         """
         self.timeout_s = min(self.timeout_s, GONE_S)
         self._is_loss_expected = True
 
     def _error(self, words: str) -> CheckpointError | PeerLost:
-        """Return the error of a save that stands still: by a rank that is lost, if one is."""
+        """Return the error of a save without progress: PeerLost if a rank is known to be lost."""
         return (PeerLost if self._is_loss_expected else CheckpointError)(words)
 
     @property
     def is_late(self) -> bool:
-        """Whether this rank has seen nothing move for longer than rank 0 would wait."""
+        """Whether this rank has seen no progress for longer than rank 0 would wait."""
         return time.monotonic() - self._moved_s > self.timeout_s + GRACE_S
 
     def moved(self, num_bytes: int) -> None:
-        """Report that this rank has written some of its bytes.
+        """Report the bytes that this rank has written, at most once per poll interval.
 
         Raises:
-            CheckpointError: the save is given up, by another rank's fault.
+            CheckpointError: another rank has failed, and rank 0 has aborted the save.
         """
         self._moved_s = time.monotonic()
         if self._moved_s - self._reported_s > self._poll_s:
@@ -98,51 +100,54 @@ class SaveProgress:
             self.look()
 
     def report(self, state: State, value: Any) -> None:
-        """Report to the others how this rank is."""
+        """Publish this rank's state in the store."""
         self._reported_s = time.monotonic()
         self._store.set(str(self.rank), json.dumps([self._number, state, value]))
 
     def wait(self) -> list[Any]:
-        """Return how each rank is, on rank 0 once all have written; elsewhere once it is published.
+        """Wait: on rank 0 until all ranks have written, elsewhere until rank 0 has published.
+
+        Return the value of each state that was read: on rank 0 the checksums of each rank's file.
 
         Raises:
-            CheckpointError: the save is given up, or rank 0 gives no sign.
+            CheckpointError: the save is aborted.
+            TimeoutError: rank 0 makes no progress.
         """
         goal = [self._number, "written" if self.rank == 0 else "published"]
-        # Rank 0 may be at the next save already.
+        # Rank 0 may have begun the next save already.
         states = self._look_until(lambda state: state[:2] == goal or state[0] > self._number)
         return [state[2] for state in states]
 
     def wait_to_begin(self) -> None:
-        """Return once rank 0 has made the folder.
+        """Wait until rank 0 has created the folder of the save.
 
         Raises:
-            CheckpointError: it could not, or gives no sign.
+            CheckpointError: rank 0 could not create the folder.
+            TimeoutError: rank 0 makes no progress.
         """
         self._look_until(lambda state: state[0] >= self._number)
 
     def _look_until(self, is_so: Callable[[Any], bool]) -> list[Any]:
-        """Look again and again until it is so of all; a short wait is no tenth longer for that."""
+        """Poll until `is_so` is true of all states; polling adds less than a tenth to the wait."""
         begin_s = time.monotonic()
         while not all(map(is_so, states := self.look())):
             time.sleep(min(self._poll_s, 0.1 * (time.monotonic() - begin_s) + 0.001))
         return states
 
     def look(self) -> list[Any]:
-        """Return how each rank is, on rank 0; elsewhere what rank 0 says of the save.
+        """Read the store once: return on rank 0 the state of each rank, elsewhere rank 0's outcome.
 
         Raises:
-            CheckpointError: a rank has failed, or is late; or rank 0 has given the save up, in its
-                own words.
-            PeerLost: a rank is late, and one is known to be lost, here or by rank 0.
-            TimeoutError: rank 0 gives no sign.
+            CheckpointError: a rank has failed or is late; on other ranks, with rank 0's message.
+            PeerLost: a rank is late, and this rank or rank 0 knows that a rank is lost.
+            TimeoutError: rank 0 makes no progress.
         """
         return self._look_at_all() if self.rank == 0 else self._look_at_first()
 
     def conclude(
         self, outcome: Literal["open", "published", "failed"], error: Exception | None = None
     ) -> None:
-        """Report to the others what became of the save; rank 0 calls this."""
+        """Publish the outcome of the save for the other ranks; only rank 0 calls this."""
         self._beat += 1
         if outcome == "failed":
             self._failed = (self._number, str(error), isinstance(error, PeerLost))
@@ -179,7 +184,7 @@ class SaveProgress:
         return [state]
 
     def silence(self) -> CheckpointError | PeerLost:
-        """Return what this rank can say when nothing moves any more."""
+        """Return the error of this rank for a save without progress."""
         waited_s = time.monotonic() - self._moved_s
         who = "this rank's disk takes" if self.rank == 0 else "rank 0, which publishes it, says"
         return self._error(f"{who} nothing for {waited_s:.0f} s")

@@ -1,10 +1,10 @@
-"""Objects of a script that its checkpoints hold beside the model: anything with a `state_dict`.
+"""Save and resume further objects of a script with its model: any object with a `state_dict`.
 
     manifest    {name: {"state": plain values, "tensors": [[path, name of the file's tensor], ...]}}
     files       registered.<name>.<path>      a tensor of a state, as shards if it is a DTensor
 
-No pickle: a state is mappings and lists of numbers, text and tensors. A value that is
-alike on all ranks is saved as the first has it.
+Pickle is not used: a state consists of mappings and lists of numbers, text and tensors. Values that
+are not DTensors must be equal on all ranks; rank 0's are saved.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from phalanx.comm.together import gather_objects
 from phalanx.errors import CheckpointError, ScriptError
 
 PREFIX: Final = "registered."
-"""What the names of their tensors begin with."""
+"""Prefix of the names of registered objects' tensors in the files."""
 
 LOCAL_ROUNDS: Final = "local_rounds"
-"""What `dp:local` has beside the model."""
+"""Name of the registered state of `dp:local`, see train/local_step.py."""
 
 TABLE_SUMS: Final = "table_sums"
-"""What parameter servers have beside it of tables that they update by row-wise Adagrad."""
+"""Name of the registered state of embedding tables that servers update by row-wise Adagrad."""
 
 _LEFT: Final = {LOCAL_ROUNDS, TABLE_SUMS}
-"""What runs leave that have no such thing."""
+"""Names that a run ignores in a checkpoint if it has not registered them."""
 
 _EXTRA_STATE: Final = "_extra_state"
-"""The key that PyTorch gives the extra state of a module; it documents none."""
+"""Key suffix that PyTorch gives a module's extra state in a state_dict; not documented."""
 
 _COMPARED: Final = 1 << 16
-"""Elements of the largest tensor that is compared between ranks at each save."""
+"""Most elements of a tensor that is compared between ranks at each save."""
 
 Path = tuple[Any, ...]
-"""The keys and indices that lead to a value in a state."""
+"""The keys and indices that lead to a value in a nested state."""
 
 
 class Parts(NamedTuple):
-    """The states of all objects, apart.
+    """The states of all registered objects, separated into JSON values and tensors.
 
     Attributes:
-        plain: for JSON, by the name of the object.
-        tensors: by their names in the files.
+        plain: JSON values and tensor paths, by the name of the object.
+        tensors: tensors by their names in the files.
     """
 
     plain: dict[str, Any]
@@ -66,7 +66,7 @@ class Registered:
     """The objects of a script that are saved and resumed with its run.
 
     Attributes:
-        is_closed: whether the run has resumed, or looked for a checkpoint, so that none is added.
+        is_closed: whether the run has called resume, after which `add` refuses further objects.
     """
 
     def __init__(self) -> None:
@@ -76,14 +76,15 @@ class Registered:
 
     @property
     def objects(self) -> Collection[Any]:
-        """The objects."""
+        """The registered objects."""
         return self._objects.values()
 
     def add(self, name: str, each: Any) -> None:
-        """Take an object, whose state is looked at now.
+        """Register the object `each`, and check that its present state can be saved.
 
         Raises:
-            ScriptError: the name is none or taken, or the object has no state that can be held.
+            ScriptError: the name is invalid or taken, the run has resumed already, or the object
+                has no state that can be saved.
         """
         if not isinstance(cast(Any, name), str) or not name.replace("_", "").isalnum():
             raise ScriptError(
@@ -111,10 +112,12 @@ class Registered:
         self._objects[name] = each
 
     def add_extra_state(self, model: nn.Module, *, is_whole: bool = True) -> None:
-        """Take what the modules of a model have by `get_extra_state`, if any has.
+        """Register the extra states of a model's modules (`get_extra_state`), if there are any.
+
+        `is_whole` is whether each rank has all modules, not only the modules of a pipeline stage.
 
         Raises:
-            ScriptError: it cannot be held, since each rank has the modules of a stage alone, say.
+            ScriptError: there are extra states, and `is_whole` is False or they cannot be saved.
         """
         extra = ExtraState(model)
         if extra.modules and not is_whole:
@@ -127,10 +130,10 @@ class Registered:
             self.add("extra_state", extra)
 
     def parts(self) -> Parts:
-        """Return the states.
+        """Return the present states of all registered objects.
 
         Raises:
-            CheckpointError: a state holds what no file has.
+            CheckpointError: a state contains a value that cannot be saved.
         """
         plain: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
@@ -140,10 +143,15 @@ class Registered:
         return Parts(plain, tensors)
 
     def room(self, plain: Mapping[str, Any], index: Index) -> dict[str, Tensor]:
-        """Return tensors to read the saved ones into, as shards where the object has shards now.
+        """Return empty tensors for the saved ones; DTensors where the object has DTensors now.
+
+        Args:
+            plain: JSON values of the saved states, by the name of the object.
+            index: tensors of the checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint has objects that the script lacks, or lacks a tensor.
+            CheckpointError: the checkpoint has objects that the script lacks, lacks a tensor, or
+                has a registered tensor that belongs to no object.
         """
         plain = self._of_this(plain)
         if plain.keys() - self._objects.keys():
@@ -176,15 +184,15 @@ class Registered:
         return room
 
     def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states of this run's objects, and of a script's."""
+        """Return the saved states without those that this run ignores, see _LEFT."""
         names = {*self._objects, *(plain.keys() - _LEFT)}
         return {name: each for name, each in plain.items() if name in names}
 
     def load(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Give the objects the states that they had.
+        """Load the saved states into the objects by their `load_state_dict`.
 
         Raises:
-            CheckpointError: an object refuses its state.
+            CheckpointError: the `load_state_dict` of an object fails.
         """
         for name in self._of_this(plain):
             each = self._objects[name]
@@ -193,14 +201,14 @@ class Registered:
                 for path, tensor in _paths_of(name, plain[name]):
                     state = _put(state, path, tensors[tensor])
                 each.load_state_dict(state)
-            except Exception as error:  # whatever the user's object does with it
+            except Exception as error:  # a user's load_state_dict may raise anything
                 raise CheckpointError(
                     f"cannot resume '{name}', a {type(each).__name__}, which refuses its "
                     f"state: {type(error).__name__}: {brief(error, 200)}"
                 ) from error
 
     def warn_of_others(self, parts: Parts) -> None:
-        """Warn once of an object whose state is not alike on all ranks; all call this together."""
+        """Warn once if an object's state differs between ranks; all ranks call this together."""
         own = {name: _digest(name, *parts) for name in parts.plain}
         first, *others = gather_objects(own)
         for rank, theirs in enumerate(others, 1):
@@ -216,12 +224,12 @@ class Registered:
 
 
 def is_extra_state(key: str) -> bool:
-    """Return whether an entry of a state_dict is what a module's `get_extra_state` returned."""
+    """Return whether `key` of a state_dict is the entry of a module's `get_extra_state`."""
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
 class ExtraState:
-    """What the modules of a model return by `get_extra_state`, as one object to register."""
+    """The extra states of a model's modules (`get_extra_state`), as one object to register."""
 
     def __init__(self, model: nn.Module) -> None:
         plain = nn.Module.get_extra_state
@@ -229,17 +237,17 @@ class ExtraState:
         self.modules = {n: m for n, m in modules if type(m).get_extra_state is not plain}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return their states, by the modules' names."""
+        """Return the extra states by module name."""
         return {name: module.get_extra_state() for name, module in self.modules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each module its state."""
+        """Set the extra state of each module."""
         for name, module in self.modules.items():
             module.set_extra_state(state[name])
 
 
 def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the plain part of an object's state, and its tensors."""
+    """Return the JSON values of an object's state, and its tensors by their names in the files."""
     found: list[tuple[Path, Tensor]] = []
     state = _without_tensors(each.state_dict(), (), found)
     what = f"'{name}', a {type(each).__name__}"
@@ -252,7 +260,7 @@ def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"tensor of {tensor.dtype}; expected a dense one of {', '.join(map(str, NAMES))}"
             )
         called = f"{PREFIX}{name}.{'.'.join(map(str, path))}"
-        while called in tensors:  # of paths such as a.b and ("a", "b")
+        while called in tensors:  # paths such as "a.b" and ("a", "b") collide
             called += "_"
         tensors[called] = tensor.detach()
         paths.append([list(path), called])
@@ -261,7 +269,7 @@ def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _without_tensors(value: Any, path: Path, found: list[tuple[Path, Tensor]]) -> Any:
-    """Return a state with None for each tensor, which is added to `found`."""
+    """Return a state with None in place of each tensor; append the tensors to `found`."""
     if isinstance(value, Tensor):
         found.append((path, value))
         return None
@@ -276,7 +284,7 @@ def _without_tensors(value: Any, path: Path, found: list[tuple[Path, Tensor]]) -
 
 
 def _paths_of(name: str, plain: Any) -> list[tuple[Path, str]]:
-    """Return the paths of an object's tensors in its state, and their names."""
+    """Return the paths of an object's tensors in its state, with their names in the files."""
     problem = f"it does not say which tensors the state of '{name}' has"
     try:
         paths = [(tuple(path), called) for path, called in plain["tensors"]]
@@ -288,7 +296,7 @@ def _paths_of(name: str, plain: Any) -> list[tuple[Path, str]]:
 
 
 def _put(state: Any, path: Path, tensor: Tensor) -> Any:
-    """Return a state with a tensor put where its path leads."""
+    """Return a state with `tensor` inserted at `path`."""
     if not path:
         return tensor
     state[path[0]] = _put(state[path[0]], path[1:], tensor)
@@ -296,7 +304,7 @@ def _put(state: Any, path: Path, tensor: Tensor) -> Any:
 
 
 def _digest(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of a state, without the shards and the large tensors of it."""
+    """Return a digest of a state, without DTensors and tensors larger than _COMPARED."""
     digest = hashlib.blake2b(json.dumps(plain[name], sort_keys=True).encode(), digest_size=16)
     for called, tensor in tensors.items():
         if called.startswith(f"{PREFIX}{name}.") and not isinstance(tensor, DTensor):

@@ -1,13 +1,13 @@
-"""Save a run while it trains: copy the state, then write the copy in a background thread.
+"""Save checkpoints asynchronously: copy the state, then write the copy in a background thread.
 
-    main thread    begin: copy what this rank writes into host memory   steps continue ... finish
+    main thread    begin: copy this rank's shards into host memory      steps continue ... finish
     writer thread  write, hash, sync -> rank 0: index, manifest -> rename -> remove older
 
-Which rank writes what follows from the shardings (`plan`), so nothing is exchanged but how far each
-rank is (`progress`). The writer has a lower priority, so it takes what processor time the training
-leaves (on Linux). What goes wrong on any rank reaches every rank as one CheckpointError, at its
-next call here. A call raises once no rank has made progress with a save for `timeout_s`. A rank
-that has left is a PeerLost: the job ends by the failure of that rank.
+Every rank computes the same write plan from the shardings (sharding.py), so ranks exchange only
+their progress (progress.py). On Linux the writer thread has a lower priority, so that it uses
+processor time that training leaves idle. A failure on any rank is raised on every rank as a
+CheckpointError at its next call of the saver. So is a timeout: `timeout_s` without progress on any
+rank. If a rank is lost, the error is a PeerLost, and the job reports the failure of that rank.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.storage import Checksum
 
 NICENESS = 10
-"""How much lower the writer's priority is: beside an ordinary thread, Linux gives it a tenth."""
+"""Added niceness of the writer thread: Linux gives it a tenth of an ordinary thread's time."""
 
 
 class _Save(NamedTuple):
-    """One save, as it is written: who writes what, and what this rank writes, in order."""
+    """One save: its folder and manifest, the write plan, and this rank's tensors in file order."""
 
     final: Path
     partial: Path
@@ -62,9 +62,9 @@ class _Save(NamedTuple):
 
 
 class Saver:
-    """Saves the checkpoints of a run; as a context it ends with the last of them on the disk.
+    """Saves the checkpoints of a run; leaving its context waits for the save in progress.
 
-    Every rank makes one, and calls `begin` and `finish` when the others do. `keep` may change
+    Every rank creates a saver, and all ranks call `begin` and `finish` together. `keep` may change
     between saves.
     """
 
@@ -76,18 +76,18 @@ class Saver:
         timeout_s: float | None = None,
         num_stages: int = 1,
     ) -> None:
-        """Keep other processes from saving to the same run, as long as the context or this lasts.
+        """Lock the run folder against other saving processes until the context or object ends.
 
         Args:
             run: folder of the run, the same on all hosts.
-            keep: checkpoints to keep, the latest; all if None.
-            timeout_s: longest time in which a save may stand still, on any rank; as long as a rank
-                may wait for another in one collective if None.
-            num_stages: of a pipeline, whose ranks each hold a stage, one after the other.
+            keep: number of latest checkpoints to keep; None keeps all.
+            timeout_s: longest time without progress of a save; None takes the timeout of the job's
+                collectives.
+            num_stages: number of pipeline stages; each is a block of consecutive ranks.
 
         Raises:
-            CheckpointError: another process saves to it, its folder cannot be made, or is not the
-                same on all hosts.
+            CheckpointError: another process saves to the run, or its folder cannot be created, or
+                the folder is not the same on all hosts.
         """
         self.run = run
         self.keep = keep
@@ -96,7 +96,7 @@ class Saver:
         mark = on_first_rank(self._lock.take, doing)
         limit_s = job_timeout().total_seconds() if timeout_s is None else timeout_s
         self._progress = SaveProgress(mark, limit_s)
-        all_or_none(lambda: self._lock.check_shared(mark), doing)  # also: all have met
+        all_or_none(lambda: self._lock.check_shared(mark), doing)  # also a barrier
         self._copy = HostCopy()
         self._plan = WritePlan({}, dist.get_world_size())
         self._num_stages = num_stages
@@ -108,11 +108,11 @@ class Saver:
     def reserve(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, free_bytes: int | None = None
     ) -> str | None:
-        """Get the host memory for the copy of this rank's shards, before the first step.
+        """Allocate the host memory for the copy of this rank's shards, before the first step.
 
-        The moments that the optimizer, an Adam, does not have yet are reckoned with. This rank may
-        take `free_bytes`, or what it gets if that is None. Returns what a person should know if
-        there is not enough; saving continues without.
+        The size includes the moments of Adam, which exist only after the first step. `free_bytes`
+        limits the allocation; None sets no limit. Return a warning to show the user if the memory
+        is too small, in which case steps wait for each save; None otherwise.
         """
         held = held_once_trained(model, optimizer)
         tensors = [held[name].local for name in self._ours(held)]
@@ -134,15 +134,15 @@ class Saver:
         *,
         replaces: bool = False,
     ) -> None:
-        """Copy the state and begin to write it; it may change as soon as this returns.
+        """Copy the state and start to write it; the state may change as soon as this returns.
 
-        The `files` of the manifest are filled in when they are written. Of the tensors `beside`
-        the model see `held_by`. If the checkpoint `replaces` one, it may have the name of another,
-        which is kept until it is whole.
+        The writer fills in the `files` of the manifest `about`. For the further tensors `beside`
+        see `held_by`. If `replaces` is set, a complete checkpoint after the same step may exist;
+        the existing one is kept until the new one is complete.
 
         Raises:
-            CheckpointError: the save before this one failed, or the state cannot be saved: it is of
-                a data type that the files do not know, say.
+            CheckpointError: the previous save failed, or the state cannot be saved, for example
+                because of its dtype.
         """
         self.finish()
         held = held_by(model, optimizer, beside)
@@ -159,28 +159,28 @@ class Saver:
             target=self._write,
             args=(save,),
             name="checkpoint writer",
-            daemon=True,  # one that the disk never answers must not keep the process
+            daemon=True,  # a writer blocked by the disk must not keep the process alive
         )
         self._thread.start()
         if copied is None:
             self.finish()
 
     def poll(self) -> None:
-        """Raise what went wrong with a save that has ended; never waits.
+        """Raise the error of a save that has ended; return at once if a save is in progress.
 
         Raises:
             CheckpointError: the save failed.
-            PeerLost: the save failed since another rank has left.
+            PeerLost: the save failed because another rank is lost.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save under way, if there is one, is published.
+        """Wait until the save in progress, if any, is published.
 
         Raises:
-            CheckpointError: the save failed, or nothing of it moves any more.
-            PeerLost: the save failed since another rank has left.
+            CheckpointError: the save failed or timed out.
+            PeerLost: the save failed because another rank is lost.
         """
         with PULSE.waiting(f"waiting for the writers of {self._final.name}"):
             self._wait()
@@ -190,14 +190,14 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """Whether a save is in progress on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        # Also after an error of the training: the state was good when it was copied.
+        # Finish the save after an error of the training too: the copied state was valid.
         if error is not None and is_lost_peer(error):
             self._progress.expect_loss()
         try:
@@ -211,7 +211,7 @@ class Saver:
             self._lock.release()
 
     def _ours(self, held: dict[str, Held]) -> dict[str, TensorInfo]:
-        """Return what this rank writes of what the ranks hold; plan anew only if that changes."""
+        """Return the tensors that this rank writes; recompute the plan if the shardings change."""
         shardings = {name: each.sharding for name, each in held.items()}
         if shardings != self._own:
             self._own = shardings
@@ -225,7 +225,7 @@ class Saver:
         return self._plan.writes_of(self._progress.rank)
 
     def _of_all_stages(self, shardings: dict[str, Sharding]) -> dict[str, Sharding]:
-        """Return how the tensors of all stages lie; of one that two stages hold, by the first."""
+        """Return the shardings of all pipeline stages; a tensor of two stages has the first's."""
         if self._num_stages == 1:
             return shardings
         size = self._plan.num_ranks // self._num_stages
@@ -247,11 +247,11 @@ class Saver:
                 self._thread = None
             elif self._progress.is_late:
                 self._thread = None
-                self._copy = HostCopy()  # the old one is still in use
+                self._copy = HostCopy()  # the stuck writer still uses the old buffer
                 self._failure = self._failed(self._progress.silence())
 
     def _failed(self, error: Exception) -> CheckpointError | PeerLost:
-        """Return the error of a save that failed, with the last checkpoint."""
+        """Return the error of a failed save, with the run's last checkpoint in its message."""
         last = "this run has no checkpoint yet"
         with suppress(OSError):
             if older := manifest.whole(self.run):
@@ -260,7 +260,7 @@ class Saver:
         return kind(f"cannot save {self._final} ({last}): {reason_of(error)}")
 
     def _write(self, save: _Save) -> None:
-        """Write and publish; the body of the writer thread."""
+        """Write this rank's file and publish the save: the target of the writer thread."""
         save_part = self._save_first if self._progress.rank == 0 else self._save_other
         try:
             _lower_priority()
@@ -284,17 +284,17 @@ class Saver:
                 self._progress.report("written", _write_file(save, self._progress))
             except (CheckpointError, PeerLost, dist.DistError):
                 raise
-            except Exception as error:  # whatever it is, rank 0 must not wait for this file
+            except Exception as error:  # after any error rank 0 must stop waiting
                 self._progress.report("failed", reason_of(error))
             self._progress.wait()
-        except (CheckpointError, PeerLost):  # rank 0 may have removed the folder before
+        except (CheckpointError, PeerLost):  # rank 0 may have removed the folder already
             with suppress(OSError):
                 (save.partial / file_of(self._progress.rank)).unlink(missing_ok=True)
                 save.partial.rmdir()
             raise
 
     def _save_first(self, save: _Save) -> None:
-        """Make the folder, write this rank's file, and publish when all have written theirs."""
+        """Create the folder, write this rank's file, and publish once all ranks have written."""
         progress = self._progress
         try:
             make_partial(save.final, replaces=save.replaces)
@@ -303,7 +303,7 @@ class Saver:
             files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}
             files[index.NAME] = index.write(save.partial, save.plan)
             publish(save.partial, save.final, dataclasses.replace(save.about, files=files))
-        except Exception as error:  # whatever it is, the others must not wait for this rank
+        except Exception as error:  # after any error other ranks must stop waiting
             shutil.rmtree(save.partial, ignore_errors=True)
             failure = self._failed(error)
             progress.conclude("failed", failure)
@@ -313,7 +313,7 @@ class Saver:
 
 
 def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:
-    """Write this rank's file; return its name and checksum, or nothing if it has nothing."""
+    """Write this rank's file; return its name and checksum, or [] without tensors to write."""
     if not save.infos:
         return []
     file = file_of(progress.rank)
@@ -321,7 +321,7 @@ def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum
 
 
 def _lower_priority() -> None:
-    """Lower the priority of the calling thread, where the system keeps one for each thread."""
+    """Lower the priority of the calling thread on Linux, where priorities are per thread."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread)

@@ -1,11 +1,11 @@
-"""Who writes which shard of a checkpoint, and who reads which part of it: pure functions.
+"""Plan which rank writes which shard of a checkpoint, and which saved shards each rank reads.
 
-Nothing here needs a process group. A tensor's `Sharding` says how it lies over the ranks of a job,
-so every rank knows by itself what each other one holds, and works out the same plan:
+The functions are pure and need no process group. The `Sharding` of a tensor determines the shard
+of every rank, so all ranks compute the same plan without communication:
 
-    shardings -> writers     each shard is written once, replicas share the work by bytes
-    shardings -> layout      which shard of the full tensor each of those ranks has
-    layout, box -> reads     which parts of which saved shards make up a box of the full tensor
+    shardings -> writers     each shard is written once; bytes are balanced over its replicas
+    shardings -> layout      offsets and sizes of the shard that each writer stores
+    layout, box -> reads     slices of saved shards that together cover a box of the full tensor
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-# Private, and PyTorch's one account of what a rank holds that needs no process group;
-# tests/checkpoint/test_sharding.py pins it.
+# Private, but PyTorch's only function that computes a rank's shard without a process group;
+# tests/checkpoint/test_sharding.py pins its behavior.
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,  # pyright: ignore[reportPrivateUsage]
 )
@@ -32,19 +32,19 @@ from phalanx.errors import CheckpointError
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and how far it goes."""
+    """A rectangular part of a tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Elements in it; 0 for a shard without rows."""
+        """Number of elements; 0 for an empty shard."""
         return math.prod(self.sizes)
 
 
 class ShardedAxis(NamedTuple):
-    """A mesh axis that a tensor is split over; rank r has coordinate `r // stride % size` on it."""
+    """A mesh axis that shards a tensor; rank r has coordinate `r // stride % size` on the axis."""
 
     placement: Any
     size: int
@@ -53,15 +53,15 @@ class ShardedAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies over the ranks of a job; on all other axes they hold replicas.
+    """How a tensor is sharded over the ranks of a job; it is replicated on all other axes.
 
     Attributes:
-        shape: of the full tensor.
-        dtype: of its elements.
-        axes: that it is split over, in the order of the splits; none if each rank holds it whole.
-        ranks: that hold it, the ranks of a stage of a pipeline; all if None.
-        is_buffer: whether a forward may change it by the rows of a rank, so that it is no replica
-            of what other ranks hold.
+        shape: shape of the full tensor.
+        dtype: dtype of the tensor.
+        axes: mesh axes that shard the tensor, in the order of the splits; empty if replicated.
+        ranks: ranks of the pipeline stage that holds the tensor; None if all ranks hold it.
+        is_buffer: whether a forward may update the tensor from a rank's own samples, so that
+            replicas on different ranks may differ.
     """
 
     shape: tuple[int, ...]
@@ -71,13 +71,13 @@ class Sharding:
     is_buffer: bool = False
 
     def box(self, rank: int) -> Box:
-        """Return the shard that a rank holds."""
+        """Return the box of the full tensor that `rank` stores."""
         coordinates = [rank // axis.stride % axis.size for axis in self.axes]
         return _box(self.shape, self.axes, tuple(coordinates))
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of a shard, of the largest if they are uneven: nearly."""
+        """Approximate bytes of the largest shard: the full size over the shards, rounded up."""
         num_shards = math.prod(axis.size for axis in self.axes)
         return -(-math.prod(self.shape) // num_shards) * self.dtype.itemsize
 
@@ -98,10 +98,10 @@ def _box(
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:
-    """Return how a tensor lies over the ranks; a tensor that is no DTensor is whole on each.
+    """Return the sharding of a tensor; a tensor that is not a DTensor counts as replicated.
 
     Raises:
-        CheckpointError: the ranks hold terms of a sum.
+        CheckpointError: the DTensor has a Partial placement.
     """
     axes: list[ShardedAxis] = []
     if isinstance(tensor, DTensor):
@@ -121,11 +121,11 @@ def file_of(rank: int) -> str:
 
 
 class WritePlan:
-    """Who writes which shard; the same on every rank.
+    """The assignment of shards to writing ranks, equal on every rank.
 
-    The tensors are dealt out by falling size, each shard to the rank among its holders that has the
-    fewest bytes so far. The first holder writes a shard of a buffer: buffers that belong together,
-    as sums and counts do, then come from one rank.
+    Tensors are assigned in order of falling size; each shard goes to the rank with the fewest bytes
+    so far among the ranks that hold the shard. Exception: the first such rank writes a shard of a
+    buffer, so that related buffers, such as a sum and its count, come from the same rank.
     """
 
     def __init__(self, shardings: Mapping[str, Sharding], num_ranks: int) -> None:
@@ -134,7 +134,7 @@ class WritePlan:
         self._writers = _dealt(self.shardings, num_ranks)
 
     def writes_of(self, rank: int) -> dict[str, TensorInfo]:
-        """Return what a rank writes, in the order of its file."""
+        """Return the tensors that `rank` writes, by name, in the order of its file."""
         return in_order(
             {
                 name: TensorInfo(self.shardings[name].dtype, box.sizes)
@@ -144,7 +144,7 @@ class WritePlan:
         )
 
     def layouts(self) -> Mapping[str, ShardLayout]:
-        """Return which file holds which shard, by tensor; equal layouts are one object."""
+        """Return the saved shards and their files by tensor name; equal layouts are one object."""
         made: dict[Any, ShardLayout] = {}
         layouts: dict[str, ShardLayout] = {}
         for name, sharding in self.shardings.items():
@@ -170,7 +170,7 @@ def _dealt(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[str, froze
     by_size = sorted(shardings.items(), key=lambda item: (-item[1].shard_bytes, item[0]))
     for name, sharding in by_size:
         here = ranks if sharding.ranks is None else np.array(sharding.ranks)
-        if not sharding.axes:  # a reader wants all scalars, so one file has them
+        if not sharding.axes:  # a reader needs all scalars: one file for all
             is_dealt = sharding.shape and not sharding.is_buffer
             first = int(loads[here].argmin()) if is_dealt else 0
             chosen = here[first : first + 1]
@@ -186,7 +186,7 @@ def _dealt(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[str, froze
 
 
 def _shard_numbers(axes: tuple[tuple[int, int], ...], num_ranks: int) -> Any:
-    """Return the number of the shard that each rank holds."""
+    """Return, for each rank, the index of the shard that the rank holds."""
     ranks, number = np.arange(num_ranks), np.zeros(num_ranks, np.int64)
     for size, stride in axes:
         number = number * size + ranks // stride % size
@@ -194,7 +194,7 @@ def _shard_numbers(axes: tuple[tuple[int, int], ...], num_ranks: int) -> Any:
 
 
 class SavedShard(NamedTuple):
-    """A shard in a file, under the name of its tensor."""
+    """Offsets and sizes of a saved shard, and its file, where it has the tensor's name."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -203,14 +203,14 @@ class SavedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The shape of a saved tensor, and the shards that cover it, each part once."""
+    """The shape of a saved tensor, and shards that cover it without overlap."""
 
     shape: tuple[int, ...]
     shards: tuple[SavedShard, ...]
 
 
 class Read(NamedTuple):
-    """A part of a saved shard, and where it belongs in the box to read."""
+    """A slice `source` of a saved shard, and the slice `target` of the box it is copied to."""
 
     shard: SavedShard
     source: tuple[slice, ...]
@@ -218,7 +218,7 @@ class Read(NamedTuple):
 
 
 def reads_of(layout: ShardLayout, box: Box) -> list[Read]:
-    """Return the parts of saved shards that make up a box of the full tensor."""
+    """Return the slices of saved shards that together cover a box of the full tensor."""
     reads: list[Read] = []
     for shard in layout.shards if box.num_elements else ():
         sources: list[slice] = []
@@ -237,11 +237,11 @@ def reads_of(layout: ShardLayout, box: Box) -> list[Read]:
 def plan_reads(
     layouts: Mapping[str, ShardLayout], wanted: Mapping[str, Box]
 ) -> dict[str, list[tuple[str, Read]]]:
-    """Return what to read from which file for a box of each tensor: its name, and the part."""
+    """Return, for each file, the (tensor name, read) pairs that fill the `wanted` boxes."""
     known: dict[tuple[int, Box], list[Read]] = {}
     by_file: dict[str, list[tuple[str, Read]]] = defaultdict(list)
     for name, box in wanted.items():
-        key = (id(layouts[name]), box)  # most tensors lie as others do
+        key = (id(layouts[name]), box)  # most tensors have the same layout as another
         if key not in known:
             known[key] = reads_of(layouts[name], box)
         for read in known[key]:
@@ -250,7 +250,7 @@ def plan_reads(
 
 
 def check_cover(layout: ShardLayout) -> str | None:
-    """Say how shards fail to make up a tensor: they must be cuts along each dimension, crossed."""
+    """Return why the shards are not a complete grid of cuts of the tensor; None if they are."""
     shape, shards = layout.shape, layout.shards
     if any(not len(shard.offsets) == len(shard.sizes) == len(shape) for shard in shards):
         return "a shard has more or fewer offsets or sizes than that"

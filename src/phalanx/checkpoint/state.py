@@ -1,12 +1,12 @@
-"""What a checkpoint holds of a run, by name, and how it comes back: into any split, on any ranks.
+"""The named tensors of a checkpoint, and their loading under any strategy and number of ranks.
 
-    model.<name>                parameters and kept buffers, by the model's own names
-    optimizer.<name>.<key>      the optimizer's state of the parameter <name>, such as exp_avg
-    generators.<device>         states of torch's generators, a row for each rank
-    registered.<name>...        what a script has registered, see phalanx.checkpoint.registered
+    model.<name>                parameters and persistent buffers, by the model's own names
+    optimizer.<name>.<key>      optimizer state of the parameter <name>, such as exp_avg
+    generators.<device>         states of torch's random generators, a row for each rank
+    registered.<name>...        objects that a script registered, see phalanx.checkpoint.registered
 
-Nothing is said of who held what: a tensor that was split (DTensor), or held whole by every rank, is
-one tensor under one name. A tie has the first of its names.
+Names do not depend on the strategy: a sharded tensor (DTensor) and a replicated one are each one
+full tensor under one name. A tied parameter is saved once, under the first of its names.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from phalanx.errors import CheckpointError
 from phalanx.parallel.reduce import is_fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What an Adam keeps of each parameter beside the count of steps."""
+"""Keys of Adam's state of each parameter, in addition to its step count."""
 
 
 class Held(NamedTuple):
-    """What this rank holds of a tensor of the checkpoint, and how that lies over the ranks."""
+    """This rank's shard of a tensor of the checkpoint, and the tensor's sharding."""
 
     sharding: Sharding
     local: torch.Tensor
@@ -49,12 +49,12 @@ class Held(NamedTuple):
 def held_by(
     model: nn.Module, optimizer: AnyOptimizer, beside: Mapping[str, torch.Tensor]
 ) -> dict[str, Held]:
-    """Return what this rank holds of a checkpoint: the tensors themselves, not copies.
+    """Return this rank's shards of all tensors to save, by name, without copying them.
 
     Args:
-        model: split.
-        optimizer: of its parameters.
-        beside: other tensors; one that is no DTensor is saved as the first rank has it.
+        model: sharded model.
+        optimizer: optimizer of its parameters.
+        beside: further tensors; rank 0's value is saved of a tensor that is not a DTensor.
 
     Raises:
         CheckpointError: see `state_of`.
@@ -71,9 +71,9 @@ def held_by(
 
 
 def held_once_trained(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
-    """Return `held_by` as it will be when each parameter has its moments.
+    """Return `held_by` with an entry for each moment of Adam that does not exist yet.
 
-    Those that are not there yet stand as the parameter itself, which is as large.
+    The parameter itself, which has the same size, stands in for the missing moment.
     """
     held = held_by(model, optimizer, {})
     for name, parameter in _trained(weights_of(model), optimizer).items():
@@ -90,23 +90,24 @@ def _held(tensor: torch.Tensor, *, is_buffer: bool = False) -> Held:
 
 
 def is_of_job(name: str) -> bool:
-    """Return whether every rank has a shard of this, whichever stage of a pipeline it runs."""
+    """Return whether all pipeline stages hold shards of the tensor `name`."""
     return name.startswith("generators.")
 
 
 def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tensor]:
-    """Return the weights and the optimizer's state: the tensors themselves, not copies.
+    """Return the weights and the optimizer's state by name, without copying them.
 
-    A parameter that no step has used yet has no state in the optimizer, and none here.
+    A parameter without optimizer state, for example before the first step, has no such entry.
 
     Raises:
-        CheckpointError: the optimizer keeps a value that is no tensor, or is of another model.
+        CheckpointError: optimizer state is not a tensor, or is neither 0-d nor of the parameter's
+            shape; or the optimizer updates a parameter that is not in the model.
     """
     weights = weights_of(model)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     for name, parameter in _trained(weights, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if value is None:  # SGD's momentum, where there is none
+            if value is None:  # momentum_buffer of SGD without momentum
                 continue
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
@@ -123,7 +124,7 @@ def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tenso
 
 
 Room = Callable[[Index], Mapping[str, torch.Tensor]]
-"""Returns tensors for what a checkpoint holds beside the model, or raises a CheckpointError."""
+"""Returns empty tensors for entries besides model and optimizer, or raises a CheckpointError."""
 
 
 def load(
@@ -131,16 +132,16 @@ def load(
 ) -> Mapping[str, torch.Tensor]:
     """Load weights, optimizer state and generators; every rank calls this together.
 
-    Settings of the optimizer (betas, decay and the like) stay as they are. Generators belong to
-    ranks and devices, so they stay too unless as many ranks on such a device saved them; the
-    run's own draws do not use them.
+    Hyperparameters of the optimizer (betas, weight decay) do not change. Generator states belong to
+    ranks and devices, so they are loaded only if the same number of ranks on the same kind of
+    device saved them; the run's own draws use other generators.
 
     Returns:
-        What `room_beside` made, filled.
+        The tensors that `room_beside` returned, filled from the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it is of another model; then the
-            weights may be a mix of both.
+        CheckpointError: a file is missing or damaged, or the checkpoint is of another model; the
+            weights may then be partly loaded.
     """
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
@@ -178,11 +179,11 @@ def load(
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load the weights alone, into any split of the model; every rank calls this together.
+    """Load only the weights, under any strategy; every rank calls this together.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it is of another model; then the
-            weights may be a mix of both.
+        CheckpointError: a file is missing or damaged, or the checkpoint is of another model; the
+            weights may then be partly loaded.
     """
     doing = f"cannot load the weights in {folder}"
     _, tensors = _open(folder, doing)
@@ -194,14 +195,13 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and kept buffers by name, a tie once.
+    """Return the parameters and persistent buffers by name, a tied one once.
 
-    Extra states are no weights; `registered` holds them.
-    It asks for the state_dict, before which FSDP2 puts back the shards of what it has gathered;
-    `named_parameters` alone may give the gathered copies.
+    Extra states of modules are excluded, because `registered` saves them. The names come from
+    `state_dict`, whose hook makes FSDP2 reshard; `named_parameters` may return unsharded copies.
 
     Raises:
-        CheckpointError: a rank's shard of a tensor is several pieces of the full one.
+        CheckpointError: a rank's shard of a fused tensor is several pieces of the full tensor.
     """
     names: dict[torch.Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -218,7 +218,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _trained(weights: dict[str, torch.Tensor], optimizer: AnyOptimizer) -> dict[str, torch.Tensor]:
-    """Return the parameters that the optimizer updates, of all its groups, by name."""
+    """Return the parameters in all groups of the optimizer, by name."""
     names = {tensor: name for name, tensor in weights.items()}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter not in names for parameter in trained):
@@ -227,7 +227,7 @@ def _trained(weights: dict[str, torch.Tensor], optimizer: AnyOptimizer) -> dict[
 
 
 def _rows(states: dict[str, torch.Tensor]) -> dict[str, Held]:
-    """Return this rank's generators as rows of tensors of the checkpoint."""
+    """Return this rank's generator states, each a row of a tensor sharded over all ranks."""
     num_ranks = dist.get_world_size()
     axes = (ShardedAxis(Shard(0), num_ranks, 1),) if num_ranks > 1 else ()
     return {
@@ -239,7 +239,7 @@ def _rows(states: dict[str, torch.Tensor]) -> dict[str, Held]:
 
 
 def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
-    """Verify the files, dealt out over the ranks; return what the checkpoint says that it holds."""
+    """Verify the files, distributed over the ranks; return the manifest and the index."""
     about = on_first_rank(lambda: manifest.read(folder), doing)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     all_or_none(lambda: verify(folder, about, rank, num_ranks), doing)
@@ -247,14 +247,14 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
 
 
 def _read(folder: Path, tensors: Index, held: dict[str, Held], doing: str) -> None:
-    """Fill what this rank holds from the checkpoint."""
+    """Fill this rank's shards `held` from the files of the checkpoint."""
     rank = dist.get_rank()
     wanted = {name: (each.local, each.sharding.box(rank)) for name, each in held.items()}
     all_or_none(lambda: index.load(folder, tensors, wanted), doing)
 
 
 def _elsewhere(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:
-    """Return the names of weights that only ranks of other stages hold; all ranks call this."""
+    """Return names of weights that only other pipeline stages hold; all ranks call this."""
     stored = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
     missing = stored.difference(weights)
     if first_object("some" if missing else None) is None:
@@ -263,7 +263,7 @@ def _elsewhere(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:
 
 
 def _named(tensors: Index) -> Index:
-    """Return the tensors of a checkpoint, all of which have names that a run gives."""
+    """Return `tensors` if all names are ones that a run uses, else raise CheckpointError."""
     for name in tensors:
         kind, _, rest = name.partition(".")
         is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
@@ -273,7 +273,7 @@ def _named(tensors: Index) -> Index:
 
 
 def _check_weights(tensors: Index, weights: dict[str, torch.Tensor], elsewhere: set[str]) -> None:
-    """Refuse the weights of another model."""
+    """Raise CheckpointError unless the checkpoint has exactly the weights of this model."""
     for name, tensor in weights.items():
         _check_tensor(tensors, f"model.{name}", name, tensor)
     for stored_name in sorted(tensors):
@@ -306,10 +306,10 @@ def _empty_moments(
     optimizer: AnyOptimizer,
     elsewhere: set[str],
 ) -> dict[str, torch.Tensor]:
-    """Return room for the optimizer's state that the checkpoint has, split as the parameters are.
+    """Return zeros for the checkpoint's optimizer state, sharded as the parameters are.
 
-    The count of steps, `step`, lies where torch.optim keeps it: beside the parameter for fused and
-    capturable optimizers, else on the CPU.
+    The step count, `step`, is on the device where torch.optim stores it: the parameter's device for
+    fused and capturable optimizers, else the CPU.
     """
     on_device = {
         parameter

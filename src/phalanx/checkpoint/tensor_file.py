@@ -1,11 +1,12 @@
-"""Write safetensors files as their tensors come, hashed on the way; read parts of them.
+"""Write safetensors files as a stream of tensors, hashed while writing; open them for reading.
 
     8 bytes   length of the header
     header    JSON: {name: {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}}
     data      the tensors' bytes, in the order of the header
 
-https://github.com/huggingface/safetensors#format. The library's own writer wants all tensors at
-once; its reader checks a header before it allocates anything, and runs no code.
+https://github.com/huggingface/safetensors#format. The library's writer is not used, because it
+needs all tensors in memory at once. Its reader is used: it checks the header before it allocates
+memory, and runs no code from the file.
 """
 
 from __future__ import annotations
@@ -42,33 +43,33 @@ DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Data types by the names that the format gives them."""
+"""dtype by its name in the safetensors format."""
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-"""Names of the data types that can be saved."""
+"""Name in the safetensors format by dtype, for each dtype that can be saved."""
 
 CHUNK_BYTES: Final = 8 << 20
-"""Bytes that are hashed and written at a time."""
+"""Bytes that are hashed and written in one call."""
 
 SYNC_BYTES: Final = 256 << 20
-"""Bytes after which the disk must hold the written part: a slow disk is seen to make progress."""
+"""Bytes between two fsync calls, so that reported progress reflects a slow disk."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor."""
+    """dtype and shape of a tensor, as in the header of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """Size of the tensor in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def in_order(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors so that each begins at a multiple of its items' size."""
+    """Return the tensors sorted by falling item size, so that each is aligned in the file."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
@@ -78,13 +79,16 @@ def write(
     pieces: Iterable[torch.Tensor],
     moved: Callable[[int], None] | None = None,
 ) -> Checksum:
-    """Write a file and have the disk hold it; return the checksum of what was meant to be written.
+    """Write a file and sync it to disk; return the checksum of the data passed to the writes.
 
-    The data comes in `pieces` of the CPU of any shapes, one after the other, in the order of
-    `tensors`. `moved` is called now and then with the bytes written so far.
+    Args:
+        path: file to write.
+        tensors: header entries, in the order of the data.
+        pieces: CPU tensors of any shapes whose bytes, concatenated, are the data of `tensors`.
+        moved: called after each chunk with the bytes written so far.
 
     Raises:
-        OSError: the disk is full, say; names the file.
+        OSError: the write failed, for example because the disk is full; names the file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -101,7 +105,7 @@ def write(
     try:
         with path.open("wb", buffering=0) as file:
             for chunk in _chunks(len(text).to_bytes(8, "little") + text, pieces):
-                sha256.update(chunk)  # lets other threads run
+                sha256.update(chunk)  # releases the GIL
                 rest = chunk
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -120,25 +124,25 @@ def write(
 
 def _chunks(head: bytes, pieces: Iterable[torch.Tensor]) -> Iterable[memoryview]:
     yield memoryview(head)
-    for piece in pieces:  # without a variable for its bytes, which would hold it beside the next
+    for piece in pieces:  # no variable for its bytes: it would keep the piece alive with the next
         for begin in range(0, piece.nbytes, CHUNK_BYTES):
             yield bytes_of(piece)[begin : begin + CHUNK_BYTES]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor of the CPU, not copied."""
+    """Return a view, not a copy, of the bytes of a contiguous CPU tensor."""
     flat = tensor.detach().reshape(-1)
     return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
 
 
 def open_file(path: Path) -> Any:
-    """Open a file to read its tensors: `safe_open` of the library, which maps it into memory.
+    """Open a file by `safetensors.safe_open`, which memory-maps it, to read its tensors.
 
     Raises:
-        CheckpointError: it is damaged or no regular file, or a name has control characters.
+        CheckpointError: it is damaged or not a regular file, or a name has control characters.
     """
     try:
-        open_regular(path, may_be_link=True).close()  # a pipe would be waited for
+        open_regular(path, may_be_link=True).close()  # refuses a pipe, which would block
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     try:

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: the shape its manifest describes, and each weight, whole."""
+"""Read a checkpoint's full weights, without sharding, and the model shape in its manifest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a decoder in a folder; `read` gives one, full, by its parameter's name."""
+    """The weights of a decoder in a folder; `read(name)` returns the full tensor of a parameter."""
 
     folder: Path
     shape: ModelShape
@@ -27,11 +27,11 @@ class Weights:
 
 
 def open_checkpoint(path: Path) -> Weights:
-    """Open a checkpoint, or the latest whole one of a run, and verify its files.
+    """Open a checkpoint, or the latest complete one of a run, and verify its files.
 
     Raises:
-        CheckpointError: there is none, a file is missing or damaged, or a weight is missing or of
-            another size.
+        CheckpointError: there is no checkpoint, a file is missing or damaged, or a weight is
+            missing, has an unexpected shape, or is not floating-point.
     """
     folder, about = manifest.find_and_read(path)
     try:
@@ -45,14 +45,14 @@ def open_checkpoint(path: Path) -> Weights:
         for name, tensor in tensors.items()
         if name.startswith("model.")
     }
-    if shape.num_layers > len(sizes):  # before a model is made of more
+    if shape.num_layers > len(sizes):  # before building a model with too many layers
         raise CheckpointError(
             f"{folder}: it has {len(sizes)} weights; the shape in {manifest.NAME} asks for "
             f"{brief(shape.num_layers)} layers"
         )
     try:
         expected = sizes_of(shape)
-    except (RuntimeError, OverflowError, TypeError) as error:  # no such tensor can be
+    except (RuntimeError, OverflowError, TypeError) as error:  # impossible sizes
         raise CheckpointError(
             f"{folder}: the shape in {manifest.NAME} is none: {brief(error)}"
         ) from error
@@ -78,10 +78,10 @@ def open_checkpoint(path: Path) -> Weights:
 
 
 def shape_in(about: Manifest, folder: Path) -> ModelShape:
-    """Return the shape of the model that a checkpoint holds.
+    """Return the model shape in a checkpoint's manifest.
 
     Raises:
-        CheckpointError: the manifest does not describe one, or is of a script.
+        CheckpointError: the shape is not valid, or the checkpoint is of a training script.
     """
     if about.script is not None:
         raise CheckpointError(
@@ -103,7 +103,7 @@ def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
 
 
 def load_decoder(weights: Weights, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """Return the decoder of some weights, whole on one device, for inference in `dtype`."""
+    """Return a decoder with `weights`, unsharded on one device, for inference in `dtype`."""
     with torch.device("meta"):
         model = Decoder(weights.shape).to(dtype=dtype)
     model.to_empty(device=device)
@@ -113,6 +113,6 @@ def load_decoder(weights: Weights, dtype: torch.dtype, device: torch.device | st
 
 @torch.no_grad()
 def read_into(model: Decoder, weights: Weights) -> None:
-    """Copy weights in place to a decoder that is whole on one device."""
+    """Copy weights into an unsharded decoder on one device, in place."""
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(name))

@@ -1,24 +1,24 @@
-"""Collectives by an algorithm of your choice, written over point-to-point messages.
+"""Collectives with a choice of algorithm, implemented with point-to-point messages.
 
-They are the reference for teaching and tests, and serve where the links between ranks are uneven;
-NCCL's and gloo's own are the fast ones. Any script whose ranks have joined can call them, by
-`phalanx.init` or by `torch.distributed.init_process_group`:
+They are a reference for teaching and tests, and useful if the links between ranks are uneven; the
+built-in collectives of NCCL and gloo are faster. Any script can call them after `phalanx.init` or
+`torch.distributed.init_process_group`:
 
     from phalanx import collectives
     collectives.all_reduce(gradient, "avg", algorithm="ring")
     work = collectives.broadcast(weights, root=0, algorithm="tree", async_op=True)
     work.wait()
 
-Every collective takes by name
+Every collective has these keyword arguments:
 
     algorithm   ring, tree, halving-doubling, direct, or hierarchical/RANKS with RANKS on each host
-    group       of torch.distributed, all of whose ranks make the same calls in the same order;
-                a rank outside of it does nothing. The job's ranks if None.
-    async_op    begin only; `wait` of the work completes it, see comm/algorithms/running.py
+    group       group of torch.distributed, or None for all ranks of the job. All its ranks must
+                make the same calls in the same order. On ranks outside of it, calls do nothing.
+    async_op    start only, and return a work whose `wait` completes it (comm/algorithms/running.py)
 
-`op` is sum, product, min, max, avg, and, or, xor; an average of integers is cut off towards 0.
-Ranks, also `root`, are counted in the group. Results are equal to the bit on all ranks and in every
-run. `phalanx show ring` prints the steps.
+`op` is sum, product, min, max, avg, and, or, xor; an average of integers is truncated toward 0.
+Ranks, including `root`, are group ranks. Results are bitwise equal on all ranks and in every run.
+`phalanx show ring` prints the steps.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ __all__ = [
 ]  # fmt: skip
 
 Group = dist.ProcessGroup | int | None
-"""A group as `torch.distributed.new_group` returns it: a number where this rank is not in it."""
+"""A group as returned by `torch.distributed.new_group`, which is an int on ranks outside of it."""
 
 DEFAULT: Final = {
     "broadcast": "tree", "reduce": "tree", "scatter": "tree", "gather": "tree",
     "all-gather": "ring", "reduce-scatter": "ring", "all-reduce": "ring",
     "all-to-all": "direct", "barrier": "halving-doubling",
 }  # fmt: skip
-"""Collective -> its algorithm, if the caller names none."""
+"""Collective -> default algorithm."""
 
 
 class How(TypedDict, total=False):
-    """What every collective takes by name."""
+    """Keyword arguments of every collective."""
 
     algorithm: str
     group: Group
@@ -68,17 +68,17 @@ class How(TypedDict, total=False):
 
 
 def send(tensor: Tensor, target: int, *, tag: int = 0, group: Group = None) -> None:
-    """Send a tensor to rank `target`; return when it may be changed again."""
+    """Send a tensor to rank `target`; return when the tensor may be modified again."""
     isend(tensor, target, tag=tag, group=group).wait()
 
 
 def recv(tensor: Tensor, source: int, *, tag: int = 0, group: Group = None) -> None:
-    """Overwrite a tensor with what rank `source` sends under the same tag."""
+    """Overwrite a tensor with the tensor that rank `source` sends with the same tag."""
     irecv(tensor, source, tag=tag, group=group).wait()
 
 
 def isend(tensor: Tensor, target: int, *, tag: int = 0, group: Group = None) -> dist.Work:
-    """Begin to send; the tensor must not change until the work is waited for."""
+    """Start to send; the tensor must not be modified before the work's `wait` returns."""
     where = _messaging(group, target, tag)
     work = dist.isend(tensor, group=where, group_dst=target, tag=tag)
     assert work is not None, "this rank is in the group"
@@ -86,7 +86,7 @@ def isend(tensor: Tensor, target: int, *, tag: int = 0, group: Group = None) -> 
 
 
 def irecv(tensor: Tensor, source: int, *, tag: int = 0, group: Group = None) -> dist.Work:
-    """Begin to receive; the tensor is there once the work is waited for."""
+    """Start to receive; the tensor is complete after the work's `wait`."""
     where = _messaging(group, source, tag)
     work = dist.irecv(tensor, group=where, group_src=source, tag=tag)
     assert work is not None, "this rank is in the group"
@@ -94,22 +94,22 @@ def irecv(tensor: Tensor, source: int, *, tag: int = 0, group: Group = None) -> 
 
 
 def broadcast(tensor: Tensor, root: int = 0, **how: Unpack[How]) -> Collective | None:
-    """Overwrite the tensor of every rank with the root's."""
+    """Overwrite the tensor of every rank with the root's tensor."""
     return _in_place("broadcast", tensor, None, root, how)
 
 
 def reduce(tensor: Tensor, op: str = "sum", root: int = 0, **how: Unpack[How]) -> Collective | None:
-    """Reduce the tensors of all ranks on the root; the others' hold nothing of use afterwards."""
+    """Reduce the tensors of all ranks on the root; contents on other ranks become undefined."""
     return _in_place("reduce", tensor, op, root, how)
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", **how: Unpack[How]) -> Collective | None:
-    """Reduce the tensors of all ranks on every rank."""
+    """Reduce the tensors of all ranks in place on every rank."""
     return _in_place("all-reduce", tensor, op, 0, how)
 
 
 def all_gather(output: Tensor, shard: Tensor, **how: Unpack[How]) -> Collective | None:
-    """Fill `output`, P times as large as `shard`, with the shards of all ranks in their order."""
+    """Fill `output`, P times as large as `shard`, with the shards of all ranks in rank order."""
     group = _joined(how)
     if group is None:
         return None
@@ -121,7 +121,7 @@ def all_gather(output: Tensor, shard: Tensor, **how: Unpack[How]) -> Collective 
 def reduce_scatter(
     output: Tensor, full: Tensor, op: str = "sum", **how: Unpack[How]
 ) -> Collective | None:
-    """Set `output` to this rank's P-th of the reduced `full`, which stays as it is."""
+    """Set `output` to this rank's shard, 1/P, of the reduced `full`; `full` is not modified."""
     group = _joined(how)
     if group is None:
         return None
@@ -138,7 +138,7 @@ def reduce_scatter(
 def gather(
     output: Tensor | None, shard: Tensor, root: int = 0, **how: Unpack[How]
 ) -> Collective | None:
-    """Fill the root's `output` with the shards of all ranks in their order; None elsewhere."""
+    """Fill the root's `output` with all shards in rank order; it is None on other ranks."""
     group = _joined(how)
     if group is None:
         return None
@@ -151,7 +151,7 @@ def gather(
 def scatter(
     output: Tensor, full: Tensor | None, root: int = 0, **how: Unpack[How]
 ) -> Collective | None:
-    """Set each rank's `output` to its P-th of the root's `full`, which is None elsewhere."""
+    """Set each rank's `output` to its shard of the root's `full`, which is None on other ranks."""
     group = _joined(how)
     if group is None:
         return None
@@ -164,9 +164,9 @@ def scatter(
 
 
 def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective | None:
-    """Send row s of `given` to rank s, and fill row r of `output` with what rank r sends.
+    """Send row s of `given` to rank s, and fill row r of `output` with the row from rank r.
 
-    Both have a row, along their first dimension, for each rank, and memory of their own.
+    The first dimension of both has one row for each rank, and their memory must not overlap.
     """
     group = _joined(how)
     if group is None:
@@ -188,7 +188,7 @@ def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective 
 
 
 def barrier(**how: Unpack[How]) -> Collective | None:
-    """Wait until every rank of the group has come here."""
+    """Wait until every rank of the group has called this."""
     group = _joined(how)
     if group is None:
         return None
@@ -200,7 +200,7 @@ def barrier(**how: Unpack[How]) -> Collective | None:
 def _in_place(
     collective: str, tensor: Tensor, op: str | None, root: int, how: How
 ) -> Collective | None:
-    """Run a collective whose chunks are pieces of one tensor."""
+    """Run a collective that modifies `tensor`, whose pieces are the chunks."""
     group = _joined(how)
     if group is None:
         return None
@@ -224,7 +224,7 @@ def _begin(
     finish: Callable[[], object] = lambda: None,
     combine: Combine = torch.add,
 ) -> Collective | None:
-    """Begin a collective; complete it unless it is asynchronous."""
+    """Start a collective; complete it unless it is asynchronous."""
     _check_rank(collective, root, group)
     algorithm = how.get("algorithm", DEFAULT[collective])
     steps = list_steps(collective, algorithm, group.size(), root)
@@ -257,7 +257,7 @@ def _joined(how: How) -> dist.ProcessGroup | None:
 
 
 def _messaging(group: Group, peer: int, tag: int) -> dist.ProcessGroup:
-    """Return the group of a message, with no collective under way on it."""
+    """Check a message; return its group after all running collectives are complete."""
     where = _joined({"group": group})
     if where is None:
         raise ScriptError("this rank is not in the group over which a message goes")
@@ -283,7 +283,7 @@ def _check_rank(what: str, rank: int, group: dist.ProcessGroup) -> None:
 def _of_root(
     name: str, full: Tensor | None, shard: Tensor, root: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Return the root's full tensor; elsewhere one through which chunks of others pass."""
+    """Return the root's full tensor; on other ranks a buffer for forwarded chunks."""
     if group.rank() != root:
         return shard.new_empty(group.size() * shard.numel())
     if full is None:
@@ -292,7 +292,7 @@ def _of_root(
 
 
 def _rows(name: str, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a view of a full tensor with a flat row for each rank."""
+    """Return a view of a full tensor with one flat row for each rank."""
     if full.numel() != group.size() * shard.numel() or full.dtype != shard.dtype:
         raise ScriptError(
             f"{name}: the full tensor is {_told(full)} and the shard {_told(shard)}; expected "
@@ -308,7 +308,7 @@ def _told(tensor: Tensor) -> str:
 
 
 def _divided(total: Tensor, op: str | None, num_ranks: int) -> Tensor:
-    """Return the average that a sum gives, if `op` asks for one."""
+    """Return the average if `op` is "avg", else the sum unchanged."""
     if op != "avg":
         return total
     if total.is_floating_point() or total.is_complex():

@@ -1,1 +1,1 @@
-"""The only caller of collectives: the communicator, and the ledger."""
+"""Communication between ranks: the communicator, its engines, and the ledger that counts calls."""

@@ -1,4 +1,4 @@
-"""A rank that has no others, whatever the job its process is in."""
+"""A communicator of a single rank, for work that does not communicate with the process's job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.comm.pending import Pending
 
 
 class Alone(Comm):
-    """One rank without others, whatever job its process is in; it sends nothing."""
+    """A communicator of a single rank: every collective returns its input and sends nothing."""
 
     def __init__(self) -> None:
         super().__init__({"dp": 1}, {"dp": 0}, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A collective of shared memory as a number, by which ranks compare their calls."""
+"""Encode a shared-memory collective as a number that ranks compare to detect mismatched calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES: Final = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     *(torch.complex64, torch.complex128, torch.complex32),
-    # Those that no reduction knows are moved alone.
+    # Dtypes below have no reduction; they can only be copied.
     *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     torch.float8_e8m0fnu,
@@ -26,7 +26,7 @@ DTYPES: Final = (
 
 
 def number_of(op: str, dtype: torch.dtype, option: Any = None) -> int:
-    """Return a call as a number that is the same on all ranks.
+    """Encode op, dtype and option (reduction or root) as a number that is equal on all ranks.
 
     Raises:
         ConfigError: shared memory does not carry this data type.
@@ -41,12 +41,12 @@ def number_of(op: str, dtype: torch.dtype, option: Any = None) -> int:
 
 
 def dtype_of(what: int) -> torch.dtype:
-    """Return the data type of such a call."""
+    """Return the dtype of an encoded call."""
     return DTYPES[what >> 8 & 255]
 
 
 def words_of(what: int, num_bytes: int) -> str:
-    """Return such a call in words, for a message."""
+    """Describe an encoded call of `num_bytes` in words, for an error message."""
     op, dtype, number = OPS[what & 255], str(dtype_of(what)).removeprefix("torch."), what >> 16
     option = f" {[*REDUCTIONS][number]}" if op == "all_reduce" else ""
     root = f" with root {number}" if op in ("broadcast", "reduce") else ""

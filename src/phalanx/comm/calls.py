@@ -1,9 +1,9 @@
-"""Read a collective from the dispatcher: which it is, on which group, with which tensors.
+"""Recognize collectives among dispatcher ops: their kind, group and tensors.
 
 Every collective of torch.distributed passes the dispatcher as an op of the namespaces `c10d` or
-`_c10d_functional`, and every exchange of comm.exchange as one of `phalanx_comm`. A dispatch mode
-that hands each op to `read_call` so sees our own calls and the calls of FSDP2,
-DistributedDataParallel, DTensor and the pipeline runtime alike.
+`_c10d_functional`, and the collectives of comm.exchange and comm.ops as ops of `phalanx_comm`. A
+dispatch mode that passes each op to `read_call` therefore sees our collectives and the collectives
+of FSDP2, DistributedDataParallel, DTensor and the pipeline runtime.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _OPS = {
     "recv": "irecv recv_ recv",
     "recv_any_source": "recv_any_source_",
 }
-"""Name of a collective -> its ops of the dispatcher."""
+"""Name of a collective -> its dispatcher ops."""
 
 _KIND = {op: name for name, ops in _OPS.items() for op in ops.split()}
 
 _NO_COLLECTIVE = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
-"""Ops of the namespaces above that do not speak to other ranks."""
+"""Ops of the namespaces above that do not communicate."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Call:
 
     Attributes:
         op: name of the collective.
-        group: whom it is among.
-        arguments: what the op of the dispatcher was given, by the names of its schema.
+        group: process group.
+        arguments: argument name in the dispatcher op's schema -> value.
     """
 
     op: str
@@ -66,12 +66,12 @@ class Call:
 
     @property
     def inputs(self) -> list[Any]:
-        """The tensors that go in, in lists of lists where the op has them so."""
+        """The input tensors, in nested lists if the op has nested lists."""
         return self._tensors("input") or self._tensors("tensor")
 
     @property
     def outputs(self) -> list[Any]:
-        """The tensors that come out where they are not the inputs; empty if the op makes them."""
+        """The output tensors among the arguments; empty if in place or allocated by the op."""
         return self._tensors("out")
 
     def _tensors(self, prefix: str) -> list[Any]:
@@ -82,10 +82,10 @@ class Call:
 
 
 def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
-    """Return the collective that an op of the dispatcher is; None for any other op.
+    """Return the collective call that a dispatcher op makes; None if the op is no collective.
 
     Raises:
-        NotImplementedError: the op is of torch.distributed, but not known here.
+        NotImplementedError: the op is in a namespace of collectives, but not in the table above.
     """
     if getattr(func, "namespace", "") not in _NAMESPACES:
         return None
@@ -100,19 +100,19 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
 
 
 def group_named(name: Any) -> dist.ProcessGroup:
-    """Return the group that the operators of torch and of comm.exchange call by `name`."""
+    """Return the process group that ops of torch, comm.exchange and comm.ops identify by `name`."""
     # Private, and the only way from a name to its group; tests/comm/test_ledger.py pins it.
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
 
 
 @lru_cache(maxsize=64)
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the global ranks of a group; not anew at each call, since they may be thousands."""
+    """Return the global ranks of a group, cached because there may be thousands."""
     return tuple(dist.get_process_group_ranks(group))
 
 
 def _group(func: Any, arguments: Mapping[str, Any]) -> dist.ProcessGroup:
-    """Return the group an op was called on."""
+    """Return the process group on which an op was called."""
     if "group_name" in arguments:
         return group_named(arguments["group_name"])
     if "process_group" in arguments:

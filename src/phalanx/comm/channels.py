@@ -1,21 +1,22 @@
-"""Words by which the ranks of one host say to each other where data lies, and that it is read.
+"""Shared-memory words by which ranks on one host announce data and acknowledge that they read it.
 
-Each rank writes words of its own alone, and others read them: no word has two writers. The writes
-of a core are seen in the order in which it makes them, on x86-64; other processors do not promise
-that (`IS_SUPPORTED`).
+A rank writes only its own words, and the other ranks read them: no word has two writers. On x86-64
+other cores see a core's writes in program order; other processors do not guarantee this
+(`IS_SUPPORTED`).
 
     sleeps 1 or 0                          this rank sleeps, or is about to
-    post   number, offset, bytes, what     call `number` of this rank, whose data lies at offset
-    ack    number                          call `number` of that rank has been read, or written to
+    post   number, offset, bytes, what     call `number` of this rank; its data is at offset
+    ack    number                          call `number` of a peer has been read, or written to
 
-A channel is a row of calls: one to all ranks, and one to each for messages. A rank posts call n on
-a channel in slot n mod `SLOTS`, once all have acknowledged the call that was there before.
+A channel is a sequence of calls: each rank has one channel to all ranks, and one to each rank for
+messages. A rank posts call n of a channel in slot n mod `SLOTS`, after all readers have
+acknowledged the previous call in that slot.
 
-A rank that waits looks for `SPIN_S`, and then sleeps in the kernel until the word that it waits for
-is written (futex), so that the core is free for the rank that writes the word. Who writes a word
-wakes the ranks that say they sleep. It must not look for them before its word is seen: the lock
-that it takes in between makes its core write first. The kernel looks at the word once more before
-it lets a rank sleep, so one of the two sees the other.
+A waiting rank polls for `SPIN_S`, then sleeps in the kernel (futex) until the awaited word is
+written, so that the core is free for the rank that writes it. The writer wakes the ranks whose
+`sleeps` word is 1. It must read those words after its own write is visible: acquiring a lock in
+between is a memory barrier. The kernel compares the awaited word again before it puts a rank to
+sleep. So either the writer sees the sleeper, or the sleeper sees the write.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ IS_SUPPORTED: Final = (
     and platform.machine() == "x86_64"
     and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
 )
-"""Whether writes are seen in order here, and this Python knows anonymous files and processes.
+"""Whether the CPU orders writes, and this Python has `memfd_create` and `pidfd_open`.
 
-A Python that was built on an old system lacks the latter two.
+A Python built on an old system lacks the two functions.
 """
 
 SLOTS: Final = 16
-"""Calls of a channel that some rank may not have acknowledged yet."""
+"""Most calls of a channel that may be unacknowledged at a time."""
 
 SPIN_S: Final = 20e-6
-"""How long a rank looks before it sleeps, in seconds; to sleep and wake costs as much."""
+"""Time a rank polls before it sleeps, in seconds; sleeping and waking costs as much."""
 
 TICK_S: Final = 0.25
-"""How often a rank that sleeps looks whether the others live, in seconds."""
+"""Interval at which a sleeping rank checks whether the awaited rank is alive, in seconds."""
 
 _POST_WORDS: Final = 4
 _FUTEX: Final = 202
@@ -63,7 +64,7 @@ class _Time(ctypes.Structure):
 
 
 class Post(NamedTuple):
-    """Where the data of a call lies, and what the call is."""
+    """The heap offset and bytes of a call's data, and the call's number (call_number.py)."""
 
     offset: int
     num_bytes: int
@@ -75,10 +76,10 @@ class SharedRank:
     """A rank of the group.
 
     Attributes:
-        rank: in the job.
-        process: its number.
-        memory: its heap.
-        first: its word that says whether it sleeps; its posts and acknowledgements follow.
+        rank: global rank.
+        process: process id.
+        memory: the rank's heap.
+        first: index of the rank's `sleeps` word; its posts and acknowledgements follow.
     """
 
     rank: int
@@ -89,34 +90,34 @@ class SharedRank:
 
 @dataclass(frozen=True)
 class AwaitedWord:
-    """A word that a rank waits for: of `member`, at `index`, to be `number`."""
+    """A word to wait for: the word of `member` at `index` must be at least `number`."""
 
     member: SharedRank
     index: int
     number: int
 
     def is_met(self) -> bool:
-        """Return whether the word is there."""
+        """Return whether the word has reached `number`."""
         return self.member.memory.words[self.index] >= self.number
 
 
 def num_words(num_ranks: int) -> int:
-    """Return the words of one rank in a group."""
+    """Return the number of words that each rank of a group needs."""
     return 1 + SLOTS * (_POST_WORDS * (1 + num_ranks) + 2 * num_ranks)
 
 
 class Channels:
     """The words of a group, as this rank writes and reads them.
 
-    A channel is `None` to all, or the number in the group of who gets a message.
+    A channel is None for calls to all ranks, or the group rank of the receiver of a message.
     """
 
     def __init__(
         self, members: Sequence[SharedRank], coord: int, timeout_s: Callable[[], float]
     ) -> None:
-        """Begin with no call; the words of all ranks are zero.
+        """Use the words of `members`, which must all be zero, as group rank `coord`.
 
-        A rank waits `timeout_s()` for another.
+        A wait for another rank times out after `timeout_s()` seconds.
         """
         self.members = list(members)
         self.coord = coord
@@ -135,36 +136,36 @@ class Channels:
         return member.first + self._acks + SLOTS * row + number % SLOTS
 
     def post(self, channel: int | None, number: int, post: Post) -> None:
-        """Say where this rank's data of a call lies."""
+        """Announce where this rank's data for a call is stored, and wake sleeping readers."""
         words, index = self._me.memory.words, self._post_index(self._me, channel, number)
         words[index + 1], words[index + 2], words[index + 3] = post
         words[index] = number
         self._wake(index, self.members)
 
     def ack(self, of: int, channel: int | None, number: int) -> None:
-        """Acknowledge that a call of a rank has been read, or written to."""
+        """Acknowledge that this rank has read, or written to, the data of a call by rank `of`."""
         index = self._ack_index(self._me, of, channel, number)
         self._me.memory.words[index] = number
         self._wake(index, [self.members[of]])
 
     def posted(self, by: int, channel: int | None, number: int) -> AwaitedWord:
-        """Return the need for the post of a rank."""
+        """Return the word to wait for until rank `by` has posted a call."""
         member = self.members[by]
         return AwaitedWord(member, self._post_index(member, channel, number), number)
 
     def acked(self, by: int, channel: int | None, number: int) -> AwaitedWord:
-        """Return the need for the acknowledgement by a rank of this one's call."""
+        """Return the word to wait for until rank `by` has acknowledged a call of this rank."""
         member = self.members[by]
         return AwaitedWord(member, self._ack_index(member, self.coord, channel, number), number)
 
     def read(self, by: int, channel: int | None, number: int) -> Post:
-        """Return a post that is there."""
+        """Return a call that rank `by` has posted."""
         member = self.members[by]
         index = self._post_index(member, channel, number)
         return Post(*member.memory.words[index + 1 : index + _POST_WORDS])
 
     def _wake(self, index: int, readers: Sequence[SharedRank]) -> None:
-        """Wake the readers of a word of this rank that sleep."""
+        """Wake the sleeping readers of a word of this rank."""
         with self._fence:
             pass
         if any(reader.memory.words[reader.first] for reader in readers):
@@ -172,10 +173,10 @@ class Channels:
             self._libc.syscall(_FUTEX, address, _WAKE, all_of_them, None, None, 0)
 
     def sleep(self, need: AwaitedWord, begun_s: float, limit_s: float = TICK_S) -> None:
-        """Return when a need is met, or after a while.
+        """Return when the awaited word is written, or after `limit_s`.
 
         Raises:
-            PeerLost: the rank has ended, or has not come since `begun_s` for the timeout.
+            PeerLost: the process has ended, or the timeout has passed since `begun_s`.
         """
         until_s = time.monotonic() + SPIN_S
         while time.monotonic() < until_s:
@@ -212,12 +213,12 @@ def _address(member: SharedRank, index: int) -> ctypes.c_void_p:
 
 
 def has_ended(process: int) -> bool:
-    """Return whether a process of this host has ended, be it waited for or not."""
+    """Return whether a process of this host has ended, including a zombie."""
     try:
         file = os.pidfd_open(process)
     except ProcessLookupError:
         return True
-    except OSError:  # a sandbox does not allow to ask
+    except OSError:  # a sandbox may forbid pidfd_open
         return False
     try:
         poll = select.poll()
@@ -228,7 +229,7 @@ def has_ended(process: int) -> bool:
 
 
 def reserve(heap: Heap, num_ranks: int) -> tuple[int, object]:
-    """Return the first word of this rank in a group, all zero, and what keeps them."""
+    """Allocate a rank's zeroed words; return the index of the first, and the block to keep."""
     block = heap.block(8 * num_words(num_ranks))
     block[:] = 0
     return (block.ctypes.data - heap.address) // 8, block

@@ -1,7 +1,8 @@
-"""The communicator: a job's named axes as one object, and the collectives over them.
+"""The communicator: one object for a job's named mesh axes and the collectives over them.
 
 Notation (Austin et al., How to Scale Your Model, 2025): `A[I_x]` is split over axis x, `{sum x}` is
-a sum still owed over x. N is the size of the axis; a rank sends, for a byte of the full tensor,
+a partial sum, not yet reduced over x. N is the size of the axis. Bytes a rank sends for each byte
+of the full tensor:
 
     all_reduce       A{sum x} -> A          2 (N - 1)/N, as in a ring
     all_gather       A[I_x] -> A            (N - 1)/N
@@ -9,8 +10,8 @@ a sum still owed over x. N is the size of the axis; a rank sends, for a byte of 
     all_to_all       A[I_x, J] -> A[I, J_x] (N - 1)/N
     broadcast        A on one -> A          (N - 1)/N
     reduce           A{sum x} -> A on one   (N - 1)/N
-    swap             A to a partner, its A back   counted as an all_to_all, perhaps with itself
-    send, recv       A on one -> A on another     1, by the one that sends
+    swap             exchange A with a partner    counted as an all_to_all, also with itself
+    send, recv       A on one -> A on another     1, on the sender
 
 `Ranks` runs them over the process groups of a job; `dry_run.Counting` only counts them.
 """
@@ -51,15 +52,15 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 class Comm(ABC):
-    """The named axes of a job, and this rank's coordinates on them.
+    """The named axes of a job, this rank's coordinates on them, and collectives over them.
 
-    A `name` is an axis or a set of axes, see comm.axes; an `axis` is one. Where the job has none,
-    or one rank on it, a collective sends nothing and returns what it was given. Those named
-    `_start` return at once; their tensors must be left alone until `wait`.
+    A parameter `name` is an axis or a set of axes, see comm.axes; a parameter `axis` is one axis.
+    If the job lacks the axis, or the axis has one rank, a collective sends nothing and returns its
+    input. Methods named `_start` return at once; do not use their tensors before `wait`.
 
     Attributes:
-        axes: sizes of the axes of the mesh, outer to inner.
-        device: what this rank computes on.
+        axes: axis name -> size, outer to inner.
+        device: device on which this rank computes.
     """
 
     def __init__(
@@ -71,30 +72,30 @@ class Comm(ABC):
         self._axes_of: dict[str, tuple[str, ...]] = {}
 
     def __deepcopy__(self, memo: Any) -> Comm:
-        return self  # a copy of a module that holds it speaks to the same ranks
+        return self  # a deep copy of a module communicates with the same ranks
 
     def axes_of(self, name: str) -> tuple[str, ...]:
-        """Return the axes of the mesh that `name` means, outer to inner; perhaps none."""
+        """Return the mesh axes that `name` stands for, outer to inner; possibly none."""
         if name not in self._axes_of:
             self._axes_of[name] = axes_of(name, self.axes)
         return self._axes_of[name]
 
     def size(self, name: str) -> int:
-        """Return the number of ranks of an axis or a set; 1 where the job has none."""
+        """Return the number of ranks of an axis or a set; 1 if the job has none of the axes."""
         return math.prod(self.axes[axis] for axis in self.axes_of(name))
 
     def coord(self, name: str) -> int:
-        """Return this rank's number among the ranks of an axis or a set, the outer axis first."""
+        """Return this rank's index among the ranks of an axis or a set, outer axis most major."""
         return self._number(self.axes_of(name))
 
     @property
     def rank(self) -> int:
-        """This rank's number in the job."""
+        """This rank's global rank in the job."""
         return self._number(self.axes)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is rank 0 of the job, which reports for it."""
+        """Whether this rank is rank 0, which reports for the job."""
         return self.rank == 0
 
     def _number(self, axes: Iterable[str]) -> int:
@@ -104,7 +105,7 @@ class Comm(ABC):
         return number
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """Return the numbers in the job of the ranks of an axis or a set that this rank is of."""
+        """Return the global ranks of this rank's group over an axis or a set."""
         members, ranks = self.axes_of(name), [0]
         for axis, size in self.axes.items():
             coords = range(size) if axis in members else (self._coords[axis],)
@@ -112,10 +113,10 @@ class Comm(ABC):
         return tuple(ranks)
 
     def axis_by_ranks(self) -> dict[tuple[int, ...], str]:
-        """Map the ranks of this rank's groups to the names of their axes.
+        """Return a map from the global ranks of each group of this rank to the name of its axis.
 
-        A flattened axis has its own name, two neighbours on pp are the axis "pp", and all ranks
-        are the names of all axes, joined by "_".
+        A flattened axis has its own name, a pair of neighbors on pp maps to "pp", and the group of
+        all ranks maps to the names of all axes joined by "_".
         """
         names = {self.ranks(axis): axis for axis in self.axes}
         if "pp" in self.axes:
@@ -130,27 +131,27 @@ class Comm(ABC):
 
     @property
     def is_compared(self) -> bool:
-        """Whether the ranks meet at each call, see debug.check."""
+        """Whether ranks synchronize at each call to compare the calls, see debug.check."""
         return False
 
     def apart(self, name: str) -> Comm:
-        """Return these ranks with calls over `name` that keep no order with those made here.
+        """Return a communicator of the same ranks that uses separate groups over `name`.
 
-        Every rank of the job calls this. Collectives of one group must come in one order on all
-        ranks, which those within a layer's backward and those that start when gradients are made
-        do not.
+        Every rank of the job calls this. Collectives of one group must be called in one order on
+        all ranks. Collectives inside a layer's backward have no fixed order relative to gradient
+        reductions, which start when gradients are ready, so one of the two needs separate groups.
         """
         del name
         return self
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
-        """Reduce `tensor` in place; every rank of `name` then holds the result."""
+        """Reduce `tensor` in place on every rank of `name`, and return it."""
         return self._all_reduce_start(tensor, name, reduction).wait()
 
     def all_reduce_start(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Pending:
-        """Begin `all_reduce`; of several axes, only the last is still under way at return.
+        """Start `all_reduce`; over several axes, only the last reduction is asynchronous.
 
-        Under the check of calls it begins when it is waited for, where all ranks can meet.
+        While calls are compared (`is_compared`), it starts in `wait`, where all ranks synchronize.
         """
         begin = functools.partial(self._all_reduce_start, tensor, name, reduction)
         return Pending(tensor, begin=begin) if self.is_compared else begin()
@@ -163,7 +164,7 @@ class Comm(ABC):
         return pending
 
     def all_gather(self, shard: Tensor, axis: str, dim: int) -> Tensor:
-        """Return the shards of all ranks, of equal shape, one after another along `dim`."""
+        """Return the shards of all ranks, which have equal shapes, concatenated along `dim`."""
         if self.size(axis) == 1:
             return shard
         full = shard.new_empty(*shard.shape[:dim], self.size(axis), *shard.shape[dim:])
@@ -173,10 +174,10 @@ class Comm(ABC):
     def reduce_scatter(
         self, full: Tensor, axis: str, dim: int, *, is_spent: bool = False
     ) -> Tensor:
-        """Return this rank's shard, along `dim`, of the sum; the axis's size divides it.
+        """Return this rank's shard of the sum along `dim`, whose length the axis's size divides.
 
-        `is_spent` says that `empty` has made `full`, and that nobody writes to it again: others
-        read its pieces where they lie.
+        `is_spent` asserts that `empty` allocated `full` and that it is not written again, so that
+        peers may read its pieces in place, also after this call returns.
         """
         if self.size(axis) == 1:
             return full
@@ -185,7 +186,10 @@ class Comm(ABC):
         return self._run("reduce_scatter", axis, out, shards, is_spent=is_spent).wait()
 
     def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, join_dim: int) -> Tensor:
-        """Cut `tensor` along `split_dim`, a piece for each rank; join what comes on `join_dim`."""
+        """Send each rank a piece of `tensor`, cut along `split_dim`; return the received pieces.
+
+        The received pieces are concatenated along `join_dim`.
+        """
         if self.size(axis) == 1:
             return tensor
         pieces, is_spent = self._cut(tensor, axis, split_dim)
@@ -194,9 +198,9 @@ class Comm(ABC):
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     def exchange_start(self, out: Tensor, pieces: Tensor, axis: str) -> Pending:
-        """Begin to fill `out` with a piece of each rank; both are contiguous, pieces in a row.
+        """Start an all-to-all from `pieces` to `out`, both contiguous with one row per rank.
 
-        Under the check of calls it begins when it is waited for.
+        While calls are compared (`is_compared`), it starts in `wait`.
         """
         begin = functools.partial(self._run, "all_to_all", axis, out, pieces)
         return Pending(out, begin=begin) if self.is_compared else begin()
@@ -204,7 +208,7 @@ class Comm(ABC):
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
         """Overwrite `tensor` on every rank with the first rank's tensor."""
         for axis in self._speaking(name) if tensor.numel() else ():
-            # As bytes: gloo does not know every data type. A copy where it is not contiguous.
+            # Sent as bytes because gloo lacks some dtypes. A non-contiguous tensor is copied.
             flat = tensor.detach().reshape(-1)
             self.broadcast_start(flat.view(torch.uint8), axis, 0).wait()
             if flat.data_ptr() != tensor.data_ptr():
@@ -212,35 +216,35 @@ class Comm(ABC):
         return tensor
 
     def broadcast_start(self, tensor: Tensor, axis: str, source: int) -> Pending:
-        """Begin to overwrite `tensor`, contiguous, with the tensor of coordinate `source`."""
+        """Start to overwrite the contiguous `tensor` with the tensor of coordinate `source`."""
         if self.size(axis) == 1:
             return Pending(tensor)
         return self._run("broadcast", axis, tensor, tensor, source)
 
     def reduce_start(self, tensor: Tensor, axis: str, target: int) -> Pending:
-        """Begin to sum `tensor`, contiguous, into the tensor of coordinate `target`.
+        """Start to sum the contiguous `tensor` of all ranks on coordinate `target`.
 
-        The tensors of the other ranks hold nothing of use afterwards.
+        Afterwards the contents of `tensor` are undefined on all other ranks.
         """
         if self.size(axis) == 1:
             return Pending(tensor)
         return self._run("reduce", axis, tensor, tensor, target)
 
     def send_start(self, tensor: Tensor, axis: str, target: int) -> Pending:
-        """Begin to send `tensor`, contiguous, to the rank at coordinate `target`.
+        """Start to send the contiguous `tensor` to the rank at coordinate `target`.
 
-        What one rank sends another arrives in the order in which it is sent.
+        Messages between two ranks arrive in the order in which they were sent.
         """
         return self._run("send", axis, tensor, tensor, target)
 
     def recv_start(self, tensor: Tensor, axis: str, source: int) -> Pending:
-        """Begin to overwrite `tensor`, contiguous, with the next that `source` sends this rank."""
+        """Start to receive the next message from coordinate `source` into contiguous `tensor`."""
         return self._run("recv", axis, tensor, tensor, source)
 
     def swap(self, tensor: Tensor, name: str, partner: int) -> Tensor:
-        """Return the tensor of the rank at coordinate `partner`, which gets this one, of its shape.
+        """Exchange tensors of equal shape with the rank at coordinate `partner`; return its tensor.
 
-        Every rank makes this call, also one that is its own partner.
+        Every rank must call this, also a rank that is its own partner.
         """
         if self.size(name) == 1:
             return tensor
@@ -254,9 +258,10 @@ class Comm(ABC):
     def _cut(
         self, full: Tensor, axis: str, dim: int, *, is_spent: bool = False
     ) -> tuple[Tensor, bool]:
-        """Return the pieces of `full` along `dim`, one a rank; and whether they are spent.
+        """Return the pieces of `full` along `dim`, one per rank, and whether they are spent.
 
-        They are contiguous, if need be by a copy; of a tensor that is spent they stay as they lie.
+        The pieces of a spent tensor are a view. Others are contiguous: a copy if needed, which is
+        spent.
         """
         pieces = full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
         if is_spent or pieces.is_contiguous():
@@ -264,9 +269,10 @@ class Comm(ABC):
         return self.empty(pieces.shape, full, axis).copy_(pieces), True
 
     def empty(self, size: Sequence[int], like: Tensor, axis: str = "") -> Tensor:
-        """Return an empty tensor, of the kind of `like`, that collectives use without a copy.
+        """Return an uninitialized tensor that collectives over `axis` use without a copy.
 
-        They go over an axis, or over the outermost that has several ranks.
+        Its dtype and device are the same as `like`'s. The default axis is the outermost axis with
+        several ranks.
         """
         return like.new_empty(size)
 
@@ -275,35 +281,35 @@ class Comm(ABC):
         self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
         is_spent: bool = False,
     ) -> Pending:  # fmt: skip
-        """Begin a collective over one axis of more than one rank.
+        """Start a collective over one axis of more than one rank.
 
         Args:
-            op: its name, as in the table above.
-            axis: over which; a swap may go over all of a set.
-            out: what it fills, contiguous; of an all_gather [N, *given.shape] of any strides.
-            given: what it reads, contiguous; perhaps `out` itself. Of a reduce_scatter
-                [N, *out.shape] of any strides without gaps, the same on all ranks.
-            option: the reduction of an all_reduce, the partner of a swap, a send or a recv, or the
-                coordinate where a broadcast starts or a reduce ends.
-            is_spent: nobody writes to `given` again, before it is freed.
+            op: name of the collective, as in the table above.
+            axis: name of the axis; for a swap also of a flattened set of axes.
+            out: output, contiguous; for all_gather [N, *given.shape] with any strides.
+            given: input, contiguous, possibly `out` itself; for reduce_scatter [N, *out.shape] with
+                any strides without gaps that are equal on all ranks.
+            option: reduction of an all_reduce; coordinate of the peer of a swap, send or recv, or
+                of the root of a broadcast or reduce.
+            is_spent: whether `given` is not written again until it is freed.
         """
 
 
 class Ranks(Comm):
-    """The ranks of a job, which have joined, over process groups.
+    """The communicator of a job whose ranks have joined, over its process groups.
 
     Attributes:
-        mesh: of all ranks, for FSDP2 and DTensor; all else names axes.
+        mesh: device mesh of all ranks, for FSDP2 and DTensor; other callers use axis names.
     """
 
     def __init__(
         self, split: Strategy | Mapping[str, int], device: str = "cpu", *,
         shares_memory: bool = True,
     ) -> None:  # fmt: skip
-        """Lay out as many ranks as the job has; every rank calls this.
+        """Arrange all ranks of the job by the degrees of `split`; every rank calls this.
 
-        "cuda" is the device of `torch.cuda.set_device`. Ranks of one host that compute on CPUs
-        share memory unless that is switched off.
+        "cuda" is the device set by `torch.cuda.set_device`. With `shares_memory`, CPU groups whose
+        ranks are all on one host communicate through shared memory.
 
         Raises:
             StrategyError: the degrees do not multiply to the number of ranks.
@@ -323,12 +329,12 @@ class Ranks(Comm):
 
     @property
     def model_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that split each tensor: the ranks of one stage."""
+        """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
         return self._job.inner
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
-        """The mesh over which fsdp alone splits and replicates a model."""
+        """The mesh for FSDP2: dp, which replicates, if any, and the axis that shards."""
         return self._job.sharding
 
     @property
@@ -338,7 +344,7 @@ class Ranks(Comm):
 
     @contextmanager
     def compared(self) -> Generator[None]:
-        """Have the ranks meet at each call inside the block."""
+        """Set `is_compared` inside the block."""
         self._job.num_checks += 1
         try:
             yield
@@ -356,7 +362,7 @@ class Ranks(Comm):
         self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
         is_spent: bool = False,
     ) -> Pending:  # fmt: skip
-        if os.getpid() != self._process:  # its messages would pass for the rank's own
+        if os.getpid() != self._process:  # peers would take its messages for the rank's messages
             raise ScriptError(
                 f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
                 "no rank itself; call what sends to other ranks in the script's own process"
@@ -369,7 +375,10 @@ class Ranks(Comm):
             return Pending(out, work, name=name)
 
     def _message_engine(self, axis: str, peer: int, *, is_send: bool) -> tuple[CommEngine, int]:
-        """Return what runs a message to or from a coordinate, and the peer's number in it."""
+        """Return the engine for a message to or from coordinate `peer`, and the peer's group rank.
+
+        A message between neighbors on pp uses their one-way group.
+        """
         ends = (self.coord(axis), peer) if is_send else (peer, self.coord(axis))
         if axis != "pp" or ends not in self._one_way:
             return self._engines[axis], peer
@@ -383,5 +392,5 @@ class Ranks(Comm):
         return engine.empty(size, like.dtype, like.device)
 
     def engine(self, axis: str) -> CommEngine:
-        """Return what runs the collectives over one axis."""
+        """Return the engine that runs the collectives over one axis."""
         return self._engines[axis]

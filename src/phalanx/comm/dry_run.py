@@ -1,4 +1,4 @@
-"""A dry run: one rank of a job that need not exist counts collectives in place of running them."""
+"""A dry run: one rank of a hypothetical job counts collectives instead of running them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from phalanx.comm.watch import Phases
 
 
 class Counting(Comm, Phases):
-    """One rank of a job that need not exist: notes each collective and sends nothing.
+    """One rank of a hypothetical job: it counts each collective and sends nothing.
 
-    Give it tensors on the meta device; other tensors hold anything afterwards. `entries` are what a
-    `Ledger` counts where the same calls run over `Ranks`.
+    Use tensors on the meta device; the contents of other tensors are undefined after a collective.
+    `entries` equals the entries that a `Ledger` counts when the same calls run over `Ranks`.
     """
 
     def __init__(
         self, axes: Mapping[str, int], coords: Mapping[str, int] | None = None,
         device: str = "cpu",
     ) -> None:  # fmt: skip
-        """Stand at `coords`, 0 on axes left out, of axes such as `Strategy.mesh_axes` gives.
+        """Create the rank at `coords`, 0 on omitted axes, of axes as `Strategy.mesh_axes` returns.
 
-        A strided tensor is copied before or after a collective, as NCCL needs it; not of "cpu",
-        where ranks share memory.
+        Unless `device` is "cpu", where ranks share memory, a strided tensor is copied before or
+        after a collective, because NCCL needs contiguous tensors.
         """
         super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
         self._tally, self._takes_strides = Tally(), device == "cpu"
 
     def entries(self) -> list[Entry]:
-        """Return what was noted, alike collectives added up, in the order first seen."""
+        """Return one entry per phase, axis and op, in the order of their first calls."""
         return self._tally.entries()
 
     @override

@@ -1,17 +1,17 @@
-"""All-gather and reduce-scatter for gloo by direct exchange: each rank sends to each other at once.
+"""All-gather and reduce-scatter for gloo by direct exchange between all pairs of ranks at once.
 
     all_gather       rank r sends its shard to all others                 (N-1)/N of the full tensor
-    reduce_scatter   rank r sends shard s to rank s, which adds up what it receives, rank by rank
+    reduce_scatter   rank r sends shard s to rank s, which adds received shards in rank order
 
-Both send as few bytes as a ring (Patarasuk and Yuan, 2009) in one round instead of N - 1, and no
-rank waits for a neighbour that waits for its own. gloo's own two take two to three times as
-long, see benchmarks/data_parallel. They are ops of the dispatcher, so that the ledger counts each
-as the one collective that it is. NCCL needs neither: FSDP2's defaults stand there.
+Both send as few bytes as a ring (Patarasuk and Yuan, 2009) in one round instead of N - 1, without
+chains of waiting neighbors. gloo's built-in versions take two to three times as long, see
+benchmarks/data_parallel. Each is a dispatcher op, so that the ledger counts one collective instead
+of its messages. With NCCL neither is used: FSDP2 has its default collectives there.
 
-Those named `_start` return at once, and gloo's own thread sends and receives until they are waited
-for. So FSDP2 gathers the next block while this one computes (parallel/overlap.py):
+Functions named `_start` return at once, and gloo's thread sends and receives in the background
+until `wait`. So FSDP2 gathers the next block while this one computes (parallel/overlap.py):
 
-    this thread    begin 1 |     forward 0     | wait 1 | begin 2 |     forward 1     | wait 2 ...
+    this thread    start 1 |     forward 0     | wait 1 | start 2 |     forward 1     | wait 2 ...
     gloo's thread           ---- gather 1 ----                     ---- gather 2 ----
 """
 
@@ -41,10 +41,10 @@ LIBRARY.define(
 def all_gather_start(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
 ) -> Transfer:
-    """Begin to fill `output`, N shards long, with the `shard` of every rank, in their order.
+    """Start to fill `output`, N shards long, with the `shard` of every rank, in rank order.
 
-    Both are one-dimensional and contiguous; `shard` may be this rank's own slice of `output`. The
-    group is one of gloo.
+    Both are one-dimensional and contiguous; `shard` may be this rank's slice of `output`. The
+    group's backend is gloo.
     """
     return taken(torch.ops.phalanx_comm.all_gather(output, shard, group.group_name))
 
@@ -52,20 +52,20 @@ def all_gather_start(
 def reduce_scatter_start(
     output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup
 ) -> Transfer:
-    """Begin to set `output` to the sum over the ranks of this rank's N-th of `full`.
+    """Start to set `output` to this rank's shard, 1/N, of the sum of `full` over the ranks.
 
-    Both are one-dimensional and contiguous. The group is one of gloo.
+    Both are one-dimensional and contiguous. The group's backend is gloo.
     """
     return taken(torch.ops.phalanx_comm.reduce_scatter(output, full, group.group_name))
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Do what `all_gather_start` begins."""
+    """Run `all_gather_start`, and wait for its end."""
     all_gather_start(output, shard, group).wait()
 
 
 def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Do what `reduce_scatter_start` begins."""
+    """Run `reduce_scatter_start`, and wait for its end."""
     reduce_scatter_start(output, full, group).wait()
 
 
@@ -93,7 +93,7 @@ def _reduce_scatter(
     received = [mine[coord] if s == coord else torch.empty_like(output) for s in range(num_ranks)]
 
     def add_up() -> None:
-        # In the order of the ranks, so that the sum does not depend on who makes it.
+        # In rank order, so that the sum does not depend on the rank that computes it.
         if num_ranks > 1:
             torch.add(received[0], received[1], out=output)
         else:
@@ -111,7 +111,7 @@ for _name, _function in (("all_gather", _all_gather), ("reduce_scatter", _reduce
 def _exchange(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
-    """Begin to send outgoing[s] to rank s and to receive incoming[s] from it, for all others s."""
+    """Start to send outgoing[s] to rank s and receive incoming[s] from it, for every other s."""
     num_ranks, coord = group.size(), group.rank()
     works: list[dist.Work | None] = []
     for distance in range(1, num_ranks):
@@ -128,7 +128,7 @@ _REDUCTIONS: Final = {
 }
 
 _any_dist: Any = dist
-# PyTorch 2.13 renamed these two; 2.11 and 2.12 have the old names only.
+# PyTorch 2.13 renamed these two functions; 2.11 and 2.12 have only the old names.
 _gather_single = getattr(_any_dist, "all_gather_single", None) or _any_dist.all_gather_into_tensor
 _scatter_single = (
     getattr(_any_dist, "reduce_scatter_single", None) or _any_dist.reduce_scatter_tensor
@@ -136,7 +136,7 @@ _scatter_single = (
 
 
 class ProcessGroupEngine(CommEngine):
-    """The collectives of a process group of torch, gloo or NCCL."""
+    """An engine that runs collectives over a torch process group, gloo or NCCL."""
 
     @override
     def begin(
@@ -156,7 +156,7 @@ class ProcessGroupEngine(CommEngine):
                 return dist.irecv(out, group=group, group_src=option)
             case "all_to_all":
                 return dist.all_to_all_single(out, given, group=group, async_op=True)
-            case "swap":  # an all-to-all of which all pieces but one are empty
+            case "swap":  # an all-to-all in which all pieces but one are empty
                 sizes = [out.numel() if rank == option else 0 for rank in range(group.size())]
                 flat = out.view(-1), given.view(-1)
                 return dist.all_to_all_single(*flat, sizes, sizes, group=group, async_op=True)

@@ -1,9 +1,9 @@
-"""Fork a process, such as a DataLoader's worker, while the threads of gloo are asleep.
+"""Delay each fork, such as of a DataLoader worker, until gloo's threads are asleep.
 
-A thread of gloo that frees a tensor enters the interpreter, and holds the lock of its list of
-threads for a moment, without the GIL. With Python 3.11, a process that is forked at that moment
-waits for this lock for ever: CPython renews it only after it has taken it (`PyOS_AfterFork_Child`).
-That was one in 200 to 500 loaders which fork their workers right after a collective.
+A gloo thread that frees a tensor enters the interpreter, and briefly holds the lock of the
+interpreter's thread list without the GIL. With Python 3.11, a process forked at that moment
+deadlocks: the child acquires this lock before it reinitializes it (`PyOS_AfterFork_Child`). One in
+200 to 500 DataLoaders that forked workers right after a collective deadlocked.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 
 WAIT_S = 0.2
-"""How long a fork waits for the other threads; threads of OpenMP spin as long after their work."""
+"""Most time a fork waits for other threads, in seconds; OpenMP threads spin as long after work."""
 
 _POLL_S = 0.0005
 
 
 @functools.cache
 def fork_asleep() -> None:
-    """Have each fork of this process wait until its other threads sleep, on Linux."""
+    """Make each fork of this process wait until its other threads sleep, on Linux."""
     if sys.platform == "linux":
         os.register_at_fork(before=await_sleep)
 
 
 def await_sleep(wait_s: float = WAIT_S) -> bool:
-    """Wait until no other thread of this process computes, at most `wait_s`; return whether so.
+    """Wait at most `wait_s` seconds until no other thread runs; return whether none does.
 
-    A thread that waits, for the GIL too, holds no lock of the interpreter.
+    A thread that sleeps, including one that waits for the GIL, holds no lock of the interpreter.
     """
     end_s = time.monotonic() + wait_s
     while is_awake := _is_another_awake():
@@ -46,7 +46,7 @@ def _is_another_awake() -> bool:
     own = str(threading.get_native_id())
     for thread in os.listdir("/proc/self/task"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            # After the name in parentheses, in which there may be others: proc(5).
+            # The state follows the name, which may itself contain parentheses: proc(5).
             stat = Path(f"/proc/self/task/{thread}/stat").read_text(errors="replace")
             if thread != own and stat.rpartition(") ")[2].startswith("R"):
                 return True

@@ -1,6 +1,6 @@
-"""The collectives of FSDP2 on a CPU, by the engine of its group (comm.transfer).
+"""FSDP2's all-gather and reduce-scatter on CPUs, run by the engine of its group (comm.transfer).
 
-On a GPU FSDP2's own stand.
+On GPUs FSDP2 uses its default collectives.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from phalanx.comm.transfer import CommEngine, Transfer
 
 
 class ShardGather(AllGather):
-    """`all_gather` as FSDP2 asks for it, for one group of parameters.
+    """The all-gather that FSDP2 calls for one parameter group.
 
     Attributes:
-        transfer: the latest that is to be waited for.
+        transfer: latest asynchronous all-gather; None before the first.
     """
 
     def __init__(self, engine: CommEngine) -> None:
@@ -33,12 +33,12 @@ class ShardGather(AllGather):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return an empty tensor to gather into, a slice of which is this rank's shard."""
+        """Return an uninitialized all-gather output; this rank's slice of it is the input."""
         return self._engine.empty([int(length) for length in size], dtype, device)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether nobody has waited for the latest."""
+        """Whether the latest asynchronous all-gather has not been waited for."""
         return self.transfer is not None and not self.transfer.is_waited_for
 
     def __call__(
@@ -48,7 +48,7 @@ class ShardGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Transfer | None:
-        """Gather; with `async_op` only begin to, and return what to wait for."""
+        """Gather; with `async_op`, return the running transfer instead of waiting for it."""
         with named("all_gather fsdp"):
             work = self._engine.begin("all_gather", output_tensor, input_tensor, is_spent=True)
         assert isinstance(work, Transfer)
@@ -60,33 +60,33 @@ class ShardGather(AllGather):
 
 
 class LastReduction:
-    """The reduction that a backward has left under way; at most one."""
+    """The one asynchronous reduction that a backward may leave running."""
 
     def __init__(self) -> None:
         self._transfer: Transfer | None = None
 
     def leave(self, transfer: Transfer) -> None:
-        """Let a reduction run until `end`, which comes by itself when this backward ends."""
+        """Leave a reduction running until `end`, which also runs when this backward ends."""
         self.end()
         self._transfer = transfer
-        # Private, and the only way to know that backward ends; tests/parallel/test_overlap.py
-        # pins it. FSDP2 does the same.
+        # Private, and the only way to run code when backward ends, as FSDP2 does;
+        # tests/parallel/test_overlap.py pins it.
         engine: Any = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
         engine.queue_callback(self.end)
 
     def end(self) -> None:
-        """Return when the output of the reduction is there."""
+        """Wait for the running reduction, if any."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
 
 
 class ShardReduction(ReduceScatter):
-    """`reduce_scatter` as FSDP2 asks for it; only sums.
+    """The reduce-scatter that FSDP2 calls; only sums.
 
-    FSDP2 never waits for a reduction: on a GPU the order of a stream does. Here one runs while
-    backward computes the block before, unless FSDP2 reads its output at once. It has ended when the
-    buffers of the next are made, or else when backward ends.
+    FSDP2 does not wait for a reduction, because on a GPU stream order makes it complete in time.
+    On a CPU one reduction runs while backward computes the previous block, unless FSDP2 reads the
+    output immediately. It is waited for when the next reduction allocates, or when backward ends.
     """
 
     def __init__(
@@ -95,12 +95,13 @@ class ShardReduction(ReduceScatter):
         last: LastReduction | None = None,
         is_read_at_once: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Reduce for one group of parameters, or for any.
+        """Reduce gradients of one or more parameter groups.
 
         Args:
-            engine: of the ranks that hold the shards.
-            last: of all groups of the model.
-            is_read_at_once: says, as a reduction begins, whether its output is read right after.
+            engine: engine of the ranks that hold the shards.
+            last: running reduction, common to all parameter groups of the model.
+            is_read_at_once: called at the start of a reduction; returns whether FSDP2 reads the
+                output immediately.
         """
         self._engine = engine
         self._has_input = False
@@ -111,9 +112,10 @@ class ShardReduction(ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return an empty tensor, in the place of what the reduction before has needed.
+        """Wait for the previous reduction, so that its memory can be reused; return a buffer.
 
-        FSDP2 asks for the input first, and then for the output, which will be gradients.
+        FSDP2 calls this for the input, then for the output, which becomes the gradients. Only the
+        input comes from the engine.
         """
         self._last.end()
         lengths = [int(length) for length in size]
@@ -130,7 +132,7 @@ class ShardReduction(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> Transfer | None:
-        """Reduce, or begin to; with `async_op` return what to wait for."""
+        """Reduce-scatter; with `async_op` return the running transfer, else leave it or wait."""
         self._has_input = False
         if op != dist.ReduceOp.SUM:
             raise NotImplementedError(f"reduce_scatter of fsdp only sums; asked for {op}")

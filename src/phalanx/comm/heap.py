@@ -1,17 +1,18 @@
-"""Memory of this process that the other ranks of its host map too.
+"""Memory of this process that the other ranks on its host map too.
 
-It is an anonymous file of memory (memfd_create), so it has no name in /dev/shm: no limit of that
-file system holds, and nothing is left when a process is killed. Another process opens it as
-/proc/PID/fd/NUMBER, and both read the token at its beginning: who reads the same shares the memory.
+The memory is an anonymous memory file (memfd_create). It has no name in /dev/shm, so the size limit
+of that file system does not apply, and nothing remains when a process is killed. Another process
+opens the file as /proc/PID/fd/NUMBER, and compares the token at its start: if the tokens are equal,
+the two processes share the memory.
 
     0         page        free     block           free      block          num_bytes
     | token   | ............ | bucket 0 ...    | ......... | bucket 1 ... | never touched |
 
-A `Heap` gives out tensors on it. A block is free again once nobody holds the tensor or the block.
-Memory is reserved before it is given out: the error of a limit is raised there, and not at a write.
-A full control group, such as a container's, may still kill a process, as for any memory. Memory
-freed beyond `KEPT_BYTES` goes back to the system. A fork of a rank has this memory too, not a copy:
-a gradient that it changes is changed in the rank.
+A `Heap` allocates tensors in this memory. A block is freed when its tensor and the block itself are
+no longer referenced. Memory is reserved at allocation, so that an exceeded limit raises an error
+there instead of killing the process at a write. A full control group, such as a container's, may
+still kill the process, as for any memory. Freed memory beyond `KEPT_BYTES` returns to the system.
+A fork of a rank shares this memory instead of a copy: its writes change the rank's gradients.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from phalanx.errors import TrainingError
 PAGE: Final = mmap.PAGESIZE
 
 KEPT_BYTES: Final = 256 << 20
-"""Free memory that a heap keeps for its next blocks: new pages of 100 MiB take some 40 ms."""
+"""Most freed memory that a heap keeps for reuse: 100 MiB of new pages take about 40 ms."""
 
 MOST_BYTES: Final = 1 << 40
-"""Addresses that a heap takes at most."""
+"""Most address space that a heap reserves."""
 
 _NAME: Final = "phalanx"
 _TOKEN_BYTES: Final = 16
 
 Block = np.ndarray[Any, Any]
-"""Bytes of a heap, which are free once nobody refers to them."""
+"""Bytes of a heap, which are freed when this array is no longer referenced."""
 
 
 @contextmanager
 def said_if_full() -> Generator[None]:
-    """Say in one sentence that the host has no memory left for a block."""
+    """Convert an OSError inside the block to a TrainingError that reports lack of memory."""
     try:
         yield
     except OSError as error:
@@ -63,12 +64,12 @@ def said_if_full() -> Generator[None]:
 
 
 class Mapped:
-    """A heap as this process has mapped it.
+    """A mapping of a heap, of this or another process, in this process's address space.
 
     Attributes:
-        bytes: all of it, uint8.
-        words: the same as int64.
-        address: where it begins in this process.
+        bytes: the heap as uint8.
+        words: the same memory as int64.
+        address: start address of the mapping.
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:
@@ -82,19 +83,19 @@ class Mapped:
 
     @property
     def token(self) -> bytes:
-        """The mark of this memory, which no other has."""
+        """Random bytes at the start of the memory that identify it."""
         return bytes(self.map[:_TOKEN_BYTES])
 
     def tensor(self, offset: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        """Return a part of it as a one-dimensional tensor."""
+        """Return bytes `offset` to `offset + num_bytes` as a one-dimensional tensor."""
         return self.bytes[offset : offset + num_bytes].view(dtype)
 
 
 class Heap(Mapped):
-    """The heap of this process, see the head of this file."""
+    """The heap of this process, see the module's docstring."""
 
     def __init__(self) -> None:
-        """Make it.
+        """Create the memory file and map it.
 
         Raises:
             OSError: the system or one of its limits does not allow it.
@@ -110,25 +111,25 @@ class Heap(Mapped):
         self.map[:_TOKEN_BYTES] = secrets.token_bytes(_TOKEN_BYTES)
         self._lock = threading.Lock()
         self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
-        self._freed: deque[tuple[int, int]] = deque()  # from whichever thread drops the last tensor
+        self._freed: deque[tuple[int, int]] = deque()  # filled by any thread, without the lock
         self._free: dict[int, int] = {PAGE: size - PAGE}
         self._backed: dict[int, int] = {}
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor on this heap.
+        """Return an uninitialized tensor on this heap.
 
         Raises:
-            OSError: the host has no such memory left.
+            OSError: the host does not have enough memory.
         """
         num_bytes = math.prod(size) * dtype.itemsize
         block = self.block(num_bytes)
         return torch.from_numpy(block).view(dtype).view(*size)
 
     def block(self, num_bytes: int) -> Block:
-        """Return as many bytes.
+        """Allocate `num_bytes` bytes.
 
         Raises:
-            OSError: the host has no such memory left.
+            OSError: the host does not have enough memory.
         """
         size = max(1, -(-num_bytes // PAGE)) * PAGE
         with self._lock:
@@ -149,11 +150,11 @@ class Heap(Mapped):
             return block
 
     def block_of(self, tensor: Tensor) -> Block | None:
-        """Return the block that a tensor lies in; None if it lies elsewhere."""
+        """Return the block that stores `tensor`; None if the tensor is not on this heap."""
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def _take_back(self) -> None:
-        """Keep what was freed, or return it to the system."""
+        """Make freed blocks available again; return memory beyond `KEPT_BYTES` to the system."""
         while self._freed:
             offset, size = self._freed.popleft()
             if sum(self._backed.values()) + size <= KEPT_BYTES:
@@ -164,7 +165,7 @@ class Heap(Mapped):
 
     @staticmethod
     def _cut(extents: dict[int, int], size: int) -> int | None:
-        """Cut as many bytes off the smallest extent that has them; return their offset."""
+        """Remove `size` bytes from the smallest sufficient extent; return their offset, or None."""
         fitting = [(length, at) for at, length in extents.items() if length >= size]
         if not fitting:
             return None
@@ -176,7 +177,7 @@ class Heap(Mapped):
 
 
 def _add(extents: dict[int, int], offset: int, size: int) -> None:
-    """Add an extent, joined with those beside it."""
+    """Add an extent, merged with adjacent extents."""
     size += extents.pop(offset + size, 0)
     for at, length in extents.items():
         if at + length == offset:
@@ -186,14 +187,14 @@ def _add(extents: dict[int, int], offset: int, size: int) -> None:
 
 
 _HEAPS: dict[int, Heap] = {}
-"""By process: a fork of a rank has mapped the rank's heap, and gives none of it out."""
+"""Process id -> heap; a fork of a rank must not allocate from the rank's heap, which it maps."""
 
 _MAPPED: dict[bytes, Mapped] = {}
-"""Heaps of other processes, by their tokens."""
+"""Token -> mapped heap of another process."""
 
 
 def own_heap() -> Heap:
-    """Return the heap of this process, made when it is first asked for.
+    """Return the heap of this process, created by the first call.
 
     Raises:
         OSError: the system or one of its limits does not allow it.
@@ -204,15 +205,15 @@ def own_heap() -> Heap:
 
 
 def mapped(process: int, file: int, token: bytes, num_bytes: int) -> Mapped:
-    """Return the heap that another process has as a file.
+    """Map the heap that is open as descriptor `file` of another process; cache it by token.
 
     Raises:
-        OSError: that file is not the heap with this token and size, or this process may not open
+        OSError: the file is not the heap with this token and size, or this process may not open
             or map it.
     """
     if token not in _MAPPED:
         with memory_file(process, file, _NAME, num_bytes, is_written=True) as opened:
             if os.pread(opened, _TOKEN_BYTES, 0) != token:
                 raise OSError(f"file {file} of process {process} is another heap")
-            _MAPPED[token] = Mapped(opened, num_bytes)  # the map has a file of its own
+            _MAPPED[token] = Mapped(opened, num_bytes)  # mmap duplicates the descriptor
     return _MAPPED[token]

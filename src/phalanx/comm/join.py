@@ -1,12 +1,12 @@
-"""Join a job, and connect its ranks; comm.meshes makes the groups of its axes.
+"""Join a job, and connect its ranks; comm.meshes creates the process groups of its axes.
 
-[Note: Connections] gloo connects every rank of a group with every other. A group whose collectives
-speak to few ranks is connected lazily instead, and a barrier then opens what it will use: to the
-ranks 1, 2, 4, ... away in both directions, which are also the neighbours of gloo's rings and trees.
-So no rank first connects in the middle of a run, where gloo waits five times the timeout for one
-that stands still, and where two sends that wait for each other's connection would wait for ever.
-The groups of all ranks are such, and the groups of dp, which only reduce and broadcast. The ranks
-of the other axes exchange with each other. NCCL connects for itself.
+[Note: Connections] By default gloo connects every pair of ranks of a group. A group in which a rank
+communicates with few peers is connected lazily instead, and a barrier then opens the connections it
+will use: to the ranks 1, 2, 4, ... away in both directions, which are also the neighbors in gloo's
+rings and trees. So no rank opens its first connection in the middle of a run, where gloo waits five
+times the timeout for a stalled peer, and where two sends that each wait for the other's connection
+deadlock. The groups of all ranks and of dp, which only reduce and broadcast, are connected so. In
+the groups of other axes every pair is connected. NCCL manages its connections itself.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from phalanx.comm.same_host import MOST_RANKS
 from phalanx.errors import ConfigError, within_limits
 
 STORE_CONNECTIONS = 3
-"""Connections of each rank to the store, which rank 0 holds."""
+"""Connections of each rank to the store, which rank 0 hosts."""
 
 GROUP_FILES = 4
-"""Files that gloo has open for a group beside its connections: it listens and waits for events."""
+"""Files that gloo opens for a group in addition to its connections: listeners and event queues."""
 
 RESERVED_FILES = 192
-"""Files that a rank has open beside: libraries, token files, records, pipes, NCCL, a checkpoint."""
+"""Allowance for other files of a rank: libraries, token files, records, pipes, NCCL, checkpoint."""
 
 
 def join(
@@ -46,20 +46,21 @@ def join(
     device: str = "cpu",
     timeout_s: float = 600.0,
 ) -> None:
-    """Enter the default process group: gloo for the CPU, NCCL for CUDA devices.
+    """Initialize the default process group: gloo for the CPU, NCCL for CUDA devices.
 
-    NCCL carries Python values too (comm.together), so a CUDA job joins without gloo.
+    NCCL transfers Python objects too (comm.together), so a CUDA job needs no gloo group.
 
-    The ranks meet at `store`, or as the environment that torchrun sets says. A rank waits
-    `timeout_s` for another in one collective. "cuda" is the device of `torch.cuda.set_device`.
+    The ranks rendezvous at `store`, or through the environment variables of torchrun if None. One
+    collective times out after `timeout_s`. "cuda" is the device set by `torch.cuda.set_device`.
 
     Raises:
         ConfigError: a rank may not open as many files as the job needs, or start as many threads.
     """
     check_files({}, num_ranks, device)
-    # Named, NCCL connects at once, and the groups of the axes are split from this one.
+    # With a device id, NCCL connects at once, and the groups of axes can be split from this group.
     device_id = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
-    # torch's own hook, set there, keeps back what ours prints before it ends the process.
+    # init_process_group sets torch's hook, which buffers the output of ours; as ours ends the
+    # process, the output would be lost.
     hook = sys.excepthook
     with within_limits(f"rank {rank} cannot join the job"), lazily_connected():
         dist.init_process_group(
@@ -77,7 +78,7 @@ def join(
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Have no rank wait longer for another in one collective, in all groups that there are."""
+    """Set the timeout of collectives in all existing groups."""
     # All private, and the only way before torch 2.14; tests/comm/test_join.py pins them.
     internals: Any = dist.distributed_c10d
     set_of_group = getattr(dist, "set_timeout", None) or internals._set_pg_timeout
@@ -86,20 +87,20 @@ def set_timeout(timeout_s: float) -> None:
 
 
 def allow_files() -> None:
-    """Let this process open as many files as the system lets it, connections among them."""
+    """Raise this process's limit on open files, which include connections, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):  # macOS has a lower limit than it names
+        except (ValueError, OSError):  # macOS allows fewer files than the hard limit it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10240)), hard))
 
 
 def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
-    """Return the most files that a rank of a job has open, which rank 0 has.
+    """Return the number of open files of rank 0, which is the largest of all ranks.
 
-    It holds the store, to which each rank connects three times: in `join`, and by `job_store` for
-    the thread that writes checkpoints and for the check of calls.
+    Rank 0 hosts the store, to which each rank connects three times: in `join`, and with `job_store`
+    for the checkpoint writer thread and for the check of calls.
     """
     peers, num_mapped = list[int](), 0
     if device == "cpu":
@@ -115,10 +116,10 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
 
 
 def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
-    """Refuse a job of which a rank needs more files than it may open; see `num_files`.
+    """Check that rank 0 may open as many files as `num_files` returns.
 
     Raises:
-        ConfigError: names both numbers and the most ranks that fit.
+        ConfigError: it may not; the message has both numbers and the largest number of ranks.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_files(axes, num_ranks, device)
@@ -135,7 +136,7 @@ def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
 
 
 def _num_mapped(axes: Mapping[str, int]) -> int:
-    """Return the files of a rank that shares memory: its heap, the map, and a map for each peer."""
+    """Return the files of a rank with shared memory: its heap, its map, and a map for each peer."""
     sizes = [*axes.values()]
     sizes += [math.prod(axes[axis] for axis in members) for members in flattened(axes).values()]
     num_peers = sum(size - 1 for size in sizes if size <= MOST_RANKS)
@@ -143,14 +144,14 @@ def _num_mapped(axes: Mapping[str, int]) -> int:
 
 
 def _few(num_ranks: int) -> int:
-    """Return to how many ranks a rank connects that speaks to those 1, 2, 4, ... away."""
+    """Return the number of peers that are 1, 2, 4, ... ranks away in both directions."""
     return min(num_ranks - 1, 2 * math.ceil(math.log2(num_ranks))) if num_ranks > 1 else 0
 
 
 @contextmanager
 def lazily_connected() -> Generator[None]:
-    """Let the gloo groups that are made here connect two ranks when they first speak."""
-    # gloo reads it from the environment alone; tests/comm/test_join.py counts the connections.
+    """Make gloo groups created inside the block connect two ranks at their first message."""
+    # gloo has only this environment variable; tests/comm/test_join.py counts the connections.
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -164,7 +165,7 @@ def lazily_connected() -> Generator[None]:
 
 
 def connect(group: dist.ProcessGroup, *, fully: bool) -> None:
-    """Open the connections that a group will use, see [Note: Connections]."""
+    """Open a gloo group's connections: all pairs if `fully`, else see [Note: Connections]."""
     if dist.get_backend(group) != "gloo":
         return
     if fully:
@@ -175,10 +176,10 @@ def connect(group: dist.ProcessGroup, *, fully: bool) -> None:
 
 
 def job_store() -> dist.Store:
-    """Return the store the ranks of the job met at, over a connection of the caller's own.
+    """Return a client of the job's rendezvous store with a new connection.
 
-    Each client of a store serves one call at a time, so that a wait on the job's own would hold up
-    whoever else needs it.
+    A client serves one call at a time, so a wait on the job's default client would block its other
+    users.
     """
     # Private, and the only way to the store; `clone` has no type. tests/debug/test_check.py
     # pins both.
@@ -187,11 +188,11 @@ def job_store() -> dist.Store:
 
 
 def job_timeout() -> timedelta:
-    """Return how long the job has a rank wait for another in one collective."""
+    """Return the job's timeout of one collective."""
     # Private, and the only way; tests/comm/test_join.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     options = job._get_backend(device).options
-    if options is None:  # of torch's fake backend, which waits for nobody
+    if options is None:  # torch's fake backend, which never waits
         return dist.distributed_c10d.default_pg_timeout
     return options._timeout

@@ -1,11 +1,12 @@
-"""Count every collective: its op, bytes, mesh axis and phase, whoever called it.
+"""Count every collective by op, bytes, mesh axis and phase, whichever library calls it.
 
-A `Ledger` reads each collective with comm.calls. It costs a few microseconds for each tensor
-operation; use it for the steps that are counted, not for all.
+A `Ledger` recognizes collectives with comm.calls. It costs a few microseconds per tensor
+operation, so enable it only for the steps to count.
 
-`payload_bytes` is the size of the whole tensor of the collective (the gathered, reduced or
-broadcast one); `sent_bytes` is what one rank must send under a bandwidth-optimal algorithm over N
-ranks (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009):
+`payload_bytes` is the size of the full tensor of the collective (the gathered, reduced or
+broadcast one); `sent_bytes` is the number of bytes that one rank must send under a
+bandwidth-optimal algorithm over N ranks (Patarasuk and Yuan, Bandwidth optimal all-reduce
+algorithms, 2009), as a multiple of `payload_bytes`:
 
     all_reduce                                                        2 (N-1)/N
     all_gather, reduce_scatter, all_to_all, broadcast, reduce, ...      (N-1)/N
@@ -28,29 +29,29 @@ if TYPE_CHECKING:
     from phalanx.comm.comm import Comm
 
 Phase = Callable[[str], AbstractContextManager[None]]
-"""`with phase("backward"):` books what runs inside under that name."""
+"""`with phase("backward"):` attributes the collectives inside the block to that phase."""
 
 
 def no_phase(name: str) -> AbstractContextManager[None]:
-    """Book nothing: the phase of a step that nobody watches."""
+    """Return a context that does nothing, for a step that no ledger counts."""
     del name
     return nullcontext()
 
 
 WITHOUT_PAYLOAD = ("barrier", "recv", "recv_any_source")
-"""Collectives that move no payload of their own: a receive is counted where it is sent."""
+"""Collectives without a payload to count; the bytes of a message are counted at its send."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective, or several that are alike added up.
+    """The totals of all collectives with the same phase, axis and op.
 
     Attributes:
-        phase: what the step was doing, such as "forward", "backward" or "clip".
+        phase: phase of the step, such as "forward", "backward" or "clip".
         axis: name of the mesh axis, several joined by "_", or "world".
         op: name of the collective.
-        calls: how many.
-        payload_bytes: bytes of the whole tensors.
+        calls: number of calls.
+        payload_bytes: bytes of the full tensors.
         sent_bytes: bytes that one rank must send, on average over the axis.
     """
 
@@ -63,20 +64,20 @@ class Entry:
 
 
 def sent_bytes(op: str, payload_bytes: float, num_ranks: int) -> float:
-    """Return the bytes that one of `num_ranks` must send for `op` under an optimal algorithm."""
+    """Return the bytes that each of `num_ranks` sends for `op` under an optimal algorithm."""
     if op == "send":
         return payload_bytes
     return payload_bytes * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
 
 
 class Tally:
-    """Adds up collectives that are alike."""
+    """Running totals of collectives by phase, axis and op."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str], tuple[int, int, float]] = {}
 
     def add(self, phase: str, axis: str, op: str, payload_bytes: int, num_ranks: int) -> None:
-        """Count one more collective."""
+        """Add one collective."""
         calls, payloads, sent = self._sums.get((phase, axis, op), (0, 0, 0.0))
         self._sums[phase, axis, op] = (
             calls + 1,
@@ -85,7 +86,7 @@ class Tally:
         )
 
     def entries(self) -> list[Entry]:
-        """Return the sums, in the order first seen."""
+        """Return the totals, in the order of their first calls."""
         return [Entry(*key, *sums) for key, sums in self._sums.items()]
 
 
@@ -93,17 +94,17 @@ class Ledger(Watch):
     """Counts the collectives that run inside `with Ledger(comm) as ledger:`."""
 
     def __init__(self, comm: Comm, tally: Tally | None = None) -> None:
-        """Count into a tally of one's own, if there is one."""
+        """Count into `tally`, or into a new one if None; `comm` gives axes their names."""
         super().__init__()
         self._axis_of = comm.axis_by_ranks()
         self._tally = Tally() if tally is None else tally
 
     def entries(self) -> list[Entry]:
-        """Return what was counted, alike collectives added up, in the order first seen."""
+        """Return one entry per phase, axis and op, in the order of their first calls."""
         return self._tally.entries()
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Count the operator if it is a collective, and run it."""
+        """Run the operator, and count it if it is a collective with a payload."""
         call = read_call(func, args, kwargs)
         if call is not None and call.op not in WITHOUT_PAYLOAD:
             axis, num_ranks = self._axis_of.get(call.ranks, "world"), len(call.ranks)
@@ -113,12 +114,12 @@ class Ledger(Watch):
 
 
 def _payload_bytes(call: Call, num_ranks: int) -> int:
-    """Return the bytes of the whole tensor: the largest of what goes in and what comes out.
+    """Return the bytes of the full tensor: the larger of the inputs and the outputs.
 
-    A gather's input is one rank's shard, and a scatter's output is: the whole is N times the shard.
+    For gather and scatter, only the root has the full tensor; its size is N times the shard.
     """
     sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
-    if call.op in ("gather", "scatter"):  # only the root has the whole
+    if call.op in ("gather", "scatter"):  # only the root has the full tensor
         return min(size for size in sizes if size) * num_ranks
     is_functional_gather = call.op == "all_gather" and len(sizes) == 1
     return sizes[0] * num_ranks if is_functional_gather else max(sizes)

@@ -1,7 +1,8 @@
-"""Open the memory that another process of this host has as an anonymous file (memfd_create).
+"""Open an anonymous memory file (memfd_create) of another process on this host.
 
-It is opened as /proc/PID/fd/NUMBER. Another container may have a process and a file of the same
-numbers: whoever opens one compares its name, its size and a mark of the owner before mapping it.
+The file is opened as /proc/PID/fd/NUMBER. In another container the same numbers may mean another
+process and file, so callers must compare a token of the owner, in addition to the name and size
+compared here, before they map it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pathlib import Path
 def memory_file(
     process: int, number: int, name: str, num_bytes: int, *, is_written: bool
 ) -> Generator[int]:
-    """Open an anonymous file of a process while the block runs; yield its number here.
+    """Open descriptor `number` of a process while the block runs; yield this process's descriptor.
 
     Raises:
-        OSError: there is no such file here, this process may not open it, or it is not one of this
-            name and size.
+        OSError: the file does not exist, this process may not open it, or it has another name or
+            size.
     """
     path = Path(f"/proc/{process}/fd/{number}")
-    found = os.readlink(path)  # before opening it: that might wait, or do something
+    found = os.readlink(path)  # before opening, because opening a pipe or device could block
     if found != f"/memfd:{name} (deleted)":
         raise OSError(f"{path} is {found}, and no memory of the name {name}")
     opened = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)

@@ -1,15 +1,15 @@
-"""Lay the ranks of a job on a mesh of named axes, and make the groups of its axes.
+"""Arrange the ranks of a job in a device mesh of named axes, and create a process group per axis.
 
 The mesh has one axis for each degree above 1, in the order of `Strategy.axes`, outer to inner, so
-that the innermost axis lies on the fastest link; tp has one for each of its sub-axes
+that the innermost axis uses the fastest link; tp has one axis for each of its sub-axes
 (`Strategy.grid`). A strategy of one rank has the axis `dp` of size 1.
 
-[Note: One-way groups] NCCL runs the calls of a group one after another, and a send ends when its
-receive runs. Two neighbours in a pipeline that both send first (one an activation, the other a
-gradient) would wait for each other for ever in one group. So each two neighbours have a group for
-either direction: one rank only sends there, the other only receives, in the same order, and no
-schedule deadlocks. The first and the last rank are neighbours too: chunks of a rank and tied
-weights go from one to the other. gloo needs none of this, and has the same groups.
+[Note: One-way groups] NCCL runs the calls of a group one after another, and a send completes only
+when its receive runs. If two neighboring pipeline ranks shared one group and both sent first (one
+an activation, the other a gradient), they would deadlock. So each pair of neighbors has one group
+per direction: one rank only sends there, the other only receives, in the same order, and no
+schedule deadlocks. The first and the last rank are neighbors too, because interleaved chunks and
+tied weights send between them. gloo does not need one-way groups, but gets the same groups.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from phalanx.comm.join import check_files, connect, job_timeout, lazily_connecte
 from phalanx.comm.transfer import CommEngine
 
 OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
-"""Coordinates on pp of the rank that sends and of the one that receives -> their group."""
+"""(Coordinate on pp of the sender, coordinate on pp of the receiver) -> their group."""
 
 
 class JobMesh:
-    """The ranks of a job on some axes: each mesh and group of them is made once.
+    """The device meshes and process groups of a job's axes, each created once.
 
-    Every rank of the job makes it together, and asks it for what it has not made yet together.
+    All ranks of the job construct it together, and first access each lazily created mesh or group
+    together, because creating a group is itself a collective.
 
     Attributes:
-        whole: of all axes.
-        groups: this rank's group of each axis, and of each flattened one (comm.axes).
-        engines: what runs the collectives of each of them.
-        num_checks: how many checks compare the calls of its ranks, see debug.check.
+        whole: device mesh of all axes.
+        groups: this rank's process group of each axis and of each flattened axis (comm.axes).
+        engines: engine that runs the collectives of each of `groups`.
+        num_checks: number of active checks that compare the calls of ranks, see debug.check.
     """
 
     def __init__(self, axes: Mapping[str, int], device: str, shares_memory: bool) -> None:
-        """Lay the ranks out, and connect the ranks of each axis; they share memory if they may.
+        """Create the meshes and groups, and connect the ranks of each group.
+
+        With `shares_memory`, gloo groups whose ranks are all on one host use shared memory.
 
         Raises:
             ConfigError: a rank may not open as many files as the mesh needs.
@@ -55,14 +58,14 @@ class JobMesh:
         self._apart: dict[str, CommEngine] = {}
         with lazily_connected():
             self.whole = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-            # Private, and the way to one axis of several; tests/comm/test_comm.py pins it.
+            # Private, but the way to flatten axes into one; tests/comm/test_comm.py pins it.
             self._flat = {
                 name: self.whole[members]._flatten(name)  # pyright: ignore[reportPrivateUsage]
                 for name, members in flattened(axes).items()
             }
             self.groups = {axis: self.whole.get_group(axis) for axis in axes}
             self.groups |= {name: mesh.get_group() for name, mesh in self._flat.items()}
-        # DeviceMesh makes its groups with torch's own timeout.
+        # DeviceMesh creates its groups with torch's default timeout.
         set_timeout(job_timeout().total_seconds())
         for axis, group in self.groups.items():
             connect(group, fully=axis != "dp")
@@ -81,13 +84,13 @@ class JobMesh:
 
     @functools.cached_property
     def inner(self) -> DeviceMesh:
-        """The mesh of this rank's stage of a pipeline: the axes within pp, if there are any."""
+        """The mesh of this rank's pipeline stage: all axes except pp, or `whole` if pp is alone."""
         names = tuple(name for name in self.axes if name != "pp")
         return self.whole if names in ((), self.axes) else self.whole[names]
 
     @functools.cached_property
     def sharding(self) -> DeviceMesh:
-        """The mesh of dp, if there is any, and of the axes that hold shards."""
+        """The mesh of dp, if the job has dp, and of the axis over which fsdp shards parameters."""
         shards = self._flat.get(SHARDS)
         if "dp" not in self.axes:
             return self.whole["fsdp"] if shards is None else shards
@@ -97,16 +100,15 @@ class JobMesh:
 
     @functools.cached_property
     def one_way(self) -> OneWayGroups:
-        """The groups in which this rank sends to its neighbours on pp, or they to it."""
+        """The one-way groups in which this rank sends to or receives from its pp neighbors."""
         size = dict(zip(self.axes, self.whole.shape, strict=True)).get("pp", 1)
         return one_way_groups(self.whole) if size > 1 else {}
 
     def apart(self, axes: Iterable[str]) -> dict[str, CommEngine]:
-        """Return what runs a second group of each of some axes.
+        """Return the engine of a second group of each of `axes`, created on first use.
 
-        Its calls keep no order with calls of the first.
-        An axis has one second group, however often it is asked for: its calls keep one order among
-        themselves.
+        Its calls are not ordered with calls of the axis's first group. An axis has only one second
+        group, so all its calls must come in one order on all ranks.
         """
         axes, mesh = list(axes), self.whole
         for axis in axes:
@@ -122,14 +124,15 @@ class JobMesh:
 
 
 _made: dict[tuple[Any, ...], JobMesh] = {}
-"""By the job's group of all ranks, which holds no two jobs for one, and what it is asked for."""
+"""(Default process group, arguments of `job_mesh`) -> mesh; each job has its own default group."""
 
 
 def job_mesh(axes: Mapping[str, int], device: str = "cpu", shares_memory: bool = True) -> JobMesh:
-    """Return the job's mesh of `axes`, one however often it is asked for; every rank calls this.
+    """Return the job's mesh of `axes`, created by the first call; every rank calls this.
 
-    PyTorch caches layouts under meshes that compare equal, and FSDP2 requires the same object. The
-    meshes of two jobs of one process compare equal too: a job finds its own alone.
+    Later calls return the same object, because FSDP2 requires it, and PyTorch caches layouts under
+    meshes that compare equal. Meshes of two jobs of one process compare equal too, so the cache key
+    contains the job's default group, and a job never gets the mesh of another job.
 
     Raises:
         ConfigError: a rank may not open as many files as the mesh needs.
@@ -141,7 +144,7 @@ def job_mesh(axes: Mapping[str, int], device: str = "cpu", shares_memory: bool =
 
 
 def one_way_groups(mesh: DeviceMesh) -> OneWayGroups:
-    """Make a group for either direction between neighbours on pp; return this rank's groups.
+    """Create one group per direction between neighbors on pp; return this rank's groups.
 
     Every rank of a job that has pp calls this; see [Note: One-way groups].
     """
@@ -160,16 +163,16 @@ def one_way_groups(mesh: DeviceMesh) -> OneWayGroups:
 
 
 def neighbor_rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Return all pairs of neighbours on a ring, in rounds that have each rank at most once."""
+    """Return all pairs of neighbors on a ring, in rounds in which each rank occurs at most once."""
     pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
     odd = [[pairs.pop()]] if size > 2 and size % 2 else []
     return [each for each in (pairs[::2], pairs[1::2]) if each] + odd
 
 
 def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
-    """Make a group of each part of the job's ranks, which share none; return this rank's.
+    """Create a group for each of the disjoint rank lists `parts`; return this rank's group.
 
-    A rank waits in it for another as long as the job says.
+    The group has the job's timeout. With gloo, a rank that is in no part gets None.
     """
     # Private, and the only way; tests/comm/test_one_way_groups.py pins it.
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
@@ -177,8 +180,8 @@ def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
     if job.bound_device_id is None:
         made = [dist.new_group(part, timeout) for part in parts]
         return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
-    # All at once, as DeviceMesh does. A rank without a part gets a group of its own: torch names a
-    # group after how many its rank has, and all ranks of a group must call it the same.
+    # One split for all parts, as DeviceMesh does. A rank in no part gets a group of one rank: torch
+    # names a group by the number of groups its rank has, and all ranks of a group need one name.
     split = {rank for part in parts for rank in part}
     alone = [[rank] for rank in range(dist.get_world_size()) if rank not in split]
     return dist.split_group(split_ranks=[*parts, *alone], timeout=timeout)

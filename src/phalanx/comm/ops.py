@@ -1,7 +1,7 @@
-"""The ops of the dispatcher by which an engine other than a process group begins its collectives.
+"""Dispatcher ops through which an engine other than a process group starts its collectives.
 
-Whoever watches the dispatcher so sees one call for each (comm.calls). Gathers and reduce-scatters,
-which gloo runs by direct exchange, are such ops too: comm.exchange.
+So a dispatch mode sees each collective as one call (comm.calls). The ops of all-gather and
+reduce-scatter are in comm.exchange, because gloo groups use them too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ IN_PLACE: Final = {
     "send": "int dst, int tag",
     "recv": "int src, int tag",
 }
-"""Collective of one tensor -> the arguments that follow the tensor and the name of the group."""
+"""Collective of one tensor -> op arguments after the tensor, the group name and the engine."""
 
 BETWEEN: Final = ("all_to_all", "swap")
-"""Collectives from one tensor to another, beside the collectives of comm.exchange."""
+"""Collectives from an input to an output tensor, in addition to the ones in comm.exchange."""
 
 COLLECTIVES: Final[Any] = torch.ops.phalanx_comm
-"""Name of a collective -> its op, which returns the number of a transfer."""
+"""Name of a collective, as an attribute -> its op, which returns the number of a transfer."""
 
 
 def _in_place(op: str) -> Callable[..., int]:
@@ -67,7 +67,7 @@ def _allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 HEAP: Final = torch.library.Library("shared_memory", "FRAGMENT")
-"""What makes a tensor on the heap: no collective, and seen by whoever accounts for memory."""
+"""Op that allocates a tensor on the heap, so that memory accounting sees it; not a collective."""
 
 HEAP.define("allocate(SymInt[] size, *, ScalarType dtype) -> Tensor")
 HEAP.impl("allocate", _allocate, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""A collective under way."""
+"""The handle of an asynchronous collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.comm.waits import waiting
 
 
 class Pending:
-    """A collective under way; `wait` returns its tensor when it is there."""
+    """An asynchronous collective; `wait` returns its tensor once it is complete."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Pending:
         begin: Callable[[], Pending] | None = None,
         name: str = "",
     ) -> None:
-        """Have `wait` wait for `work`, or begin it; a trace has what has this name."""
+        """Make `wait` wait for `work`, if any, or first call `begin`; `name` labels traces."""
         self._tensor = tensor
         self._name = name
         self._work = work
@@ -35,7 +35,7 @@ class Pending:
             begin().wait()
         if self._work is not None:
             with named(f"wait {self._name}"):
-                if isinstance(self._work, Transfer):  # which says itself that it waits
+                if isinstance(self._work, Transfer):  # its `wait` notifies listeners itself
                     self._work.tensor = self._tensor
                     self._work.wait()
                 else:

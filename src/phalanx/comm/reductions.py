@@ -1,4 +1,4 @@
-"""Reduce tensors that this process sees, in the order that it is given."""
+"""Reduce tensors in this process's memory, in a fixed order of terms."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES: Final = 512 << 10
-"""Bytes that are reduced at a time where a sum is read again: two terms of this size stay in the
-cache of a core."""
+"""Chunk size of a reduction that reads partial sums again: two chunks fit in a core's cache."""
 
 _PIECE: Final = 1 << 14
-"""Elements that one norm covers on a CPU. It adds them in order in 32 bits: of 38 million, one norm
-is 0.3 % too small with p = 2 and 10 % with p = 1. Added in 64 bits, it takes several times as long.
-"""
+"""Elements per call of the norm kernel on a CPU, which adds sequentially in 32 bits: one call over
+38 million elements is 0.3 % too small with p = 2 and 10 % with p = 1. In 64 bits it takes several
+times as long."""
 
 REDUCTIONS: Final[dict[str, Callable[..., Tensor]]] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
 }
-"""Name of a reduction -> what combines two terms."""
+"""Name of a reduction -> function that combines two terms."""
 
 
 def reduce_into(reduction: str, terms: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Fill each of `outs` with the reduction of the terms, in their order.
+    """Fill each of `outs` with the reduction of `terms`, combined in their order.
 
-    All are of one shape. The first out is perhaps the first term itself, and no other term; the
-    others may be any.
+    All tensors have one shape. The first out may be the first term, but no other term; the other
+    outs may be any terms.
     """
     combine, size = REDUCTIONS[reduction], max(1, CHUNK_BYTES // max(1, outs[0][:1].nbytes))
-    if len(terms) == 2 and len(outs) == 1:  # nothing is read again
+    if len(terms) == 2 and len(outs) == 1:  # no partial sum is read again
         combine(*terms, out=outs[0])
         return
     chunks = zip(*(tensor.split(size) for tensor in (*terms, *outs)), strict=True)
@@ -48,9 +47,9 @@ def reduce_into(reduction: str, terms: Sequence[Tensor], outs: Sequence[Tensor])
 
 
 def power_sum(shards: Sequence[Tensor], p: float) -> Tensor:
-    """Return sum |x|^p over all elements of at least one tensor, or max |x| for p = inf.
+    """Return sum |x|^p over all elements of `shards`, or max |x| for p = inf, as float64.
 
-    It is float64, and 0 without elements.
+    `shards` has at least one tensor. Without elements the result is 0.
     """
     total = torch.zeros((), dtype=torch.float64, device=shards[0].device)
     pieces: dict[torch.dtype, list[Tensor]] = defaultdict(list)
@@ -58,7 +57,7 @@ def power_sum(shards: Sequence[Tensor], p: float) -> Tensor:
         if shard.numel():  # an uneven shard may be empty
             size = _PIECE if shard.device.type == "cpu" else shard.numel()
             pieces[shard.dtype] += shard.reshape(-1).split(size)
-    for dtype, each in pieces.items():  # one kernel for many on a GPU
+    for dtype, each in pieces.items():  # on a GPU, one kernel for many tensors
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(each, p, wide)).double()  # pyright: ignore[reportPrivateUsage]
         total = total.maximum(norms.max()) if math.isinf(p) else total + norms.pow(p).sum()

@@ -1,8 +1,8 @@
-"""Find out whether the ranks of a group share the memory of one host, and let them use it.
+"""Detect whether all ranks of a group can share memory, and connect them through it if so.
 
-Each rank says which file of which process its heap is, and the token that it has written there. A
-rank that reads the same token in the file of that name has the same memory before it: no name of a
-host, no address and no variable of the environment is asked.
+Each rank publishes its process id, the descriptor of its heap, and the heap's token. A rank that
+opens that file and reads the same token shares that memory. Host names, addresses and environment
+variables are not used.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from phalanx.comm.heap import Heap, mapped, own_heap
 from phalanx.comm.shared_memory import SharedMemory
 
 MOST_RANKS: Final = 256
-"""Ranks of a group that may be on one host."""
+"""Largest group that uses shared memory."""
 
 
 def connect(group: dist.ProcessGroup, timeout_s: Callable[[], float]) -> SharedMemory | None:
-    """Return what runs the collectives of a group through shared memory; every rank calls this.
+    """Return a shared-memory engine for the collectives of a group; every rank calls this.
 
-    None on all ranks where they are not on one host, as the tokens in each other's memory
-    show, or one of them cannot share memory. A rank waits `timeout_s()` for another.
+    Return None on all ranks if a rank cannot share memory or cannot read the tokens of all others,
+    as on several hosts. Collectives time out after `timeout_s()` seconds.
     """
     size = group.size()
     if not 1 < size <= MOST_RANKS:
@@ -52,7 +52,7 @@ def connect(group: dist.ProcessGroup, timeout_s: Callable[[], float]) -> SharedM
 
 
 def _members(heap: Heap, records: Sequence[Sequence[int]]) -> list[SharedRank]:
-    """Return the ranks whose memory this process has mapped, up to the first that has none."""
+    """Map the heaps of the ranks, up to the first that cannot be mapped; return those ranks."""
     members: list[SharedRank] = []
     with suppress(OSError):
         for process, file, num_bytes, first, rank, *tokens in records:

@@ -1,33 +1,32 @@
-"""Collectives of the ranks of one host, through memory that they share: nothing is sent.
+"""Collectives between the ranks on one host through shared memory, without sending messages.
 
-A rank posts where its tensor lies, in its own heap, and the others read it there (channels.py):
+A rank posts the location of its tensor in its heap, and the other ranks read it (channels.py):
 
-    all_gather, all_to_all    copy the piece of each rank from its heap
-    reduce_scatter, reduce    add up a piece of each rank's heap, in the order of the ranks
+    all_gather, all_to_all    copy a piece from each rank's heap
+    reduce_scatter, reduce    add a piece of each rank's heap, in rank order
     broadcast, swap, message  copy
-    all_reduce, small         each rank adds up all itself: one rank waits for another once
-    all_reduce, large         rank r adds up slice r of all, and writes the sum to all:
+    all_reduce, small         each rank adds all tensors, and waits for each peer once
+    all_reduce, large         rank r adds slice r of all tensors, and writes the sum to all:
 
                 rank 0's heap     rank 1's heap                rank 0's heap     rank 1's heap
     bucket      | a0    | b0  |   | a1    | b1  |     ->       | a0+a1 | b0+b1 | | a0+a1 | b0+b1 |
                   by rank 0 <-------'        '-----> by rank 1
 
-The sum of an element has its terms in the order of the ranks, whoever makes it and however the
-tensor is cut: it is equal to the bit on all ranks and in every run.
+The terms of each element are added in rank order, whichever rank adds them and however the tensor
+is cut: the sum is bitwise equal on all ranks and in every run.
 
-A tensor that `empty` has made lies in the heap; any other is copied there first. A block of the
-heap stays until all have read it, however soon its tensor is dropped: so nobody waits for the
-readers of a tensor that `is_spent`, and a rank whose peers are busy elsewhere continues.
+A tensor allocated by `empty` is on the heap; any other tensor is copied there first. A block stays
+allocated until all ranks have read it, even if its tensor is freed earlier. So a rank does not wait
+for the readers of a tensor that `is_spent`, and continues while its peers are busy elsewhere.
 
-[Note: Progress] There is no thread that does a rank's part while the rank computes: it does what it
-can where it waits, also of what it has begun and not waited for yet. So two ranks may wait for two
-collectives in either order.
+[Note: Progress] No background thread runs collectives while a rank computes: a rank makes progress
+only where it waits, and there also on the other collectives that it has started. So two ranks may
+wait for two collectives in different orders.
 
-[Note: Unwatched] A rank continues a collective wherever it waits: in a forward that is recomputed,
-or in a step whose memory is counted. To the modes of the dispatcher a collective is the one op that
-began it, and they see nothing of the work inside, as they see nothing of gloo's thread:
-recomputation would look for that work in a backward, and the account of memory would count the
-memory of other ranks.
+[Note: Unwatched] A rank continues a collective wherever it waits, possibly in a recomputed forward
+or in a step whose memory is counted. Dispatch modes see only the op that started the collective,
+and not the work inside, as they do not see gloo's thread. Otherwise recomputation would expect the
+inner operators again in backward, and memory accounting would count the memory of other ranks.
 """
 
 from __future__ import annotations
@@ -56,28 +55,28 @@ from phalanx.comm.waits import waiting
 from phalanx.errors import CollectiveMismatch, named
 
 SMALL_BYTES: Final = 32 << 10
-"""Up to here each rank reduces all of a tensor: to wait for others takes longer."""
+"""Largest tensor, in bytes, that each rank reduces alone, because a second wait takes longer."""
 
 CROWDED_TICK_S: Final = 1e-3
-"""How long a rank sleeps for one collective while it has begun others."""
+"""Time a rank sleeps for one collective while it has started others, in seconds."""
 
 _NUMBERS = itertools.count(1)
 
 _UNDER_WAY: list[SharedTransfer] = []
-"""What this process has begun and not ended, in order."""
+"""Collectives that this process has started and that have not ended, in the order of starts."""
 
 _TURN: Final = threading.RLock()
-"""Who holds it continues a collective: another thread may wait for the same one."""
+"""Lock to advance a collective, because several threads may wait for the same collective."""
 
 Steps = Generator[AwaitedWord]
 
-# Private, and the only switch for all modes that costs next to nothing; see [Note: Unwatched].
+# Private, and the only cheap way to disable all dispatch modes; see [Note: Unwatched].
 # tests/comm/test_shared_memory.py pins it.
 _unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
 
 
 class _Call(NamedTuple):
-    """One call: its channel and number there, and what all ranks must have alike."""
+    """A call's channel and number, and `what` and `num_bytes`, which must be equal on all ranks."""
 
     channel: int | None
     number: int
@@ -86,7 +85,7 @@ class _Call(NamedTuple):
 
 
 class SharedTransfer(Transfer):
-    """A collective in shared memory; `steps` yields what it needs of others to continue."""
+    """A shared-memory collective; `steps` yields each word of a peer that it must wait for."""
 
     def __init__(self, steps: Steps, channels: Channels) -> None:
         super().__init__(())
@@ -100,9 +99,9 @@ class SharedTransfer(Transfer):
             self.advance()
 
     def advance(self) -> AwaitedWord | None:
-        """Continue as far as others let it; return what it needs, or None if it has ended.
+        """Run steps until one must wait; return the word to wait for, or None at the end.
 
-        An error that has ended it is raised in each call.
+        If a step raises an error, this and each later call raise it.
         """
         with _TURN:
             while not self._has_ended and (self._need is None or self._need.is_met()):
@@ -124,11 +123,11 @@ class SharedTransfer(Transfer):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the output is there; the timeout of the job holds.
+        """Wait until the output is complete; the timeout is the job's, not the argument.
 
         Raises:
-            PeerLost: a rank has ended, or does not come.
-            CollectiveMismatch: a rank calls another collective.
+            PeerLost: a rank has ended, or has timed out.
+            CollectiveMismatch: a rank has called another collective.
         """
         if not self.is_waited_for:
             with trace_named("wait shared memory"), waiting(self.tensor):
@@ -146,18 +145,18 @@ class SharedTransfer(Transfer):
 
 
 def _and_copied(steps: Steps, flat: Tensor, out: Tensor) -> Steps:
-    """Take the steps of a collective that fills `flat`, and copy that to `out`."""
+    """Run the steps of a collective that fills `flat`, then copy `flat` to `out`."""
     yield from steps
     out.copy_(flat.view_as(out))
 
 
 class SharedMemory(CommEngine):
-    """The collectives of a group whose ranks share memory."""
+    """The engine of a group whose ranks share memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, channels: Channels, heap: Heap, kept: object
     ) -> None:
-        """Take over channels on which nobody has called yet, and hold what `kept` keeps."""
+        """Use fresh `channels`; keep a reference to `kept` so that their memory is not freed."""
         super().__init__(group)
         self._kept = kept
         self._number = next(_NUMBERS)
@@ -173,7 +172,7 @@ class SharedMemory(CommEngine):
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         is_small = math.prod(size) * dtype.itemsize <= SMALL_BYTES  # a copy takes less than a block
-        if is_small or device.type != "cpu":  # a reducer on the meta device only counts
+        if is_small or device.type != "cpu":  # a dry run allocates on the meta device
             return super().empty(size, dtype, device)
         with said_if_full():
             return torch.ops.shared_memory.allocate(size, dtype=dtype)
@@ -213,7 +212,7 @@ class SharedMemory(CommEngine):
             steps = _and_copied(steps, flat, out)
         return SharedTransfer(steps, self._channels)
 
-    # Collectives. Each is called on all ranks in one order, and has a number by it.
+    # Collectives. All ranks call them in one order, which gives each call its number.
 
     def _all_reduce(self, out: Tensor, _given: Tensor, reduction: str, _is_spent: bool) -> Steps:
         call = self._call("all_reduce", out, reduction)
@@ -315,7 +314,7 @@ class SharedMemory(CommEngine):
         out.copy_(theirs)
         self._ack(call, source)
 
-    # What they are made of.
+    # Building blocks of the collectives.
 
     def _call(
         self, op: str, tensor: Tensor, option: Any = None, channel: int | None = None
@@ -327,16 +326,16 @@ class SharedMemory(CommEngine):
         self, call: _Call, tensor: Tensor, readers: Sequence[int] | None = None, *,
         copies: bool = False,
     ) -> Generator[AwaitedWord, None, Tensor]:  # fmt: skip
-        """Post a tensor for readers, all others if None; return the one that they read.
+        """Post a tensor for `readers`, all other ranks if None; return the tensor that they read.
 
-        With `copies` that is a copy in any case.
+        It is `tensor` itself if that is on the heap and not `copies`, else a copy on the heap.
         """
         yield from self._await_read(call._replace(number=call.number - SLOTS))
         block, seen = None if copies else self._heap.block_of(tensor), tensor
         if block is None:
             with said_if_full():
                 block = self._heap.block(call.num_bytes)
-            # It holds the block: all may have read before this rank has done its own part.
+            # A view that keeps the block: peers may all have read it before this rank uses it.
             seen = torch.from_numpy(block).view(tensor.dtype)
             seen = seen.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         for held in [*self._held]:
@@ -349,22 +348,22 @@ class SharedMemory(CommEngine):
         return seen
 
     def _unread(self, key: tuple[int | None, int]) -> AwaitedWord | None:
-        """Return the need for one that has not read a call of this rank."""
+        """Return the word of a reader that has not acknowledged a call of this rank, or None."""
         readers = self._held[key][1] if key in self._held else ()
         needs = (self._channels.acked(reader, *key) for reader in readers)
         return next((need for need in needs if not need.is_met()), None)
 
     def _await_read(self, call: _Call, given: Tensor | None = None) -> Steps:
-        """Wait until all have read a call of this rank; if the caller's own tensor was posted."""
+        """Wait until all readers have read this call; not if a heap copy of `given` was posted."""
         if given is None or self._heap.block_of(given) is not None:
             while (need := self._unread((call.channel, call.number))) is not None:
                 yield need
 
     def _read(self, call: _Call, peer: int) -> Generator[AwaitedWord, None, Tensor]:
-        """Return the tensor that a rank has posted.
+        """Wait for the tensor that rank `peer` posts for this call, and return it.
 
         Raises:
-            CollectiveMismatch: it is of another call.
+            CollectiveMismatch: the rank has posted another call.
         """
         yield self._channels.posted(peer, call.channel, call.number)
         post = self._channels.read(peer, call.channel, call.number)
@@ -381,7 +380,7 @@ class SharedMemory(CommEngine):
         return memory.tensor(post.offset, post.num_bytes, dtype_of(call.what))
 
     def _read_all(self, call: _Call, mine: Tensor) -> Generator[AwaitedWord, None, list[Tensor]]:
-        """Return the tensor of each rank, in their order."""
+        """Wait for the tensors of all ranks, and return them in rank order."""
         terms = {self._coord: mine}
         for peer in self._others:
             terms[peer] = yield from self._read(call, peer)

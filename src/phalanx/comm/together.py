@@ -1,4 +1,4 @@
-"""What all ranks of the job do together: pass Python values, wait, and fail when one fails."""
+"""Collectives of Python objects over all ranks of the job, barriers, and all-or-none execution."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ T = TypeVar("T")
 
 
 def barrier() -> None:
-    """Wait until every rank of the job has come here."""
+    """Wait until every rank of the job has called this."""
     dist.barrier()
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value` (anything that can be pickled) on every rank."""
+    """Return rank 0's picklable `value` on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the `value` (anything that can be pickled) of each rank, in the order of the ranks."""
+    """Return the picklable `value` of each rank, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def gather_on_first(value: Any) -> list[Any]:
-    """Return on rank 0 what `gather_objects` does, and nothing elsewhere.
+    """Return the picklable `value` of each rank in rank order on rank 0; an empty list elsewhere.
 
-    A rank speaks only with those that it is connected to, 1, 2, 4, ... away (comm.join).
+    A rank communicates only with ranks it is connected to, which are 1, 2, 4, ... away (comm.join).
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     gathered, distance = {rank: value}, 1
@@ -52,14 +52,14 @@ def gather_on_first(value: Any) -> list[Any]:
 
 
 def max_over_ranks(values: list[int]) -> list[int]:
-    """Return the largest of each value over the ranks of the job."""
+    """Return the element-wise maximum of `values` over the ranks of the job."""
     return _reduce(values, dist.ReduceOp.MAX)
 
 
 def first_object(value: Any) -> Any:
-    """Return the `value` of the first rank that has one, on every rank; else None.
+    """Return the `value` of the first rank whose value is not None, on every rank; else None.
 
-    Where no rank has one, only a number is reduced, so that asking costs little on many ranks.
+    If all values are None, only one integer is reduced, which is cheap on many ranks.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     (first,) = _reduce([num_ranks if value is None else rank], dist.ReduceOp.MIN)
@@ -78,17 +78,17 @@ def _reduce(values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
 
 
 def all_or_none(work: Callable[[], T], doing: str) -> T:
-    """Do each rank's own work; return this rank's result if all succeed.
+    """Run `work` on each rank; return this rank's result if all ranks succeed.
 
     Raises:
-        CheckpointError: on every rank: what was being done, and why the first rank failed that did.
+        CheckpointError: on every rank, with `doing` and the reason of the first rank that failed.
     """
     results: list[T] = []
     failure: str | None = None
     cause: BaseException | None = None
     try:
         results.append(work())
-    except Exception as error:  # the others wait to hear of it
+    except Exception as error:  # raised below on all ranks, which wait in `first_object`
         failure, cause = reason_of(error), error
     message = first_object(failure)
     if message is not None:
@@ -97,7 +97,7 @@ def all_or_none(work: Callable[[], T], doing: str) -> T:
 
 
 def on_first_rank(work: Callable[[], T], doing: str) -> T:
-    """Do work on the first rank alone; every rank returns its result, or raises its failure.
+    """Run `work` on rank 0 only; return its result, or raise its failure, on every rank.
 
     Raises:
         CheckpointError: the work failed.
@@ -106,7 +106,7 @@ def on_first_rank(work: Callable[[], T], doing: str) -> T:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the line that says what went wrong."""
+    """Return a one-line description of an error."""
     if isinstance(error, PhalanxError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,7 +1,7 @@
-"""What runs the collectives of one group of ranks: the interface, and a collective under way.
+"""The interface of engines, which run the collectives of one group, and of running collectives.
 
-`exchange.ProcessGroupEngine` runs them over a process group of torch (gloo, NCCL), and
-`shared_memory.SharedMemory` through memory that the ranks of one host share.
+`exchange.ProcessGroupEngine` runs collectives over a torch process group (gloo, NCCL), and
+`shared_memory.SharedMemory` through memory that the ranks on one host share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CommEngine(ABC):
     """Runs the collectives of one group.
 
     Attributes:
-        group: its ranks, as torch knows them.
+        group: process group of torch with the group's ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -36,53 +36,52 @@ class CommEngine(ABC):
     def begin(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, *, is_spent: bool = False
     ) -> dist.Work | None:
-        """Begin a collective, and return what to wait for; None if it has ended.
+        """Start a collective, and return the work to wait for; None if it is already complete.
 
         Args:
-            op: its name, as in the table of comm.comm.
-            out: what it fills, contiguous; of an all_gather perhaps [N, *given.shape] of any
-                strides.
-            given: what it reads, contiguous; perhaps `out` itself. Of a reduce_scatter perhaps
-                [N, *out.shape] of any strides without gaps, the same on all ranks.
-            option: the reduction of an all_reduce, or a number in the group: the partner of a swap,
-                a send or a recv, where a broadcast starts or a reduce ends.
-            is_spent: nobody writes to `given` again, before it is freed.
+            op: name of the collective, as in the table of comm.comm.
+            out: output, contiguous; for all_gather possibly [N, *given.shape] with any strides.
+            given: input, contiguous, possibly `out` itself; for reduce_scatter possibly
+                [N, *out.shape] with any strides without gaps that are equal on all ranks.
+            option: reduction of an all_reduce; group rank of the peer of a swap, send or recv, or
+                of the root of a broadcast or reduce.
+            is_spent: whether `given` is not written again until it is freed.
         """
 
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor from which this engine sends without a copy of its own."""
+        """Return an uninitialized tensor that this engine can send without an internal copy."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def run(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
     ) -> Transfer:
-        """Do what `begin` says, within the op of the dispatcher that `begin` calls."""
+        """Start the collective; called by the dispatcher op that `begin` of this engine calls."""
         raise NotImplementedError(f"{type(self).__name__} runs no {op}")
 
 
 LIBRARY: Final = torch.library.Library("phalanx_comm", "FRAGMENT")
-"""The ops of the dispatcher that are collectives, for whoever watches them (comm.calls)."""
+"""Library of the dispatcher ops that are collectives, so that dispatch modes see them."""
 
 ENGINES: Final[weakref.WeakValueDictionary[int, CommEngine]] = weakref.WeakValueDictionary()
-"""What runs these ops where not the process group does, by its number; comm.meshes holds it."""
+"""Number passed to an op -> engine that runs it; comm.meshes keeps the engines alive."""
 
 
 class Transfer(dist.Work):
-    """A collective under way; its tensors must be left alone until `wait`.
+    """A running collective; its tensors must not be used before `wait`.
 
     Attributes:
         is_waited_for: whether `wait` has returned.
-        tensor: what it fills, for whoever measures waits; None if that is not known.
+        tensor: output, passed to listeners of waits; None if unknown.
     """
 
     def __init__(
         self, works: Sequence[dist.Work | None], complete: Callable[[], None] | None = None
     ) -> None:
-        """Take over sends and receives that have begun.
+        """Take ownership of running sends and receives.
 
         Args:
-            works: of gloo.
-            complete: called once all has been sent and received.
+            works: gloo works of the messages.
+            complete: called in `wait` after all messages are complete.
         """
         super().__init__()
         self.is_waited_for = False
@@ -92,7 +91,7 @@ class Transfer(dist.Work):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the output is there; the timeout of the job holds."""
+        """Wait until the output is complete; the timeout is the job's, not the argument."""
         works, self._works = self._works, []
         if works:
             with named("wait exchange"), waiting(self.tensor):
@@ -107,18 +106,18 @@ class Transfer(dist.Work):
 
 
 _BEGUN: dict[int, Transfer] = {}
-"""What the ops of the dispatcher have begun, by the number that they return."""
+"""Number that a dispatcher op returned -> transfer that it started."""
 
 _NUMBERS = itertools.count()
 
 
 def begun(transfer: Transfer) -> int:
-    """Return a number for a transfer, as an op of the dispatcher can."""
+    """Register a transfer; return its number, because a dispatcher op cannot return an object."""
     number = next(_NUMBERS)
     _BEGUN[number] = transfer
     return number
 
 
 def taken(number: int) -> Transfer:
-    """Return the transfer that an op has begun; only once."""
+    """Remove and return the transfer with the number that an op returned."""
     return _BEGUN.pop(number)

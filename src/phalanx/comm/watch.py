@@ -1,18 +1,19 @@
-"""See every operator that passes PyTorch's dispatcher, whoever calls it.
+"""Intercept every operator that passes PyTorch's dispatcher, including operators of libraries.
 
-A `Watch` is a dispatch mode; what runs inside `with watch:` comes to its `see`, operator by
-operator. The ledger of bytes, the check of collectives and the account of memory are watches.
+A `Watch` is a dispatch mode that calls its method `see` for each operator that runs inside
+`with watch:`. The communication ledger, the check of collectives and memory accounting are watches.
 
-[Note: Composites] An operator of our own may be made of collectives and other operators, yet be one
-to PyTorch, so that recomputation can keep its result alone. While a mode handles an operator it is
-off, and would not see the inside. So a watch runs the Python implementation of such an operator
-instead, and is on meanwhile: it sees each operator within, and so do the modes outside of it.
+[Note: Composites] One of our operators may consist of collectives and other operators, yet be a
+single operator to PyTorch, so that recomputation can save its result alone. PyTorch disables a mode
+while the mode handles an operator, so the mode would not see the operators inside. A watch
+therefore runs the Python implementation of such an operator and stays enabled meanwhile: the watch,
+and any modes outside of it, see each inner operator.
 
-[Note: Compiled code] Dynamo skips a function for good once it meets it under a dispatch mode: one
-watched step would switch torch.compile off for the rest of the run. A mode that says it ignores
-what compiled code does inside is left alone, and the code stays compiled. So a watch sees the
-operators around compiled code, collectives of FSDP2 among them, and of the inside only what the
-compiler did not fuse: bytes are counted whole, memory is not.
+[Note: Compiled code] Dynamo permanently skips a function that it encounters under a dispatch mode:
+one watched step would disable torch.compile for the rest of the run. Dynamo ignores a mode whose
+`ignore_compile_internals` returns True, and the code stays compiled. So a watch sees all operators
+around compiled code, including FSDP2's collectives, but inside only operators that the compiler did
+not fuse: communicated bytes are counted completely, memory is not.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COMPOSITE_NAMESPACE = "phalanx_tensor"
-"""Of the operators that a watch sees the inside of, see [Note: Composites]."""
+"""Namespace of the operators whose inner operators a watch sees, see [Note: Composites]."""
 
 COMPOSITES: dict[OpOverload, Callable[..., Any]] = {}
-"""Operator of that namespace -> its implementation."""
+"""Operator of `COMPOSITE_NAMESPACE` -> its Python implementation."""
 
 
 def register_composite(operator: OpOverload, implementation: Callable[..., Any]) -> None:
-    """Have every watch run `implementation`, and see what it does, where `operator` is called."""
+    """Make every watch run `implementation`, and see its operators, when `operator` is called."""
     assert operator.namespace == COMPOSITE_NAMESPACE, f"{operator} is of another namespace"
     COMPOSITES[operator] = implementation
 
 
 class Phases:
-    """Holds which phase of a step is under way."""
+    """The name of the current phase of a step."""
 
     phase_name = "other"
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Book what runs inside under `name`."""
+        """Set `phase_name` to `name` inside the block."""
         before, self.phase_name = self.phase_name, name
         try:
             yield
@@ -54,13 +55,13 @@ class Phases:
 
 
 class Watch(Phases, TorchDispatchMode):
-    """Sees the operators that run inside `with watch:`, each in its phase of the step."""
+    """A dispatch mode whose `see` gets each operator, with `phase_name` the current phase."""
 
-    supports_higher_order_operators = True  # without it, the mode fails where it meets one
+    supports_higher_order_operators = True  # without it, the mode fails on such operators
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code as it is, see [Note: Compiled code]."""
+        """Let Dynamo compile under this mode, see [Note: Compiled code]."""
         return True
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,8 +70,8 @@ class Watch(Phases, TorchDispatchMode):
 
     @contextmanager
     def on_again(self) -> Generator[None]:
-        """Be on while this mode handles an operator, to see what that does in turn."""
-        super().__enter__()  # a subclass begins and ends more than the mode
+        """Enable this mode while it handles an operator, to see the inner operators."""
+        super().__enter__()  # not self.__enter__: a subclass starts more than the mode
         try:
             yield
         finally:
@@ -84,10 +85,10 @@ class Watch(Phases, TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor runs operators on its parts, which come back here
+            return NotImplemented  # DTensor calls operators on its local shards, dispatched here
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            return func(*args, **kwargs)  # of compiled code: it calls operators, which come here
+            return func(*args, **kwargs)  # compiled code; its operators are dispatched here
         if func.namespace != COMPOSITE_NAMESPACE:
             return self.see(func, args, kwargs)
         if func not in COMPOSITES:

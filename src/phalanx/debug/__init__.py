@@ -1,1 +1,1 @@
-"""Find the collective at which the ranks of a job part ways (`--debug-comm`)."""
+"""Find the first collective that does not match between the ranks of a job (`--debug-comm`)."""

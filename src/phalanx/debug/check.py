@@ -1,24 +1,25 @@
-"""Compare each collective with the other ranks' before it runs (`--debug-comm`).
+"""Compare each collective call between the ranks before it runs (`--debug-comm`).
 
-    rank 0  ──> store: group, number, fingerprint ──┐  all there:     alike    run the collective
-    rank 1  ──> store: group, number, fingerprint ──┤                 unlike   the same error on all
-    rank 2  ──> not there ──────────────────────────┘  say where it is, and what the others wait in
+    rank 0  ──> store: group, number, fingerprint ──┐  all arrived:  equal      run the collective
+    rank 1  ──> store: group, number, fingerprint ──┤                different  same error on all
+    rank 2  ──> has not arrived ────────────────────┘  report its place and the call of the others
 
-The first to come leaves its fingerprint for the others to compare with, and the last, who is known
-by a count, lets all continue: a rank makes as many calls to the store in a group of any size. Only
-where one differs, or ranks give and take unlike shapes, each reads what all others said.
+The first rank to arrive stores its fingerprint, with which each other rank compares its own. The
+last rank, which a counter identifies, releases all. So the number of store requests per rank does
+not depend on the size of the group. Only if a fingerprint differs, or the shapes that ranks send
+and receive are uneven, each rank reads the fingerprints of all.
 
-A `CollectiveCheck` is a dispatch mode, so it belongs to the thread that entered it, and to the
-threads of autograd that work for it: the collectives of any other thread pass unseen. The ranks
-meet at each call, even of an asynchronous collective; all must make their calls in one order,
-across groups too. What `Comm.all_reduce_start` begins is called where it is waited for: gradients
-are ready in another order on each rank.
+A `CollectiveCheck` is a dispatch mode, so it is active in the thread that entered it and in the
+autograd threads of its backward; collectives of other threads are not checked. The ranks
+synchronize at each call, even of an asynchronous collective, so all ranks must make their calls in
+the same order, across groups too. A collective of `Comm.all_reduce_start` is called only when it is
+waited for, because gradients become ready in a different order on each rank.
 
-A send and its receive are compared when the second of them is called, without a meeting: see
-messages.py.
+A send and its receive are compared when the second of the two is called, without synchronization:
+see messages.py.
 
-A rank that waits for long says for whom, in a call or, by `Comm`, for a message. Ranks that wait
-for each other in a cycle never continue, and hear so.
+A rank that waits for long, in a call or, with `Comm`, for a message, stores for which ranks it
+waits. Ranks that wait for each other in a cycle never continue, so they raise an error.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ from phalanx.debug.words import GRACE_S, LEFT, Words, described
 from phalanx.errors import CollectiveMismatch, named
 
 LIMIT_S = 30.0
-"""How long a rank waits for the others to come to a call."""
+"""Longest wait for the other ranks to arrive at a call, in seconds."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """One call on one group, which each rank of the group comes to.
+    """One collective call of a group, at which all ranks of the group must arrive.
 
     Attributes:
         axis: name of the group's mesh axis, or "world".
-        number: of the call on this group, from 1.
+        number: number of the call on this group, from 1.
     """
 
     group: str
@@ -67,9 +68,10 @@ class Meeting:
     number: int
 
     def key(self, what: int | str) -> str:
-        """Return where a rank leaves its fingerprint, or a key of all ranks.
+        """Return the store key of a rank's fingerprint, or one of the keys that all ranks use.
 
-        Those are "first" come, "unlike" some, "count" of them, "all" there.
+        These are "first" (fingerprint of the first rank to arrive), "unlike" (fingerprints must be
+        compared), "count" (of ranks that arrived) and "all" (set by the last rank to arrive).
         """
         return f"{self.group}/{self.number}/{what}"
 
@@ -79,9 +81,9 @@ class Meeting:
 
 
 class CollectiveCheck(Watch):
-    """Compares the collectives that run inside `with CollectiveCheck(comm):`.
+    """Dispatch mode that compares the collectives inside `with CollectiveCheck(comm):`.
 
-    Every rank of the job enters it at the same place of the program, and leaves it so.
+    Every rank of the job must enter and leave the block at the same place of the program.
     """
 
     def __init__(
@@ -91,13 +93,13 @@ class CollectiveCheck(Watch):
         named: Mapping[str, torch.Tensor] | None = None,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """Prepare to compare.
+        """Connect to the job's store.
 
         Args:
-            comm: names the groups.
-            named: tensors that calls may be about, such as the parameters of a model; their
-                gradients are known too.
-            limit_s: how long the ranks wait for one that does not come, in seconds.
+            comm: gives the mesh axes that messages name.
+            named: tensors to name in messages, such as the parameters of a model; their gradients
+                are named too.
+            limit_s: longest wait for a rank that does not arrive, in seconds.
         """
         super().__init__()
         self.phase_name = ""
@@ -129,13 +131,13 @@ class CollectiveCheck(Watch):
                 self._messages.leave()
         except dist.DistNetworkError:
             if error is None:
-                raise  # else the error propagates, and matters more
+                raise  # otherwise `error` propagates, which matters more
         finally:
             self._telling.close()
             super().__exit__(kind, error, trace)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compare the operator if it is a collective, and run it."""
+        """Compare an operator between the ranks if it is a collective, then run it."""
         call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:
             with self._words.held():
@@ -154,10 +156,10 @@ class CollectiveCheck(Watch):
         else:
             self._meet(call, fingerprint)
 
-    # Collectives: all ranks of the group meet.
+    # Collectives: all ranks of the group synchronize.
 
     def _meet(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Wait for the other ranks of the group, and compare."""
+        """Wait for the other ranks of the group, and raise if their calls do not match."""
         group = call.group.group_name
         self._numbers[group] += 1
         axis = self._axis_of.get(call.ranks, "world")
@@ -167,7 +169,7 @@ class CollectiveCheck(Watch):
         self._store.set(meeting.key(self._rank), text)
         is_unlike = self._come(meeting, fingerprint)
         if meeting.number > 1:
-            # All have come to this call, so all have read what was said at the one before.
+            # All ranks are at this call, so all have read the keys of the previous call.
             self._forget(dataclasses.replace(meeting, number=meeting.number - 1))
         if not is_unlike:
             return
@@ -182,7 +184,7 @@ class CollectiveCheck(Watch):
             )
 
     def _come(self, meeting: Meeting, fingerprint: Fingerprint) -> bool:
-        """Wait until all ranks have come to a call; return whether their calls must be compared."""
+        """Wait until all ranks are at a call; return whether their calls must be compared."""
         store, text = self._store, fingerprint.text()
         first = store.compare_set(meeting.key("first"), "", text).decode()
         if first != text or not fingerprint.is_even:
@@ -195,14 +197,14 @@ class CollectiveCheck(Watch):
         return store.get(meeting.key("all")) == b"unlike"
 
     def _forget(self, meeting: Meeting) -> None:
-        """Remove what this rank, and the first of the group for all, left at a call."""
+        """Delete this rank's key of a call; the group's first rank also deletes the common keys."""
         self._store.delete_key(meeting.key(self._rank))
         if self._rank == meeting.ranks[0]:
             for what in ("first", "unlike", "count", "all"):
                 self._store.delete_key(meeting.key(what))
 
     def _wait(self, meeting: Meeting, fingerprint: Fingerprint) -> None:
-        """Return when all ranks have come to a call."""
+        """Wait until all ranks are at a call; raise if one never arrives."""
         waits = f"{described(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
 
         def look(waited_s: float) -> None:
@@ -212,18 +214,18 @@ class CollectiveCheck(Watch):
                 [Edge(rank, meeting.key(rank), False) for rank in missing], waits
             )
 
-        # The store answers all ranks: the more they are, the less often each may ask.
+        # One store serves all ranks: the larger the group, the longer the polling interval.
         longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
         try:
             self._words.poll(lambda: self._store.check([meeting.key("all")]), look, longest_s)
         except CollectiveMismatch:
-            # A rank that comes later must not be the last, and run the collective.
+            # A rank that arrives later must not count as the last, and run the collective.
             self._store.add(meeting.key("count"), -1)
             self._store.delete_key(meeting.key(self._rank))
             raise
 
     def _look(self, meeting: Meeting, missing: list[int], waited_s: float) -> None:
-        """Find out why ranks have not come, and raise if they never will."""
+        """Raise if a missing rank has left or ended, or does not arrive within the limit."""
         why, advice = "", ""
         for rank in missing:
             end = self._words.read(f"gone/{rank}")
@@ -240,7 +242,7 @@ class CollectiveCheck(Watch):
             raise self._words.verdict(f"{why}\n{self._scene(meeting, missing)}{advice}")
 
     def _missing(self, meeting: Meeting) -> list[int]:
-        """Return the ranks that have not come to a call; they are few, so halves are asked for."""
+        """Return the ranks that are not at a call, by bisection, because these are few."""
         missing: list[int] = []
         asked = [meeting.ranks]
         while asked:
@@ -254,7 +256,7 @@ class CollectiveCheck(Watch):
         return missing
 
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
-        """Describe what a rank waits in, and the last call of each that it waits for."""
+        """Describe the call in which a rank waits, and the last call of each missing rank."""
         here = next(rank for rank in meeting.ranks if rank not in missing)
         others = [rank for rank in meeting.ranks if rank not in (here, *missing)]
         too = f", as {'does' if len(others) == 1 else 'do'} {named(others)}" if others else ""
@@ -273,7 +275,7 @@ class CollectiveCheck(Watch):
     # Names of tensors.
 
     def _name_of(self, call: Call) -> str:
-        """Return the name of the tensor that a call is about, or of the first in its buffer."""
+        """Return the name of the tensor at the address of the call's first input, or ""."""
         first = next((one for one in call.inputs if isinstance(one, torch.Tensor)), None)
         if first is None or not first.numel():
             return ""

@@ -1,8 +1,8 @@
 """Find deadlocks: ranks that wait for each other in a cycle, and so will never continue.
 
-A rank that waits for long says so in the store: for whom, and what to look at to know whether the
-other is still to come. Whoever waits follows these from rank to rank, and looks whether they lead
-back to itself (wait-for graph; Coffman et al., System Deadlocks, 1971).
+A rank that waits for long writes the edges of a wait-for graph to the store: the ranks for which
+it waits, and for each a store key that shows whether the wait continues. Each waiting rank follows
+the edges from rank to rank, to find a path back to itself (Coffman et al., System Deadlocks, 1971).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 
 class Edge(NamedTuple):
-    """What a rank that waits needs of another.
+    """An edge of the wait-for graph: a waiting rank needs an action of another rank.
 
     Attributes:
-        rank: the other.
-        key: of the store.
-        is_there: whether the other is still to come while the key is there, or while it is not.
+        rank: the rank that is waited for.
+        key: store key that the other rank sets or deletes.
+        is_there: True if the wait lasts while the key exists, False if until the key exists.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class Edge(NamedTuple):
 
 
 class WaitGraph:
-    """What the ranks of a job wait for, as this rank says and sees it."""
+    """The wait-for graph of a job in its store, with the waits of this rank."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
@@ -38,24 +38,24 @@ class WaitGraph:
         self._is_known = False
 
     def begin(self) -> None:
-        """Begin another wait of this rank."""
+        """Start a new wait of this rank."""
         self._num_waits += 1
 
     def end(self) -> None:
-        """End the wait."""
-        if self._is_known:  # set and not deleted: another rank may be about to get it
+        """End the wait, and remove its edges."""
+        if self._is_known:  # not deleted, because `get` of a deleted key would block another rank
             self._store.set(f"waits/{self._rank}", "")
             self._is_known = False
 
     def cycle(self, edges: Sequence[Edge], words: str) -> dict[int, str]:
-        """Say that this rank waits, and return the cycle that it waits in, if there is one.
+        """Store the `edges` of this rank's wait, and return the cycle of waits that contains it.
 
-        What a rank waits for is open until it comes, and never again in the same wait. So where
-        waits are open twice, and are the same, all were open at a time in between.
+        Within one wait, an edge that has closed never reopens. So if the edges of a cycle are open
+        in two successive reads of the same waits, all were open at one time between the reads.
 
         Returns:
-            Ranks, from this one on, each of which waits for the next and the last for this one,
-            and their waits in words; empty without a cycle.
+            Rank -> description of its wait, in the order of the cycle from this rank on: each rank
+            waits for the next, the last for this rank. Empty without a cycle.
         """
         self._is_known = True
         self._store.set(f"waits/{self._rank}", json.dumps([self._num_waits, words, edges]))
@@ -70,10 +70,10 @@ class WaitGraph:
         return {rank: json.loads(text)[1] for rank, text in zip(ranks, waits, strict=True)}
 
     def _follow(self, edges: Sequence[Edge]) -> list[int]:
-        """Return ranks from this one, which has `edges`, each of which waits for the next.
+        """Return a cycle of ranks, from this rank on, each waiting for the next; empty without one.
 
-        The last waits for this one. Where a rank waits for this one among many, no other is asked
-        for.
+        `edges` are the edges of this rank. The search is breadth-first, and checks an edge to this
+        rank before a rank's other edges.
         """
         came_from = {edge.rank: self._rank for edge in edges}
         found = list(came_from)
@@ -95,7 +95,7 @@ class WaitGraph:
         return ranks[::-1]
 
     def _is_open(self, edge: Edge) -> bool:
-        """Return whether what a rank needs of another is still to come."""
+        """Return whether the wait of an edge continues."""
         return self._store.check([edge.key]) == edge.is_there
 
     def _read(self, rank: int) -> str:

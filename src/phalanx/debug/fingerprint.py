@@ -1,23 +1,23 @@
-"""The fingerprint of a call of a collective: what must be alike on the ranks, and where it stands.
+"""The fingerprint of a collective call: properties that must match between ranks, and its place.
 
-The check compares, in this order, and reports the first difference:
+The check compares in this order, and reports the first difference:
 
-    op, reduction, data type, root    the same on all ranks
-    shapes                            the same on all ranks, where each has the full tensor
-    what rank i gives rank j          what rank j takes from rank i: a gather, a scatter, a
-                                      reduce-scatter or an all-to-all may be uneven, but both ends
-                                      of each piece must have one shape
-    the tensor's name                 where it has one on both ranks, see [Note: Names]
+    op, reduction, data type, root    equal on all ranks
+    shapes                            equal on all ranks, where each rank has the full tensor
+    piece that rank i sends rank j    its shape must equal the shape that rank j receives from rank
+                                      i; pieces of an all-gather, a gather, a scatter, a
+                                      reduce-scatter or an all-to-all may have different shapes
+    name of the tensor                equal, where it has one on both ranks, see [Note: Names]
 
-[Note: Names] Two calls in swapped order that are alike in all else differ by the names of
-their tensors alone: a parameter or its gradient, or the module that FSDP2 gathers or reduces. A
-name counts only if this rank has a tensor of the other's name too. Ranks that hold different parts
-of a model (stages of a pipeline) may then combine tensors of different names, as tied weights do;
-ranks that could have called with each other's tensor, and did not, have swapped them.
+[Note: Names] Two calls in swapped order that match in everything else differ only by the names of
+their tensors: a parameter or its gradient, or the module that FSDP2 gathers or reduces. A name is
+compared only if this rank has a tensor with the other rank's name too. So ranks that hold different
+parts of a model (pipeline stages) may combine tensors with different names, as for tied weights;
+ranks that have both tensors, and call with different ones, have swapped the calls.
 
-[Note: Places] The places in the code are reported, never compared. A program may call a collective
-from two lines, `if rank == 0: ... else: ...`, and take the branches by turns, as loops do in which
-some rank has no data; from outside that looks like a swap.
+[Note: Places] The places in the code are reported, never compared. A program may call one
+collective from two lines, `if rank == 0: ... else: ...`, and the ranks may take the branches
+alternately, as in loops in which some rank has no data; by places alone that looks like a swap.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from phalanx.comm.calls import Call
 
 NUM_PLACES = 2
-"""Frames of a call that a message has: the one that makes it, and its caller."""
+"""Frames of a call that a message reports: the calling frame and its caller."""
 
 _ROOMS = Path(__file__).parents[1]
 
@@ -49,13 +49,13 @@ _HIDDEN = (
     str(_ROOMS / "debug"),
     contextlib.__file__,
 )
-"""How the files begin whose frames are no place of a call."""
+"""Prefixes of the files whose frames are not reported as the place of a call."""
 
 _COLLECTIVES = (str(Path(torch.distributed.__file__).parent), str(_ROOMS / "comm"))
-"""How the files begin whose innermost frame waits for other ranks."""
+"""Prefixes of the files that wait for other ranks when the innermost frame is in them."""
 
 _OUTERMOST = (str(_ROOMS / "launch"), "<frozen")
-"""How the files begin that call the function of a rank, or a script: nothing above is reported."""
+"""Prefixes of the files that call a rank's function or a script: their frames end the report."""
 
 _FSDP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
 
@@ -65,14 +65,14 @@ class Fingerprint:
     """One rank's call of a collective.
 
     Attributes:
-        reduction: such as "sum"; empty if it reduces nothing.
-        shapes: of the tensors that go in, such as "[8x4]".
-        root: global rank that it starts from or ends at.
-        gives: shape of what goes to each rank of the group; empty where all have the full tensor.
-        takes: shape of what comes from each rank of the group.
+        reduction: such as "sum"; empty if nothing is reduced.
+        shapes: shapes of the inputs, such as "[8x4]".
+        root: global rank of the source or destination; None if the op has no root.
+        gives: shape sent to each rank of the group; empty if all ranks have the full tensor.
+        takes: shape received from each rank of the group.
         tensor: name of the tensor, if known, see [Note: Names].
         places: file, line and function of the call, and of its caller.
-        phase: what the step was doing.
+        phase: phase of the step.
     """
 
     op: str
@@ -87,17 +87,17 @@ class Fingerprint:
     phase: str = ""
 
     def text(self) -> str:
-        """Return this as one line, which `read` reads; alike for equal fingerprints."""
+        """Return the fingerprint as one line of JSON, the input of `read`."""
         return json.dumps(vars(self))
 
     @staticmethod
     def read(text: str | bytes) -> Fingerprint:
-        """Return the fingerprint whose `text` this is."""
+        """Return the fingerprint that `text` has serialized."""
         return Fingerprint(**json.loads(text))
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank gives and takes pieces of one shape, if all do as this one does."""
+        """Whether all pieces that this rank sends and receives have one shape."""
         return len({*self.gives, *self.takes}) <= 1
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Fingerprint:
 
 
 def take(call: Call, *, tensor: str, places: Sequence[str], phase: str) -> Fingerprint:
-    """Return the fingerprint of a call; see `Fingerprint` for the values not read from it."""
+    """Return the fingerprint of `call`; `Fingerprint` describes the other arguments."""
     has_payload = call.op != "barrier"
     tensors = [*_flat(call.inputs), *_flat(call.outputs)] if has_payload else []
     root = None
@@ -137,26 +137,26 @@ def take(call: Call, *, tensor: str, places: Sequence[str], phase: str) -> Finge
 _COMPARED = {
     "op": "op", "reduction": "reduction", "data type": "dtype", "root": "root", "shape": "shapes",
 }  # fmt: skip
-"""What the check compares first -> its attribute."""
+"""Names of the properties that the check compares first -> their attributes."""
 
 
 def difference(
     calls: Mapping[int, Fingerprint], has_name: Callable[[str], bool]
 ) -> tuple[int, int, str] | None:
-    """Find what does not match among the calls that the ranks of a group meet with.
+    """Find the first difference between the calls of the ranks of a group.
 
     Args:
         calls: fingerprint of each global rank, in the order of the group.
-        has_name: whether this rank has a tensor of that name.
+        has_name: returns whether this rank has a tensor of a name.
 
     Returns:
-        Two ranks whose calls do not match, the first being one of the most that are alike, and what
-        differs; None if all match.
+        Two ranks whose calls do not match, and the difference in words; None if all calls match.
+        Unless pieces differ, the first rank has the most common value.
     """
     for what, attribute in _COMPARED.items():
         values = {rank: getattr(call, attribute) for rank, call in calls.items()}
         if what == "shape" and any(call.gives for call in calls.values()):
-            break  # it is compared pair by pair
+            break  # the pieces are compared below, for each pair of ranks
         if pair := _odd_one(values):
             return *pair, f"{what}: {values[pair[0]]} and {values[pair[1]]}"
     for index, (giver, giving) in enumerate(calls.items()):
@@ -173,7 +173,7 @@ def difference(
 
 
 def pair_difference(one: Fingerprint, other: Fingerprint) -> str:
-    """Return what differs between a send and its receive; empty if they match."""
+    """Return the difference between a send and its receive in words; empty if they match."""
     for what in ("data type", "shape"):
         mine, theirs = (getattr(call, _COMPARED[what]) for call in (one, other))
         if mine != theirs:
@@ -182,11 +182,11 @@ def pair_difference(one: Fingerprint, other: Fingerprint) -> str:
 
 
 def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
-    """Return where a call stands, outside torch, comm and this room, and its FSDP2 module.
+    """Return the places of a call in the code, outside torch, comm and debug, and its FSDP2 module.
 
     Returns:
         The innermost places, as "file:line in function", the last of them in a script that called
-        this package if one did; and "FSDP module NAME" or nothing.
+        this package if one did; and "FSDP module NAME" or "".
     """
     places: list[tuple[str, bool]] = []
     module = ""
@@ -195,16 +195,16 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
         if code.co_filename.startswith(_OUTERMOST):
             break
         if code.co_filename.endswith(_FSDP_FILE) and not module:
-            # Private; without it the module is not named. tests/debug/test_check.py pins it.
+            # Private; messages lack the module without it. tests/debug/test_check.py pins it.
             name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             module = "" if name is None else f"FSDP module {name or '(root)'}"
         if code.co_name == "__torch_dispatch__":
-            places.clear()  # a mode hands the call on, or runs a composite, whose place is reported
+            places.clear()  # frames inside a mode, which forwards the call or runs a composite
         elif code.co_name != "__torch_function__" and not _is_hidden(code.co_filename):
             place = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
             places.append((place, code.co_filename.startswith(str(_ROOMS))))
         frame = frame.f_back
-    # Of a script the line that calls phalanx says more than who calls whom within.
+    # The line of a script that calls phalanx is more useful than the frames inside phalanx.
     called = [place for place, is_ours in places if not is_ours]
     innermost = [place for place, _ in places[:NUM_PLACES]]
     if called and called[0] not in innermost:
@@ -213,7 +213,7 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
 
 
 def is_collective(frame: FrameType) -> bool:
-    """Return whether a frame is one of comm or of torch.distributed."""
+    """Return whether a frame is in comm or torch.distributed."""
     return frame.f_code.co_filename.startswith(_COLLECTIVES)
 
 
@@ -224,7 +224,7 @@ def _is_hidden(file: str) -> bool:
 
 @cache
 def _short(file: str) -> str:
-    """Return a path relative to the working directory if it is below it."""
+    """Return a path, relative to the working directory if the file is below that."""
     with contextlib.suppress(OSError):  # the working directory may be gone
         path, here = Path(file), Path.cwd()
         return str(path.relative_to(here)) if path.is_relative_to(here) else file
@@ -232,7 +232,7 @@ def _short(file: str) -> str:
 
 
 def _odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
-    """Return a rank of the most common value and one of another; None if there is only one."""
+    """Return a rank with the most common value and a rank with another; None if all are equal."""
     counts = Counter(values.values())
     if len(counts) < 2:
         return None
@@ -243,13 +243,13 @@ def _odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
 
 def _reduction(call: Call) -> str:
     given = call.arguments.get("reduce_op")
-    if given is None:  # comm.exchange only sums
+    if given is None:  # ops of comm.exchange have no such argument, and always sum
         return "sum" if call.op == "reduce_scatter" else ""
     return given if isinstance(given, str) else dist.ReduceOp.RedOpType(given.op()).name.lower()
 
 
 def _given_and_taken(call: Call) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the shapes of what this rank gives to, and takes from, each rank of the group."""
+    """Return the shapes that this rank sends to, and receives from, each rank of the group."""
     inputs, outputs, num_ranks = call.inputs, call.outputs, len(call.ranks)
     if call.op == "all_gather":
         given = [_shapes(inputs)] * num_ranks
@@ -274,13 +274,13 @@ def _given_and_taken(call: Call) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _listed(tensors: list[Any], num_ranks: int) -> list[str]:
-    """Return the shapes in a list that holds one list of a tensor for each rank, else nothing."""
+    """Return the shapes if `tensors` is one list of a tensor for each rank, else an empty list."""
     is_listed = len(tensors) == 1 and isinstance(tensors[0], Sequence)
     return [_shapes([t]) for t in tensors[0]] if is_listed and len(tensors[0]) == num_ranks else []
 
 
 def _cut(tensor: torch.Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[str]:
-    """Return the shapes of a tensor cut along its first dimension, evenly if no sizes are given."""
+    """Return the shapes of a tensor split along its first dimension, evenly if `sizes` is empty."""
     even = [len(tensor) // num_ranks] * num_ranks
     return [_shape([size, *tensor.shape[1:]]) for size in (sizes or even)]
 

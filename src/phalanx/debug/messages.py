@@ -1,6 +1,7 @@
-"""Compare each send with its receive, without a meeting: the second of the two compares.
+"""Compare each send with its receive, without synchronization: the later of the two calls compares.
 
-The later of the two reports a message that a rank has left without sending.
+A message that its sender left without sending is reported by the sender or by the receiver,
+depending on which comes later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from phalanx.errors import CollectiveMismatch
 
 
 class Messages:
-    """The sends and receives of this rank."""
+    """The sends and receives of this rank, and their comparison."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -29,15 +30,15 @@ class Messages:
         self._rank = words.rank
         self._numbers: Counter[str] = Counter()
         self._awaited: set[int] = set()
-        # Address of what a message is to fill -> its sender, its key and this rank's call.
+        # Address of a receive buffer -> sender, store key of the message, call of this rank.
         self._receiving: dict[int, tuple[int, str, Fingerprint]] = {}
 
     def receive_any(self, call: Call) -> None:
-        """Compare no messages to this rank from now on: what it receives is not known."""
+        """Stop comparing messages to this rank, because a receive has no defined sender."""
         self._store.set(self._any_source_key(call, self._rank), "")
 
     def pair(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Compare a send with its receive if the other rank has called before."""
+        """Compare a send with its receive if the other rank called first; else store this call."""
         is_send = call.op == "send"
         peer = call.ranks[call.arguments["dst" if is_send else "src"]]
         sender, receiver = (self._rank, peer) if is_send else (peer, self._rank)
@@ -64,7 +65,7 @@ class Messages:
             )
 
     def _await(self, sender: int, key: str, fingerprint: Fingerprint, number: int) -> None:
-        """Say that this rank waits for a message, unless its sender has left already."""
+        """Store that this rank waits for a message; raise if its sender has already left."""
         waits = f"it has not sent message {number} to rank {self._rank}"
         words = f"{described(self._rank, fingerprint)}\n{'':10}waits for it"
         if sender not in self._awaited:
@@ -77,20 +78,20 @@ class Messages:
 
     @contextmanager
     def wait_for(self, tensor: torch.Tensor | None) -> Generator[None]:
-        """Wait for the sender of what a tensor is to receive, before this rank blocks for it."""
+        """Wait until the message for `tensor` is sent, before the block waits for its receive."""
         address = None if tensor is None or not tensor.numel() else tensor.data_ptr()
         if address in self._receiving:
             self._wait_for_sender(*self._receiving.pop(address))
         yield
 
     def _wait_for_sender(self, sender: int, key: str, fingerprint: Fingerprint) -> None:
-        """Return when a message is sent, or, as it may take its time, after the limit."""
+        """Wait until a message is sent, or until the limit is over, which is no error."""
         words = f"{described(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
         until_s = time.monotonic() + self._words.limit_s
 
         def look(waited_s: float) -> None:
             end = self._words.read(f"gone/{sender}")
-            # Of one that has left, `_await` or its own `leave` reports.
+            # A sender that has left is reported by `_await`, or by its own `leave`.
             if end not in (None, LEFT) and waited_s > min(GRACE_S, self._words.limit_s):
                 raise self._words.verdict(
                     f"rank {sender} has ended by {end}, and sends no more\n{words}"
@@ -104,7 +105,7 @@ class Messages:
             self._words.poll(is_over, look, 2e-3)
 
     def leave(self) -> None:
-        """Raise if another rank waits for a message of this one, which has left."""
+        """Raise if another rank waits for a message from this rank, which has left the check."""
         num_receivers = int(self._words.read(f"receivers/{self._rank}") or 0)
         for number in range(1, num_receivers + 1):
             receiver = self._words.read(f"receivers/{self._rank}/{number}")

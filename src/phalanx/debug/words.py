@@ -1,7 +1,7 @@
-"""What the ranks leave for each other in the job's store under the check, and how they wait there.
+"""Access of the check to the job's store: verdict, waits and deadlocks.
 
-The first verdict that a rank finds holds for all. A rank that waits looks for it now and then, and
-whether those that it waits for wait for it in turn.
+The first error that a rank finds, the verdict, is raised by all ranks. A rank that waits checks
+every LOOK_S for a verdict, and for a cycle of waits.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from phalanx.debug.fingerprint import Fingerprint
 from phalanx.errors import CollectiveMismatch, named
 
 LOOK_S = 0.25
-"""How long a rank waits before it looks, again and again, where the others are."""
+"""Interval, in seconds, at which a waiting rank checks the state of the other ranks."""
 
 GRACE_S = 5.0
-"""How long a rank waits for one that an error of its own has ended, and which is to say so."""
+"""Time, in seconds, that a rank which ended by an error has to report it before others raise."""
 
 LEFT = "left"
 
 
 class Words:
-    """One rank's part in what the ranks say.
+    """One rank's view of the store of a check.
 
     Attributes:
-        rank: this one.
-        limit_s: how long the ranks wait for one that does not come, in seconds.
-        store: of one check.
+        rank: global rank of this process.
+        limit_s: longest wait for a rank that does not arrive, in seconds.
+        store: the job's store with a prefix for this check.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.rank = dist.get_rank()
         self.limit_s = limit_s
         store = job_store()
-        # Each rank counts its own, and all make the same: what an earlier check left, is not read.
+        # Each rank counts its checks, and all make the same ones: keys of an earlier check differ.
         self.store = dist.PrefixStore(f"check/{store.add(f'checks/{self.rank}', 1)}", store)
         self._graph = WaitGraph(self.store, self.rank)
 
     @contextmanager
     def held(self) -> Generator[None]:
-        """Say what it means that the store cannot be reached."""
+        """Convert a lost connection to the store into a CollectiveMismatch that explains it."""
         try:
             yield
         except dist.DistNetworkError as error:
@@ -59,7 +59,7 @@ class Words:
     def poll(
         self, is_over: Callable[[], bool], look: Callable[[float], None], longest_s: float
     ) -> None:
-        """Return when a wait is over; call `look` now and then, with the time that it has taken."""
+        """Poll until `is_over()`; call `look(seconds waited)` every LOOK_S, and raise a verdict."""
         self._graph.begin()
         began_s = time.monotonic()
         look_s, pause_s = began_s + LOOK_S, 20e-6
@@ -77,7 +77,7 @@ class Words:
             self._graph.end()
 
     def refuse_deadlock(self, edges: Sequence[Edge], words: str) -> None:
-        """Raise if one of those that this rank waits for waits for it in turn."""
+        """Raise if the waits of this rank, `edges`, are part of a cycle; `words` describes them."""
         if cycle := self._graph.cycle(edges, words):
             lines = "\n".join(cycle.values())
             raise self.verdict(
@@ -86,17 +86,17 @@ class Words:
             )
 
     def verdict(self, message: str) -> CollectiveMismatch:
-        """Return the error that all ranks raise: the first that any of them found."""
+        """Return the error that all ranks raise: the first message that any rank has stored."""
         mine = json.dumps([message, self.rank])
         first, speaker = json.loads(self.store.compare_set("verdict", "", mine))
         return CollectiveMismatch(first, speaker)
 
     def read(self, key: str) -> str | None:
-        """Return what a rank has left under a key; None if none has."""
+        """Return the value of a key in the store, or None if the key is not set."""
         return self.store.get(key).decode() if self.store.check([key]) else None
 
 
 def described(rank: int, call: Fingerprint) -> str:
-    """Return a rank's call and its places in lines of a message."""
+    """Return the lines of a message that describe a rank's call and its places."""
     places = ", called from ".join(call.places) or "a thread without a place in Python"
     return f"  rank {rank}: {call}\n{'':10}at {places}"

@@ -1,1 +1,1 @@
-"""Start the ranks of a job on this host or meet them under torchrun, and watch them."""
+"""Start the ranks of a job on this host, or join them under torchrun, and monitor them."""

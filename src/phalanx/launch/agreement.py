@@ -1,8 +1,8 @@
-"""Have the ranks that torchrun or Slurm has started prepare one job, and compare what they have.
+"""Prepare a job on all ranks that torchrun or Slurm started, and check that the ranks agree.
 
-The first rank of each host prepares, and then its others, which find what it has stored. Each rank
-states its facts in the job's store, and rank 0 names what differs. Two versions of this package, or
-of torch, are no one job: what the ranks send each other need not mean the same to both.
+The first rank of each host prepares first; the other ranks of the host then reuse the files that
+it stored. Each rank writes its facts to the job's store, and rank 0 reports differences. Versions
+of this package and of torch must be equal too: versions may differ in the messages between ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def agree(
     prepare: Callable[[], Value],
     facts: Callable[[Value], Mapping[str, Any]],
 ) -> Value:
-    """Prepare after the first rank of the host, and wait until all ranks have the same."""
+    """Return the result of `prepare`, after checking that all ranks have equal facts.
+
+    The first rank of each host calls `prepare` before the other ranks of the host do.
+    """
     try:
         if env.local_rank > 0:
             _read(store, env.here.start)
@@ -40,7 +43,7 @@ def agree(
             value = prepare()
         text = json.dumps(_versions() | dict(facts(value)), sort_keys=True)
         store.set(f"{env.rank}", text)
-        # Each compares with the first, so that rank 0 need not read as many texts as ranks.
+        # Each rank compares with the first text set: rank 0 reads all texts only on a mismatch.
         if store.compare_set("first", "", text).decode() != text:
             store.set("unlike", "")
         if store.add("prepared", 1) == env.num_ranks:
@@ -52,7 +55,7 @@ def agree(
                 check_same([json.loads(text) for text in texts])
             store.set("all", "ready")
     except BaseException:
-        with suppress(RuntimeError):  # the store may have gone with rank 0
+        with suppress(RuntimeError):  # the store may have ended with rank 0
             for key in (f"{env.rank}", "compared", "all"):
                 store.set(key, FAILED)
         raise
@@ -74,16 +77,16 @@ def _read(store: Store, key: int | str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions that all ranks must have; not of which kind a build of torch is."""
+    """Return the versions that all ranks must have in common, without a build tag such as +cpu."""
     versions: dict[str, str] = {}
     for package, name in (("phalanx-train", "phalanx"), ("torch", "torch")):
-        with suppress(metadata.PackageNotFoundError):  # it is imported from its source
+        with suppress(metadata.PackageNotFoundError):  # imported from source, not installed
             versions[f"version of {name}"] = metadata.version(package).partition("+")[0]
     return versions
 
 
 def check_same(facts: list[dict[str, Any]]) -> None:
-    """Refuse a job of which not all ranks have prepared the same; name them and what differs."""
+    """Raise ConfigError if ranks differ from rank 0; name these ranks and the differing facts."""
     ours = facts[0]
     others = [rank for rank, theirs in enumerate(facts) if theirs != ours]
     if not others:

@@ -1,6 +1,6 @@
-"""Run functions on this host, each on the one rank of a job of its own, under one watch.
+"""Run functions on this host, each in a separate job of one rank, under one supervisor.
 
-One that a signal has ended, as `kill -9` does, is started again; one that fails ends all.
+A process that a signal ended, such as by `kill -9`, is restarted; a function that fails ends all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.launch.rank import RankInfo, own_sockets
 from phalanx.launch.signals import collected
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function, importable by name, and its arguments."""
+"""A function, importable by name, and its positional arguments."""
 
 
 def run_apart(
@@ -36,11 +36,11 @@ def run_apart(
     num_again: int = 0,
     say_starting: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Run each of several functions with its arguments, and return their results.
+    """Run each function of `works` in a process, and return the results of `works`.
 
-    Those `beside` serve the others, and end with them: one that is there after all others have
-    returned is ended. Processes that a signal has ended are started again, `num_again` times in
-    all. For the other arguments, and the errors, see `local.run_ranks`.
+    The functions of `beside` are services for `works`: a service that still runs when all `works`
+    have returned is ended. Processes that a signal has ended are restarted, at most `num_again`
+    times in total. For the other arguments, and the errors, see `local.run_ranks`.
     """
     prepare_server()
     info = RankInfo(0, 1, 0, device, threads, timeout_s, own_sockets())
@@ -54,12 +54,12 @@ def run_apart(
             supervisor.info, supervisor.num_again = info, num_again
             return supervisor.watch()[: len(works)]
     finally:
-        with collected():  # a second Ctrl-C changes nothing
+        with collected():  # a second Ctrl-C must not interrupt the cleanup
             end_ranks(ranks)
 
 
 class _Replacing(Supervisor):
-    """Starts a process again that a signal has ended."""
+    """Supervisor that restarts a process that a signal has ended."""
 
     works: Sequence[Work]
     num_awaited: int

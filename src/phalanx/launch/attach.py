@@ -1,8 +1,8 @@
 """Join the job that this process is a rank of, for as long as the process lasts.
 
-`run_here` of launch/torchrun.py runs a function within a job; a script has none to give. So the
-script's own end is the end of its part of the job: its error is reported as by `run_here`, and a
-normal end waits for the other ranks.
+`run_here` of launch/torchrun.py runs a function within a job; a script has no such function. So
+this rank leaves the job when the script ends: an error of the script is reported as by `run_here`,
+and a normal end waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -26,58 +26,58 @@ from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.rank_log import flush_streams
 
 DEFAULT_TIMEOUT_S: Final = 600.0
-"""Longest wait for another rank in one collective where nothing is said, in seconds."""
+"""Default of the longest wait for another rank in one collective, in seconds."""
 
 ASKED: list[bool] = []
-"""Has something once this process has been asked to join."""
+"""Non-empty once this process has called `attach`."""
 
 _attached: list[_Attached] = []
 _ending: dict[str, tuple[int, Callable[[str], None]]] = {}
-"""Checks that are not made yet, each with the process that asked for it, by name."""
+"""Pending checks: name -> (id of the process that registered the check, check)."""
 _readers: list[Callable[[BaseException], PhalanxError | None]] = []
 
 
 def at_end(name: str, check: Callable[[str], None]) -> None:
-    """Have the next `check_end` make a check, in place of the one of that name."""
+    """Register a check that the next `check_end` runs; it replaces a check of the same name."""
     _ending[name] = os.getpid(), check
 
 
 def no_ends() -> None:
-    """Forget all checks."""
+    """Remove all pending checks."""
     _ending.clear()
 
 
 def check_end(where: str = "the script ends") -> None:
-    """Make the checks of all that has been done so far, `where` a sentence; each is made once.
+    """Run every pending check once; a check raises if the script must not do what `where` says.
 
-    A check may refuse that the script ends, or begins something else.
+    `where` is a clause for the error message: the script ends, or it starts another run.
     """
     while _ending:
         process, check = _ending.pop(next(iter(_ending)))
-        if process == os.getpid():  # a fork that the script has made speaks for no rank
+        if process == os.getpid():  # a process that the script has forked is no rank
             check(where)
 
 
 def attach(
     facts: Mapping[str, Any], *, device: str = "auto", timeout_s: float | None = None
 ) -> str:
-    """Join the job of this process's environment, or make one of this process alone.
+    """Join the job that the environment describes, or create a job of this process alone.
 
-    A process that has joined already, as under `phalanx run`, stays as it is.
+    A process that has already joined, as under `phalanx run`, keeps its job.
 
     Args:
-        facts: what all ranks must agree on, by name; plain values for JSON.
+        facts: values that must be equal on all ranks, by name; JSON-serializable.
         device: "auto", "cpu" or "cuda".
-        timeout_s: longest wait for another rank in one collective, in seconds; if None, what the
-            job was joined with, or 600.
+        timeout_s: longest wait for another rank in one collective, in seconds; if None, the job's
+            current timeout, or 600.
 
     Returns:
-        "cpu" or "cuda": what the job computes on.
+        "cpu" or "cuda": the device type of the job.
 
     Raises:
         ConfigError: the environment is incomplete, the host has too few GPUs, or ranks differ in
             `facts` (raised on rank 0).
-        ScriptError: this is a process that the script has started, which runs the script again.
+        ScriptError: this process was spawned by the script and is importing the script again.
         TrainingError: another rank or host is lost, or does not answer.
     """
     import torch
@@ -103,12 +103,12 @@ def attach(
 def report_in_one_message(
     mistake_of: Callable[[BaseException], PhalanxError | None] | None = None,
 ) -> None:
-    """Have an error of ours that nobody catches end this process as it ends a job: by one message.
+    """Report an uncaught PhalanxError or Interrupted in one message, without a traceback.
 
-    That is a PhalanxError, or an Interrupted. A program that has an excepthook of its own keeps it.
+    This sets `sys.excepthook`, unless the program has replaced it.
 
     Args:
-        mistake_of: an error of another kind -> the PhalanxError that says more, if there is one.
+        mistake_of: maps an error of another class to a PhalanxError that explains it, or None.
     """
     if mistake_of is not None:
         _readers[:] = [mistake_of]
@@ -117,7 +117,7 @@ def report_in_one_message(
 
 
 def as_mistake(error: BaseException) -> BaseException:
-    """Return the PhalanxError that says more than an error that a script ends by, or the error."""
+    """Return the PhalanxError that explains an error of a script, or the error if none does."""
     return next((found for read in _readers if (found := read(error)) is not None), error)
 
 
@@ -137,11 +137,11 @@ def _report_ours(
 
 
 def add_line(error: PhalanxError, path: str = "") -> None:
-    """Add to a message the innermost line of the script that it passed through.
+    """Add a note to `error` with the innermost line of the script in its traceback.
 
     Args:
-        error: what has been raised.
-        path: of the script; the program's if empty.
+        error: an error that was raised.
+        path: path of the script; if empty, path of the main module.
     """
     path = path or getattr(sys.modules["__main__"], "__file__", None) or ""
     found = ""
@@ -155,21 +155,21 @@ def add_line(error: PhalanxError, path: str = "") -> None:
 
 
 def leave_at_end() -> None:
-    """Have this process's own end, or its error, be the end of its part of a job to come."""
+    """Install the exit hooks before this process joins a job, which it leaves when it ends."""
     if not _attached:
         _attached.append(_Attached(nullcontext()))
 
 
 def judged(error: Exception) -> BaseException:
-    """Return what this rank is to raise in place of an error: one of another rank may say more.
+    """Return the error that this rank raises in place of `error`, such as another rank's failure.
 
-    Of a process that has attached to no job under torchrun it is the error itself.
+    Return `error` itself if this process has attached to no job under torchrun.
     """
     return _attached[-1].judged(error) if _attached else error
 
 
 def _refuse_helper() -> None:
-    # Private: set while a process that was spawned imports the script of its parent.
+    # Private: set while a spawned process imports the script of its parent.
     # tests/launch/test_exit_code.py pins it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ScriptError(
@@ -180,7 +180,7 @@ def _refuse_helper() -> None:
 
 
 def _as_joined(facts: Mapping[str, Any], device: str, timeout_s: float | None) -> str:
-    """Return what the job of this process computes on; refuse to ask it for something else."""
+    """Return the device type of the job; raise if `device` or another rank's `facts` differ."""
     import torch.distributed as dist
 
     from phalanx.comm import join
@@ -209,7 +209,7 @@ def _attach_to_job(facts: Mapping[str, Any], device: str, timeout_s: float) -> s
 
 
 class _Attached:
-    """How this process leaves the job that it has joined: at its own end, or by an error."""
+    """Exit hooks of a joined job: leave it when the process ends, normally or with an error."""
 
     def __init__(self, job: AbstractContextManager[Any]) -> None:
         self._job = job
@@ -221,7 +221,7 @@ class _Attached:
         atexit.register(self._on_end)
 
     def judged(self, error: BaseException) -> BaseException:
-        """Return what this rank is to raise in place of an error, and leave the job."""
+        """Leave the job because of `error`; return the error that this rank raises instead."""
         if error is self._judged:
             return error
         self._judged = error
@@ -252,9 +252,9 @@ class _Attached:
         code = exit_code.known()
         if self._is_fork():
             flush_streams()
-            os._exit(int(self._has_failed) or code or 0)  # helpers and job are the rank's
+            os._exit(int(self._has_failed) or code or 0)  # helpers and job belong to the rank
         if code is None and self._main is not None and not exit_code.has_returned(self._main):
-            return  # by a sys.exit that was looked up before phalanx was: Python knows its code
+            return  # ended by a sys.exit looked up before phalanx was imported: Python has its code
         if not code:
             try:
                 check_end()
@@ -267,15 +267,15 @@ class _Attached:
         torchrun.leave(code)
 
     def _is_fork(self) -> bool:
-        """Return whether this is a fork that the script has made, which speaks for no rank."""
+        """Return whether the script forked this process, which is then no rank of the job."""
         return os.getpid() != self._process
 
 
 def _heed_alone() -> None:
-    """Have a signal ask this process to stop, which no launcher watches."""
+    """Turn a signal into a request to stop, in a process that no launcher monitors."""
 
     def end() -> None:
-        if not hasattr(sys, "last_value"):  # where Python notes an error that nobody has caught
+        if not hasattr(sys, "last_value"):  # Python sets it for an uncaught error
             if code := _end_of_stop():
                 torchrun.leave(code)
 
@@ -293,7 +293,7 @@ def _stop(signum: int) -> None:
 
 
 def _end_of_stop() -> int:
-    """Return the exit code of a script that has come to its end, and say that a signal ended it."""
+    """Return the exit code of a script that has ended; report the signal if it obeyed one."""
     if not PULSE.obeyed:
         return 0
     if os.environ.get("RANK", "0") == "0":

@@ -1,8 +1,8 @@
-"""Where all ranks of a job stand, as far as one watcher has heard, and what to say of it.
+"""The latest heartbeat of each rank of a job, and the reports that follow from the heartbeats.
 
-The parent of local ranks hears them over pipes (`local`), a rank under torchrun over the job's
-store (`watch`). Whoever hears them, the board says who is silent or stopped, who holds the others
-up and who has waited in vain, in the same words.
+The parent of local ranks receives heartbeats over pipes (`local`), a rank under torchrun over the
+job's store (`watch`). For both, the board reports in the same words which ranks are silent or
+stopped, which ranks delay the others and which rank waited in vain.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from phalanx.errors import named
 from phalanx.launch.heartbeat import Beat
 
 STILL_S: Final = 20.0
-"""How long a rank's main thread may stand at one place before it is reported, in seconds."""
+"""Longest time that a rank's main thread may stay at one place before a report, in seconds."""
 
 SILENT_S: Final = 10.0
-"""How long a rank may send no beat before it is reported, in seconds; one a second is sent."""
+"""Longest time without a heartbeat before a report, in seconds; a rank sends one each second."""
 
 STOPPED_S: Final = 2.0
-"""How long a process must be stopped to be reported: Ctrl-Z and `fg` stop all for a moment."""
+"""Shortest stop of a process that is reported, in seconds; Ctrl-Z and `fg` stop all briefly."""
 
 UNEVEN_S: Final = 15.0
-"""How long all others may stand in a collective after a rank has returned: they wait for it."""
+"""Longest time, in seconds, that all other ranks may stay in a collective after a rank returned."""
 
 SLEPT_S: Final = 5.0
-"""A watcher that did not look for so long was stopped itself, and its ranks with it."""
+"""Longest time between two calls of `look_up`, in seconds; after more, the watcher was stopped."""
 
 PATIENCE: Final = 5
-"""How many times as long a rank may stand still outside of the steps."""
+"""Factor by which a rank may stand still longer while no rank takes steps."""
 
 NUM_SHOWN: Final = 4
-"""Groups of ranks that a message describes."""
+"""Most groups of ranks that a message describes."""
 
 
 class Board:
-    """What each rank was last heard to do.
+    """The latest heartbeat of each rank, and the time at which it arrived.
 
     Attributes:
-        silent_s: how long a rank may send no beat before it is reported, in seconds.
+        silent_s: longest time without a heartbeat of a rank before a report, in seconds.
     """
 
     def __init__(
         self, timeout_s: float, here: Container[int] = (), silent_s: float = SILENT_S
     ) -> None:
-        """Begin without a rank; the system of this process knows the processes of those `here`."""
+        """Start without heartbeats; `here` are the ranks whose processes this host can inspect."""
         self.silent_s = silent_s
         self._timeout_s = timeout_s
         self._here = here
@@ -61,41 +61,41 @@ class Board:
         self._stopped_since_s: dict[int, float] = {}
         self._looked_s = time.monotonic()
 
-    # What the ranks say.
+    # Input from the ranks.
 
     def hear(self, rank: int, beat: Beat) -> None:
-        """Note a beat of a rank."""
+        """Store a heartbeat of a rank."""
         self._beats[rank] = (beat, time.monotonic())
         self._reported_silent.discard(rank)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has returned."""
+        """Record that a rank has returned."""
         self._beats.pop(rank, None)
         self._returned.add(rank)
 
     def has_begun(self, num_ranks: int) -> bool:
-        """Return whether all ranks have begun their work."""
+        """Return whether all ranks have started their work."""
         begun = (beat.doing != "starting" for beat, _ in self._beats.values())
         return sum(begun) == num_ranks
 
     def heeds_stop(self) -> bool:
-        """Return whether all ranks will end after their step if they are asked to."""
+        """Return whether every rank will end after its current step on a request to stop."""
         return bool(self._beats) and all(beat.heeds_stop for beat, _ in self._beats.values())
 
     def resume_hint(self) -> str:
-        """Return the last checkpoint and how to resume from it, if a rank has reported them."""
+        """Return the last checkpoint and how to resume from it, or "" if no rank reported them."""
         return next((beat.resume_hint for beat, _ in self._beats.values() if beat.resume_hint), "")
 
     def log(self, rank: int) -> str:
-        """Return the file that has what a rank printed, if it has one."""
+        """Return the path of the log file of a rank, or "" if it has none."""
         return self._beats[rank][0].log if rank in self._beats else ""
 
-    # Who is silent.
+    # Silent and stopped ranks.
 
     def look_up(self) -> float:
-        """Hold nobody for silent for the time in which the watcher was stopped; return that time.
+        """Return for how long the watcher was stopped, in seconds; 0 if it was not.
 
-        The watcher calls this about once a second.
+        The watcher calls this about once a second. The time does not count as silence of ranks.
         """
         now_s = time.monotonic()
         slept_s, self._looked_s = now_s - self._looked_s, now_s
@@ -105,20 +105,20 @@ class Board:
         return slept_s
 
     def wake(self, slept_s: float) -> None:
-        """Note that the watcher has not listened for some time: nobody is silent for that."""
+        """Exclude `slept_s`, in which the watcher did not listen, from the silence of all ranks."""
         self._stopped_since_s.clear()
         self._beats = {
             rank: (beat, at_s + slept_s) for rank, (beat, at_s) in list(self._beats.items())
         }
 
     def silent(self, limit_s: float, among: Container[int] | None = None) -> list[int]:
-        """Return the ranks, of some or of all, that were not heard for longer than a limit."""
+        """Return the ranks, of `among` or of all, without a heartbeat for longer than a limit."""
         now_s, beats = time.monotonic(), sorted(self._beats.items())
         heard = [(rank, at_s) for rank, (_, at_s) in beats if among is None or rank in among]
         return [rank for rank, at_s in heard if now_s - at_s > limit_s]
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether a signal has stopped a rank's process; unknown but here, on Linux."""
+        """Return whether a signal has stopped a rank's process; False off Linux or this host."""
         if rank in self._here and rank in self._beats:
             with suppress(OSError, IndexError):
                 status = Path(f"/proc/{self._beats[rank][0].process}/stat").read_text()
@@ -126,7 +126,7 @@ class Board:
         return False
 
     def news(self, among: Container[int]) -> list[str]:
-        """Return a report, each once, on who of some ranks holds the job up."""
+        """Return new reports on ranks of `among` that delay the job, each report only once."""
         end = f"the job ends after the timeout of {self._timeout_s:g} s"
         found: list[str] = []
         stopped = self._stopped(among)
@@ -141,12 +141,12 @@ class Board:
         return found
 
     def over(self, among: Container[int]) -> str:
-        """Say who of some ranks was silent for the timeout; nothing if nobody was."""
+        """Return a message if ranks of `among` were silent for the whole timeout, else ""."""
         silent = self.silent(self._timeout_s, among)
         return f"{self.why(silent)}; the timeout of {self._timeout_s:g} s is over" if silent else ""
 
     def why(self, ranks: Sequence[int]) -> str:
-        """Return the words on ranks that do not answer."""
+        """Return a sentence about ranks that send no heartbeats."""
         beats = [self._beats[rank][0] for rank in ranks]
         hosts = ", ".join(sorted({beat.host for beat in beats}))
         who = f"{named(ranks)} on {hosts}"
@@ -162,7 +162,7 @@ class Board:
         return words
 
     def _stopped(self, among: Container[int]) -> list[int]:
-        """Return who of some ranks is stopped for longer than a moment."""
+        """Return the ranks of `among` whose processes have been stopped for STOPPED_S."""
         now_s = time.monotonic()
         for rank in list(self._beats):
             if rank not in among or not self.is_stopped(rank):
@@ -173,17 +173,17 @@ class Board:
         return [rank for rank, at_s in since_s if now_s - at_s >= STOPPED_S]
 
     def _is_news(self, rank: int) -> bool:
-        """Return whether this is asked for the first time since the rank was heard."""
+        """Return whether this is the first call for a rank since its latest heartbeat."""
         is_news = rank not in self._reported_silent
         self._reported_silent.add(rank)
         return is_news
 
-    # Who waits for whom.
+    # Ranks that wait for others.
 
     def uneven(self, going: Sequence[int]) -> str:
-        """Blame the ranks that returned, if all that have not wait for them; else say nothing.
+        """Return a message if all running ranks wait in a collective and others returned, else "".
 
-        One that works alone, to draw a picture or write a file, may do so for as long as it needs.
+        While a rank works outside a collective, for example to write a file, there is no limit.
         """
         beats = [self._beats[rank][0] for rank in going if rank in self._beats]
         waiting = [beat for beat in beats if beat.in_collective and beat.still_s >= UNEVEN_S]
@@ -195,24 +195,24 @@ class Board:
         )
 
     def in_vain(self, rank: int, silent: Sequence[int]) -> str:
-        """Say whom a rank has waited for in vain: those that are silent, or nobody knows whom."""
+        """Return a message that `rank` waited in vain, for the `silent` ranks if there are any."""
         waited = f"{named([rank])} has waited in vain for another rank"
         return f"{self.why(silent)}; {waited}" if silent else self.described(f"{waited}; all stood")
 
     def stall(self) -> str | None:
-        """Return a report if ranks stand still; once for each time that they do."""
+        """Return a report if ranks stand still, once for each such period, else None."""
         beats = {rank: beat for rank, (beat, _) in sorted(self._beats.items())}
         still_s = {rank: beat.still_s for rank, beat in beats.items() if not beat.waits}
         longest_s = max(still_s.values(), default=0.0)
         if longest_s < STILL_S:
             self._is_reported = False
-        # Before and after the steps one rank may work for long while the others wait.
+        # Before and after the steps one rank may work for a long time while the others wait.
         is_stepping = any(beat.is_stepping for beat in beats.values())
         limit_s = self._limit_s * (1 if is_stepping else PATIENCE)
         if longest_s < limit_s or self._is_reported or len(beats) < 2:
             return None
         still = [rank for rank in still_s if still_s[rank] >= limit_s]
-        # A job that stood so long and continued is a slow one: it is reported later the next time.
+        # A job that stood still this long and then continued is slow: the next limit is higher.
         self._is_reported, self._limit_s = True, 2 * longest_s
         places = self.described(f"{named(still)} at one place for {longest_s:.0f} s:")
         return (
@@ -221,7 +221,7 @@ class Board:
         )
 
     def described(self, heading: str) -> str:
-        """Return where the ranks stand, below a heading, in a line or two for each group alike."""
+        """Return a heading and, for each group of ranks at the same place, one or two lines."""
         groups: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, (beat, _) in sorted(self._beats.items()):
             groups[beat.doing, beat.place].append(rank)

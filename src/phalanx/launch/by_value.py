@@ -1,7 +1,7 @@
 """Send tensors to another process by value.
 
-torch teaches multiprocessing to send each tensor as a file descriptor of shared memory. A process
-takes 250 of those when it starts, and a host lets it hold some thousand.
+torch makes multiprocessing send each tensor as a file descriptor of shared memory. A new process
+accepts at most 250 descriptors, and a host limits a process to a few thousand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 
 class ByValue:
-    """What another process gets as `value` itself, with its own copy of each tensor."""
+    """A wrapper that unpickles to `value` itself, with a separate copy of each tensor."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -29,7 +29,7 @@ class ByValue:
 
 
 class _PlainPickler(ForkingPickler):
-    """Knows what multiprocessing can send, such as locks, and not what torch has added to it."""
+    """Pickler with the reducers of multiprocessing, such as for locks, but without torch's."""
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -40,7 +40,7 @@ class _PlainPickler(ForkingPickler):
 
     @override
     def reducer_override(self, obj: Any, /) -> Any:
-        """Send of a view what it shows, and not all that it is a view of."""
+        """Send only the elements of a view, not its whole storage."""
         torch = sys.modules.get("torch")
         if torch is None or type(obj) is not torch.Tensor or obj.layout != torch.strided:
             return NotImplemented

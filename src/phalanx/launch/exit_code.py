@@ -1,10 +1,10 @@
-"""Know the exit code that a SystemExit gives this process, before the process ends.
+"""Find the exit code that a SystemExit gives this process, before the process ends.
 
-The exit code of a job of several ranks is decided in failure.py.
+The exit code of a job of several ranks is chosen in failure.py.
 
-A rank leaves by `os._exit` from a function that Python calls at its end, without a code.
-Python takes the code from the exception's attribute `code`, so whoever reads that attribute without
-a caller in Python is the end of the process.
+A rank leaves by `os._exit` in an atexit function, to which Python does not pass the exit code. The
+interpreter reads the attribute `code` of the SystemExit when it ends, so a read of this attribute
+without a caller in Python is the end of the process.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _last: list[int] = []
 
 
 def watch_if_rank() -> None:
-    """Note from now on by which code a SystemExit ends this process, if it is a rank of a job.
+    """Record from now on the exit code of a SystemExit that ends this process, if it is a rank.
 
-    As early as `import phalanx`: `sys.exit(main())` looks `sys.exit` up before it calls `main`.
+    `import phalanx` calls this, because `sys.exit(main())` looks up `sys.exit` before `main` runs.
     """
     if sys.exit is _exit or not any(name in os.environ for name in _NAMES):
         return
-    # Python 3.11 makes no exception of what its own `sys.exit` is given unless somebody catches it.
+    # Python 3.11's own `sys.exit` creates the exception object only if a handler catches it.
     sys.exit = builtins.exit = builtins.quit = _exit
-    # The types of C cannot be assigned to; tests/launch/test_exit_code.py pins this way.
+    # Attributes of C types cannot be assigned; tests/launch/test_exit_code.py pins this way.
     (attributes,) = gc.get_referents(SystemExit.__dict__)
     code = attributes["code"]
 
@@ -52,7 +52,7 @@ def known() -> int | None:
 
 
 def main_frame() -> FrameType | None:
-    """Return the frame of the script that calls this, if it was started as a program."""
+    """Return the module-level frame of the main script, or None if it is not on the stack."""
     frame, main = sys._getframe(), sys.modules["__main__"]  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_globals is not vars(main):
         frame = frame.f_back
@@ -62,21 +62,21 @@ def main_frame() -> FrameType | None:
 
 
 def has_returned(frame: FrameType) -> bool:
-    """Return whether a frame that has ended did so without an exception."""
+    """Return whether a frame that has ended did so by returning, not by an exception."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
 def exit_code_of(value: object) -> int:
-    """Return the exit code that Python makes of what `sys.exit` is given."""
+    """Return the exit code that Python uses for the argument of `sys.exit`."""
     return value & 0xFF if isinstance(value, int) else int(value is not None)
 
 
 def _exit(code: Any = None, /) -> NoReturn:
-    """End the program by raising SystemExit, as the function of this name that Python has."""
+    """End the program by raising SystemExit, as Python's own `sys.exit` does."""
     raise SystemExit(code)
 
 
 def _has_no_caller() -> bool:
-    """Return whether no function of Python called the one that asks."""
+    """Return whether the caller of this function was not called by Python code."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     return frame.f_back is None

@@ -1,4 +1,4 @@
-"""Describe how a rank failed: message, exit code; of several failures, find the cause."""
+"""Describe how a rank failed (message and exit code), and find the cause among several failures."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _LOST = re.compile(
     "|TCPStore.*(timed out|reset|closed)",
     re.DOTALL | re.IGNORECASE,
 )
-"""What gloo, NCCL and the store say of a rank that does not come or has left."""
+"""Messages by which gloo, NCCL and the store report a rank that is missing or has left."""
 
 READER_LEFT: Final = 128 + signal.SIGPIPE
-"""The exit code after `| head` and the like, where nobody reads the rest."""
+"""Exit code when the reader of standard output, such as `| head`, has closed the pipe."""
 
 WORDS_S: Final = 2.0
-"""Time-out of the search for the last checkpoint, in seconds."""
+"""Timeout of the search for the last checkpoint, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        time_s: when, by the host's clock.
-        text: the message of a PhalanxError, else the traceback.
+        time_s: time of the failure by the host's clock, in seconds.
+        text: message of a PhalanxError, traceback of any other exception.
         kind: class of a PhalanxError; None for any other exception.
-        is_lost_peer: another rank did not come, or left: its failure says more.
-        exit_code: of a program that ends by it.
+        is_lost_peer: whether the failure is only that another rank is missing or has left.
+        exit_code: exit code of a program that ends by this failure.
     """
 
     rank: int
@@ -65,29 +65,29 @@ class Failure:
     exit_code: int = 1
 
     def as_error(self) -> PhalanxError:
-        """Return what the caller of `run_ranks` is to catch."""
+        """Return the error that `run_ranks` raises for this failure."""
         error: PhalanxError = RankFailed(self.rank, self.text)
         if self.kind is not None:
-            # Not by calling the class: some compose their message from other arguments.
+            # Without __init__, because some classes build their message from other arguments.
             error = self.kind.__new__(self.kind, self.text)
         error.exit_code = self.exit_code
         return error
 
 
 class PeerFailed(TrainingError):
-    """Another rank reports the error; this one ends with it."""
+    """The error of a rank that ends without a message, because another rank reports the cause."""
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
-    """Return the failure of the rank that failed first by itself, or else that only lost a peer."""
+    """Return the earliest failure that is not only a lost peer, or else the earliest of all."""
     return min(failures, key=lambda failure: (failure.is_lost_peer, failure.time_s))
 
 
 def describe(rank: int, error: BaseException) -> Failure:
-    """Describe how a rank failed by an error of its own."""
+    """Return the failure of a rank that raised `error`."""
     kind, text, exit_code = None, shortened(traceback.format_exc()), 1
     if isinstance(error, PhalanxError):
-        # The nearest class that every process knows: a user's own may be of a script.
+        # The nearest class in phalanx.errors: a script's own class cannot be imported elsewhere.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         text, exit_code = shortened(message_of(error)), error.exit_code
     elif words := out_of_threads(error):
@@ -95,13 +95,13 @@ def describe(rank: int, error: BaseException) -> Failure:
         exit_code = kind.exit_code
     if isinstance(error, KeyboardInterrupt):
         exit_code = 128 + getattr(error, "signum", signal.SIGINT)
-    if isinstance(error, SystemExit):  # which has cut the work short, whatever its code
+    if isinstance(error, SystemExit):  # a failure even with code 0: the work did not finish
         exit_code = exit_code_of(error.code) or 1
     return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code)
 
 
 def out_of_threads(error: BaseException) -> str:
-    """Return what to say of an error of Python's that a thread cannot be started; else nothing."""
+    """Return a message if `error` is Python's failure to start a thread, else ""."""
     if not isinstance(error, RuntimeError) or NO_THREAD not in str(error):
         return ""
     places = [f"{at.filename}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__)]
@@ -110,14 +110,14 @@ def out_of_threads(error: BaseException) -> str:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` says no more than that another rank did not come, or has left.
+    """Return whether `error` reports only that another rank is missing or has left.
 
-    A script's own error may have the words of a network's: it comes of a `raise` that is neither
-    torch.distributed's nor ours. What C++ raises, a `work.wait()` in a script say, comes of none.
+    A script's own error may contain the words of a network error, but its `raise` statement is
+    outside torch.distributed and comm. An error from C++, as of `work.wait()`, has no `raise`.
     """
     if isinstance(error, PeerLost):
         return True
-    # torch has no class for what gloo says; tests/launch/test_local.py pins its words.
+    # torch has no class for gloo's errors; tests/launch/test_local.py pins their messages.
     if not isinstance(error, (RuntimeError, PhalanxError)) or not _LOST.search(str(error)):
         return False
     trace = error.__traceback__
@@ -125,24 +125,24 @@ def is_lost_peer(error: BaseException) -> bool:
         trace = trace.tb_next
     if trace is None:
         return False
-    from phalanx.debug.fingerprint import is_collective  # it loads torch
+    from phalanx.debug.fingerprint import is_collective  # imported here because it loads torch
 
     innermost = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
     return is_collective(trace.tb_frame) or innermost not in ("RAISE_VARARGS", "RERAISE")
 
 
 def is_reader_gone(error: BaseException) -> bool:
-    """Return whether `error`, or what a rank says in it, came of writing to a pipe nobody reads.
+    """Return whether `error`, or a rank's error that it quotes, is a write to a closed pipe.
 
-    A rich console turns the BrokenPipeError into a SystemExit.
+    The traceback is searched, because a rich console turns a BrokenPipeError into a SystemExit.
     """
     return "BrokenPipeError" in "".join(traceback.format_exception(error))
 
 
 def reader_has_left() -> bool:
-    """Return whether standard output is a pipe without a reader, as after `| head`, and mute it.
+    """Return whether the reader of standard output closed the pipe, as `| head` does; then mute it.
 
-    A pipe may break elsewhere too, between processes of a job: that is not the reader's doing.
+    A broken pipe between processes of the job is another matter: an error.
     """
     standard_output = 1
     pipe = select.poll()
@@ -154,7 +154,7 @@ def reader_has_left() -> bool:
 
 
 def death(rank: int, process: BaseProcess, log: str) -> Failure:
-    """Describe a rank that ended without a word."""
+    """Return the failure of a rank whose process ended without reporting an error."""
     process.join(5)
     code = process.exitcode
     how = f"exit code {code}"
@@ -168,24 +168,24 @@ def death(rank: int, process: BaseProcess, log: str) -> Failure:
             "and C++ one that has too little memory or too few threads: see ulimit -v, ulimit -u "
             "and pids.max"
         )
-    if code == 1:  # what multiprocessing itself ends with if it cannot import or find the function
+    if code == 1:  # exit code of multiprocessing if it cannot import or find the function
         text += (
             ' of its work; a script that starts ranks needs `if __name__ == "__main__":` before '
             "what it runs, and a function that can be imported from its file"
         )
     if log:
         text += f"; {log} has what it printed"
-    # What its peers say follows from it.
+    # Time 0 makes it the first failure, because the failures of its peers are consequences.
     return Failure(rank, 0.0, text, exit_code=code if code is not None and code > 0 else 1)
 
 
 def report(message: str) -> None:
-    """Print a message on standard error while the job continues."""
+    """Print a message to the user on standard error while the job continues."""
     print(f"phalanx: {message}", file=screen(), flush=True)
 
 
 def advised(message: str) -> str:
-    """Close a message with what to do, unless it says that or the disk is lost too."""
+    """Append advice on how to resume, unless the message has it or a lost disk delays it."""
     advice: list[str] = []
     asked = threading.Thread(target=lambda: advice.append(PULSE.advice()), daemon=True)
     asked.start()

@@ -1,8 +1,8 @@
-"""Where a rank stands: what its main thread does, since when, and at which place in the code.
+"""Heartbeats of a rank: the activity of its main thread, its place in the code, and for how long.
 
-The main thread notes the step and the phase; that costs two assignments. A thread of the rank looks
-at it about once a second and sends a `Beat` to whoever watches the job: the parent process on one
-host, the job's store under torchrun.
+The main thread records the step and the phase, which costs two assignments. A second thread samples
+the main thread about once a second and sends a `Beat` to the watcher of the job: the parent process
+on one host, the job's store under torchrun.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from types import FrameType
 from typing import Any
 
 BEAT_S = 1.0
-"""Seconds between two beats of a rank."""
+"""Interval between two heartbeats of a rank, in seconds."""
 
 _COMPUTING = ("_engine_run_backward",)
-"""Functions of torch that compute for long in one place: a thread in one does not stand still."""
+"""Functions of torch that compute for long at one place; a thread in them is not standing still."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """Where one rank stands.
+    """A heartbeat: the state of one rank.
 
     Attributes:
-        doing: what it does, such as "backward of step 12".
-        still_s: how long its main thread has stood at one place of the code, in seconds.
-        place: that place, and from where it was called; empty as long as it moves.
-        heeds_stop: whether a request to stop will end it after its step.
-        is_stepping: whether it takes steps, none of which has a rank stand still for long.
-        resume_hint: the last checkpoint and how to resume from it, if this rank reports them.
-        waits: whether it waits for other ranks, however long they need.
-        in_collective: whether that place is within a call that other ranks have to make too.
-        log: file that has what it prints; empty if there is none.
-        process: number of its process.
-        host: name of its host.
+        doing: activity of the main thread, such as "backward of step 12".
+        still_s: time that the main thread has stood at one place of the code, in seconds.
+        place: this place and its caller; empty while the main thread moves.
+        heeds_stop: whether the rank will end after its step on a request to stop.
+        is_stepping: whether the rank takes steps, in which no rank stands still for long.
+        resume_hint: last checkpoint and how to resume from it, if this rank reports them.
+        waits: whether the rank waits for other ranks without a time limit.
+        in_collective: whether `place` is within a collective, which other ranks must call too.
+        log: path of the rank's log file; empty if it has none.
+        process: process id.
+        host: host name.
     """
 
     doing: str = "starting"
@@ -57,19 +57,19 @@ class Beat:
 
 
 class Pulse:
-    """What this process says of its own main thread.
+    """The state of this process's main thread, from which heartbeats are made.
 
     Attributes:
-        steps_done: optimizer steps that are done.
-        heeds_stop: set by work that looks at `stop_signal` after each step.
-        stop_signal: the signal by which the job was asked to stop, or 0.
-        obeyed: the signal that a script knows of, and ends by; or 0.
+        steps_done: number of completed optimizer steps.
+        heeds_stop: whether the current work checks `stop_signal` after each step.
+        stop_signal: number of the signal that requested the job to stop, or 0.
+        obeyed: number of the signal that the script has seen and ends because of, or 0.
         is_stepping: whether the main thread takes steps.
-        resume_hint: the last checkpoint and how to resume from it; empty if there is none.
-        log: file that has what this process prints; empty if there is none.
-        advice: says what to do about a job that has ended, to close a message with.
-        on_change: called when what it heeds, or the last checkpoint, has changed, so that the
-            watcher knows at once.
+        resume_hint: last checkpoint and how to resume from it; empty if there is none.
+        log: path of this process's log file; empty if it has none.
+        advice: returns the last sentence of an error message: how to continue the job.
+        on_change: called when `heeds_stop` or `resume_hint` has changed, to send a heartbeat
+            at once.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Pulse:
 
     @contextmanager
     def doing(self, what: str) -> Generator[None]:
-        """Note what the main thread does inside."""
+        """Record `what` as the activity of the main thread inside the block."""
         before, self._doing = self._doing, what
         try:
             yield
@@ -98,7 +98,7 @@ class Pulse:
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """Note that the main thread waits for other ranks inside, however long they need."""
+        """Record that the main thread waits for other ranks inside, without a time limit."""
         self._waits = True
         try:
             with self.doing(what):
@@ -108,13 +108,13 @@ class Pulse:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Note the phase of the step under way; a watcher of the step."""
+        """Record the phase of the current step; `Step.watched` accepts this method."""
         with self.doing(f"{name} of step {self.steps_done + 1}"):
             yield
 
     @contextmanager
     def heeding(self) -> Generator[None]:
-        """Promise to look at `stop_signal` inside, and to end soon if it is set."""
+        """Declare that the block takes steps, checks `stop_signal` and ends soon once it is set."""
         self.is_stepping = True
         self.heed()
         try:
@@ -124,27 +124,27 @@ class Pulse:
             self.on_change()
 
     def heed(self) -> None:
-        """Promise to look at `stop_signal` from now on; for a loop that is no block of its own."""
+        """Declare that `stop_signal` is checked from now on, for a loop that is not in a block."""
         if not self.heeds_stop:
             self.heeds_stop = True
             self.on_change()
 
     def saved(self, resume_hint: str) -> None:
-        """Note the last checkpoint and how to resume from it, so that the watcher knows."""
+        """Record the last checkpoint and how to resume from it, and notify the watcher."""
         self.resume_hint = resume_hint
         self.on_change()
 
     def now(self, what: str) -> None:
-        """Note what the main thread does from now on, until the end of a block of `doing`."""
+        """Record the activity of the main thread from now to the end of the enclosing `doing`."""
         self._doing = what
 
     def stepping(self, steps_done: int) -> None:
-        """Note that a script's main thread takes the step after `steps_done` ones."""
+        """Record that a script is in step `steps_done + 1`."""
         self.steps_done, self.is_stepping = steps_done, True
         self.now(f"step {steps_done + 1}")
 
     def beat(self) -> Beat:
-        """Look at the main thread."""
+        """Return a heartbeat with the current state of the main thread."""
         still_s, where, in_collective = self._look()
         return Beat(
             doing=self._doing,
@@ -159,22 +159,23 @@ class Pulse:
         )
 
     def _look(self) -> tuple[float, str, bool]:
-        """Return for how long the main thread has stood at one place, and where if that is long.
+        """Sample the main thread: time at one place, that place, whether it is a collective.
 
-        And whether it is a call of comm or of torch.distributed.
+        The place is empty, and the last value False, until the time exceeds BEAT_S. A collective
+        is a call of comm or of torch.distributed.
 
-        Who holds a frame holds its variables and its callers', tensors among them, also
-        after they have returned. So no frame is held for longer than a look takes, and what
-        `_current_frames` returns not at all: this function's own frame is in it, and a variable of
-        this function would make it a cycle, which holds them until Python collects garbage.
+        A reference to a frame keeps alive the local variables, tensors included, of the frame and
+        its callers, also after they return. So this method keeps no frame, and does not bind the
+        result of `_current_frames` to a name: it contains this method's own frame, and the
+        reference cycle would keep all frames alive until a garbage collection.
         """
-        from phalanx.debug.fingerprint import find_places, is_collective  # they load torch
+        from phalanx.debug.fingerprint import find_places, is_collective  # imports torch
 
         thread = threading.main_thread().ident or 0
-        # Private by its name, public by its documentation.
+        # The name is private, but the function is documented.
         frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
         at = None if frame is None else _place_of(frame)
-        # A loop that sleeps in each step is met at one instruction, and takes steps all the same.
+        # A loop that sleeps in each step is always sampled at the sleep, so `_doing` counts too.
         place = None if at is None else (*at, self._doing)
         now_s = time.monotonic()
         if place is None or place != self._place:
@@ -186,9 +187,9 @@ class Pulse:
 
 
 class _Mark:
-    """Left on a frame to know it again: another may have its address by then.
+    """Marker that identifies a frame, because a later frame may have the same address.
 
-    It lies where a debugger keeps what it calls for each line of the frame.
+    It is stored in the frame's `f_trace`, the slot for the line callback of a debugger.
     """
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> _Mark:
@@ -196,7 +197,7 @@ class _Mark:
 
 
 def _place_of(frame: FrameType) -> tuple[_Mark, int] | None:
-    """Return a value that is equal while a frame stands at one place; None if it computes there."""
+    """Return a key of the frame and its instruction; None in a function of `_COMPUTING`."""
     if frame.f_code.co_name in _COMPUTING:
         return None
     if frame.f_trace is None:
@@ -206,4 +207,4 @@ def _place_of(frame: FrameType) -> tuple[_Mark, int] | None:
 
 
 PULSE = Pulse()
-"""The pulse of this process, which has one main thread as it has one rank."""
+"""The pulse of this process, which is one rank with one main thread."""

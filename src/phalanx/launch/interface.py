@@ -1,8 +1,8 @@
 """Choose the network interface by which gloo's ranks reach each other on several hosts.
 
-gloo by itself takes the address that the host's own name stands for. On Debian and its kin that is
-127.0.1.1 (a line of /etc/hosts), which no other host can reach. The way to the job's store is one
-that works, so its interface is taken.
+By default gloo uses the address to which the host's own name resolves. On Debian and derived
+systems this is 127.0.1.1 (from /etc/hosts), which no other host can reach. The route to the job's
+store is known to work, so its interface is chosen.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def choose(store: Store, env: RankEnv) -> str:
-    """Set gloo's variable unless it is set; every rank of the job calls this together.
+    """Set GLOO_SOCKET_IFNAME unless it is set; every rank of the job calls this together.
 
     Returns:
-        The address that others reach this host at, as far as it is known.
+        The address at which other hosts reach this host; empty if unknown.
     """
     if sys.platform != "linux":
         return ""
@@ -50,7 +50,7 @@ def choose(store: Store, env: RankEnv) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the IPv4 address by which this host sends to another; nothing if there is no way."""
+    """Return this host's IPv4 source address for packets to `host`, or "" without a route."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return probe.getsockname()[0]
@@ -58,7 +58,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address."""
+    """Return the name of the interface that has an IPv4 address, or None if none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address

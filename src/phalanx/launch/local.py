@@ -1,13 +1,14 @@
-"""Run a function on several ranks of this host, watch them, and say which failed first.
+"""Run a function on several ranks of this host, monitor them, and report which failed first.
 
-    parent    starts the ranks, hears beats, results and failures over a pipe to each, ends them
-    rank      `run_rank`: joins, calls the function, and leaves when the parent says so
+    parent    starts the ranks, receives heartbeats, results and failures over a pipe to each rank,
+              ends the ranks
+    rank      `run_rank`: joins, calls the function, and ends when the parent sends LEAVE
 
-The ranks are forked from one server process that has torch loaded already, so that two ranks start
-in a fraction of a second. They meet at a socket that the parent has bound before they start: no
-port is guessed. A rank that has finished waits until all have, and leaves without tearing its
-threads down; a rank that fails ends the job at once. The `board` works out the reports on ranks
-that hold the job up, as under torchrun.
+The ranks are forked from one forkserver process that has already imported torch, so that two ranks
+start in a fraction of a second. The parent binds the socket of the store before it starts the
+ranks, so no port is guessed. A rank that has finished waits until all have, and exits without
+tearing its threads down; a rank that fails ends the job at once. As under torchrun, the `board`
+makes the reports on ranks that delay the job.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.signals import collected, ignored_by_children
 
 Rank = tuple[ForkServerProcess, Any]
-"""A process, and the parent's end of the pipe to it (its class depends on the system)."""
+"""A process, and the parent's end of the pipe to it (its class depends on the platform)."""
 
 STARTING_S: Final = 2.0
-"""How long ranks may take to begin before it is said, in seconds."""
+"""Time that ranks may take to start before `say_starting` is called, in seconds."""
 
 GRACE_S: Final = 0.3
-"""How long the failures of other ranks are collected before the first is chosen by its clock."""
+"""Time, in seconds, to collect further failures before the earliest is chosen by its time stamp."""
 
 TICK_S: Final = 0.25
-"""How often the supervisor looks up, in seconds."""
+"""Longest wait of the supervisor for a message before it checks for signals, in seconds."""
 
 MISSED_S: Final = 2.0
-"""How long a rank must be silent to be the one that another has waited for in vain, in seconds."""
+"""Least silence of a rank for which another rank may have waited in vain, in seconds."""
 
 LEAVING_S = 2.0
-"""How long ranks have to leave by themselves before they are killed, in seconds."""
+"""Time that ranks have to exit by themselves before they are killed, in seconds."""
 
 
 def run_ranks(
@@ -65,30 +66,30 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on each of `num_ranks` new processes that have joined one job.
 
-    A process that is a rank of a job itself, as under torchrun, starts none: it joins that job, all
-    of whose ranks call this, and runs the function as one of them.
+    A process that is itself a rank of a job, as under torchrun, starts no processes: it joins this
+    job, whose ranks must all call this, and runs the function as one of them.
 
     Args:
-        function: importable by name; torch.distributed is initialised when it is called.
-        num_ranks: processes to start on this host.
-        *args: picklable arguments, the same for each rank.
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank).
-        threads: CPU threads of each rank; the cores shared evenly if None.
+        function: function importable by name; torch.distributed is initialized when it is called.
+        num_ranks: number of processes to start on this host.
+        *args: picklable arguments, equal for all ranks.
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
+        threads: CPU threads of each rank; if None, an equal part of the cores.
         timeout_s: longest wait for another rank in one collective, in seconds.
-        say_starting: called once if the ranks take long to begin.
+        say_starting: called once if the ranks have not started after STARTING_S.
 
     Returns:
-        What each rank returned, in the order of the ranks.
+        The result of each rank, in the order of the ranks.
 
     Raises:
         ConfigError: an argument cannot be sent to another process, there are fewer GPUs than ranks,
-            or this process is a rank of a job of another number of ranks.
-        PhalanxError: the first rank that failed raised it, and it was the user's to mend.
-        RankFailed: any other failure, with that rank's own traceback.
-        TrainingError: a rank returned, and all others stood in a collective for UNEVEN_S after it;
-            or one was silent for `timeout_s`.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came, and was not heeded by the ranks (see
-            `heartbeat.Pulse.heeding`), or was not the first.
+            or this process is a rank of a job with another number of ranks.
+        PhalanxError: error of the rank that failed first, if its class is a PhalanxError.
+        RankFailed: any other failure, with the traceback of that rank.
+        TrainingError: a rank waited in vain for another rank; a rank was silent for `timeout_s`; or
+            a rank returned, and all others stood in a collective for UNEVEN_S after that.
+        Interrupted: SIGINT, SIGTERM or SIGHUP arrived, and the ranks do not obey it (see
+            `heartbeat.Pulse.heeding`), or it was the second signal.
     """
     if is_under_torchrun():
         return _run_here(function, num_ranks, args, device, timeout_s)
@@ -102,12 +103,12 @@ def run_ranks(
         with collected() as signals:
             return Supervisor(ranks, signals, timeout_s, say_starting).watch()
     finally:
-        with collected():  # a second Ctrl-C changes nothing
+        with collected():  # a second Ctrl-C must not interrupt the cleanup
             end_ranks(ranks)
 
 
 def _check_gpus(num_ranks: int, device: str) -> None:
-    """Refuse more ranks on GPUs than this host has."""
+    """Raise ConfigError if ranks on "cuda" outnumber the GPUs of this host."""
     if device != "cuda":
         return
     import torch
@@ -129,7 +130,7 @@ def _run_here(
     device: str,
     timeout_s: float,
 ) -> list[Any]:
-    """Run the function on the ranks of the job that there is."""
+    """Run the function as a rank of the existing job, and return the results of all ranks."""
     from phalanx.comm.together import gather_objects
     from phalanx.launch.attach import attach, judged
 
@@ -148,7 +149,7 @@ def _run_here(
 
 
 def prepare_server() -> ForkServerContext:
-    """Start the server process if there is none; it loads torch while the caller continues."""
+    """Start the forkserver if it is not running; it imports torch while the caller continues."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["phalanx.launch.preload"])
     try:
@@ -167,11 +168,11 @@ def prepare_server() -> ForkServerContext:
 
 @contextmanager
 def server_stopped() -> Generator[None]:
-    """End the server process with the block if it was started in it.
+    """Kill the forkserver at the end of the block if it was started inside the block.
 
-    By itself it would end with this process, but take seconds to tear torch down.
+    Otherwise it would end after this process, and take seconds to tear torch down.
     """
-    # Private, and the only way; tests/launch/test_local.py pins it.
+    # Private, but the only way; tests/launch/test_local.py pins it.
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
     was_running = server._forkserver_pid is not None
     try:
@@ -186,7 +187,7 @@ def server_stopped() -> Generator[None]:
 def start_ranks(
     ranks: list[Rank], info: RankInfo, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """Start the ranks of a job, and add each to `ranks`; `info` says what all have in common."""
+    """Start the ranks of a job, and append each to `ranks`; `info` has their common settings."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -224,7 +225,7 @@ def _start(
 
 
 def end_ranks(ranks: list[Rank]) -> None:
-    """See every process off: those that do not leave by themselves are killed."""
+    """Close the pipes and wait for every process; kill those that do not exit in LEAVING_S."""
     for _, line in ranks:
         line.close()
     until_s = time.monotonic() + LEAVING_S
@@ -238,7 +239,7 @@ def end_ranks(ranks: list[Rank]) -> None:
 
 
 class Supervisor:
-    """Hears the ranks of this host until all have returned or one has failed."""
+    """Receives the messages of this host's ranks until all have returned or one has failed."""
 
     def __init__(
         self,
@@ -247,7 +248,7 @@ class Supervisor:
         timeout_s: float,
         say_starting: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to watch; `signals` is the list to which those that come are added."""
+        """Prepare to watch `ranks`; the signals that arrive are appended to `signals`."""
         self.ranks = ranks
         self._signals = signals
         self._board = Board(timeout_s, here=range(len(ranks)))
@@ -259,7 +260,7 @@ class Supervisor:
         self._say_starting = say_starting
 
     def watch(self) -> list[Any]:
-        """Return what each rank returned, or raise what `run_ranks` does."""
+        """Return the result of each rank, or raise the errors of `run_ranks`."""
         while self.is_awaited() and not self._failures:
             self._receive(TICK_S)
             if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
@@ -276,25 +277,25 @@ class Supervisor:
                 self._receive(left_s)
             raise self._advised(self._failure())
         for _, line in self.ranks:
-            with suppress(OSError):  # it has ended already: what it returned is here
+            with suppress(OSError):  # the rank has already ended, after it sent its result
                 line.send(LEAVE)
         return [self._results.get(rank) for rank in range(len(self.ranks))]
 
     def is_awaited(self) -> bool:
-        """Return whether a rank has not returned yet that the job is about."""
+        """Return whether the job must still wait for a rank."""
         return bool(self.going)
 
     def _receive(self, limit_s: float) -> None:
-        """Take all that the ranks have sent, or what they send first within some time."""
+        """Wait up to `limit_s` for a message, and handle all messages that have arrived."""
         ready: list[Any] = wait(list(self.going), limit_s)
-        # A signal must not meet a rank as it was several beats ago, on a busy machine.
+        # Drain the pipes: a signal must be judged by the latest heartbeats, on a busy host too.
         while ready:
             for line in ready:
                 self._take(line)
             ready = wait(list(self.going), 0)
 
     def _take(self, line: Any) -> None:
-        """Take one word of a rank."""
+        """Receive and handle one message of a rank, or the end of its process."""
         rank = self.going[line]
         kind: str
         value: Any
@@ -315,12 +316,12 @@ class Supervisor:
             self._board.leave(rank)
 
     def is_replaced(self, rank: int) -> bool:
-        """Return whether another process takes the place of a rank that has ended."""
+        """Return whether a rank that has ended was restarted; here never."""
         del rank
         return False
 
     def _obey_signals(self) -> None:
-        """Ask the ranks to end after their step; those that would not, and at once, by raising."""
+        """Forward a first signal that all ranks heed; for any other signal, raise Interrupted."""
         if not self._signals or (len(self._signals) == 1 and self._is_asked_to_stop):
             return
         signum = self._signals[0]
@@ -328,7 +329,7 @@ class Supervisor:
             raise Interrupted(signum, self._board.resume_hint())
         self._is_asked_to_stop = True
         for line in self.going:
-            with suppress(OSError):  # it has ended: the next look finds that out
+            with suppress(OSError):  # the rank has ended: the next `_receive` detects it
                 line.send(signum)
         report(
             f"{signal.Signals(signum).name}: the run ends after the step under way and a "
@@ -336,7 +337,7 @@ class Supervisor:
         )
 
     def _look(self) -> None:
-        """Report who holds the others up, and end the job if nobody can continue."""
+        """Report ranks that delay the others, and raise TrainingError if no rank can continue."""
         self._board.look_up()
         going = sorted(self.going.values())
         for message in self._board.news(going):
@@ -345,7 +346,7 @@ class Supervisor:
             raise self._advised(TrainingError(words))
 
     def _failure(self) -> PhalanxError:
-        """Return the error of the rank that failed first by itself, or say whom the ranks miss."""
+        """Return the error of the first failure; for a lost peer, one that names silent ranks."""
         first = first_of(self._failures)
         if not first.is_lost_peer:
             return first.as_error()
@@ -354,14 +355,14 @@ class Supervisor:
         return TrainingError(words if silent else f"{words}\n{first.text.rstrip()}")
 
     def _advised(self, error: PhalanxError) -> PhalanxError:
-        """Add the last checkpoint and how to resume from it, if a rank has reported them."""
+        """Add a note on the last checkpoint and how to resume from it, if a rank reported them."""
         if hint := self._board.resume_hint():
             error.add_note(hint)
         return error
 
 
 def num_cores() -> int:
-    """Return the CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What runs in a process that was started for one rank of a job on this host."""
+"""Run one rank of a job in a process that `local` started on this host."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from phalanx.launch.rank_log import flush, flush_streams
 from phalanx.launch.signals import leave_to_parent
 
 HELPERS_S: Final = 1.0
-"""How long a process that a rank has started has to end by itself before it is killed, in seconds.
-"""
+"""Time between SIGTERM and SIGKILL for the processes that a rank has started, in seconds."""
 
 LEAVE = "leave"
-"""What the parent sends when the rank may end; a number is the signal to stop by."""
+"""Message from the parent that the rank may end; a number instead is the signal that stops it."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank must know to join the job, whose store is at `port`; see `run_ranks`.
+    """Settings by which one rank joins the job, whose store is at `port`; see `run_ranks`.
 
-    `sockets` is a folder that the parent has made, for what removes it if the parent is killed.
+    `sockets` is the parent's folder of sockets, which the rank removes if the parent is killed.
     """
 
     rank: int
@@ -49,7 +48,7 @@ class RankInfo:
 
 
 class Line:
-    """This rank's end of the pipe to the parent, which says when the rank may end."""
+    """This rank's end of the pipe to its parent process, which decides when the rank may end."""
 
     def __init__(self, connection: Connection, sockets: str) -> None:
         self._connection = connection
@@ -60,23 +59,23 @@ class Line:
         self._has_thread = False
 
     def open(self) -> None:
-        """Begin to send beats and to hear the parent."""
+        """Start the thread that sends heartbeats and receives messages of the parent."""
         threading.Thread(target=self._serve, name="pulse", daemon=True).start()
         self._has_thread = True
         PULSE.on_change = self._beat_now
 
     def wait_to_leave(self) -> None:
-        """Wait until the parent says so; one that is not heard need not be waited for."""
+        """Wait until the parent sends LEAVE; return at once if no thread receives messages."""
         if self._has_thread:
             self._may_leave.wait()
 
     @property
     def is_of_fork(self) -> bool:
-        """Whether this process is a fork that a script has made, which speaks for no rank."""
+        """Whether a script forked this process, which is then no rank of the job."""
         return os.getpid() != self._process
 
     def send(self, kind: str, value: Any) -> None:
-        """Send to the parent; an OSError says that it listens no more."""
+        """Send a message to the parent; raise OSError if the parent has closed the pipe."""
         if self.is_of_fork:
             return
         with self._lock:
@@ -86,11 +85,11 @@ class Line:
         self.send("beat", PULSE.beat())
 
     def _beat_now(self) -> None:
-        with suppress(OSError):  # the parent has gone, and the thread ends this process
+        with suppress(OSError):  # the parent has ended, and the thread ends this process
             self._beat()
 
     def _serve(self) -> None:
-        """Send a beat now and then, and obey the parent; without a parent, end at once."""
+        """Send a heartbeat every BEAT_S and obey the parent; end at once if the parent ends."""
         try:
             self._beat()
             while True:
@@ -116,27 +115,27 @@ def run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Join the job, call the function, and report; never returns."""
-    sys.excepthook = sys.__excepthook__  # the server's says less
+    """Join the job, call the function, send its result or failure, and exit the process."""
+    sys.excepthook = sys.__excepthook__  # replaces the forkserver's, which hides some errors
     leave_to_parent()
     escape_unknown_characters()
     line = Line(connection, info.sockets)
-    # A server forked this process; the helpers it starts, such as a DataLoader's, begin as Python's
-    # do by default, or each would begin with the script anew.
+    # Processes that this rank starts, such as DataLoader workers, use Python's default start
+    # method; with the inherited method, forkserver, each would run the script again.
     multiprocessing.set_start_method(None, force=True)
     try:
         line.open()
         _join(info, listener)
         with PULSE.doing("the work"):
             result = function(*args)
-        flush(sys.stdout)  # nobody may read it
+        flush(sys.stdout)  # raises here, as this rank's failure, if the pipe has no reader
         line.send("result", ByValue(result))
         exit_code = 0
     except BaseException as error:
         failure = describe(info.rank, error)
         if line.is_of_fork:
-            print(failure.text, file=sys.stderr)  # noqa: T201 - nobody else reports it
-        # Once another rank has failed, the parent listens no more.
+            print(failure.text, file=sys.stderr)  # noqa: T201 - no other process reports it
+        # Once another rank has failed, the parent closes the pipe.
         with suppress(OSError):
             line.send("failure", failure)
         exit_code = failure.exit_code
@@ -144,21 +143,21 @@ def run_rank(
     if not line.is_of_fork:
         line.wait_to_leave()
         end_helpers()
-    # gloo's threads sometimes abort a process that succeeded while they are torn down.
+    # Tearing down gloo's threads sometimes aborts a process that succeeded.
     os._exit(exit_code)
 
 
 def escape_unknown_characters() -> None:
-    """Have standard output escape what its encoding lacks, as standard error does.
+    """Make standard output escape characters that its encoding lacks, as standard error does.
 
-    The name of a folder may have any character, and a run must not end by printing it.
+    Otherwise printing a folder name with such a character would end the run.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def end_helpers() -> None:
-    """End the processes that this one has started, such as a DataLoader's, as Python would."""
+    """End this process's child processes, such as DataLoader workers, as Python does at exit."""
     helpers = multiprocessing.active_children()
     for helper in helpers:
         helper.terminate()
@@ -171,19 +170,19 @@ def end_helpers() -> None:
 
 
 def own_sockets() -> str:
-    """Return the folder of multiprocessing's sockets that this process has made, if it has.
+    """Return the folder that this process created for multiprocessing's sockets, or "".
 
-    A process that multiprocessing has started uses the folder of the one that started it.
+    A child process of multiprocessing uses the folder of its parent.
     """
     if multiprocessing.parent_process() is not None:
         return ""
-    # Private, and set once such a folder is made; tests/launch/test_local.py pins it.
+    # Private, and set once the folder is created; tests/launch/test_local.py pins it.
     config: dict[str, Any] = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
     return config.get("tempdir") or ""
 
 
 def remove_sockets() -> None:
-    """Remove the folder of this process's sockets, which Python does at a normal end alone."""
+    """Remove the folder of this process's sockets, as Python does only at a normal exit."""
     if folder := own_sockets():
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -202,8 +201,8 @@ def _join(info: RankInfo, listener: socket.socket | None) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(info.port),
     )
-    # All ranks are on this host: gloo need not resolve the host's name, which often fails, and
-    # what the environment says of the interface between hosts is of no use here.
+    # All ranks are on this host: loopback avoids resolving the host's name, which often fails, and
+    # overrides an interface that the environment sets for traffic between hosts.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     keep_freed_memory()
     join.allow_files()

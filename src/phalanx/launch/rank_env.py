@@ -1,4 +1,4 @@
-"""Where this process stands in the job that torchrun or Slurm has started it for."""
+"""The rank of this process, as the environment of torchrun or Slurm defines it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final
 from phalanx.errors import ConfigError
 
 MOST_DIGITS: Final = 9
-"""Digits of a number of ranks."""
+"""Most digits of a number in these environment variables."""
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where this process stands among the ranks of the job, and among those here, on its host."""
+    """Rank and number of ranks of this process, in the job and on this host (`num_here` ranks)."""
 
     rank: int
     num_ranks: int
@@ -29,15 +29,15 @@ class RankEnv:
 
 
 def is_under_torchrun() -> bool:
-    """Return whether the environment says that this process is a rank of a job."""
+    """Return whether RANK and WORLD_SIZE are set, so that this process is a rank of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def read_rank_env() -> RankEnv:
-    """Read the environment; without LOCAL_RANK this is the only rank of its host.
+    """Read the environment variables; without LOCAL_RANK this is the only rank of its host.
 
     Raises:
-        ConfigError: a variable is no number, or contradicts another.
+        ConfigError: a variable is not a number, or contradicts another variable.
     """
     num_here = _number("LOCAL_WORLD_SIZE", 1, least=1)
     if "LOCAL_RANK" not in os.environ and num_here > 1:

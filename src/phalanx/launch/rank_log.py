@@ -1,10 +1,10 @@
-"""Keep what a rank prints in a file of its own: the screen shows what the first rank prints.
+"""Write the output of each rank to a log file; the screen shows the output of the first rank.
 
-    first rank    screen, and the lines that stay there also in the file
-    others        the file, from the descriptors up, so that libraries of C++ are in it too
+    first rank    screen; lines that are not redrawn also go to the file
+    others        file only, redirected by file descriptor, so that output of C++ libraries is in it
 
-What goes wrong on another rank is on the screen too: its own last words come after the block, and
-what its threads say meanwhile goes to `screen`.
+Errors of other ranks reach the screen too: a rank prints its own error after the block of `kept`,
+and its threads print reports to `screen` meanwhile.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.storage import open_to_append
 
 FOLDER: Final = "logs"
-"""Folder of a run that holds its ranks' logs."""
+"""Name of the folder of a run in which the logs of its ranks are stored."""
 
 _ERASES: Final = "\x1b[2K"
-"""What a terminal erases a line by, to draw a progress bar anew."""
+"""Escape sequence that erases a line of a terminal, to redraw a progress bar."""
 
 _CODES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -36,17 +36,17 @@ _screen: list[TextIO] = []
 
 
 def screen() -> TextIO:
-    """Return the stream by which this rank says what a person must see."""
+    """Return the stream on which this rank prints messages for the user."""
     return _screen[-1] if _screen else sys.stderr
 
 
 @contextmanager
 def kept(run: Path, rank: int) -> Generator[None]:
-    """Append what this process prints inside to the run's `logs/rank-N.log`.
+    """Append the output of this process inside the block to the run's `logs/rank-N.log`.
 
     Raises:
         ConfigError: the file cannot be opened.
-        CheckpointError: it would be written through a link, to somewhere else.
+        CheckpointError: the log folder is a symbolic link, so the file would be outside the run.
     """
     path = run / FOLDER / f"rank-{rank}.log"
     if path.parent.is_symlink():
@@ -63,7 +63,7 @@ def kept(run: Path, rank: int) -> Generator[None]:
             with _copied(log) if rank == 0 else _diverted(log):
                 yield
         except BaseException:
-            with suppress(OSError):  # the error itself says more than a full disk
+            with suppress(OSError):  # the error matters more than a full disk
                 os.write(log, traceback.format_exc().encode(errors="backslashreplace"))
             raise
         finally:
@@ -81,14 +81,14 @@ def _opened(path: Path) -> io.TextIOWrapper:
 
 
 class _Copied:
-    """A standard stream, of which the lines that stay on the screen are in a file too."""
+    """A standard stream whose lines, except those that a terminal redraws, are also logged."""
 
     def __init__(self, stream: TextIO, log: int) -> None:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
         stays = text[: text.rfind("\n") + 1] if _ERASES in text else text
-        with suppress(OSError):  # no run ends by its log: a save reports a full disk
+        with suppress(OSError):  # a full disk must not end the run here; a save reports it
             os.write(self._log, _CODES.sub("", stays).encode(errors="backslashreplace"))
         return self._stream.write(text)
 
@@ -106,7 +106,7 @@ def _copied(log: int) -> Generator[None]:
         yield
     finally:
         for name, stream in copied.items():
-            if getattr(sys, name) is stream:  # and not what a script has put there
+            if getattr(sys, name) is stream:  # else a script has replaced the stream
                 setattr(sys, name, before[name])
 
 
@@ -116,7 +116,7 @@ def _diverted(log: int) -> Generator[None]:
     _screen.append(os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace"))
     flush_streams()
     is_by_line = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.line_buffering
-    _by_line(True)  # a rank that is killed has printed what it said
+    _by_line(True)  # so that the log of a killed rank is complete
     for number in (1, 2):
         os.dup2(log, number)
     try:
@@ -142,7 +142,7 @@ def flush(stream: Any) -> None:
 
 
 def flush_streams() -> None:
-    """Flush both standard streams as far as somebody reads them and the disk is not full."""
+    """Flush both standard streams; ignore a closed pipe and a full disk."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             flush(stream)

@@ -1,7 +1,7 @@
-"""What a signal that asks the program to end means: to end at once, or after the step under way.
+"""Handle the signals that end the program, either at once or after the current step.
 
 SIGINT is Ctrl-C; SIGTERM comes from Slurm, Kubernetes and `docker stop`; SIGHUP comes from a
-terminal that is closed. A signal that is ignored already, as SIGHUP is under nohup, stays ignored.
+terminal that is closed. A signal that is already ignored, as SIGHUP under nohup, stays ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from phalanx.errors import Interrupted
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that ask the program to end."""
+"""The signals that request the program to end."""
 
 
 @contextmanager
 def raised() -> Generator[None]:
-    """Raise Interrupted in the main thread for each of the signals that comes inside."""
+    """Raise Interrupted in the main thread for each ENDING signal that arrives inside."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         del frame
@@ -35,7 +35,7 @@ def raised() -> Generator[None]:
 
 @contextmanager
 def collected() -> Generator[list[int]]:
-    """Yield a list that gets each signal that comes inside, of which nothing else comes."""
+    """Yield a list that collects the ENDING signals that arrive inside, with no other effect."""
     signals: list[int] = []
     with _handled(lambda signum, _: signals.append(signum)):
         yield signals
@@ -43,7 +43,7 @@ def collected() -> Generator[list[int]]:
 
 @contextmanager
 def answered(answer: Callable[[int], None]) -> Generator[None]:
-    """Call `answer` for each signal that comes inside, even while the main thread waits in C++."""
+    """Call `answer`, in a thread, for each signal inside, even while the main thread is in C++."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 
@@ -56,7 +56,7 @@ def answered(answer: Callable[[int], None]) -> Generator[None]:
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) if is_main else -1
     thread.start()
     try:
-        # Python writes to the descriptor only if there is a handler.
+        # Python writes to the wakeup descriptor only for signals that have a handler.
         with _handled(lambda _signum, _frame: None):
             yield
     finally:
@@ -68,16 +68,16 @@ def answered(answer: Callable[[int], None]) -> Generator[None]:
 
 
 def ignore() -> None:
-    """Ignore the signals from now on, until the end of the block that handles them, if any."""
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+    """Ignore the ENDING signals from now on, or to the end of an enclosing block of this module."""
+    if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
         for signum in ENDING:
             signal.signal(signum, signal.SIG_IGN)
 
 
 def request(ask: Callable[[int], None]) -> None:
-    """Call `ask` for the first of the signals that comes; a second one ends the process.
+    """Call `ask` for the first ENDING signal that arrives; a second signal ends the process.
 
-    Those that are ignored, or for which the program has a handler of its own, stay as they are.
+    Signals that are ignored, or for which the program has set a handler, stay as they are.
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     taken = [signum for signum in ENDING if signal.getsignal(signum) in defaults]
@@ -88,22 +88,22 @@ def request(ask: Callable[[int], None]) -> None:
             signal.signal(each, signal.SIG_DFL)
         ask(signum)
 
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+    if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
         for signum in taken:
             signal.signal(signum, first)
 
 
 def leave_to_parent() -> None:
-    """Pay no heed to the signals: they may come to all processes of a job, and its parent decides.
+    """Disregard the ENDING signals, which may reach all processes of a job: its parent decides.
 
-    SIGTERM gets a handler that does nothing, since an ignored signal stays so in the programs and
-    forks that a script starts, and they are ended by SIGTERM.
+    SIGTERM gets a handler that does nothing instead of being ignored, because child processes
+    inherit an ignored signal, and the processes that a script starts must end by SIGTERM.
     """
     for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _do_nothing)
-    signal.siginterrupt(signal.SIGTERM, False)  # no call of a library is broken off
-    # Held back meanwhile, a signal that comes at once ends the fork too.
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls of libraries are restarted
+    # SIGTERM is blocked during a fork, so that one that arrives then also ends the child.
     os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_end_by_sigterm)
 
 
@@ -123,14 +123,14 @@ def _let_go() -> None:
 
 
 def _end_by_sigterm() -> None:
-    if signal.getsignal(signal.SIGTERM) is _do_nothing:  # and not a script's own
+    if signal.getsignal(signal.SIGTERM) is _do_nothing:  # else a script has set a handler
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _let_go()
 
 
 @contextmanager
 def ignored_by_children() -> Generator[None]:
-    """Have a program that is started inside ignore Ctrl-C, which is for its parent to answer."""
+    """Make programs that are started inside ignore Ctrl-C, which their parent handles."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

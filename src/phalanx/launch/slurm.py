@@ -1,4 +1,4 @@
-"""Read from Slurm what torchrun would say: `srun phalanx train` needs no launcher of its own."""
+"""Set torchrun's variables from Slurm's, so that `srun phalanx train` needs no other launcher."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ NEEDED: Final = (
     *("SLURM_PROCID", "SLURM_LOCALID"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Set for each task of `srun`, and not all of them for the script of `sbatch` itself."""
+"""Variables that each task of `srun` has; the script of `sbatch` itself lacks some of them."""
 
 FIRST_PORT: Final = 20000
 NUM_PORTS: Final = 20000
-"""The port follows from the job and its step: all tasks know it, and jobs seldom share it."""
+"""Number of ports; job id and step id select one, equal for all tasks and rarely for two jobs."""
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what torchrun would, if this is one of several tasks of `srun` and nothing is set yet.
+    """Set torchrun's unset variables, if this is one of several tasks of `srun`.
+
+    Nothing is set if RANK or WORLD_SIZE is set and RANK differs from SLURM_PROCID.
 
     Raises:
-        ConfigError: the tasks of a host are not numbered one after another, or a job of another
-            launcher is set by half.
+        ConfigError: the tasks of a host are not numbered consecutively, or only one of RANK and
+            WORLD_SIZE is set.
     """
     is_of_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if "RANK" in environment or "WORLD_SIZE" in environment:
@@ -42,7 +44,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _of_this_task(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for this task; none outside of `srun`."""
+    """Return torchrun's variables for this task; an empty dict outside of `srun`."""
     if any(name not in environment for name in NEEDED):
         return {}
     rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])

@@ -1,8 +1,9 @@
-"""Join the job that torchrun (or Slurm) has started this process for.
+"""Join the job for which torchrun (or Slurm) started this process.
 
-The ranks meet at a store before they join: the first rank of each host prepares what the job needs,
-then the others of the host do and find it ready. Only when all have it, and have the same, do they
-join and are bound by the timeout of collectives. A rank that another's failure stops says nothing.
+The ranks connect to a store before they join. The first rank of each host prepares the job's data,
+then the other ranks of the host prepare too and reuse it. Only when all ranks have prepared, with
+equal facts, do they join; from then on the timeout of collectives applies. A rank that ends because
+another rank failed prints no message.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ Value = TypeVar("Value")
 Result = TypeVar("Result")
 
 PREPARATION_S = 24 * 3600.0
-"""Longest wait for the preparation of another rank, which may read a large corpus."""
+"""Longest wait, in seconds, for another rank to prepare, which may read a large corpus."""
 
 AGENT_S = 60.0
-"""Longest wait for the store of torchrun, which is there before the ranks are."""
+"""Longest wait, in seconds, for torchrun's store, which exists before the ranks start."""
 
 QUIET_S = 5.0
-"""How long a rank without words of its own stays: torchrun ends all ranks when the first leaves."""
+"""Delay, in seconds, before a rank exits without a message: torchrun ends all at the first exit."""
 
 TOGETHER_S = 3.0
-"""Signals within this time are one: Ctrl-C comes from the terminal, and from torchrun too."""
+"""Time, in seconds, in which signals count as one: Ctrl-C arrives from terminal and torchrun."""
 
 
 def run_here(
@@ -81,19 +82,19 @@ def run_here(
     """Prepare, join the job, run `function` on what was prepared, and wait for the other ranks.
 
     Args:
-        prepare: called before the job is joined, on the first rank of each host and then on its
-            others; it may take as long as it needs.
-        facts: what all ranks must agree on in a prepared value, by name; plain values for JSON.
-        function: called with torch.distributed initialised.
+        prepare: called before the job is joined, on the first rank of each host and then on the
+            other ranks of the host; may take up to PREPARATION_S.
+        facts: returns the values that must be equal on all ranks, by name; JSON-serializable.
+        function: called with the prepared value, with torch.distributed initialized.
         device: "auto", "cpu" or "cuda".
-        threads: CPU threads of this rank; the host's cores shared evenly if None.
+        threads: CPU threads of this rank; if None, an equal part of the host's cores.
         timeout_s: longest wait for another rank in one collective, in seconds.
 
     Raises:
         ConfigError: the environment is incomplete, the host has too few GPUs, or ranks differ in
             `facts` (raised on rank 0).
         TrainingError: another rank or host is lost, or does not answer.
-        PeerFailed: another rank of this host, or any while they prepare, reports why it failed.
+        PeerFailed: another rank of this host, or any rank during preparation, reports its failure.
     """
     from phalanx.comm.together import barrier
 
@@ -105,7 +106,7 @@ def run_here(
 
 
 class Joined(NamedTuple, Generic[Value]):
-    """What was prepared for a job that this process has joined, and "cpu" or "cuda"."""
+    """The prepared value of the job that this process has joined, and "cpu" or "cuda"."""
 
     value: Value
     device: str
@@ -143,7 +144,7 @@ def joined(
             value = agree(env, store, prepare, facts)
             store.set_timeout(timedelta(seconds=timeout_s))
             try:
-                if not dist.is_initialized():  # by an earlier run of this process
+                if not dist.is_initialized():  # else an earlier run of this process has joined
                     _join(env, store, device, timeout_s)
                 yield Joined(value, device)
             except Exception as error:
@@ -154,7 +155,7 @@ def joined(
 
 
 class _Stopping:
-    """What a rank does on the signals that ask it to end; called in a thread of its own."""
+    """Handler of the signals that request this rank to end; runs in a separate thread."""
 
     def __init__(self, is_first_here: bool) -> None:
         self._is_first_here = is_first_here
@@ -183,7 +184,7 @@ class _Stopping:
 
 
 def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
-    """Join the job, by the interface that reaches the other hosts, or say that none does."""
+    """Join the job over the interface that reaches the other hosts; raise if none does."""
     import torch.distributed as dist
 
     from phalanx.comm import join
@@ -207,7 +208,7 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
 
 
 def _use_device(env: RankEnv, name: str) -> str:
-    """Return the device's kind, and give this process its GPU; refuse a host with too few."""
+    """Return the device type, and select the GPU of this rank; raise if the host has too few."""
     import torch
 
     keep_freed_memory()
@@ -217,13 +218,13 @@ def _use_device(env: RankEnv, name: str) -> str:
         num_gpus = torch.cuda.device_count()
         if num_gpus == 0 or (num_gpus > 1 and env.num_here > num_gpus):
             raise _too_few_gpus(env, num_gpus)
-        # Slurm may show each task one GPU, as if the host had no other.
+        # Slurm may make only one GPU visible to each task.
         torch.cuda.set_device(env.local_rank if num_gpus > 1 else 0)
     return name
 
 
 def _take_gpu(env: RankEnv, store: Store) -> None:
-    """Note that the GPU of this process is taken, or refuse one that another rank has taken."""
+    """Claim the GPU of this process in the store; raise if another rank has claimed it."""
     import torch
 
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -246,7 +247,7 @@ def _too_few_gpus(env: RankEnv, num_gpus: int) -> ConfigError:
 
 
 def _meet(env: RankEnv, timeout_s: float) -> Store:
-    """Return a store that only this call of `run_here` writes to, on all ranks."""
+    """Return the job's store, with a key prefix that is unique to this call of `run_here`."""
     import torch.distributed as dist
 
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -269,30 +270,30 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
             f"{timeout_s:g} s (--timeout-s), or unset RANK"
         ) from error
     store.set_timeout(timedelta(seconds=PREPARATION_S))
-    # Each rank counts its own calls, and all make the same.
+    # Each rank counts its own calls, and all ranks make the same calls.
     call = store.add(f"phalanx/calls/{env.rank}", 1)
     return dist.PrefixStore(f"phalanx/{call}", store)
 
 
 def _is_refused() -> bool:
-    """Return whether nobody listens where torchrun's store is, which is there before the ranks are.
+    """Return whether the port of torchrun's store, which starts before the ranks, has no listener.
 
-    The store's own client would try again for `AGENT_S`.
+    Without this check the store's client would retry for `AGENT_S`.
     """
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(address, AGENT_S).close()
     except ConnectionRefusedError:
         return True
-    except (KeyError, ValueError, OSError):  # of which that client says more
+    except (KeyError, ValueError, OSError):  # the store's client reports these better
         return False
     return False
 
 
 def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
-    """Do the work of a verb on what it has prepared from its command line; return the exit code.
+    """Run a command: call `work` with the result of `prepare`, and return its exit code.
 
-    As a rank of a job this process leaves by itself, and says what `prepare` raises once a host.
+    As a rank of a job, do not return but exit; one rank of each host reports an error of `prepare`.
     """
     slurm.adopt()
     if not is_under_torchrun():
@@ -308,7 +309,7 @@ def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this rank without tearing its threads down, which sometimes aborts what succeeded."""
+    """Exit this rank without tearing its threads down, which can abort a process that succeeded."""
     end_helpers()
     remove_sockets()
     flush_streams()
@@ -316,7 +317,7 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """Have this rank end soon after torchrun has, which ends its ranks unless it was killed."""
+    """Start a thread that ends this rank if torchrun is killed and so cannot end its ranks."""
     parent, is_first = os.getppid(), os.environ.get("LOCAL_RANK", "0") == "0"
 
     def watch() -> None:
@@ -334,31 +335,31 @@ def _end_with_parent() -> None:
 
 
 def _is_follower() -> bool:
-    """Return whether another rank of this host says what all of them meet."""
+    """Return whether the first rank of this host is another one, which reports common errors."""
     try:
         return read_rank_env().local_rank > 0
-    except ConfigError:  # the environment is at fault, perhaps of this rank alone
+    except ConfigError:  # the environment is wrong, perhaps only this rank's
         return False
 
 
 def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoReturn:
-    """Print this rank's own error, the last thing it prints, and leave.
+    """Print this rank's error as its last output, and exit.
 
-    An error of the user's is one message; any other comes with its traceback. One of each host says
-    what `is_everyones`, since every rank meets it by itself. A signal that comes meanwhile is
-    ignored: it would only break the message off.
+    A PhalanxError is printed as one message; any other error with its traceback. `is_everyones`
+    means that every rank raises the error: only one rank of each host prints it. Signals that
+    arrive meanwhile are ignored, because they would only cut the message off.
     """
     if isinstance(error, KeyboardInterrupt):
         ignore()
         if os.environ["RANK"] == "0":
             report(str(error))
         leave(128 + getattr(error, "signum", signal.SIGINT))
-    # Before a rich console raises SystemExit, it opens the output of this process on nothing.
+    # Before a rich console raises SystemExit, it redirects standard output to /dev/null.
     if is_reader_gone(error) and (isinstance(error, SystemExit) or reader_has_left()):
         leave(READER_LEFT)
     is_others = is_everyones and _is_follower()
     if isinstance(error, PeerFailed) or is_others:
-        with answered(lambda _: leave(1)):  # torchrun's signal says no more than is said
+        with answered(lambda _: leave(1)):  # on torchrun's signal, exit without a message
             time.sleep(QUIET_S)
         leave(1)
     ignore()
@@ -366,7 +367,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     if words := out_of_threads(error):
         error = ConfigError(words)
     if isinstance(error, PhalanxError):
-        # There is no command line under torchrun.
+        # Printed here, because under torchrun no code of the command line reports the error.
         message = shortened(message_of(error))
         message = advised(message) if isinstance(error, TrainingError) else message
         print(f"rank {rank}: {message}", file=sys.stderr, flush=True)  # noqa: T201
@@ -375,10 +376,10 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     if isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        handler = get_error_handler()  # torchrun shows what this writes in its own summary
+        handler = get_error_handler()  # torchrun shows the recorded exception in its summary
         handler.initialize()
         handler.record_exception(error)
     text = advised(shortened("".join(traceback.format_exception(error)).rstrip()))
     print(f"rank {rank} failed:\n{text}", file=sys.stderr)  # noqa: T201
-    # A SystemExit has cut the work short, whatever its code.
+    # A SystemExit is a failure even with code 0, because the work did not finish.
     leave(exit_code_of(error.code) or 1 if isinstance(error, SystemExit) else 1)

@@ -1,14 +1,16 @@
-"""Watch a job from within each of its ranks, over the job's store: several hosts have no parent.
+"""Monitor a job from each of its ranks over the job's store: several hosts have no parent process.
 
-The `board` works out the reports on ranks that hold the job up, as for ranks of one host.
+The `board` makes the reports on ranks that delay the job, as for ranks of one host. Each rank has
+two threads:
 
-    messenger  beat -> store, every few seconds; reads the beats of others once this rank stands
-               still: of those before it on its host, and of all if it speaks for the host
-    watch      no network: reports who is silent, and ends this rank if that lasts for the timeout
+    messenger  writes a heartbeat to the store every few seconds; once this rank stands still, reads
+               the heartbeats of earlier ranks of its host, or of all ranks if it is the reporter
+    watch      no network: reports silent ranks, and ends this rank if the silence lasts for the
+               timeout
 
-The first rank of a host that is heard of speaks for it, so that a job on H hosts reads H beats for
-each that is sent; the others end without a word. A beat counts as heard when its number has
-changed, by the reader's own clock: the clocks of hosts differ.
+The reporter of a host is its first rank that still sends heartbeats, so that a job on H hosts reads
+H heartbeats for each one sent; the other ranks end without a message. The arrival time of a
+heartbeat is when the reader sees its number change, by its own clock: the clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -35,18 +37,18 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STORE_BEAT_S: Final = 2.0
-"""Seconds between two beats of a rank in a job of a few hundred ranks."""
+"""Interval between two heartbeats of a rank, in seconds, in a job of a few hundred ranks."""
 
 RANKS_PER_BEAT_S: Final = 500
-"""Beats that the store takes in a second, at most."""
+"""Most heartbeats that the store receives in a second."""
 
 CURIOUS_S: Final = 3.0
-"""How long this rank stands still before it asks for the others, in seconds."""
+"""Time that this rank stands still before it reads the others' heartbeats, in seconds."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The first error of the job that a rank met by itself; `host` is its host's first rank."""
+    """The job's first error that is not a lost peer; `host` is the first rank on that host."""
 
     rank: int
     host: int
@@ -58,15 +60,15 @@ class Failed:
 
 
 class Exchange:
-    """One rank's way to report to the others and to hear of them.
+    """One rank's heartbeats and errors in the job's store, and its reader of the other ranks'.
 
     Attributes:
-        processes: process of each rank of this host; empty until all ranks of the job are there.
-        reached_s: when the store last answered.
+        processes: process id of each rank of this host; empty until all ranks have reported.
+        reached_s: time of the store's last response, in seconds of the monotonic clock.
     """
 
     def __init__(self, store: Store, env: RankEnv, timeout_s: float) -> None:
-        """Say that this rank is there; see `Watch`."""
+        """Send the first heartbeat of this rank; see `Watch` for the arguments."""
         self._store, self._rank, self._here = store, env.rank, env.here
         self._number = 0
         self._heard: dict[int, int] = {}
@@ -77,10 +79,10 @@ class Exchange:
             store.set("all ranks", "")
 
     def send(self, beat: Beat) -> None:
-        """Report where this rank stands."""
+        """Write a heartbeat of this rank to the store."""
         self._number += 1
         self._store.set(f"beat/{self._rank}", json.dumps([self._number, vars(beat)]))
-        self._store.check([f"beat/{self._rank}"])  # an answer, which setting has not
+        self._store.check([f"beat/{self._rank}"])  # waits for a response, which `set` does not
         self.reached_s = time.monotonic()
 
     def are_all_there(self) -> bool:
@@ -92,7 +94,7 @@ class Exchange:
         return bool(self.processes)
 
     def read(self, ranks: range, board: Board) -> None:
-        """Enter the beats of some ranks, all of which are there, into a board."""
+        """Read the heartbeats of `ranks`, all of which have reported, into a board."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         for rank, text in zip(ranks, texts, strict=True):
             number, beat = json.loads(text)
@@ -101,14 +103,14 @@ class Exchange:
                 board.hear(rank, Beat(**beat))
 
     def failed(self) -> Failed | None:
-        """Return who failed first."""
+        """Return the first failure of the job, or None."""
         is_known = self._store.check(["failed"])
         return Failed(**json.loads(self._store.get("failed"))) if is_known else None
 
     def fail(self, message: str) -> bool:
-        """Report this rank's error; return whether another rank of this host has done so."""
+        """Report this rank's error; return whether another rank of this host reported the same."""
         mine = Failed(self._rank, self._here.start, socket.gethostname(), message[:1000])
-        with suppress(RuntimeError):  # without the store each reports its own
+        with suppress(RuntimeError):  # without the store each rank prints its own error
             for key in ("failed", f"failed/{mine.host}"):
                 text = self._store.compare_set(key, "", json.dumps(vars(mine))).decode()
                 first = Failed(**json.loads(text))
@@ -120,21 +122,21 @@ class Exchange:
 
 
 class Watch:
-    """Watches the job on one rank, as a context."""
+    """Context manager that monitors the job from one rank, in two threads."""
 
     def __init__(self, store: Store, env: RankEnv, timeout_s: float) -> None:
-        """Say that this rank is there.
+        """Send the first heartbeat of this rank.
 
-        The store is of this call alone, over a connection of its own. A rank and the store may be
+        Only this call uses the keys of `store` and its connection. A rank, or the store, may be
         silent for `timeout_s`.
         """
         self._rank, self._num_ranks, self._here = env.rank, env.num_ranks, env.here
         self._timeout_s = timeout_s
         self._interval_s = max(min(STORE_BEAT_S, timeout_s / 5), env.num_ranks / RANKS_PER_BEAT_S)
         self._exchange = Exchange(store, env, timeout_s)
-        # Without torchrun, a host may have the ranks of several containers.
+        # Without torchrun, the ranks of a host may be in several containers, where ids differ.
         self._knows_processes = "TORCHELASTIC_RUN_ID" in os.environ
-        # Among thousands of ranks a beat is old before it is read.
+        # With thousands of ranks a heartbeat is already old when it is read.
         silent_s = max(SILENT_S, 3 * self._interval_s)
         self._board = Board(timeout_s, env.here if self._knows_processes else (), silent_s)
         self._failed: Failed | None = None
@@ -155,7 +157,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    # The messenger.
+    # The messenger thread.
 
     def _deliver(self) -> None:
         import torch.distributed as dist
@@ -170,7 +172,7 @@ class Watch:
             self._is_store_gone = True
 
     def _listen(self, is_wanted: bool) -> None:
-        """Hear of others if that is wanted; the time in which it was not is nobody's silence."""
+        """Read other ranks' heartbeats if wanted; time in between does not count as silence."""
         if is_wanted:
             now_s = time.monotonic()
             if not self._is_listening:
@@ -181,7 +183,7 @@ class Watch:
         self._is_listening = is_wanted
 
     def _speaks(self) -> bool:
-        """Return whether this rank speaks for its host: those before it there are not heard of."""
+        """Return whether this rank reports for its host, because all earlier ranks are silent."""
         limit_s = min(self._board.silent_s, self._timeout_s)
         silent = self._board.silent(limit_s) if self._is_listening else ()
         return all(rank in silent for rank in range(self._here.start, self._rank))
@@ -189,7 +191,7 @@ class Watch:
     def _listened_to(self) -> range:
         return range(self._num_ranks) if self._speaks() else range(self._here.start, self._rank)
 
-    # The watch.
+    # The watch thread.
 
     def _watch(self) -> None:
         while not self._ended.wait(1.0):
@@ -203,7 +205,7 @@ class Watch:
                 self._end(str(self._failed))
 
     def _report(self) -> None:
-        """Report, once, who holds this host up."""
+        """Report an unreachable store, and ranks that delay the job, each only once."""
         if (
             not self._is_store_gone
             and self._board.silent_s < self._unreached_s() < self._timeout_s
@@ -219,17 +221,17 @@ class Watch:
         return time.monotonic() - self._exchange.reached_s
 
     def _heard(self) -> range:
-        """Return whose silence would mean something: this rank asks for their beats."""
+        """Return the ranks whose heartbeats this rank now reads, and so can find silent."""
         return self._listened_to() if self._is_listening else range(0)
 
     def _lost(self, limit_s: float) -> str:
-        """Say that the store has not answered for longer than a limit; nothing if it has."""
-        # A store that has gone does not come back.
+        """Return a message if the store has not responded for longer than a limit, else ""."""
+        # A store that has closed the connection does not return.
         is_lost = self._unreached_s() > (min(SILENT_S, limit_s) if self._is_store_gone else limit_s)
         return self._unreached() if is_lost else ""
 
     def _end(self, message: str) -> None:
-        """End this process, whatever its main thread waits for."""
+        """End this process even if its main thread is blocked; the reporter prints `message`."""
         if self._last_word.acquire(blocking=False):
             if self._speaks():
                 print(f"rank {self._rank}: {advised(message)}", file=screen(), flush=True)
@@ -240,23 +242,23 @@ class Watch:
             os._exit(1)
 
     def _give_up_silent(self, limit_s: float) -> None:
-        """Note which processes of this host have to be killed once the job has ended."""
+        """Record the silent processes of this host, which `kill_silent` kills when the job ends."""
         if self._knows_processes:
             silent = [r for r in self._board.silent(limit_s, self._heard()) if r in self._here]
             _given_up.extend(self._exchange.processes[rank] for rank in silent)
 
     def is_torn_down(self) -> bool:
-        """Return whether torchrun ends this rank since another of its host has ended, and end it.
+        """Return whether another rank of this host has ended; then end this rank too.
 
-        It sends the signal of a user who asks the job to stop.
+        torchrun then sends this rank the same signal as a user who wants the job to stop.
         """
         gone = [rank for rank, pid in self._exchange.processes.items() if not _is_there(pid)]
         if not gone or not self._knows_processes:
             return False
         self._end(f"{named(gone)} {'have' if len(gone) > 1 else 'has'} ended, so the job ends")
-        return True  # and the main thread reports why
+        return True  # reached only if the main thread already reports the error
 
-    # Words.
+    # Messages.
 
     def _unreached(self) -> str:
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -271,10 +273,10 @@ class Watch:
     # Errors of this rank.
 
     def judged(self, error: Exception, is_lost_peer: bool) -> Exception:
-        """Return what this rank is to raise instead of an error of its own.
+        """Return the error that this rank raises instead of `error`.
 
-        An error that others have reported is a PeerFailed; one that says no more than that a rank
-        did not come or has left becomes one that says which.
+        This is a PeerFailed if another rank of this host reported the same error. For a lost peer,
+        it is an error that names the lost rank or the first failure.
         """
         if isinstance(error, PeerFailed):
             return error
@@ -284,13 +286,13 @@ class Watch:
             judged = PeerFailed("another rank of this host reports it")
         else:
             judged = error
-        # The watch has begun to report it, and ends this process.
+        # The watch thread already reports it, and will end this process.
         if not self._last_word.acquire(blocking=False):
             threading.Event().wait()
         return judged
 
     def _whose(self, error: Exception) -> Exception:
-        """Find out which rank did not come; it takes as long as it takes to be sure of silence."""
+        """Return an error that names the lost rank, after waiting long enough to detect silence."""
         limit_s = 2.5 * self._interval_s
         self._is_curious = True
         until_s = time.monotonic() + 2 * limit_s + 2
@@ -317,7 +319,7 @@ _given_up: list[int] = []
 
 
 def kill_silent() -> None:
-    """Kill the processes that were given up: torchrun waits 30 s for one that is stopped."""
+    """Kill the recorded silent processes, because torchrun waits 30 s for a stopped process."""
     for pid in _given_up:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

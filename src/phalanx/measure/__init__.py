@@ -1,1 +1,1 @@
-"""What a run did: time by phase, use of the hardware, and the records of both."""
+"""Measurements of a run: time by phase, memory, hardware utilization, and their logs."""

@@ -1,7 +1,7 @@
-"""What one core of a processor does of the work of a small layer, measured in a second.
+"""Rates of one CPU core on the products, attention and operators of training, in about a second.
 
-The fastest products say little of training: a weight's gradient multiplies a transposed factor,
-attention has small ones, and an operator costs time of its own.
+The peak rate of matrix products does not predict training: a weight's gradient has a transposed
+operand, attention has small operands, and every operator has a fixed overhead.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from phalanx.models.shape import ModelShape
 
 _TOKENS, _WIDTH, _INNER = 1024, 512, 1408
 _HEADS: Final = 4, 8, 256, 64
-"""Rows, heads, positions and width of a head."""
+"""Batch size, heads, positions and head_dim of the timed attention."""
 
 _BUDGET_S: Final = 0.15
 _STEPS: Final = 7
 _CHAIN: Final = 32
-"""Small operators, one after another, forward and backward."""
+"""Number of small operators in the chain that `operator_s` times."""
 
 
 def measure_core() -> tuple[dict[str, float], dict[str, float], float]:
-    """Return the rates of products and of attention by data type, and seconds of an operator."""
+    """Return FLOP/s of products and of attention by data type, and the seconds of one operator."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,7 +45,7 @@ def measure_core() -> tuple[dict[str, float], dict[str, float], float]:
 
 
 def products_rate(dtype: torch.dtype) -> float:
-    """Return FLOP/s of a layer's three products: forward, and the gradients of input and weight."""
+    """Return FLOP/s of a layer's products: forward, input gradient and weight gradient."""
     x, w, dy = (
         torch.randn(shape).to(dtype)
         for shape in ((_TOKENS, _WIDTH), (_INNER, _WIDTH), (_TOKENS, _INNER))
@@ -58,7 +58,7 @@ def products_rate(dtype: torch.dtype) -> float:
 
 
 def attention_rate(dtype: torch.dtype) -> float:
-    """Return FLOP/s of causal attention, forward and backward, of pairs that are not masked."""
+    """Return FLOP/s of causal attention, forward and backward, counting unmasked pairs only."""
     q, k, v = (torch.randn(_HEADS).to(dtype).requires_grad_() for _ in range(3))
 
     def attend() -> None:
@@ -70,7 +70,7 @@ def attention_rate(dtype: torch.dtype) -> float:
 
 
 def operator_s() -> float:
-    """Return the seconds of an operator on a small tensor, under autograd."""
+    """Return the seconds of one operator on a small tensor, under autograd."""
     x = torch.ones(8, requires_grad=True)
 
     def chain() -> None:
@@ -93,13 +93,16 @@ SMALL: Final = ModelShape(
     max_seq_len=256,
     tied=True,
 )
-"""The decoder whose step says what operators take in a step beside the same alone."""
+"""Decoder of `small_step`, which shows the cost of operators in a step compared with alone."""
 
 SMALL_ROWS: Final = 4
 
 
 def small_step() -> tuple[Decoder, Callable[[], None]]:
-    """Return a small decoder, and what runs it forward and backward in its fastest data type."""
+    """Return a small decoder, and a function that runs its forward and backward.
+
+    It computes in bfloat16 if the CPU has fast bfloat16, else in float32.
+    """
     model, seq_len = Decoder(SMALL), SMALL.max_seq_len
     model.compute_dtype = torch.bfloat16 if has_fast_bfloat16("cpu") else torch.float32
     tokens_BT = torch.arange(SMALL_ROWS * seq_len).view(SMALL_ROWS, seq_len) % SMALL.vocab_size
@@ -112,7 +115,7 @@ def small_step() -> tuple[Decoder, Callable[[], None]]:
 
 
 def step_s() -> float:
-    """Return the median seconds of such a step."""
+    """Return the median seconds of `small_step`, after one warm-up step."""
     _, run = small_step()
     times_s: list[float] = []
     for _ in range(1 + _STEPS):
@@ -123,7 +126,7 @@ def step_s() -> float:
 
 
 def _best_s(run: Callable[[], None]) -> float:
-    """Return the shortest time of some runs after a first."""
+    """Return the shortest time of repeated runs, after one warm-up run."""
     run()
     times_s, begun_s = list[float](), time.perf_counter()
     while not times_s or time.perf_counter() - begun_s < _BUDGET_S:

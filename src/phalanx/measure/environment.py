@@ -1,4 +1,4 @@
-"""The machine and the versions that a measurement was made with, as plain values for JSON."""
+"""The machine and the software versions of a measurement, as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SHOWN_FLAGS = (
 )  # fmt: skip
 
 MEMORY_SHARE = 0.6
-"""Of the free memory, what a benchmark may take."""
+"""Largest fraction of the free memory that a benchmark may take."""
 
 
 def environment() -> dict[str, object]:
-    """Describe versions, processor, memory, devices and backends of this process's machine."""
+    """Return versions, processor, memory, GPUs and backends of this machine."""
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit_bytes = host.number_in(Path("/sys/fs/cgroup/memory.max"))  # of its control group
+    limit_bytes = host.number_in(Path("/sys/fs/cgroup/memory.max"))  # of the control group
     return {
         "versions": {
             "python": platform.python_version(),
@@ -56,13 +56,13 @@ def package_version(name: str) -> str | None:
 
 
 def cpu_flags() -> set[str]:
-    """Return the processor's features as torch knows them; none where torch cannot say."""
+    """Return the processor's features that torch reports; empty if this torch reports none."""
     query = getattr(torch.cpu, "get_capabilities", dict[str, object])
     return {flag for flag, has in query().items() if has is True}
 
 
 def has_fast_bfloat16(device: torch.device | str) -> bool:
-    """Return whether the device multiplies bfloat16 in hardware, so that computing in it pays."""
+    """Return whether the device has hardware bfloat16 products, so that bfloat16 is faster."""
     if torch.device(device).type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return not cpu_flags().isdisjoint(_FAST_BFLOAT16_FLAGS)
@@ -75,7 +75,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor's name as the system gives it."""
+    """Return the processor's name as the operating system reports it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():
@@ -85,7 +85,7 @@ def cpu_name() -> str:
 
 
 def free_memory_bytes(device: torch.device | str) -> int:
-    """Return how much more memory this process can take on the device."""
+    """Return the bytes that this process can still allocate on the device."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -93,7 +93,7 @@ def free_memory_bytes(device: torch.device | str) -> int:
 
 
 def _gpus() -> list[dict[str, object]]:
-    # The count is the driver's, which may be too old for this PyTorch.
+    # Checked first because a driver too old for this PyTorch still counts its GPUs.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = map(torch.cuda.get_device_properties, range(num_gpus))
     return [

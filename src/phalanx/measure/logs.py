@@ -1,9 +1,9 @@
-"""The records of a run: metrics.jsonl, TensorBoard scalars and the console, from the same values.
+"""Logs of a run: metrics.jsonl, TensorBoard scalars and the console, all from the same values.
 
-One process writes them, for the whole run. `metrics.jsonl` is flushed at every line, so a run that
-ends early keeps all it had measured; a run that resumes appends to the same file. JSON has no word
-for a number that is not finite: such a value is null, and `<name>_text` beside it says "nan",
-"inf" or "-inf".
+One process writes the logs of the whole run. `metrics.jsonl` is flushed at every line, so that a
+run that stops early keeps all its records; a resumed run appends to the same file. JSON cannot
+represent a number that is not finite: such a value is null, and the field `<name>_text` next to it
+is "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from phalanx.storage import open_to_append
 METRICS_FILE = "metrics.jsonl"
 
 LINES_S = 10.0
-"""Seconds between two lines where there is no bar; the first and the last step always show."""
+"""Least seconds between lines without a progress bar; the first and last step always print."""
 
 _WIDTH_FOR_BAR = 90
 _BAR = 10
 _GAPS = 3
-"""Columns between the parts of the display."""
+"""Total columns of the gaps between the parts of the display."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class StepRecord:
     loss: float
     """Mean over the valid tokens of the global batch, in nats."""
     grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    """Norm of the full gradient before clipping."""
     lr: float
     tokens: int
     """Tokens of the global batch."""
@@ -60,13 +60,13 @@ class StepRecord:
     """The peak that the MFU is relative to: "ceiling" or "data sheet"."""
     times: StepTimes
     unit: str = "tokens"
-    """What `tokens` counts: samples, where a loss is a mean over them."""
+    """Unit of `tokens`: "samples" if the loss is a mean over samples."""
     skipped: bool = False
-    """Whether the step was left out because loss or gradient was not finite."""
+    """Whether the update was skipped because the loss or the gradient was not finite."""
 
 
 class LiveDisplay:
-    """Shows a run on a console: a progress bar on a terminal, else one plain line now and then."""
+    """The console display of a run: a progress bar on a terminal, else occasional plain lines."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
@@ -112,12 +112,12 @@ class LiveDisplay:
         self._console.print(Text(shown), soft_wrap=True)
 
     def close(self) -> None:
-        """End the display and leave its last state on the screen."""
+        """Stop the display; its last state stays on the screen."""
         if self._console.is_terminal:
             self._progress.stop()
 
     def _time_left(self, step: int, now_s: float) -> str:
-        # The first step seen is the reference: it holds the warm-up, and a resumed run begins late.
+        # Measured from the first step seen: it has the warm-up, and a resumed run starts later.
         first_step, first_s = self._first = self._first or (step, now_s)
         if step <= first_step:
             return "left --:--"
@@ -126,7 +126,7 @@ class LiveDisplay:
 
 
 class RunLog:
-    """Writes the records of one run and shows them. Use it as a context, or call `close`."""
+    """A writer and display of the records of one run; a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -135,13 +135,13 @@ class RunLog:
         total_steps: int,
         log: Callable[[str, Mapping[str, Any]], object] | None = None,
     ) -> None:
-        """Open the files, and make the run's folder if it does not exist.
+        """Open the log files; create the run's folder if it does not exist.
 
-        `log` is given the kind and the values of each record too.
+        `log` is also called with the kind and the values of each record.
 
         Raises:
             ConfigError: the folder cannot be written.
-            CheckpointError: a record would be written through a link, to somewhere else.
+            CheckpointError: a record would be written through a link to a place outside `folder`.
         """
         self.folder = folder
         self._log = log
@@ -160,7 +160,7 @@ class RunLog:
                 f"cannot write the run's records to {error.filename or folder}: {error.strerror}; "
                 "give another folder with --out"
             ) from None
-        # Imported late: it takes a second that a rank without records need not spend.
+        # Imported here because it takes a second, which ranks that write no logs need not spend.
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
@@ -168,7 +168,7 @@ class RunLog:
         self.display = LiveDisplay(console, total_steps)
 
     def step(self, record: StepRecord) -> None:
-        """Keep and show a step."""
+        """Write and display the record of a step."""
         values = {**vars(record)}
         del values["times"]
         terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
@@ -182,7 +182,7 @@ class RunLog:
         self.display.step(record)
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
-        """Keep and show the validation loss after `step`, and what was measured beside it."""
+        """Write and display the validation loss after `step`, and further metrics."""
         values = {"loss": loss, **metrics}
         self.note("evaluation", {"step": step, **values})
         for name, value in values.items():
@@ -194,8 +194,12 @@ class RunLog:
         self.display.say(f"validation after step {step}: {', '.join(words)}")
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
-        """Keep any record, such as the environment or the summary, as one line of JSON."""
-        if not self.folder.is_dir():  # open files would move along, new ones be made here
+        """Write any record, such as the environment or the summary, as one line of JSON.
+
+        Raises:
+            TrainingError: the run's folder was moved or removed, or the file cannot be written.
+        """
+        if not self.folder.is_dir():  # open files move with a folder, new ones would be made here
             raise TrainingError(
                 f"{self.folder}, the folder of this run, was moved or removed while it runs; its "
                 "records and checkpoints belong together, so it ends here"
@@ -210,7 +214,7 @@ class RunLog:
             self._log(kind, values_of(values))
 
     def _draw(self, curve: str, value: float, step: int) -> None:
-        """Add a point to a curve of TensorBoard."""
+        """Add a point to a TensorBoard scalar."""
         try:
             self._writer.add_scalar(curve, value, step)
         except OSError as error:
@@ -218,11 +222,11 @@ class RunLog:
 
     def _unwritten(self, name: str, error: OSError) -> TrainingError:
         unwritten = TrainingError(f"cannot write {self.folder / name}: {error.strerror}")
-        unwritten.exit_code = 2  # as where the checkpoint is what does not fit on a full disk
+        unwritten.exit_code = 2  # as when a checkpoint does not fit on a full disk
         return unwritten
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """Keep the thread that writes for TensorBoard quiet: the next point raises what it met."""
+        """Print no traceback for TensorBoard's writer thread: the next point raises its error."""
         is_its = type(args.thread).__module__.startswith("tensorboard.")
         if not (is_its and isinstance(args.exc_value, OSError)):
             self._hook_before(args)
@@ -230,10 +234,10 @@ class RunLog:
     def close(self) -> None:
         """Flush and close the files and end the display."""
         self.display.close()
-        with suppress(OSError):  # each line is flushed: an error of writing was raised before
+        with suppress(OSError):  # each line was flushed, and raised its own write error
             self._file.close()
         with suppress(OSError):
-            if self.folder.is_dir():  # else a thread of the library would end with a traceback
+            if self.folder.is_dir():  # else TensorBoard's thread would print a traceback
                 self._writer.close()
         threading.excepthook = self._hook_before
 
@@ -245,7 +249,7 @@ class RunLog:
 
 
 def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> str:
-    """Return the numbers of a step for people, the most important where all are too wide."""
+    """Return the display text of a step; drop the less important numbers to fit `width`."""
     loss = f"loss {record.loss:.4f}" + ("  SKIPPED" if record.skipped else "")
     rate = f"{record.tokens_per_s:,.0f} {record.unit}/s"
     share = "" if record.mfu is None else f"MFU {percent(record.mfu)}"
@@ -263,14 +267,14 @@ def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> st
 
 
 def has_steps(folder: Path) -> bool:
-    """Return whether the records of a run in `folder` have a step."""
+    """Return whether `metrics.jsonl` in `folder` has the record of a step."""
     with suppress(OSError), (folder / METRICS_FILE).open(encoding="utf-8") as records:
         return any('"kind": "step"' in line for line in records)
     return False
 
 
 def values_of(value: Any) -> Any:
-    """Return a value as JSON can hold it: a dataclass by its fields and properties, or `as_dict`.
+    """Return a value as plain JSON types: `as_dict()`, or a dataclass's fields and properties.
 
     Numbers that are not finite become None, see the top of this file.
     """
@@ -293,12 +297,12 @@ def values_of(value: Any) -> Any:
 
 
 def json_text(value: object) -> str:
-    """Return one line of valid JSON, see `values_of`."""
+    """Return `values_of(value)` as one line of valid JSON."""
     return json.dumps(values_of(value), ensure_ascii=False, allow_nan=False)
 
 
 def _cut_half_line(file: Path) -> None:
-    """Cut off a record that a power cut left unfinished; the next would be lost in its line."""
+    """Truncate an incomplete last line, left by a crash, so that the next record is readable."""
     with suppress(FileNotFoundError), file.open("rb+") as records:
         size = kept = records.seek(0, os.SEEK_END)
         while kept > 0:

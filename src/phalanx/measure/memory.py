@@ -1,40 +1,40 @@
-"""The memory account of one step: how many bytes a rank holds at its peak, and what they are.
+"""The memory account of one step: the bytes that a rank holds at its peak, by kind.
 
-A `MemoryLedger` sees every storage that an operation of the dispatcher makes, and when it is freed;
-besides, the calls by which FSDP2 frees and refills its gathered parameters. It works on any device,
-counts bytes as asked for (an allocator rounds up), and needs no statistic of an allocator.
+A `MemoryLedger` records every storage that a dispatched operator allocates, and when the storage is
+freed; and the resizes by which FSDP2 frees and refills its gathered parameters. It works on any
+device, counts requested bytes (an allocator rounds up), and needs no allocator statistics.
 
-A storage that an operation reads, and that none has made since the step began, was alive before: it
-is counted from the beginning, and so are the parameters and the state of the optimizer.
+A storage that an operator reads, and that no operator allocated since the step began, was alive
+before the step: it counts from the beginning, as do the parameters and the optimizer state.
 
-What a storage is, is decided by what it is found to be, at any time of its life:
+The kind of a storage is set by its use at any time of its life:
 
     parameters     this rank's shards of the model's parameters
-    gathered       parameters gathered from other ranks, each once: a second copy, on its way, is a
-                   communication buffer
+    gathered       parameters gathered from other ranks, each once: a second copy during the gather
+                   is a communication buffer
     cast           parameters cast to the data type of the arithmetic where they are used
-    gradients      a parameter's `.grad` when a backward or the step ends, input of a reduction
-                   over ranks, and what a reduction leaves; a gradient that autograd adds to one
-                   that is there already passes through, as the activations' gradients do
-    optimizer      the state of the optimizer
-    communication  whatever else a collective reads or writes, and its copies
-    activations    whatever else forward or backward makes: kept for backward, or passing through
+    gradients      a parameter's `.grad` when a backward or the step ends, and input and result of a
+                   reduction over ranks; a gradient that autograd accumulates into an existing
+                   `.grad` is a temporary, and an activation like gradients of activations
+    optimizer      the optimizer state
+    communication  other inputs and outputs of collectives, and copies of them
+    activations    other storages of forward or backward: saved for backward, or temporary
     other          the rest: samples, buffers of the model, temporaries of clipping and update
 
-[Note: Spans] What a storage is, is often known only when it is over: what backward makes becomes a
-gradient once a parameter's `.grad` refers to it. So nothing is summed while the step runs. Each
-storage is a span, with a kind that may be set until the end, and the step a list of events; the
-account adds them up afterwards, when every span has its kind:
+[Note: Spans] The kind of a storage is often known only after the storage is freed or used: a result
+of backward becomes a gradient when a parameter's `.grad` refers to it. So nothing is summed while
+the step runs. Each storage is a span, whose kind may be set until the end, and the step is a list
+of events. The account adds the events up afterwards, when every span has its kind:
 
     events     +a  +b  -a  +c  ...        + a span begins, - it ends, in the order of the step
     spans      a: 40 bytes, activations   b: 16 bytes, first unknown, at the end gradients
     account    40  56  16  ...            bytes of each kind after each event; its maximum: the peak
 
-A storage that changes its kind for good, as FSDP2's flat buffer does when the parameters have been
-copied out of it, ends one span and begins the next.
+A storage whose kind changes during its life, such as FSDP2's flat buffer once the parameters have
+been copied out of it, ends one span and begins the next.
 
-Not seen: work space inside a kernel, memory of libraries (gloo, NCCL, oneDNN), memory that the
-allocator keeps free, and what compiled code allocates: there is no account of a compiled run.
+Not recorded: workspace inside a kernel, memory of libraries (gloo, NCCL, oneDNN), memory that the
+allocator caches, and allocations of compiled code. A compiled run therefore has no account.
 """
 
 from __future__ import annotations
@@ -68,21 +68,20 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _PASSING: tuple[Kind, ...] = ("cast", "communication", "activations")
 
 _COMPUTING = ("forward", "backward")
-"""Phases of the step in which storages are activations unless they are found to be more."""
+"""Phases in which a storage without any other kind is an activation."""
 
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """Bytes that one rank held during a step, by what they were.
+    """Bytes that one rank held during a step, by kind.
 
     Attributes:
-        at_peak: when all together were the most.
-        at_most: of each kind when it was the most; not all at one time.
-        at_end: when the step had ended.
+        at_peak: bytes of each kind at the peak of the total.
+        at_most: peak bytes of each kind; the kinds peak at different times.
+        at_end: bytes of each kind at the end of the step.
         peak_phase: phase of the step at the peak.
-        allocated_bytes: the peak by CUDA's caching allocator, which rounds up; None on a CPU.
-        passing_bytes: activations, casts and buffers of collectives when these three together were
-            the most.
+        allocated_bytes: peak of CUDA's caching allocator, which rounds up; None on a CPU.
+        passing_bytes: peak of the sum of activations, casts and communication buffers.
     """
 
     at_peak: dict[Kind, int]
@@ -100,7 +99,7 @@ class MemoryAccount:
 
 @dataclass(slots=True, eq=False)
 class _Span:
-    """A stretch of a storage's life in which its size and kind stay the same: [Note: Spans]."""
+    """An interval of a storage's life with one size and one kind: [Note: Spans]."""
 
     num_bytes: int
     kind: Kind | None
@@ -114,15 +113,15 @@ class _Span:
 
 
 class MemoryLedger(Watch):
-    """Accounts for the memory of the step that runs inside `with MemoryLedger(...) as ledger:`.
+    """A recorder of the memory of one step, which runs inside `with MemoryLedger(...) as ledger:`.
 
-    It costs some 20 microseconds for each tensor operation: use it for one step.
+    It costs about 20 microseconds for each tensor operation: use it for one step only.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str
     ) -> None:
-        """Prepare an account of the storages on `device`; called between two steps."""
+        """Prepare to record the storages on `device`; call it between two steps."""
         super().__init__()
         self._model = model
         self._optimizer = optimizer
@@ -156,18 +155,18 @@ class MemoryLedger(Watch):
         self._name_gradients()
         for tensor in self._optimizer_state():
             self._name(tensor, "optimizer")
-        self._live.clear()  # and with it the references that call back
+        self._live.clear()  # drops the weak references and their callbacks too
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Say what the step does inside the block."""
+        """Set the phase of the step inside the block."""
         with super().phase(name):
             yield
         if name == "backward":
             self._name_gradients()
 
     def account(self) -> MemoryAccount:
-        """Return the account of the step, which must have ended."""
+        """Return the account of the step; call it after the step."""
         now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         for span in self._before:
             now[span.final_kind()] += span.num_bytes
@@ -185,7 +184,7 @@ class MemoryLedger(Watch):
         return MemoryAccount(at_peak, at_most, now, peak_phase, self._allocated_bytes, passing)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and note what it reads and makes."""
+        """Run an operator; record the storages that it reads and allocates."""
         for tensor in _tensors((*args, *kwargs.values())):
             self._find(tensor)
         is_ours = func.namespace.startswith("phalanx")
@@ -196,14 +195,14 @@ class MemoryLedger(Watch):
         return result
 
     def _run_seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of our own operators, which are written in Python, and see what it makes.
+        """Run an operator of Phalanx, written in Python, and record the storages that it allocates.
 
-        Unlike a composite ([Note: Composites]) it is one call to the ledger of bytes and to the
-        check of calls: only memory is made inside. The price is that modes below this one do not
-        see it, so this account and `--debug-comm` exclude each other.
+        Unlike a composite ([Note: Composites]), it is one call for the communication ledger and for
+        the check of calls; only its allocations are recorded separately. Modes below this one do
+        not see the operator, so this account and `--debug-comm` exclude each other.
         """
-        # Private, and the only way past this mode to the kernel with the mode on for what it calls;
-        # tests/measure/test_memory.py pins it.
+        # A private API, and the only way to call the kernel past this mode while the mode stays
+        # active for the kernel's own calls. tests/measure/test_memory.py tests that API.
         c = torch._C  # pyright: ignore[reportPrivateUsage]
         key = getattr(c.DispatchKey, next(_tensors(args)).device.type.upper())
         with self.on_again():
@@ -212,14 +211,14 @@ class MemoryLedger(Watch):
     def _name_by_operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Name what the operations of FSDP2, of collectives and of casts say that it is."""
+        """Set kinds of storages from an operation: of FSDP2, a collective or a cast."""
         match str(func):
             case "fsdp.all_gather_copy_in.default":
                 for share in args[0]:
                     self._name_unknown(share, "communication")
                 self._name_unknown(args[1], "gathered")
             case "fsdp.split_with_sizes_copy.default":
-                # Now the parameters are in their places, and the flat buffer is a second copy.
+                # The parameters have been copied out, so the flat buffer is a second copy.
                 self._change(args[0], "communication")
                 for parameter in kwargs["out"]:
                     self._change(parameter, "gathered")
@@ -240,10 +239,10 @@ class MemoryLedger(Watch):
                         self._reduced += [span for span in spans if span is not None]
 
     def _name_gradients(self) -> None:
-        """Name the gradients there are when a backward has ended.
+        """Set the kind of all gradients that are alive at the end of a backward.
 
-        Beside the parameters' own they are what a reduction has left: under HSDP FSDP2 keeps a sum
-        over fsdp to itself until the last microbatch's is there.
+        These are each parameter's `.grad`, and results of reductions: under HSDP, FSDP2 keeps the
+        sum over fsdp in an internal tensor until the last microbatch.
         """
         for parameter in self._model.parameters():
             if parameter.grad is not None:
@@ -262,14 +261,14 @@ class MemoryLedger(Watch):
         return None if found is None else found[1]
 
     def _find(self, tensor: torch.Tensor | None, kind: Kind | None = None) -> None:
-        """Account for a storage that is there: if it is not known, it was before the step."""
+        """Record the storage of an existing tensor; an unrecorded one was alive before the step."""
         if tensor is not None:
             storage = _storage(tensor)
             if id(storage) not in self._live and self._is_counted(storage):
                 self._before.append(self._begin(storage, kind, "before"))
 
     def _add(self, tensor: torch.Tensor) -> None:
-        """Account for a storage that an operation returns: if it is not known, it is new."""
+        """Record the storage of an operator's result; an unrecorded one is new."""
         storage = _storage(tensor)
         if id(storage) not in self._live and self._is_counted(storage):
             self._events.append((self._begin(storage, None, self.phase_name), 1))
@@ -278,15 +277,15 @@ class MemoryLedger(Watch):
         return storage.device.type == self._device.type and storage.nbytes() > 0
 
     def _begin(self, storage: torch.UntypedStorage, kind: Kind | None, phase: str) -> _Span:
-        # By identity: a storage that is gone leaves `_live` before another can get its id.
+        # By `id`, which is safe: a freed storage leaves `_live` before another can get its id.
         key = id(storage)
         span = _Span(storage.nbytes(), kind, phase)
         self._live[key] = (weakref.ref(storage, lambda _: self._on_free(key)), span)
         return span
 
     def _on_free(self, key: int) -> None:
-        # Called when Python drops the storage. A thread of gloo may free the last of a collective
-        # after the step has ended.
+        # Called when Python frees the storage. A gloo thread may free the last storage of a
+        # collective after the step has ended.
         found = self._live.pop(key, None)
         if found is not None:
             self._end(found[1])
@@ -296,7 +295,7 @@ class MemoryLedger(Watch):
         self._events.append((span, -1))
 
     def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Account for a storage that is about to be resized: room for what FSDP2 gathers."""
+        """Record a storage that is about to be resized, as FSDP2 does for a gather."""
         found = self._live.pop(id(storage), None)
         if found is None and self._is_counted(storage):
             self._before.append(span := _Span(storage.nbytes(), None, "before"))
@@ -309,7 +308,7 @@ class MemoryLedger(Watch):
             self._events.append((span, 1))
 
     def _change(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """Give a storage another kind from now on."""
+        """Change the kind of a storage from now on: end its span and begin another."""
         key = id(tensor.untyped_storage())
         if key in self._live and self._live[key][1].kind != kind:
             reference, span = self._live[key]
@@ -319,13 +318,13 @@ class MemoryLedger(Watch):
             self._events.append((changed, 1))
 
     def _name(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """Say what a storage is and has been, whatever it was held for."""
+        """Set the kind of a storage's whole span, unless it is a parameter."""
         span = self._span(tensor)
         if span is not None and span.kind != "parameters":
             span.kind = kind
 
     def _name_unknown(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """Say what a storage is and has been, if it is not known to be something else."""
+        """Set the kind of a storage's whole span if it has none."""
         span = self._span(tensor)
         if span is not None and span.kind is None:
             span.kind = kind
@@ -333,7 +332,7 @@ class MemoryLedger(Watch):
 
 @contextmanager
 def _watch_resizes(on_resize: Callable[[torch.UntypedStorage, int], None]) -> Generator[None]:
-    """Call `on_resize` before a storage is resized, which no dispatch mode sees."""
+    """Call `on_resize` before each resize of a storage, which dispatch modes do not intercept."""
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(self: torch.UntypedStorage, size: int) -> Any:
@@ -351,13 +350,13 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()
-    if tensor.is_sparse:  # its rows; their numbers are left out
+    if tensor.is_sparse:  # count its values only, not its indices
         tensor = tensor._values()
     return tensor.untyped_storage()
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among values and in the lists among them, but no wrappers of tensors."""
+    """Yield the tensors in values and nested lists; skip wrapper subclasses other than DTensor."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value):

@@ -1,4 +1,4 @@
-"""The memory account of a run: what was measured, beside what the formulas say, for its end."""
+"""The memory report at the end of a run: measured bytes next to the predicted bytes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport(MemoryAccount):
-    """What rank 0 held in one step, beside what else is known of it.
+    """The memory account of rank 0 in one step, with the peaks of all ranks and of its process.
 
     Attributes:
-        largest_bytes: the highest peak of any rank.
-        resident_bytes: the most that rank 0's process has had in RAM, libraries, samples and all.
+        largest_bytes: highest peak of any rank.
+        resident_bytes: peak resident memory of rank 0's process, libraries and samples included.
     """
 
     largest_bytes: int
@@ -34,7 +34,7 @@ class MemoryReport(MemoryAccount):
 
     @property
     def doubt(self) -> str | None:
-        """Why this account cannot be true; None if it can."""
+        """Reason why this account is inconsistent; None if it is consistent."""
         held = self.at_end["parameters"] + self.at_end["optimizer"]
         peak = f"no account is given: its peak of {_mib(self.peak_bytes)} MiB"
         if not held <= self.peak_bytes <= self.largest_bytes:
@@ -54,11 +54,11 @@ class MemoryReport(MemoryAccount):
         predicted: Mapping[str, int] = MappingProxyType({}),
         at_peak: Mapping[str, int] = MappingProxyType({}),
     ) -> Table | Text:
-        """Draw a row for each kind in MiB, and under them the peak.
+        """Return a table with a row for each kind in MiB, and a last row for the peak.
 
         Args:
-            predicted: of each kind at its most; not all at one time.
-            at_peak: predicted of each kind at the peak, whose sum the predicted peak is.
+            predicted: predicted peak bytes of each kind; the kinds peak at different times.
+            at_peak: predicted bytes of each kind at the peak; their sum is the predicted peak.
         """
         if self.doubt is not None:
             return Text(self.doubt)
@@ -79,7 +79,7 @@ class MemoryReport(MemoryAccount):
         return table
 
     def text(self) -> str:
-        """Return what goes with the table, in a line or two."""
+        """Return the text below the table: peak phase, highest rank and resident memory."""
         resident = f"Rank 0's process had up to {_mib(self.resident_bytes)} MiB in RAM."
         if self.doubt is not None:
             return resident
@@ -91,7 +91,7 @@ class MemoryReport(MemoryAccount):
 
 
 def _beside(predicted: int | None, measured: int) -> tuple[str, str, str]:
-    """Return what was predicted and measured, and the error in percent."""
+    """Return the texts of the predicted and measured MiB, and of the error in percent."""
     if predicted is None:
         return "-", _mib(measured), ""
     error = f"{100 * (predicted / measured - 1):+.1f} %" if measured else ""
@@ -99,7 +99,7 @@ def _beside(predicted: int | None, measured: int) -> tuple[str, str, str]:
 
 
 def resident_peak_bytes() -> int:
-    """Return the most memory that this process has had in RAM so far, all libraries included."""
+    """Return the peak resident bytes of this process so far, libraries included."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
 

@@ -1,8 +1,8 @@
-"""Peak arithmetic of devices by their makers' data sheets: dense products, never with sparsity.
+"""Peak FLOP/s of devices from vendor data sheets: dense products, without sparsity.
 
-A device that is not named exactly is unknown: a slice of a GPU (MIG), a laptop's part of the same
-name and every CPU have other peaks, and a guess would make every MFU wrong. float16 and bfloat16
-are rates with float32 accumulation, which is what torch asks for.
+A device counts as unknown unless its full name matches, because a MIG slice, a laptop GPU of the
+same name and every CPU have other peaks, and a guess would make every MFU wrong. The float16 and
+bfloat16 rates are with float32 accumulation, which torch uses.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ Arithmetic = Literal["bfloat16", "float16", "tf32", "float32", "float64"]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """A device's peak for one data type."""
+    """Peak rate of a device for one data type."""
 
     flops_per_s: float
     source: str
-    """The document that states it."""
+    """Document that states the rate."""
 
 
 class DataSheet:
-    """One device's peaks in TFLOP/s, as its maker prints them.
+    """Peaks of one device in TFLOP/s, as its vendor publishes them.
 
-    `pattern` is a regular expression for the full name that the driver reports.
+    `pattern` is a regular expression for the full device name that the driver reports.
     """
 
     def __init__(self, pattern: str, source: str, **tera: float) -> None:
         self.pattern, self.source, self.tera = pattern, source, tera
 
     def peaks(self) -> dict[str, float]:
-        """Return FLOP/s by data type; float16 is as bfloat16 where it is not named."""
+        """Return FLOP/s by data type; float16 equals bfloat16 unless it is listed."""
         tera = self.tera
         if "bfloat16" in tera:
             tera = {"float16": tera["bfloat16"], **tera}
@@ -98,4 +98,4 @@ DATA_SHEETS = (
     DataSheet("AMD Instinct MI325X", "AMD Instinct MI325X data sheet", **_CDNA3),
     DataSheet("AMD Instinct MI300X", "AMD Instinct MI300X data sheet", **_CDNA3),
 )  # fmt: skip
-"""Data centre GPUs newest first, then consumer ones; without a float16 it is as bfloat16."""
+"""Known devices: NVIDIA data center GPUs newest first, NVIDIA consumer GPUs, then AMD."""

@@ -1,7 +1,6 @@
-"""The rate of matrix products on a device, measured: the rate that a step's own is compared with.
+"""Measured rates of matrix products on a device: the ceiling that MFU is relative to.
 
-Operands are normal random numbers, since zeros draw less power and run faster than any training
-does.
+Operands are normal random numbers, because zeros draw less power and run faster than training.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MOST_REPEATS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulPoint:
-    """Repeated products of a (num_rows, inner) and an (inner, num_columns) matrix."""
+    """Times of repeated products of a (num_rows, inner) and an (inner, num_columns) matrix."""
 
     num_rows: int
     inner: int
@@ -50,7 +49,7 @@ class MatmulPoint:
 
     @property
     def mean_flops_per_s(self) -> float:
-        """Rate of all repeats together."""
+        """Rate over all repeats."""
         return self.flops / self.mean_s
 
     @property
@@ -65,15 +64,15 @@ class MatmulPoint:
 
 
 def quick_ceiling(device: torch.device | str, arithmetic: Arithmetic) -> float:
-    """Return the best rate, in FLOP/s, over a few products of sizes met in training.
+    """Return the best rate, in FLOP/s, over a few products of typical sizes in training.
 
-    It takes about a second. Several ranks on one machine should call it at the same time, so that
-    each measures its own part of the machine. Where they take turns on the cores, a product that
-    fits into one turn has a whole core, and so has a size that others have left: then the rate is
-    of all products together.
+    It takes about a second. The ranks of one machine should call it at the same time, so that each
+    measures the part of the machine that it can use. If the ranks' threads outnumber the cores, the
+    result is the rate over all products: a short product may run within one time slice, or after
+    other ranks have finished, with a whole core, so the best rate would be too high.
 
     Raises:
-        ConfigError: the device is missing or cannot do the arithmetic.
+        ConfigError: the device is missing or does not support the arithmetic.
     """
     device = checked_device(device, arithmetic)
     sizes = (
@@ -120,7 +119,7 @@ def measure_matmul(
     while len(times_s) < _MOST_REPEATS:
         if len(times_s) >= fewest and time.perf_counter() - begin_s > budget_s:
             break
-        # A GPU is kept busy by several products in its queue at once.
+        # Several products are queued at once, so that a GPU stays busy.
         times_s += _time_products(a, b, out, 5 if device.type == "cuda" else 1)
     return MatmulPoint(
         num_rows=num_rows,
@@ -134,7 +133,7 @@ def measure_matmul(
 
 
 def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.device:
-    """Return the device; raise ConfigError if it is missing or cannot do the arithmetic."""
+    """Return the device; raise ConfigError if it is missing or does not support the arithmetic."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
         raise ConfigError(f"device is '{device}'; it must be cpu, cuda or cuda:INDEX")
     found = torch.device(device)
@@ -151,7 +150,10 @@ def checked_device(device: torch.device | str, arithmetic: Arithmetic) -> torch.
 
 
 def arithmetic_in(dtype: torch.dtype, device: torch.device) -> Arithmetic | None:
-    """Return in what a device multiplies matrices of a data type; None if it is not measured."""
+    """Return the arithmetic of a device's matrix products of `dtype`; None if not in `Arithmetic`.
+
+    This is TF32 for float32 on a GPU whose matmul settings allow TF32.
+    """
     name = str(dtype).removeprefix("torch.")
     if name == "float32" and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return "tf32"
@@ -159,21 +161,21 @@ def arithmetic_in(dtype: torch.dtype, device: torch.device) -> Arithmetic | None
 
 
 class ProductTypes(Watch):
-    """Notes the data types of the products that run inside `with ProductTypes() as types:`."""
+    """A recorder of FLOPs by data type, for products inside `with ProductTypes() as types:`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._flops = Counter[torch.dtype]()
 
     def most(self, device: torch.device) -> Arithmetic | None:
-        """Return in what most FLOPs were computed; None if there were none, or none known."""
+        """Return the arithmetic of most FLOPs; None if no product ran, or if it is unknown."""
         if not self._flops:
             return None
         return arithmetic_in(max(self._flops, key=lambda dtype: self._flops[dtype]), device)
 
     @override
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the operator if it is a product, and run it."""
+        """Run an operator, and count its FLOPs if it is a product."""
         result = func(*args, **kwargs)
         if (count := flop_registry.get(func.overloadpacket)) is not None:
             factor = next(each for each in (*args, result) if isinstance(each, Tensor))
@@ -183,7 +185,7 @@ class ProductTypes(Watch):
 
 @contextmanager
 def arithmetic_of(arithmetic: Arithmetic) -> Generator[torch.dtype]:
-    """Yield the data type, with float32 products on a GPU set to TF32 or true float32 meanwhile."""
+    """Yield the data type; inside, float32 products on a GPU use TF32 only for `tf32`."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
     try:
@@ -196,7 +198,7 @@ def arithmetic_of(arithmetic: Arithmetic) -> Generator[torch.dtype]:
 def _time_products(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, repeats: int
 ) -> list[float]:
-    """Return the seconds of each of several products; a GPU's own clock measures a GPU's."""
+    """Return the seconds of each of `repeats` products, by CUDA events on a GPU."""
     if a.device.type != "cuda":
         times_s: list[float] = []
         for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Where the steps of a run went: medians, shares, a table, and one sentence of advice."""
+"""Time of a run's steps by term: medians, fractions, a table, and one sentence of advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.measure.timer import TERMS, StepTimes, Term
 
 SUM_TOLERANCE = 0.02
-"""How far the terms of a step may be from its wall time, which is measured on its own."""
+"""Largest relative difference of a step's terms from its separately measured wall time."""
 
 _ADVICE: dict[Term, str] = {
     "data": "look for a slow disk, or for other work on these cores: samples are read ahead",
@@ -27,18 +27,18 @@ _ADVICE: dict[Term, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
-    """Times of many steps, by term."""
+    """Times of several steps, by term."""
 
     num_steps: int
     wall_s: float
     """Median wall time of a step."""
     medians_s: dict[Term, float]
     shares: dict[Term, float]
-    """Time of each term over all steps / wall time of all steps."""
+    """Time of each term over all steps / wall time of all steps; fractions of 1."""
 
     @property
     def doubt(self) -> str | None:
-        """Why these times cannot be true; None if they can."""
+        """Reason why these times are inconsistent; None if they are consistent."""
         if self.wall_s <= 0 or min(self.shares.values()) < 0:
             return "no times are given: a part of a step took less than no time, by this clock"
         total = sum(self.shares.values())
@@ -48,7 +48,7 @@ class StepSummary:
 
 
 def summarize(steps: Sequence[StepTimes]) -> StepSummary:
-    """Sum up the steps, at least one; leave out warm-up steps before the call."""
+    """Summarize at least one step; remove warm-up steps before the call."""
     wall_s = sum(step.wall_s for step in steps)
     return StepSummary(
         num_steps=len(steps),
@@ -59,7 +59,7 @@ def summarize(steps: Sequence[StepTimes]) -> StepSummary:
 
 
 def summary_table(summary: StepSummary) -> Table | Text:
-    """Draw the summary: one row a term, the median in ms and the part of the wall time."""
+    """Return a table: one row per term, with its median in ms and its fraction of wall time."""
     if doubt := summary.doubt:
         return Text(doubt)
     steps = "step" if summary.num_steps == 1 else "steps"
@@ -75,7 +75,7 @@ def summary_table(summary: StepSummary) -> Table | Text:
 
 
 def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:
-    """Name the largest term that is not the model's own arithmetic, and what would shrink it."""
+    """Return a sentence with the largest term besides forward and backward, and its remedy."""
     if doubt := summary.doubt:
         return doubt
     term = max((*_ADVICE, "communication"), key=lambda term: summary.shares[term])
@@ -92,7 +92,7 @@ def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:
 
 
 def _send_less(sent: Sequence[Entry]) -> str:
-    """Return what shrinks the communication over the axis that carries the most bytes."""
+    """Return advice to reduce communication over the axis that carries the most bytes."""
     by_axis: Counter[str] = Counter()
     for entry in sent:
         by_axis[entry.axis] += math.ceil(entry.sent_bytes)

@@ -1,14 +1,14 @@
 """The step ledger: every instant of a training step belongs to exactly one of six terms.
 
-data, forward, backward, communication (the exposed part), optimizer, and other: whatever lies in no
-phase. An inner phase pauses the outer one, so a wait for another rank inside backward counts as
-communication and not twice.
+data, forward, backward, communication (the exposed part), optimizer, and other: all time outside of
+phases. An inner phase pauses the outer one, so that a wait for another rank inside backward counts
+once, as communication.
 
-On the CPU the host's clock is read where a phase begins and ends. On a GPU an event is recorded on
-the current stream there instead, which does not stall the device: a term is then the time that the
-stream spent between two events, idle time that a slow loader causes included. Only `end_step()`
-waits for the device. Communication inside of forward and backward (see comm.waits) is seen on the
-CPU alone.
+On the CPU, the host's clock is read where a phase begins and ends. On a GPU, an event is recorded
+on the current stream instead, which does not stall the device. A term is then the time of the
+stream between two events, including idle time that a slow loader causes. Only `end_step()` waits
+for the device. Communication inside forward and backward (see comm.waits) is measured on the CPU
+only.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ TERMS: tuple[Term, ...] = get_args(Term)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step: by term, and its wall time, which is measured on its own."""
+    """Seconds of one step: by term, and its separately measured wall time."""
 
     terms_s: dict[Term, float]
     wall_s: float
 
 
 class StepTimer:
-    """Measures steps; for one thread at a time (autograd's own thread counts as its caller's).
+    """A timer of training steps, for one thread at a time (autograd's thread counts as the caller).
 
-    `history` has the times of the latest steps, oldest first.
+    Attributes:
+        history: times of the latest steps, oldest first.
     """
 
     def __init__(self, device: torch.device | str = "cpu", history: int = 1000) -> None:
@@ -48,18 +49,18 @@ class StepTimer:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin the step now, leaving out what passed since the last one (evaluation, a save).
+        """Begin the step now, and exclude the time since the last step (evaluation, a save).
 
-        Without this call a step begins where the one before it ended.
+        Without this call, a step begins where the previous step ended.
         """
         assert not self._open, f"a step begins inside phase '{self._open[-1]}'"
-        # Read twice, here and in `end_step`: once for the wall alone, so that the sum may be wrong.
+        # The wall time is measured separately, so that comparing it with the terms is a check.
         self._begin = self._now()
         self._switches: list[tuple[Term, float | torch.cuda.Event]] = [("other", self._now())]
 
     @contextmanager
     def phase(self, term: Term) -> Generator[None]:
-        """Attribute the time inside the block to a term; an outer phase pauses meanwhile."""
+        """Attribute the time inside the block to a term; the outer phase is paused inside."""
         self._open.append(term)
         self._switches.append((term, self._now()))
         try:
@@ -69,7 +70,7 @@ class StepTimer:
             self._switches.append((self._open[-1] if self._open else "other", self._now()))
 
     def end_step(self) -> StepTimes:
-        """End the step, wait until a GPU has finished it, begin the next; return its times."""
+        """End the step, begin the next, wait for the GPU, and return the times of the step."""
         self._switches.append(("other", self._now()))
         begin, switches, end = self._begin, self._switches, self._now()
         self.begin_step()
@@ -82,7 +83,7 @@ class StepTimer:
         return self.history[-1]
 
     def _now(self) -> float | torch.cuda.Event:
-        """Return this instant: of the host's clock, or in the order of a GPU's current stream."""
+        """Return the host's clock, or an event recorded on the GPU's current stream."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -91,5 +92,5 @@ class StepTimer:
 
 
 def _seconds(first: Any, last: Any) -> float:
-    """Return the seconds from one instant of `_now` to a later one."""
+    """Return the seconds between two values of `_now`."""
     return last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3

@@ -1,8 +1,8 @@
-"""MFU and HFU: the fraction of a device's arithmetic that a training step used.
+"""MFU and HFU: the fraction of a device's peak FLOP/s that a training step used.
 
-Two peaks are kept apart: the maker's data sheet (`peaks.py`), and the ceiling that matrix products
-reach on the device itself (`products.py`). Two counts too: causal attention, and full attention as
-in the PaLM paper. Each is a number in [0, 1] or it is not given at all, with a sentence why.
+Each is reported relative to two peaks: the vendor's data sheet (`peaks.py`), and the ceiling that
+matrix products reach on the device (`products.py`). Each is counted with causal attention, and with
+full attention as in the PaLM paper. A value outside [0, 1] is not given; a warning has the reason.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from phalanx.measure.peaks import Peak
 Reference = Literal["data sheet", "ceiling"]
 
 ROUNDING = 1e-3
-"""How far a ratio of times, each measured on its own, may lie beside [0, 1]."""
+"""Distance outside [0, 1] that a ratio of separately measured times may have."""
 
 GOOD, EXCELLENT = 0.30, 0.40
-"""From where on an MFU, of the data sheet of a GPU, is called so."""
+"""Thresholds above which the MFU of a GPU, relative to its data sheet, has these grades."""
 
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"
@@ -32,12 +32,12 @@ _ATTENTION = (
 
 
 class CountedFlops(NamedTuple):
-    """FLOPs of one step of a module, whose operators were counted."""
+    """FLOPs of one step of any module, from a count of its operators."""
 
     model: int
-    """Of forward and backward."""
+    """FLOPs of forward and backward, without recomputation."""
     recompute: int = 0
-    """Of what runs a second time during backward."""
+    """FLOPs of operators that run again during backward."""
 
     @property
     def hardware(self) -> int:
@@ -47,24 +47,24 @@ class CountedFlops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Utilization:
-    """FLOPs and time of one step, and the peaks to measure them by."""
+    """FLOPs and time of one step, with the peaks that MFU and HFU are relative to."""
 
     causal: Flops | CountedFlops
-    """FLOPs of the step over all devices, causal attention (or a model without attention)."""
+    """FLOPs of the step over all devices, with causal attention (or of a counted module)."""
     full: Flops | None
-    """The same with full attention; None for a model without attention."""
+    """FLOPs of the step with full attention; None for a model without attention."""
     time_s: float
     """Duration of the step."""
     num_devices: int
-    """Devices that shared the step."""
+    """Number of devices that ran the step."""
     peak: Peak | None
-    """One device's data sheet; None if the device is not in the table, as no CPU is."""
+    """Data-sheet peak of one device; None if the table lacks it, as for CPUs."""
     ceiling_flops_per_s: float | None
     """Rate of the best matrix product measured on one device; None if not measured."""
 
     @property
     def rates(self) -> dict[Reference, float]:
-        """What all devices together can do, by each peak that is known, in FLOP/s."""
+        """Total FLOP/s of all devices, by each known peak."""
         found: dict[Reference, float] = {}
         if self.peak is not None:
             found["data sheet"] = self.peak.flops_per_s * self.num_devices
@@ -90,7 +90,7 @@ class Utilization:
         return None if flops is None else self._share(flops.hardware, of)
 
     def warnings(self) -> list[str]:
-        """Say of each MFU above 100 %, which is never shown as a number, what must be wrong."""
+        """Return the cause of each HFU above 100 %, which is never shown as a number."""
         found: list[str] = []
         achieved = self.causal.hardware / self.time_s
         claimed = 0.0 if self.full is None else self.full.hardware / self.time_s
@@ -115,7 +115,7 @@ class Utilization:
         return found
 
     def brief(self) -> str | None:
-        """Return the causal MFU in a line, and what it is worth; None if it is not known."""
+        """Return the causal MFU as one line, with a grade for the data sheet; None if unknown."""
         for of, rate in self.rates.items():
             if (share := self.mfu(of)) is not None:
                 devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
@@ -141,12 +141,12 @@ class Utilization:
         return "\n".join(lines + [f"WARNING: {warning}" for warning in self.warnings()])
 
     def rate_text(self) -> str:
-        """Return the rate of the model's FLOPs; `unknown` where the data sheet forbids it."""
+        """Return the rate of model FLOPs as text; `unknown` if it exceeds the data sheet."""
         rate = self.causal.model / self.time_s
         return "unknown" if rate > self.rates.get("data sheet", rate) else _tera(rate)
 
     def as_dict(self) -> dict[str, object]:
-        """Return every share, rate and count as plain values for JSON."""
+        """Return every MFU, HFU, rate and count as plain values for JSON."""
         return {
             "formula": self.formula,
             "time_s": self.time_s,
@@ -172,10 +172,10 @@ class Utilization:
 
     def _share(self, flops: int, of: Reference) -> float | None:
         share = flops / self.time_s / self.rates.get(of, math.nan)
-        return share if 0 <= share <= 1 else None  # nan is no share
+        return share if 0 <= share <= 1 else None  # NaN, without a peak, gives None
 
     def _grade(self) -> str:
-        """Say what an MFU of a GPU's data sheet is worth."""
+        """Return the grade of the data-sheet MFU, with its thresholds and source."""
         share = self.mfu("data sheet") or 0.0
         word = "excellent" if share > EXCELLENT else "good" if share > GOOD else "can be better"
         return (
@@ -186,7 +186,7 @@ class Utilization:
 
 
 def percent(share: float | None) -> str:
-    """Return a part as text, such as `41.3 %`; `unknown` for None and outside [0, 1]."""
+    """Return a fraction as text, such as `41.3 %`; `unknown` for None and outside [0, 1]."""
     if share is None or not -ROUNDING <= share <= 1 + ROUNDING:
         return "unknown"
     return "< 0.1 %" if 0 < share < 5e-4 else f"{100 * share:.1f} %"

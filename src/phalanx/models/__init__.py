@@ -1,1 +1,1 @@
-"""Plain `nn.Module` models and their shapes; nothing here knows of devices or of other ranks."""
+"""Plain `nn.Module` models and their shapes, independent of devices and of other ranks."""

@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, rotary positions, windows and masks between documents.
+"""Causal attention with grouped heads, rotary embedding, sliding windows and document masks.
 
 Suffixes: see models/decoder.py.
 """
@@ -21,32 +21,35 @@ from phalanx.models.layers import Linear, Norm
 from phalanx.models.shape import ModelShape
 
 Documents = tuple[Tensor, Tensor, int]
-"""Where documents stand in the rows of a microbatch, for `attend`; made by `documents_of`.
+"""Boundaries of the documents in the rows of a microbatch, for `attend`; see `documents_of`.
 
-    starts_BT1   int64, the position in its row at which the document of each token begins
-    ends_BN1     int64, the positions at which the documents of each row end; the last repeats
-    longest      at least the tokens of the longest document, and at most T
+    starts_BT1   int64, start of each token's document, as a position in its row
+    ends_BN1     int64, ends of the documents of each row; the last end repeats
+    longest      upper bound of the longest document's number of tokens, at most T
 
-The dimensions of size 1 show tensor parallelism that a tensor belongs to rows, and is to be cut.
+The third dimension, of size 1, marks the tensors for tensor parallelism: it cuts arguments of three
+or more dimensions by rows.
 """
 
 
 GROUPED: Final[dict[str, Any]] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-"""Lets `varlen_attn` take fewer key heads than query heads; torch 2.11 always takes them."""
+"""Arguments with which `varlen_attn` accepts fewer key heads than query heads; torch 2.11 needs
+none."""
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines by which heads are turned, as `rotation` makes them."""
+"""Cosines and sines of the rotary embedding, from `rotation`."""
 
 
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
 
     Attributes:
-        window: positions that a query looks at, its own the last; None for all up to its own.
-        attend: mixes values by queries and keys, as `attend` below; whoever holds a part of the
-            positions sets another, which fetches the rest.
+        window: number of positions that a query attends to, its own the last; None for all up to
+            its own.
+        attend: the attention function, `attend` below; context parallelism replaces it by one that
+            reads the positions of other ranks.
     """
 
     def __init__(self, shape: ModelShape, window: int | None) -> None:
@@ -74,7 +77,7 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Map x_BTD to a tensor like it; the arguments are `Block.forward`'s."""
+        """Return the output of the branch, like x_BTD; for the arguments see `Block.forward`."""
         q_BTHK = self._heads(self.q(x_BTD), self.q_norm)
         k_BTGK = self._heads(self.k(x_BTD), self.k_norm)
         v_BTGK = self._heads(self.v(x_BTD), None)
@@ -84,7 +87,7 @@ class Attention(nn.Module):
         return self.output(mixed_BTHK.flatten(2))
 
     def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """Cut a projection into heads, and normalise those or before that the whole of it."""
+        """Split a projection into heads, and normalize each head or, before the split, all."""
         if norm is not None and not self.norms_heads:
             x = norm(x)
         x_BTHK = x.unflatten(-1, (-1, self.head_dim))
@@ -100,12 +103,12 @@ def attend(
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(K)) v, causal and inside documents, a tensor like q_BTHK.
 
-    No way through here makes a mask of the size T x T. Documents and windows go to the flash kernel
-    by their lengths, where there is one, and else to the attention by blocks of models/cpu.py.
+    No code path makes a mask of size T x T. With documents or a window, the variable-length flash
+    kernel runs if it is supported, and otherwise the blockwise attention of models/cpu.py.
 
-    G divides H, and each key head serves H / G query heads that stand together. A query looks at
-    its own document, up to itself; at its row if `documents` is None; and at no more than the last
-    `window` positions of that (Beltagy et al. 2020, section 3.1).
+    G divides H, and each key head serves H / G consecutive query heads. A query attends to its own
+    document (its row if `documents` is None) up to itself, but to at most the last `window`
+    positions (Beltagy et al. 2020, section 3.1).
     """
     is_grouped = q_BTHK.shape[2] != k_BTGK.shape[2]
     window = None if window is None or window >= q_BTHK.shape[1] else window
@@ -113,7 +116,7 @@ def attend(
     if is_cut and runs_flash(q_BTHK):
         return _attend_by_lengths(q_BTHK, k_BTGK, v_BTGK, documents, window)
     by_blocks = is_cut or cpu.attends_by_blocks(q_BTHK)
-    # On a GPU, of PyTorch's fused kernels flash alone takes fewer key heads than query heads.
+    # Of PyTorch's fused kernels on a GPU only flash supports fewer key heads than query heads.
     is_cuda = device_type(q_BTHK) == "cuda"
     if is_grouped and (by_blocks or (is_cuda and not runs_flash(q_BTHK))):
         repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
@@ -136,9 +139,10 @@ def attend(
 def first_seen(
     positions_T: Tensor, documents: Documents | None, window: int | None
 ) -> Tensor | None:
-    """Return the first position that a query looks at, [B or 1, T, 1]; None if its row's first.
+    """Return the first position that each query attends to, [B or 1, T, 1]; None for the row start.
 
-    The queries are at `positions_T` of their row, and `documents` are theirs.
+    `positions_T` are the positions of the queries in their rows; the starts in `documents` are at
+    the same positions.
     """
     starts_BT1 = None if documents is None else documents[0]
     if window is None:
@@ -154,12 +158,12 @@ def _attend_by_lengths(
     documents: Documents | None,
     window: int | None,
 ) -> Tensor:
-    """Attend on a GPU to all documents as sequences of one flash call, without a host that waits.
+    """Attend on a GPU with all documents as sequences of one flash call, without a host sync.
 
-    Rows have as many documents as the row with the most: those that a row lacks are empty.
+    Each row has as many sequences as the row with the most documents; the surplus ones are empty.
     """
     num_rows, length = q_BTHK.shape[:2]
-    if documents is None:  # a row is one
+    if documents is None:  # each row is one document
         ends_BN1 = torch.full((num_rows, 1, 1), length, device=q_BTHK.device)
         longest = length
     else:
@@ -180,7 +184,7 @@ def _attend_by_lengths(
 
 
 def runs_flash(q_BTHK: Tensor) -> bool:
-    """Return whether PyTorch's flash kernels take queries like these."""
+    """Return whether PyTorch's flash kernels support queries like these."""
     width = q_BTHK.shape[-1]
     return (
         device_type(q_BTHK) == "cuda"
@@ -199,15 +203,15 @@ def _has_flash(device_index: int) -> bool:
 def documents_of(
     documents_BT: Tensor | None, device: torch.device | str | None = None
 ) -> Documents | None:
-    """Return where the documents of a microbatch stand; None where each row holds one.
+    """Return the document boundaries of a microbatch; None if each row is one document.
 
-    The host works it out, since it must know how many there are: a `documents_BT` that lies on a
-    GPU is waited for. One that lies on the host costs no wait.
+    The host computes them, because their number fixes tensor shapes: a `documents_BT` on a GPU
+    forces a synchronization, and one on the host does not.
 
     Args:
-        documents_BT: number of the document that each token belongs to, whose tokens stand
-            together; None if one a row.
-        device: where attention runs; `documents_BT`'s if None.
+        documents_BT: number of the document of each token; the tokens of a document are
+            consecutive. None if each row is one document.
+        device: device that attention runs on; the device of `documents_BT` if None.
     """
     if documents_BT is None:
         return None
@@ -223,30 +227,31 @@ def documents_of(
     ends_BN = torch.full((num_rows, int(number_BT.max()) + 1), length)
     row, position = begins_BT.nonzero(as_tuple=True)
     ends_BN[row, number_BT[row, position] - 1] = position
-    # Rounded up, so that a compiled block meets few values: it bounds the launch, no more.
+    # Round up to a power of two, so that compiled blocks see few values; only an upper bound is
+    # needed, for the kernel launch.
     longest = int(ends_BN.diff(dim=1, prepend=torch.zeros(num_rows, 1, dtype=torch.int64)).max())
     longest = min(length, 1 << (longest - 1).bit_length())
     return to_device(starts_BT[..., None], device), to_device(ends_BN[..., None], device), longest
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor of the host to a device, without waiting for what runs there."""
+    """Copy a host tensor to a device, without waiting for kernels that run there."""
     if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()  # from other memory the driver may wait for the stream
+        tensor = tensor.pin_memory()  # a copy from pageable memory may wait for the stream
     return tensor.to(device, non_blocking=True)
 
 
 def rotation(
     shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype, has_window: bool = False
 ) -> Rotation | None:
-    """Return the cosines and sines that turn each half of a head by its position.
+    """Return the cosines and sines of the rotary embedding at each position.
 
     Angles are position * theta ** (-2i / head_dim) for feature pair i (Su et al. 2021, section
-    3.2.2), with Llama 3.1's scaling of the frequencies where the shape asks for it. Blocks with a
-    window may have a theta of their own.
+    3.2.2), with Llama 3.1's frequency scaling if `shape.rope_scaling` is set. Blocks with a window
+    (`has_window`) use `shape.window_theta` if it is set.
 
-    `positions_BT` is int64, and B may be 1 for all rows alike. `dtype` is the type of the heads to
-    rotate; the angles themselves are made in float64.
+    `positions_BT` is int64; B may be 1 if all rows have the same positions. `dtype` is the dtype of
+    the heads to rotate; the angles are computed in float64.
 
     Returns:
         Two tensors [B, T, 1, head_dim / 2], fp32 (fp64 for fp64); None without rotary positions.
@@ -266,20 +271,21 @@ def rotation(
 
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pair (x_i, x_{i + K/2}) of each head by its angle."""
+    """Rotate the pair (x_i, x_{i + K/2}) of each head by its angle."""
     return cast(Tensor, _Rotation.apply(x_BTHK, cos, sin))
 
 
 class _Rotation(Function):
-    """Its backward is the turn back, so that nothing but the angles is kept for it."""
+    """Rotary embedding; backward rotates by the negative angles and needs only the angles."""
 
     @staticmethod
     def forward(ctx: Any, x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         if not cpu.attends_by_blocks(x_BTHK):
-            # PyTorch's attention lays its result out as its queries: as the projection reads it.
+            # PyTorch's attention returns the memory layout of its queries: here [B, T, H, K], which
+            # the output projection reads.
             return _turn(x_BTHK, cos, sin, torch.empty_like(x_BTHK))
-        # Laid out as [B, H, T, K] in memory, which is how attention reads it.
+        # The memory layout is [B, H, T, K], which attention reads.
         out_BHTK = torch.empty_like(x_BTHK.transpose(1, 2), memory_format=torch.contiguous_format)
         return _turn(x_BTHK, cos, sin, out_BHTK.transpose(1, 2))
 
@@ -296,10 +302,10 @@ def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
         return cpu.turn(x_BTHK, cos, sin, out_BTHK)
     left, right = x_BTHK.chunk(2, dim=-1)
     if torch.compiler.is_compiling():
-        # A new tensor: of one that was written in place, torch 2.11 compiles wrong gradients.
+        # Out of place: torch 2.11 compiles wrong gradients for in-place writes here.
         halves = left * cos - right * sin, right * cos + left * sin
         return torch.cat([half.to(x_BTHK.dtype) for half in halves], -1)
-    # Four kernels: each half of the result is rounded once, as it is written.
+    # Four kernels; each half of the result is rounded once, when it is written.
     half = left.shape[-1]
     torch.addcmul(left * cos, right, sin, value=-1, out=out_BTHK[..., :half])
     torch.addcmul(right * cos, left, sin, out=out_BTHK[..., half:])
@@ -309,10 +315,11 @@ def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
 def _scaled(
     frequency: Tensor, factor: float, low: float, high: float, original_length: int
 ) -> Tensor:
-    """Slow the frequencies whose waves are long against the original length (Llama 3.1).
+    """Reduce the frequencies of long wavelengths, relative to the original length (Llama 3.1).
 
-    Waves longer than original_length / low are slowed by `factor`, those shorter than
-    original_length / high not at all, and between the two the change is linear.
+    Frequencies with wavelengths above original_length / low are divided by `factor`, those with
+    wavelengths below original_length / high are unchanged, and between the two they are
+    interpolated linearly.
     """
     turns = original_length * frequency / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)

@@ -1,11 +1,12 @@
-"""RMSNorm, rotary embedding and bf16 attention written for the caches of a CPU.
+"""RMSNorm, rotary embedding and bf16 attention, optimized for the caches of a CPU.
 
-On a CPU PyTorch composes the first two from a dozen passes over memory, and its bf16 attention runs
+On a CPU PyTorch computes the first two in a dozen passes over memory, and its bf16 attention runs
 at a tenth of the speed of a matrix product. The functions here compute the same formulas block by
-block, in buffers that stay in cache, and keep for backward only what they read. Everywhere else,
-and under torch.compile, layers.py and attention.py use PyTorch's own.
+block, in buffers that stay in cache, and save for backward only their inputs (and a scale per row
+for RMSNorm). On other devices, and under torch.compile, layers.py and attention.py use PyTorch's
+own functions.
 
-Suffixes: see decoder.py; N is rows of any kind, n a block of them; t is a block of T.
+Suffixes: see decoder.py; N is rows of any kind, n a block of N; t is a block of T.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from torch.utils.flop_counter import register_flop_formula
 from phalanx.models.kernels import device_type
 
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements of an fp32 buffer: small enough for caches, large enough to hide the calls."""
+"""Number of elements of an fp32 buffer: small enough for caches, large enough to amortize calls."""
 
 _QUERY_BLOCK = 256
-"""Queries whose scores are held at a time."""
+"""Number of queries in a block, whose scores are held at a time."""
 
 
 def is_preferred(x: Tensor) -> bool:
-    """Return whether the functions of this file are the fast ones for x."""
+    """Return whether the functions of this file are faster than PyTorch's for x."""
     return device_type(x) == "cpu" and not torch.compiler.is_compiling()
 
 
 def attends_by_blocks(x: Tensor) -> bool:
-    """Return whether `causal_attention` is the fast one for queries like x."""
+    """Return whether `causal_attention` is faster than PyTorch's attention for queries like x."""
     return x.dtype == torch.bfloat16 and is_preferred(x)
 
 
@@ -45,9 +46,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
-    """Turn the pair (x_i, x_{i + K/2}) of each head by its angle into `out_BTHK`.
+    """Rotate the pair (x_i, x_{i + K/2}) of each head by its angle, and write it to `out_BTHK`.
 
-    Cosines and sines are [B or 1, T, 1, K/2] in fp32 (fp64 for fp64); x and out of any strides.
+    Cosines and sines are [B or 1, T, 1, K/2] in fp32 (fp64 for fp64). x and out may have any
+    strides.
     """
     num_rows, length, num_heads, width = x_BTHK.shape
     half = width // 2
@@ -67,17 +69,17 @@ def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
 def causal_attention(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, starts_BT1: Tensor | None
 ) -> Tensor:
-    """Attend causally, as many key heads as query heads; a tensor like q_BTHK.
+    """Return causal attention, a tensor like q_BTHK; there are as many key heads as query heads.
 
-    The scores of a block of queries against the keys from the first document they are in up to
-    their last one are made whole, so nothing is computed for most of the upper triangle and of
-    earlier documents; backward makes them again.
+    For a block of queries, scores are computed for all keys from the first start of the block up to
+    its last query, so that most of the upper triangle and of earlier documents is skipped. Backward
+    recomputes the scores.
 
-    It is one operator to PyTorch, not the many it is made of, so that recomputation can keep the
-    result alone, and a compiled block can hold it. It runs on any device.
+    This is one operator to PyTorch, so that recomputation can save its result alone, and a compiled
+    block can contain it. It runs on any device.
 
-    `starts_BT1` is where in its row the document of each query begins, which is all that it looks
-    at; one row may stand for all. None is the beginning of the row.
+    `starts_BT1` is the first position in its row that each query attends to: the start of its
+    document or window. One row may stand for all rows. None means the start of the row.
     """
     o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
     for row, blocks in enumerate(_blocks_of_rows(q_BTHK, starts_BT1)):
@@ -115,7 +117,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """With u = x * scale: dx = scale * (dy * w - u * mean(dy * w * u)), dw = sum(dy * u)."""
+        """Return dx = scale (dy w - u mean(dy w u)) and dw = sum(dy u), where u = x * scale."""
         (dy,) = grad_outputs
         x_ND, scale_N1, weight_D = ctx.saved_tensors
         num_rows, width = x_ND.shape
@@ -125,7 +127,7 @@ class _RMSNorm(Function):
         wide_weight_D = weight_D.to(wide)
         dw_D = torch.zeros_like(wide_weight_D)
         blocks = _blocks(num_rows, width)
-        # Without data all blocks are alike, and two hold the most at once: a count runs no more.
+        # On the meta device two blocks are enough to reach the peak memory.
         for rows in itertools.islice(blocks, 2) if x_ND.is_meta else blocks:
             u_nD = torch.empty_like(x_ND[rows], dtype=wide).copy_(x_ND[rows]).mul_(scale_N1[rows])
             dy_nD = torch.empty_like(u_nD).copy_(dy_ND[rows])
@@ -168,7 +170,7 @@ causal_attention.register_autograd(_operand_gradients, setup_context=_keep_opera
 
 @register_flop_formula(torch.ops.phalanx.causal_attention)
 def _attention_flops(q_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """Count the products of blocks with all keys before them: documents are not subtracted."""
+    """Count the products of each block with all keys up to its end; ignore documents."""
     num_rows, length, num_heads, width = q_shape
     pairs = sum((stop - start) * stop for start, stop in _query_blocks(length))
     return 4 * num_rows * num_heads * width * pairs
@@ -178,18 +180,18 @@ def _attention_flops(q_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> int
 def _attention_backward_flops(
     do_shape: tuple[int, ...], q_shape: tuple[int, ...], *args: Any, **kwargs: Any
 ) -> int:
-    """Count five products, of which one makes the scores again."""
+    """Count five products; one of them recomputes the scores."""
     return _attention_flops(q_shape) * 5 // 2
 
 
 _Block = tuple[slice, slice, Tensor]
-"""A block of queries, the keys that any of them looks at, and the bias of their scores."""
+"""A block of queries, the keys that any of them attends to, and the bias of their scores."""
 
 
 def _row_backward(
     q_HTK: Tensor, k_HTK: Tensor, v_HTK: Tensor, do_HTK: Tensor, blocks: Iterator[_Block]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of one row; of several blocks, dk and dv are summed in fp32."""
+    """Return dq, dk, dv of one row; with several blocks, dk and dv are summed in fp32."""
     scale = q_HTK.shape[2] ** -0.5
     dq_HTK = torch.empty_like(q_HTK)
     sums_HTK: tuple[Tensor, Tensor] | None = None
@@ -217,16 +219,16 @@ def _probabilities(q_HtK: Tensor, k_HTK: Tensor, bias_tT: Tensor) -> Tensor:
 
 
 def _blocks_of_rows(q_BTHK: Tensor, starts_BT1: Tensor | None) -> Iterator[Iterator[_Block]]:
-    """Yield for each row of the batch its blocks of queries."""
+    """Yield the blocks of queries of each row of the batch."""
     num_rows, length = q_BTHK.shape[:2]
     blocks = _query_blocks(length)
     widest, last = min(_QUERY_BLOCK, length), blocks[-1][0]
-    # A block's causal bias is 0 for the keys before it and a triangle after: each is cut from this.
+    # The causal bias of a block is 0 for earlier keys, then a triangle: a slice of this tensor.
     causal_tT = q_BTHK.new_full((widest, last + widest), -math.inf).triu_(last + 1)
 
     def of_row(row: int) -> Iterator[_Block]:
         starts_T1 = None if starts_BT1 is None else starts_BT1[row % len(starts_BT1)]
-        # A GPU is not asked, and waited for, where documents begin: it takes all keys.
+        # Reading starts on a GPU would make the host wait; there blocks take all earlier keys.
         for start, stop in blocks:
             first = int(starts_T1[start]) if starts_T1 is not None and starts_T1.is_cpu else 0
             bias_tT = causal_tT[: stop - start, last - start + first : last - start + stop]

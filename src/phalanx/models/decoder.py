@@ -1,9 +1,9 @@
-"""One decoder-only transformer for all families: which one is a matter of its ModelShape.
+"""One decoder-only transformer for all model families, which differ only in their ModelShape.
 
-Layers hold plain parameters, cast them to the dtype of what they multiply, and know nothing of
+Layers have plain parameters, cast them to the dtype of the activation, and are independent of
 devices.
 
-Dimensions, as they stand in the suffixes of tensor names:
+Dimensions in the suffixes of tensor names:
 
     B rows of the batch      D hidden            H query heads         K width of a head
     T positions in a row     F inner of the MLP  G key-value heads     V vocabulary
@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self.down = Linear(shape.ffn, shape.hidden, has_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Map x_BTD to a tensor like it."""
+        """Return the output of the branch, a tensor like x_BTD."""
         if self.gate is None:
             return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
         gate_BTF = self.gate(x_BTD)
@@ -51,11 +51,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised where the shape says, and added to the residual stream.
+    """Attention and MLP with norms at `shape.norm_at`, each added to the residual stream.
 
     Attributes:
-        index: number of the block in the whole decoder, wherever it runs.
-        has_window: whether its queries look at no more than the shape's window.
+        index: number of the block in the full decoder, also in a pipeline stage.
+        has_window: whether attention is limited to the shape's window.
     """
 
     def __init__(self, shape: ModelShape, index: int) -> None:
@@ -78,14 +78,15 @@ class Block(nn.Module):
         documents: Documents | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        """Map x_BTD to a tensor like it.
+        """Return the residual stream after the block, a tensor like x_BTD.
 
         Args:
             x_BTD: the residual stream.
             rotation: cosines and sines of the rotary embedding, or None without one.
-            documents: where they stand, see `documents_of`; None if each row holds one.
-            dropout_keys_B: the rows' dropout keys for this block, `layer_keys(keys_B, index)`;
-                None drops nothing. The index stays outside, or each block would compile anew.
+            documents: boundaries of documents, see `documents_of`; None if each row is one.
+            dropout_keys_B: dropout keys of the rows for this block, `layer_keys(keys_B, index)`;
+                None for no dropout. The caller applies the index, because torch.compile would
+                otherwise recompile for each block.
         """
         read_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
         added_BTD = self.attention(read_BTD, rotation, documents)
@@ -107,7 +108,7 @@ class Embedding(nn.Module):
     """A table of vectors, one for each id.
 
     Attributes:
-        sparse: whether its gradient is a sparse tensor, as nn.Embedding says.
+        sparse: whether the gradient is a sparse tensor, as in nn.Embedding.
     """
 
     sparse = False
@@ -117,12 +118,12 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_rows, width))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Look ids_BT up: a tensor of shape BTD in the table's dtype."""
+        """Look ids_BT up; return a tensor of shape BTD in the table's dtype."""
         return F.embedding(ids_BT, self.weight, sparse=self.sparse)
 
 
 class Head(nn.Module):
-    """The output projection and the loss over it; without a weight of its own if tied.
+    """The output projection and its loss; if tied, it has no weight and uses the embedding's.
 
     Attributes:
         compiles_loss: whether torch.compile fuses the loss on a GPU.
@@ -142,9 +143,9 @@ class Head(nn.Module):
         """Return logits_BTV, or with labels the sum of the token losses.
 
         Args:
-            x_BTD: the normalised residual stream.
+            x_BTD: the normalized residual stream.
             labels_BT: int64, IGNORE where a token does not count.
-            tied_VD: the embedding, where it is the output projection too.
+            tied_VD: weight of the embedding if it is also the output projection.
         """
         weight_VD = tied_VD if self.weight is None else self.weight
         assert weight_VD is not None
@@ -155,12 +156,12 @@ class Head(nn.Module):
 
 
 class Stage(NamedTuple):
-    """What runs of a decoder that pipelines have cut.
+    """The part of a decoder that runs as one pipeline stage.
 
     Attributes:
-        blocks: which.
-        received: the residual stream from the stage before; None in the first stage, which embeds.
-        is_last: whether the norm and the output projection run.
+        blocks: numbers of the blocks that run.
+        received: residual stream from the previous stage; None in the first stage, which embeds.
+        is_last: whether the final norm and the output projection run.
     """
 
     blocks: range
@@ -171,16 +172,16 @@ class Stage(NamedTuple):
 class Decoder(nn.Module):
     """A decoder-only transformer of the given shape; its weights are set by `initialize`.
 
-    A tied output projection is the embedding's own `nn.Parameter`, used twice and registered once,
-    so that neither `to_empty` nor a copy of the module can part the two.
+    A tied output projection uses the embedding's own `nn.Parameter`, which is registered only once,
+    so that neither `to_empty` nor a copy of the module can separate the two.
 
     Attributes:
-        compute_dtype: dtype of the arithmetic; None is the parameters'.
-        segment_size: number of consecutive blocks that run as one function; all of them at first.
+        compute_dtype: dtype of the arithmetic; the dtype of the parameters if None.
+        segment_size: number of consecutive blocks that run as one function; all blocks by default.
         run_segment: called as `run_segment(function, *args)` for each segment, to return
-            `function(*args)`; another decides what to keep for backward.
-        stage: what runs; all of it if None. A forward of a stage that is not the last returns the
-            residual stream.
+            `function(*args)`; recomputation replaces it to choose the tensors saved for backward.
+        stage: the stage that runs; the full decoder if None. The forward of a stage that is not the
+            last returns the residual stream.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -201,7 +202,7 @@ class Decoder(nn.Module):
 
     @property
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What runs before the blocks and after them; nothing where both read one weight."""
+        """Modules before and after the blocks; both lists are empty if the embedding is tied."""
         if self.shape.tied:
             return [], []
         here = dict(self.named_children())  # a stage of a pipeline may lack some
@@ -209,7 +210,7 @@ class Decoder(nn.Module):
         return [here[n] for n in embeddings if n in here], [here[n] for n in head if n in here]
 
     def initialize(self, seed: int) -> None:
-        """Draw every weight from (seed, parameter name, flat index); see `fill_initial`."""
+        """Initialize every weight from (seed, parameter name, flat index); see `fill_initial`."""
         for name, parameter in self.named_parameters():
             fill_initial(self.shape, seed, parameter, name)
 
@@ -226,12 +227,12 @@ class Decoder(nn.Module):
 
         Args:
             tokens_BT: int64 token ids.
-            labels_BT: the token that should follow each, already shifted; IGNORE where none counts.
+            labels_BT: next token for each token (already shifted); IGNORE where none counts.
             positions_BT: position of each token in its document; 0..T-1 in each row if None.
-            documents_BT: number of the document that each token belongs to; attention stays
-                inside one. One document a row if None. On a GPU, give it as `documents_of` makes
-                it from what lies on the host, and nothing waits for it.
-            dropout_keys_B: a key for each row, from `models.random.row_keys`; needed for training
+            documents_BT: number of the document of each token; tokens attend only inside their
+                document. One document a row if None. On a GPU pass the result of `documents_of` on
+                a host tensor, which avoids a synchronization.
+            dropout_keys_B: a key for each row, from `models.random.row_keys`; required for training
                 with dropout, unused otherwise.
 
         Raises:
@@ -242,7 +243,7 @@ class Decoder(nn.Module):
         self.check_length(length)
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
-        # Nested, so that no variable here keeps what the first block was given.
+        # Nested, so that no local variable keeps the input of the first block alive.
         x_BTD = self.run_blocks(
             self.embed(tokens_BT, positions_BT, keys_B), positions_BT, documents_BT, keys_B
         )
@@ -250,14 +251,14 @@ class Decoder(nn.Module):
         return self.read(x_BTD, labels_BT) if is_last else x_BTD
 
     def check_length(self, length: int) -> None:
-        """Refuse rows that are longer than the shape allows."""
+        """Raise a ConfigError for rows longer than `shape.max_seq_len`."""
         if length > self.shape.max_seq_len:
             raise ConfigError(
                 f"model: rows of {length} tokens; max_seq_len is {self.shape.max_seq_len}"
             )
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor, keys_B: Tensor | None) -> Tensor:
-        """Return the residual stream x_BTD before the first block that runs."""
+        """Return the residual stream x_BTD before the first block of this stage."""
         if self.stage is not None and self.stage.received is not None:
             return self.stage.received
         x_BTD = self.embedding(tokens_BT)
@@ -275,7 +276,7 @@ class Decoder(nn.Module):
         documents_BT: Tensor | Documents | None,
         keys_B: Tensor | None,
     ) -> Tensor:
-        """Return the residual stream after the blocks that are here: the middle of a forward."""
+        """Return the residual stream after the blocks of this stage."""
         angles = window_angles = rotation(self.shape, positions_BT, x_BTD.dtype)
         if self.shape.window_theta is not None:
             window_angles = rotation(self.shape, positions_BT, x_BTD.dtype, has_window=True)
@@ -293,7 +294,7 @@ class Decoder(nn.Module):
         return x_BTD
 
     def read(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-        """Return logits or the sum of the losses: the last stage of a forward, see `Head`."""
+        """Apply the final norm and the head; return logits or the sum of the losses."""
         tied_VD = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x_BTD), labels_BT, tied_VD)
 

@@ -1,4 +1,4 @@
-"""The first weights: a pure function of (seed, parameter name, position in the parameter)."""
+"""Initial weights: a pure function of (seed, parameter name, position in the parameter)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def fill_initial(
 ) -> Tensor:
     """Fill a parameter of a Decoder, or a shard of one, with its initial values, and return it.
 
-    Matrices are normal with a standard deviation of 0.02; those that write into the residual stream
-    are divided by sqrt(2 num_layers), one for each of the 2 num_layers branches that add up there
-    (Radford et al. 2019, section 2.3). Embedding and output projection have sqrt(2 / (5 hidden))
-    (Nguyen and Salazar 2019, section 2.2): 0.02 at a width of 1,000, and more for narrow models,
-    which learn faster so. Norms begin as multiplying by 1, biases at 0.
+    Matrices are normal with a standard deviation of 0.02. The standard deviation of matrices that
+    write into the residual stream is divided by sqrt(2 num_layers), because 2 num_layers branches
+    add up there (Radford et al. 2019, section 2.3). For embedding and output projection it is
+    sqrt(2 / (5 hidden)) (Nguyen and Salazar 2019, section 2.2): 0.02 at a width of 1,000, and more
+    for narrow models, which then learn faster. Norms initially multiply by 1, and biases are 0.
 
-    `name` is that in the decoder, such as "blocks.3.attention.q.weight", and `full` the shape of
-    the full parameter; the shard `out` begins at `offset` in it. Left out, `out` is all of it.
+    `name` is the name in the decoder, such as "blocks.3.attention.q.weight". `full` is the shape of
+    the full parameter, in which the shard `out` begins at `offset`; without them, `out` is the full
+    parameter.
     """
     if name.endswith("bias"):
         return out.detach().zero_()

@@ -1,7 +1,7 @@
-"""Which device's kernels a model runs: the device of its tensors, or one named for meta tensors.
+"""Device type by which models select kernels: their tensors', or an assumed one on meta tensors.
 
-A forward on the meta device computes nothing, but it shows what a forward would keep, if it takes
-the same way as on the device it stands for.
+A forward on the meta device computes nothing, but shows which tensors a forward saves for backward,
+provided that it takes the same code path as on the real device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _IN_CHUNKS: ContextVar[bool] = ContextVar("chunks of meta tensors", default=Fals
 
 @contextmanager
 def assumed(device_type: str, *, in_chunks: bool = False) -> Generator[None]:
-    """Run models on the meta device as if their tensors were on a "cpu" or on "cuda".
+    """Run models on the meta device with the code paths of "cpu" or "cuda".
 
-    The loss has all rows at once there, which takes fewer operators, if it is not `in_chunks`.
+    Unless `in_chunks`, the loss processes all rows at once, which runs fewer operators.
     """
     tokens = _ASSUMED.set(device_type), _IN_CHUNKS.set(in_chunks)
     try:
@@ -33,19 +33,20 @@ def assumed(device_type: str, *, in_chunks: bool = False) -> Generator[None]:
 
 
 def device_type(x: Tensor) -> str:
-    """Return the type of the device whose kernels compute with x."""
+    """Return the device type whose kernels x selects: `assumed` for a meta tensor."""
     return _ASSUMED.get() if x.is_meta else x.device.type
 
 
 def chunked_type(x: Tensor) -> str:
-    """Return the type of the device whose chunks of rows the loss takes."""
+    """Return the device type whose chunk size the loss uses: "meta" on meta unless `in_chunks`."""
     return _ASSUMED.get() if x.is_meta and _IN_CHUNKS.get() else x.device.type
 
 
 def chunk_starts(x: Tensor, num_rows: int) -> list[int]:
-    """Return where chunks of `num_rows` rows of x begin.
+    """Return the first row of each chunk of `num_rows` rows of x.
 
-    On the meta device the first two and the last: what the others make and free is as large.
+    On the meta device only the first two chunks and the last are returned; the others allocate and
+    free tensors of the same sizes.
     """
     starts = [*range(0, len(x), num_rows)]
     return [*starts[:2], *starts[2:][-1:]] if x.is_meta else starts

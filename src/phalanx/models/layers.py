@@ -31,7 +31,7 @@ class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension.
 
     Attributes:
-        offset: added to the weight where it is used.
+        offset: constant added to the weight in the forward; 1 for norms that store weight - 1.
     """
 
     def __init__(self, width: int, shape: ModelShape) -> None:
@@ -42,7 +42,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if shape.norm == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x over its last dimension."""
+        """Normalize x over its last dimension."""
         if self.bias is not None:
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
@@ -53,11 +53,11 @@ class Norm(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask belongs to the position; see `models.random.dropout`.
+    """Dropout whose mask depends on the position in the row; see `models.random.dropout`.
 
     Attributes:
-        row_positions: called as `row_positions(T, device)` to return which positions of their row
-            T tokens stand at; whoever holds a part of the positions sets another.
+        row_positions: `row_positions(T, device)` returns the positions of the T tokens in their
+            full row; context parallelism replaces it, because a rank has a part of the positions.
     """
 
     def __init__(self, p: float) -> None:
@@ -66,7 +66,7 @@ class Dropout(nn.Module):
         self.row_positions: Callable[[int, torch.device], Tensor] = first_positions
 
     def forward(self, x_BTD: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
-        """Drop elements of x_BTD by the rows' keys; `salt` numbers this use of them."""
+        """Drop elements of x_BTD by the dropout keys of its rows; `salt` numbers this use."""
         if keys_B is None:
             return x_BTD
         positions_T = self.row_positions(x_BTD.shape[1], x_BTD.device)
@@ -74,5 +74,5 @@ class Dropout(nn.Module):
 
 
 def first_positions(length: int, device: torch.device) -> Tensor:
-    """Return 0..length-1, the positions of a whole row."""
+    """Return 0..length-1, the positions of a full row."""
     return torch.arange(length, device=device)

@@ -1,16 +1,16 @@
-"""Cross-entropy by chunks of rows, so that the logits of a batch need never exist at once.
+"""Cross-entropy in chunks of rows, so that the logits of a batch never exist all at once.
 
     for each chunk n of rows:  logits_nV = hidden_nD @ weight_VD.T          (in the compute dtype)
-        for each block of n:   d = softmax(logits) - onehot(labels)         (over the logits)
+        for each block of n:   d = softmax(logits) - onehot(labels)         (overwrites the logits)
                                d_hidden_nD = d_nV @ weight_VD    d_weight_VD += d_nV.T @ hidden_nD
 
-Both gradients are made in forward, where the logits are at hand; backward only scales them. So the
-logits are computed once, nothing of the size rows x vocabulary is kept for backward, and only a
-block of the logits ever exists in fp32 (fp64 of fp64). The sums, of the loss and of the weight's
-gradient, are fp32 too: thousands of terms in bf16 would lose the small ones.
+Forward computes both gradients while the logits exist; backward only scales them. So the logits are
+computed once, no tensor of size rows x vocabulary is saved for backward, and only one block of the
+logits at a time exists in fp32 (fp64 for fp64 inputs). The loss and the weight's gradient are
+summed in fp32 too, because sums of thousands of terms in bf16 would lose the small terms.
 
-Each chunk reads and writes that sum of the size of the weight, whatever the number of its rows. So
-a chunk has as many rows as memory allows, `chunk_rows`, for the products to be what takes the time.
+Each chunk reads and writes the full gradient of the weight, for any number of rows. So a chunk has
+as many rows as memory allows, `chunk_rows`, so that the matrix products dominate the time.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from phalanx.models.kernels import chunk_starts, chunked_type
 BlockLoss = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 IGNORE = -100
-"""The label of a token that does not count."""
+"""The label of a token that does not count in the loss."""
 
 _CHUNK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 30, "meta": 1 << 62}
-"""Most bytes of logits held at a time, by device type: 1,046 rows of 128,256 in fp32 on a CPU, and
-4,185 in bf16 on a GPU."""
+"""Largest number of bytes of logits held at a time, by device type: with a vocabulary of 128,256,
+1,046 rows in fp32 on a CPU, and 4,185 rows in bf16 on a GPU."""
 
 _CPU_CHUNK_ROWS = 1024
-"""Rows after which a longer chunk gains a CPU little; of small vocabularies, 8 M logits."""
+"""Largest number of rows in a chunk on a CPU, where more rows gain little; with small vocabularies
+a chunk may have more rows, up to 8 M logits."""
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26, "meta": 1 << 62}
-"""Logits held in fp32 at a time: what stays in the cache of a core; 256 MiB on a GPU."""
+"""Number of logits held in fp32 at a time: as many as fit a core's cache; 256 MiB on a GPU."""
 
 
 def chunk_rows(vocab_size: int, dtype: torch.dtype, device_type: str) -> int:
-    """Return the rows whose logits, of `dtype`, are held at a time on a device."""
+    """Return the number of rows in a chunk, for logits of `dtype` on a device."""
     known = device_type if device_type in _CHUNK_BYTES else "cuda"
     most = _CHUNK_BYTES[known] // (vocab_size * dtype.itemsize)
     if known == "cpu":
@@ -61,15 +62,15 @@ def token_loss_sum(
     """Sum the cross-entropy of the rows whose label is not IGNORE.
 
     Args:
-        hidden_ND: what the output projection reads, in the compute dtype.
-        weight_VD: the output projection, in its own dtype; cast to the one of `hidden_ND`.
+        hidden_ND: input of the output projection, in the compute dtype.
+        weight_VD: weight of the output projection; cast to the dtype of `hidden_ND`.
         labels_N: int64 in [0, V), or IGNORE.
-        num_rows: rows whose logits are held at a time; `chunk_rows` if None.
+        num_rows: number of rows in a chunk; `chunk_rows` if None.
         compiles: whether torch.compile fuses the passes over logits on a GPU.
 
     Returns:
-        A 0-d tensor, fp32 (fp64 for fp64 input), in nats. Rows that are all ignored give exactly 0,
-        and gradients that are exactly 0.
+        A 0-d tensor, fp32 (fp64 for fp64 input), in nats. If all rows are ignored, the loss and the
+        gradients are exactly 0.
     """
     if num_rows is None:
         num_rows = chunk_rows(weight_VD.shape[0], hidden_ND.dtype, chunked_type(hidden_ND))
@@ -104,7 +105,7 @@ class _ChunkedLoss(Function):
                 block = slice(first, first + block_rows)
                 loss += block_loss(logits_nV[block], labels_N[rows][block], wide)
             if d_hidden_ND is not None:
-                # Ignored rows are left out here: rows of D cost less than rows of V.
+                # Mask ignored rows here, because rows of D elements cost less than rows of V.
                 is_ignored_n1 = (labels_N[rows] == IGNORE)[:, None]
                 torch.mm(logits_nV, compute_VD, out=d_hidden_ND[rows])
                 d_hidden_ND[rows].masked_fill_(is_ignored_n1, 0)
@@ -120,13 +121,13 @@ class _ChunkedLoss(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
-        # With one dimension the factor takes part in type promotion: it is not rounded to bf16.
+        # A 1-d factor takes part in type promotion, so it is not rounded to bf16 first.
         scaled_ND = (d_hidden_ND * grad[None]).to(d_hidden_ND.dtype)
         return scaled_ND, (d_weight_VD * grad).to(ctx.weight_dtype), *[None] * 5
 
 
 def _of_blocks(device_type: str, compiles: bool) -> tuple[BlockLoss, int]:
-    """Return what computes the loss of a block on a device, and how many logits a block has."""
+    """Return the loss function of blocks on a device, and the number of logits in a block."""
     if device_type == "cpu":
         return _block_loss_in_cache, _BLOCK_ELEMENTS["cpu"]
     block_loss = _compiled_block_loss() if compiles and device_type != "meta" else _block_loss
@@ -134,10 +135,11 @@ def _of_blocks(device_type: str, compiles: bool) -> tuple[BlockLoss, int]:
 
 
 def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of the block's losses; put softmax - onehot over the logits.
+    """Return the sum of the block's losses; overwrite the logits with softmax - onehot.
 
-    Few passes over memory: the softmax is one kernel, and its exponential rounds to the logits'
-    dtype as it is written. The label's own entry is made in `wide`, where p - 1 is exact.
+    There are few passes over memory: log-softmax is one kernel, and exp writes its result directly
+    in the logits' dtype. The entry of the label is computed in `wide`, by expm1, so that p - 1 has
+    no cancellation.
     """
     is_valid_b1 = (labels_b != IGNORE)[:, None]
     target_b1 = labels_b[:, None].where(is_valid_b1, 0)
@@ -149,9 +151,9 @@ def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tenso
 
 
 def _block_loss_in_cache(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
-    """Do what `_block_loss` does with one exponential instead of two.
+    """Compute `_block_loss` with one exponential instead of two.
 
-    On a CPU that takes the time; the passes are over the cache.
+    On a CPU the exponentials dominate the time, and the passes over memory stay in the cache.
     """
     is_valid_b1 = (labels_b != IGNORE)[:, None]
     target_b1 = labels_b[:, None].where(is_valid_b1, 0)
@@ -167,9 +169,10 @@ def _block_loss_in_cache(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype)
 
 @functools.cache
 def _compiled_block_loss() -> BlockLoss:
-    """Return what does the same, fused by torch.compile.
+    """Return a `_block_loss` that torch.compile fuses.
 
-    The gradient goes over the logits outside of it: Inductor of torch 2.11 put it there too early.
+    The logits are overwritten outside of the compiled function, because Inductor of torch 2.11
+    overwrites them before their last read.
     """
     compiled = torch.compile(_loss_and_gradient, dynamic=False)
 
@@ -184,7 +187,7 @@ def _compiled_block_loss() -> BlockLoss:
 def _loss_and_gradient(
     logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return what `_block_loss` makes, in forms that a compiler fuses."""
+    """Return the loss and the gradient of `_block_loss`, in operations that a compiler fuses."""
     is_valid_b1 = (labels_b != IGNORE)[:, None]
     target_b1 = labels_b[:, None].where(is_valid_b1, 0)
     x_bV = logits_bV.to(wide)

@@ -1,14 +1,14 @@
-"""Random numbers that belong to a position, never to a process.
+"""Counter-based random numbers, which depend on a position and not on the process.
 
-A number is a pure function of a 64-bit key and of an index, so any rank draws any part of a
-parameter or of a dropout mask by itself and gets what one process alone would have drawn.
+A number is a pure function of a 64-bit key and an index. So any rank can draw any part of a
+parameter or of a dropout mask, and gets the same numbers as a single process.
 
-    key(seed, "name")         64 bits of a hash of its parts: one stream
+    key(seed, "name")         64-bit hash of its arguments: one stream
     bits(key, index)          SplitMix64: element `index` of the stream
-    uniform, fill_normal      what those bits become
+    uniform, fill_normal      distributions computed from those bits
 
 SplitMix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014),
-figure 17. Its state is `key + index * GOLDEN`, so that an element needs no element before it.
+figure 17. Its state is `key + index * GOLDEN`, so an element does not depend on earlier ones.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
-"""Elements drawn at a time, by device type: on a CPU their int64 and float64 forms together fit a
-core's second cache; on a GPU they are few launches, and half a GiB."""
+"""Number of elements drawn at a time, by device type. On a CPU their int64 and float64 values
+together fit a core's L2 cache; on a GPU they need few kernel launches, and half a GiB."""
 
 
 def key(*parts: int | str) -> int:
-    """Hash `parts` into the key of one stream: a signed 64-bit integer, by BLAKE2b.
+    """Hash `parts` into the key of a stream, a signed 64-bit integer, with BLAKE2b.
 
-    Parts differ by type and border: `key("ab", "c")`, `key("a", "bc")` and
-    `key("abc")` differ, as do `key(1)` and `key("1")`.
+    The hash depends on the types and the boundaries of parts: `key("ab", "c")`, `key("a", "bc")`
+    and `key("abc")` differ, as do `key(1)` and `key("1")`.
     """
     text = "".join(f"{type(part).__name__}:{len(str(part))}:{part};" for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -43,13 +43,13 @@ def key(*parts: int | str) -> int:
 
 
 def bits(stream: int | Tensor, index: Tensor) -> Tensor:
-    """Return 64 random bits, int64, for each position of a stream.
+    """Return 64 random bits, int64, for each index into a stream.
 
     `stream` is a key, or a tensor of keys (int64) that broadcasts against `index`.
     """
     if isinstance(stream, Tensor):
-        # index * _GOLDEN + stream, the sum first: torch.compile folds a product of positions alone
-        # into its 32-bit indices, and Triton refuses the factor.
+        # index * _GOLDEN + stream, with the sum first: torch.compile would fold a product of
+        # positions into its 32-bit indices, and Triton rejects the factor.
         state = (index + stream * _INVERSE).mul_(_GOLDEN)
     else:
         state = index * _GOLDEN + stream
@@ -58,7 +58,7 @@ def bits(stream: int | Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(stream: int | Tensor, index: Tensor) -> Tensor:
-    """Return float64 numbers, uniform on the open interval (0, 1); see `bits`."""
+    """Return float64 numbers, uniform in the open interval (0, 1); see `bits`."""
     return _unit(bits(stream, index))
 
 
@@ -70,13 +70,13 @@ def fill_normal(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> Tensor:
-    """Fill `out` with its shard of a normally distributed tensor.
+    """Fill `out` with its shard of a normally distributed tensor, and return `out`.
 
     Element i of the full tensor, flat and row-major, is `std * normal(bits(stream, i))`, so shards
-    drawn apart fit together. Every dtype gets the numbers that float32 would, cast.
+    drawn on different ranks are consistent. Every dtype gets the same float32 numbers, cast to it.
 
-    The full tensor, of the key `stream`, has this `shape`, or `out`'s; `out` begins at
-    `offset` in it, one number a dimension, or at its beginning. It is returned.
+    The full tensor, with key `stream`, has shape `shape` (default: the shape of `out`), and `out`
+    begins at `offset` in it, one index a dimension (default: at its beginning).
     """
     whole = tuple(out.shape if shape is None else shape)
     start = (0,) * out.ndim if offset is None else tuple(offset)
@@ -96,20 +96,20 @@ def fill_normal(
         z.mul_(_GOLDEN).add_(stream)
         _mix(z, scratch[: len(z)])
         normal = _unit(z).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2) * std)
-        # Rounded in float64 and then once: devices whose erfinv differs in the last bit of a
-        # float64 still agree on the float32.
+        # Compute in float64 and round once to float32: devices whose erfinv differs in the last bit
+        # of a float64 still agree on the float32.
         out_RC[row : row + rows_at_once] = normal.float()
     return out
 
 
 def row_keys(seed: int, step: int, rows_B: Tensor) -> Tensor:
-    """Return the dropout keys, int64, of rows at these positions in the global order of samples."""
+    """Return dropout keys, int64, for rows given by their indices in the global sample order."""
     return bits(key(seed, "dropout", step), rows_B.to(torch.int64))
 
 
 def layer_keys(keys_B: Tensor, layer: int) -> Tensor:
-    """Return the dropout keys of layer 0, 1, ..., made from the rows' keys."""
-    return bits(keys_B, torch.full_like(keys_B, layer + 1))  # 0 is what salts the embedding
+    """Return the dropout keys of layer `layer`, derived from the keys of the rows."""
+    return bits(keys_B, torch.full_like(keys_B, layer + 1))  # index 0 is the embedding's salt
 
 
 def dropout(
@@ -120,19 +120,19 @@ def dropout(
     positions_T: Tensor | None = None,
     first_feature: int = 0,
 ) -> Tensor:
-    """Zero each element with probability `p` and scale the others so that the mean stays.
+    """Zero each element with probability `p` and scale the others so that the mean is unchanged.
 
-    The mask is a function of (key, salt, position in the row, feature) alone, whatever the size of
-    the batch. One draw of 64 bits serves four features, so `p` is rounded to a multiple of 1/65536,
-    and so is the scale.
+    The mask depends only on (key, salt, position in the row, feature), not on the batch size. One
+    draw of 64 bits serves four features, so `p` is rounded to a multiple of 1/65536; the scale uses
+    the rounded `p`.
 
     Args:
         x_BTD: batch, position in the row, feature.
         p: probability of a zero, in [0, 1).
         keys_B: a key for each row, from `row_keys` or `layer_keys`.
-        salt: number of this use of the keys, so that two uses draw apart.
-        positions_T: of the T tokens in their row; 0..T-1 if None.
-        first_feature: which feature of the whole row the first of `x_BTD` is.
+        salt: number of this use of the keys, so that two uses draw different masks.
+        positions_T: positions of the T tokens in their full row; 0..T-1 if None.
+        first_feature: index in the full row of the first feature of `x_BTD`.
 
     Returns:
         A tensor like `x_BTD`.
@@ -161,13 +161,13 @@ def _mix(z: Tensor, scratch: Tensor) -> None:
 
 
 def _shift_right(z: Tensor, shift: int, out: Tensor) -> Tensor:
-    """Shift in zeros; torch's own shift repeats the sign."""
+    """Shift right logically, with zeros; torch's own shift is arithmetic."""
     torch.bitwise_right_shift(z, shift, out=out)
     return out.bitwise_and_((1 << (64 - shift)) - 1)
 
 
 def _unit(z: Tensor) -> Tensor:
-    """Map 64 bits to (k + 1/2) / 2**52 with the upper 52 of them as k: never 0, never 1."""
+    """Map 64 bits to (k + 1/2) / 2**52, where k is the upper 52 bits: never 0, never 1."""
     return ((z >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 

@@ -1,4 +1,4 @@
-"""Model shapes by name, each by its published configuration."""
+"""Presets of model shapes by name, from published configurations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SIZES = (
     *("vocab_size", "num_layers", "hidden", "num_heads"),
     *("num_kv_heads", "head_dim", "ffn", "max_seq_len"),
 )
-"""The columns of the tables below."""
+"""Fields of ModelShape in the columns of the table below."""
 
 
 def _of_sizes(sizes: tuple[int, ...], choices: Mapping[str, Any]) -> ModelShape:
     return ModelShape(**dict(zip(SIZES, sizes, strict=True)), **choices)
 
 
-# Its dropout is left to `shape.dropout`.
+# GPT-2's dropout is not preset here; users set `shape.dropout`.
 _GPT2 = {"norm": "layer", "position": "learned", "mlp": "gelu", "bias": True, "tied": True}
 _LLAMA3 = {"rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 8192)}
 _LLAMA3_SMALL = {**_LLAMA3, "rope_scaling": (32.0, 1.0, 4.0, 8192), "tied": True}
@@ -39,9 +39,9 @@ _GEMMA3 = {
 
 # vocabulary, layers, hidden, heads, key-value heads, width of a head, ffn, longest row
 _TABLE: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
-    # Ours: learns from text on two CPU cores within minutes. Over the first million tokens few wide
-    # blocks end lower, and sooner, than more narrow ones of as many parameters:
-    # see docs/decisions.md.
+    # Our own: learns from text on two CPU cores within minutes. Over the first million tokens a few
+    # wide blocks reach a lower loss, sooner, than more narrow blocks with as many parameters: see
+    # docs/decisions.md.
     "demo": ((4096, 3, 256, 4, 4, 64, 1408, 1024), {"tied": True}),
     # Radford et al. 2019, table 2; config.json of openai-community/gpt2, -medium, -large, -xl
     "gpt2-124m": ((50257, 12, 768, 12, 12, 64, 3072, 1024), _GPT2),
@@ -85,10 +85,10 @@ PRESETS: Final = {name: _of_sizes(*row) for name, row in _TABLE.items()}
 
 
 def shape_of(name: str) -> ModelShape:
-    """Return the shape of a preset.
+    """Return the shape of the preset `name`.
 
     Raises:
-        ConfigError: there is no preset of that name.
+        ConfigError: there is no preset with that name.
     """
     if name not in PRESETS:
         raise ConfigError(
@@ -99,16 +99,15 @@ def shape_of(name: str) -> ModelShape:
 
 
 def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
-    """Return `shape` with the sizes that are set in `sizes`; the others stay.
+    """Return `shape` with the sizes that are set in `sizes`; other sizes are unchanged.
 
-    Two sizes follow others where they are not given themselves:
-    `head_dim` becomes hidden / num_heads once one of those two is given, and `num_kv_heads` follows
-    `num_heads`: still one for each query head, or else the same number or the nearest below it that
-    divides num_heads.
+    Two sizes are derived if they are not set: `head_dim` becomes hidden / num_heads if either is
+    set. If num_heads is set, `num_kv_heads` stays equal to num_heads if it was; otherwise it
+    becomes the largest divisor of num_heads up to its old value.
 
     Raises:
-        NotDivisible: hidden / num_heads is not whole.
-        ConfigError: the sizes do not make a model.
+        NotDivisible: hidden / num_heads is not an integer.
+        ConfigError: the sizes are not a valid model shape.
     """
     given: dict[str, int | float | bool] = {
         name: value for name, value in asdict(sizes).items() if value is not None
@@ -123,7 +122,7 @@ def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
 
 
 def _head_dim(hidden: int, num_heads: int) -> int:
-    if hidden < 1 or num_heads < 1:  # ModelShape says which, and the legal ones
+    if hidden < 1 or num_heads < 1:  # ModelShape raises an error that names the size
         return 1
     if hidden % num_heads:
         raise NotDivisible("model shape: hidden", hidden, num_heads)

@@ -1,4 +1,4 @@
-"""The shape of a decoder: every number that fixes its parameters and its arithmetic. No torch."""
+"""The shape of a decoder: all sizes and choices of its parameters and arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ModelShape:
     """Sizes and choices of one decoder-only transformer.
 
     The defaults are Llama's. GPT-2 has norm="layer", position="learned", mlp="gelu" and
-    bias=True. Each choice stands by itself: what a family is made of says models/registry.py.
+    bias=True. Choices are independent; models/registry.py lists the choices of each model family.
     """
 
     vocab_size: int
@@ -26,29 +26,29 @@ class ModelShape:
     ffn: int
     max_seq_len: int
     norm: Literal["rms", "rms+1", "layer"] = "rms"
-    """RMSNorm, the same with weights that are stored less one, or LayerNorm."""
+    """RMSNorm, RMSNorm that stores weight - 1, or LayerNorm."""
     norm_eps: float = 1e-5
     norm_at: Literal["input", "output", "both"] = "input"
-    """Where a branch of a block is normalised: what it reads, what it adds, or both."""
+    """Placement of the norms of a branch: at its input, at its output, or both."""
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, float, float, int] | None = None
     """Llama 3.1's frequency scaling: factor, low_freq_factor, high_freq_factor, original length."""
     window: int | None = None
-    """Positions that a query looks at, its own the last; all up to its own if None."""
+    """Number of positions that a query attends to, its own the last; all up to its own if None."""
     full_every: int | None = None
-    """The last of this number of blocks has no window; if None, all have `window`."""
+    """Every `full_every`-th block has no window; if None, all blocks have `window`."""
     window_theta: float | None = None
-    """rope_theta of the blocks that have a window, unscaled; if None, as in the others."""
+    """rope_theta of blocks with a window, without rope_scaling; if None, as in other blocks."""
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     bias: Literal[False, True, "qkv"] = False
-    """Whether linear maps have biases: none, all, or the maps of queries, keys and values."""
+    """Which linear maps have biases: none, all, or the query, key and value projections."""
     qk_norm: Literal[False, True, "projection"] = False
-    """A norm over the queries and over the keys of each head, or of all heads together."""
+    """Whether queries and keys are normalized: no, within each head, or over all heads together."""
     tied: bool = False
-    """The output projection is the embedding."""
+    """Whether the output projection uses the embedding's weight."""
     scaled_embedding: bool = False
-    """Looked-up vectors are multiplied by sqrt(hidden)."""
+    """Whether embedding vectors are multiplied by sqrt(hidden)."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -79,16 +79,16 @@ class ModelShape:
             raise ConfigError(f"model shape: dropout is {self.dropout}; it must be in [0, 1)")
 
     def window_of(self, block: int) -> int | None:
-        """Return the window of a block, by its number in the decoder; None without one."""
+        """Return the window of block number `block`; None if it has no window."""
         is_full = self.full_every is not None and (block + 1) % self.full_every == 0
         return None if is_full else self.window
 
     def has_bias(self, linear: Literal["qkv", "other"]) -> bool:
-        """Return whether queries, keys and values have biases, or the other linear maps."""
+        """Return whether linear maps of a kind have biases: the q, k and v maps, or the others."""
         return self.bias is True or self.bias == linear
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Count the (query, key) pairs of a row: T (T + 1) / 2, or with a window at most W a query."""
+    """Return the number of (query, key) pairs in a row; a query has at most `window` keys."""
     near = length if window is None else min(window, length)
     return near * (near + 1) // 2 + near * (length - near)

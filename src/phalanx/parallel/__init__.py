@@ -1,1 +1,1 @@
-"""A file for each way to split the work: it answers what ranks hold and send, and does it."""
+"""A file or folder for each parallel axis: its memory, its communication, and its split."""

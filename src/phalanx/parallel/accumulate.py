@@ -1,6 +1,6 @@
-"""How the microbatches of a step are scheduled: the base of runners, and one after the other.
+"""The base class of runners, and the runner that accumulates gradients over microbatches in order.
 
-A pipeline schedules them otherwise: pipeline/runtime.py.
+A pipeline has a different runner, which follows a schedule: pipeline/runtime.py.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from phalanx.comm.ranges import named
 from phalanx.parallel.reduce import GradientReducer
 
 Forward = Callable[[Any], torch.Tensor]
-"""Returns what the model makes of a microbatch; in training the sum of its losses, a 0-d tensor.
+"""Returns the model's output for a microbatch; in training the sum of its losses, a 0-d tensor.
 
-Of a stage of a pipeline that is not the last, it returns what the next one takes.
+On a pipeline stage other than the last, it returns the activation for the next stage.
 """
 
 Scale = Callable[[torch.Tensor], torch.Tensor]
-"""Makes of such a sum the microbatch's part of the loss, where backward begins."""
+"""Scales the loss sum of a microbatch to its part of the step's loss; backward starts from it."""
 
 
 class Runner(ABC):
-    """Runs the model over this rank's microbatches.
+    """Runs forward and backward of this rank's microbatches.
 
     Attributes:
-        reducer: sums the gradients over ranks; None where there is nothing to sum.
-        replicas: parameters that are a copy of what a rank of another stage holds, and counts.
-        microbatch: number, in the step, of the one that is at work.
+        reducer: reducer of the gradients; None if no gradients are summed over ranks.
+        replicas: parameters that duplicate a parameter of another pipeline stage; the rank of that
+            stage counts them in gradient norms, this rank does not.
+        microbatch: number of the current microbatch in the step.
     """
 
     def __init__(
@@ -51,21 +52,21 @@ class Runner(ABC):
         scale: Scale,
         phase: Phase = no_phase,
     ) -> None:
-        """Leave in each `.grad` the gradient of the whole global batch, reduced once.
+        """Compute the gradient of the global batch into each `.grad`, with one reduction.
 
         `phase` is called with "forward", "backward" and the phases of the reduction.
         """
 
     @abstractmethod
     def infer(self, microbatch: Any, forward: Forward) -> torch.Tensor | None:
-        """Return what the model makes of a microbatch, without gradients.
+        """Return the model's output for a microbatch, without gradients.
 
-        None on ranks that do not hold the last stage of a pipeline.
+        The output is None on ranks that do not have the last stage of a pipeline.
         """
 
 
 class Accumulate(Runner):
-    """The runner that finishes each microbatch before it begins the next."""
+    """The runner that completes forward and backward of a microbatch before the next one starts."""
 
     @override
     def __call__(

@@ -1,15 +1,15 @@
-"""BatchNorm over the rows of all ranks: what one process computes of the global batch.
+"""BatchNorm over the rows of all ranks, as one process computes it over the global batch.
 
-Idea      Mean and variance of a batch that is split are sums over ranks (Peng et al., MegDet, CVPR
-          2018, section 3.2). The sum of squares is taken around the mean of all rows, as in one
-          process, and not as a difference of two large numbers.
-Layout    X[B_data, C, ...]  mean[C]  variance[C], whole on every rank, and so running statistics
+Idea      Mean and variance of a split batch are sums over ranks (Peng et al., MegDet, CVPR 2018,
+          section 3.2). The variance sums the squared deviations from the mean of all rows, as in
+          one process, because a difference of two large sums would lose precision.
+Layout    X[B_data, C, ...]  mean[C]  variance[C]; statistics, also running ones, are replicated
 Forward   all_reduce: (sum X, rows){sum data} -> mean; all_reduce: sum (X - mean)^2 -> variance
-Backward  the gradients of mean and variance are sums over ranks too: one all_reduce each
+Backward  the gradients of mean and variance are sums over ranks: one all_reduce each
 Cost      4 all_reduces of C numbers a layer and microbatch
-Limits    Any N, uneven and empty ranks. Microbatches of an accumulation or a pipeline stay apart,
-          as in one process that accumulates: each has a mean and a variance of its own, and moves
-          the running statistics once, in order.
+Limits    Any N, also with uneven or no rows on a rank. Microbatches of an accumulation or a
+          pipeline have separate statistics, as in one process that accumulates gradients: each has
+          its own mean and variance, and updates the running statistics once, in order.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.split import Split, Target, entries_of
 from phalanx.strategy import Strategy
 
-# Private, and the only base of all of torch's; tests/parallel/test_batch_norm.py pins it.
+# Private, and the only common base of torch's classes; tests/parallel/test_batch_norm.py pins it.
 _BatchNorm = cast(type[Any], nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
 
 Statistics = Literal["global", "local"]
-"""Over what mean and variance are taken in training: the rows of all ranks, or each rank's own."""
+"""Scope of mean and variance in training: the rows of all ranks, or each rank's own rows."""
 
 
 def check_statistics(statistics: str | None) -> None:
-    """Refuse what a model's BatchNorm cannot take its statistics over, with a ConfigError."""
+    """Raise a ConfigError unless `statistics` is None, 'global' or 'local'."""
     if statistics not in (None, "global", "local"):
         raise ConfigError(f"batch_norm is {statistics!r}; expected 'global' or 'local'")
 
 
 def require_statistics(model: nn.Module, strategy: Strategy, statistics: Statistics | None) -> None:
-    """Refuse a model of which it is not said over what a BatchNorm takes its statistics.
+    """Require a choice of `statistics` for a model with BatchNorm whose batch is split.
 
-    One that is in `eval()` within a model in training is frozen, and takes none.
+    A BatchNorm in `eval()` within a model in training is frozen, and needs no choice.
 
     Raises:
-        ConfigError: nothing is asked for, and there is one whose rows are split over ranks, or over
+        ConfigError: `statistics` is None, and the rows of a BatchNorm are split over ranks or over
             the microbatches of a pipeline.
     """
     check_statistics(statistics)
@@ -70,18 +70,18 @@ def require_statistics(model: nn.Module, strategy: Strategy, statistics: Statist
 
 
 class BatchNormSplit(Split):
-    """BatchNorm of a model whose rows the ranks of data hold; it splits no parameter."""
+    """BatchNorm statistics for rows that are split over data ranks; no parameter is split."""
 
     axis = "batch_norm"
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Return whether there are statistics to be taken over other rows than a rank's own."""
+        """Return whether ranks exchange statistics of a BatchNorm, in either scope."""
         is_split = target.strategy.data_ranks > 1 and target.batch_norm is not None
         return is_split and bool(_moving(target.skeleton.model))
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return the sums, of a model that runs each BatchNorm once and whose input is trained."""
+        """Return the all-reduces, if each BatchNorm runs once and its input needs a gradient."""
         target = self.target
         sizes: dict[str, list[int]] = {"forward": [], "backward": []}
         here = [
@@ -105,12 +105,13 @@ class BatchNormSplit(Split):
         return entries_of(rows, degrees.__getitem__)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Have each BatchNorm take its statistics as is asked for."""
+        """Make each BatchNorm compute its statistics in the requested scope."""
         if self.target.batch_norm == "local":
             model.register_forward_hook(functools.partial(_take_those_of_the_first, comm))
             return
-        # In backward the statistics are summed between the sums of gradients, which begin later on
-        # a rank that does not use all parameters. A stage without a BatchNorm makes groups too.
+        # Separate process groups: in backward, sums of statistics interleave with gradient buckets,
+        # which start later on a rank that does not use all parameters, so one group would see
+        # different orders. All ranks create the groups, also pipeline stages without a BatchNorm.
         apart = comm.apart("data")
         for _, norm in _moving(model):
             norm.forward = functools.partial(_forward, norm, apart)
@@ -118,7 +119,7 @@ class BatchNormSplit(Split):
 
 @torch.no_grad()
 def _take_those_of_the_first(comm: Comm, model: nn.Module, *_: Any) -> None:
-    """Give all ranks the running statistics of the first, as DistributedDataParallel does."""
+    """Copy the first rank's running statistics to all ranks, as DistributedDataParallel does."""
     running = [each for _, norm in batch_norms(model) for each in _running(norm)]
     if not model.training or not running:
         return
@@ -127,21 +128,21 @@ def _take_those_of_the_first(comm: Comm, model: nn.Module, *_: Any) -> None:
         flat.zero_()
     comm.all_reduce(flat, "data")
     for own, first in zip(running, flat.split([len(each) for each in running]), strict=True):
-        own.data.copy_(first)  # backward has kept it, and does not look at it
+        own.data.copy_(first)  # `.data`: backward has saved the tensor, but does not read it
 
 
 def _running(norm: Any) -> list[Tensor]:
-    """Return the running statistics of a BatchNorm, if it has some."""
+    """Return the running mean and variance of a BatchNorm; empty if it tracks none."""
     return [norm.running_mean, norm.running_var] if norm.track_running_stats else []
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the names and modules of BatchNorm, of any dimensions."""
+    """Return (name, module) of each BatchNorm in the model, of any number of dimensions."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
 
 
 def _moving(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return those that are not frozen."""
+    """Return (name, module) of each BatchNorm that uses batch statistics, that is, not frozen."""
     return [
         (name, norm)
         for name, norm in batch_norms(model)
@@ -150,7 +151,7 @@ def _moving(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of `data`, which all of them use then."""
+    """Sum of a tensor over the ranks of `data`; the gradient is summed over them too."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, comm: Comm) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -159,12 +160,12 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # It has a derivative, as gradient penalties need.
+        # Differentiable, so that gradient penalties work.
         return _sum_over_ranks(grad, ctx.comm), None
 
 
 def _forward(norm: Any, comm: Comm, x: Tensor) -> Tensor:
-    """Do what the forward of `norm` does, with the rows of all ranks in training."""
+    """Compute the forward of `norm`, in training with statistics over the rows of all ranks."""
     norm._check_input_dim(x)
     if not norm.training and norm.running_mean is not None:
         return F.batch_norm(
@@ -175,7 +176,7 @@ def _forward(norm: Any, comm: Comm, x: Tensor) -> Tensor:
     shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
     count = x_wide.new_full((1,), x.numel() // x.shape[1])
     sums = _sum_over_ranks(torch.cat([x_wide.sum(others), count]), comm)
-    if x.numel() == x.shape[1] and sums[-1] == 1:  # of all ranks, and torch refuses it too
+    if x.numel() == x.shape[1] and sums[-1] == 1:  # one value on all ranks: torch refuses it too
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
     num_rows = sums[-1].detach().clamp(min=1)
     mean = sums[:-1] / num_rows
@@ -195,10 +196,10 @@ def _sum_over_ranks(own: Tensor, comm: Comm) -> Tensor:
 
 @torch.no_grad()
 def _track(norm: Any, mean: Tensor, variance: Tensor, num_rows: Tensor) -> None:
-    """Move the running statistics; the variance kept is the unbiased one."""
+    """Update the running statistics, with the unbiased variance."""
     norm.num_batches_tracked += 1
     momentum = norm.momentum
-    if momentum is None:  # on the device, for which the host need not wait
+    if momentum is None:  # cumulative average, computed on the device without a host sync
         momentum = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
     unbiased = variance * (num_rows / (num_rows - 1).clamp(min=1))
     norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)

@@ -1,17 +1,17 @@
-"""The shape of the microbatch that a forward is under way for.
+"""The shape of the full microbatch that the current forward computes.
 
-A rank holds shards, so the modules inside a model cannot read the shape of the full batch off what
-they are given. The layer that sees the full ids notes it (`note`), and those behind it look it up
-(`batch_shape`). It belongs to one forward and not to the model: the forward of a model that is
-split runs in a scope of its own, at whose end it is forgotten. So several models can run in turn,
-and forwards of several microbatches can come before the first backward: operators keep what they
-need for backward themselves.
+A rank holds shards, so the modules inside a model cannot derive the shape of the full microbatch
+from their inputs. The layer that receives the full ids stores the shape (`note`), and later layers
+read it (`batch_shape`). The shape belongs to one forward, not to the model: the forward of a split
+model runs in a separate scope, and the shape is dropped at its end. So several models can
+alternate, and several forwards can run before the first backward, because operators save the shape
+for their backward themselves.
 
-    with batch_scope(BatchShape(rows, length)):    a stage of a pipeline that embeds no ids
+    with batch_scope(BatchShape(rows, length)):    a pipeline stage without the embedding
         x = stage(x)
 
-    carried(function)                              what runs again in backward, when no forward is
-                                                   under way: it keeps the shape of its first run
+    carried(function)                              for recomputation in backward, outside of any
+                                                   forward: uses the shape of the first run
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHAPE: ContextVar[BatchShape | None] = ContextVar("batch shape", default=None)
 
 @contextmanager
 def batch_scope(shape: BatchShape | None = None) -> Generator[None]:
-    """Run one forward: of a microbatch of `shape`, or of the one already known, if None."""
+    """Enter the scope of one forward, with microbatch `shape`, or the current shape if None."""
     token = _SHAPE.set(shape or _SHAPE.get())
     try:
         yield
@@ -46,15 +46,15 @@ def batch_scope(shape: BatchShape | None = None) -> Generator[None]:
 
 
 def note(shape: BatchShape) -> None:
-    """Let what follows in this forward know the full microbatch."""
+    """Store the shape of the full microbatch for the later layers of this forward."""
     _SHAPE.set(shape)
 
 
 def batch_shape() -> BatchShape:
-    """Return the shape of the full microbatch of the forward under way.
+    """Return the shape of the full microbatch of the current forward.
 
     Raises:
-        RuntimeError: no forward is under way.
+        RuntimeError: no forward is running.
     """
     shape = _SHAPE.get()
     if shape is None:
@@ -67,7 +67,7 @@ def batch_shape() -> BatchShape:
 
 
 def carried(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` bound to the shape known now, so that it may run again at any time."""
+    """Return `function` bound to the current shape, so that backward can recompute it."""
     shape = _SHAPE.get()
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Find the blocks of a model, what recomputation and sharding cut along, and its ends."""
+"""Find the blocks of a model, the units of recomputation and sharding, and its ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from phalanx.errors import StrategyError
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, block) of each element of the outermost ModuleLists, in order of registration.
 
-    A list inside a block (the experts of a layer, say) is part of that block. A list whose elements
-    are lists themselves holds no blocks of its own: containers have no forward to cut along.
+    A list inside a block, such as the experts of a layer, is part of that block. Elements that are
+    ModuleLists or ModuleDicts are not blocks, because they have no forward; they are searched.
 
     Returns:
         Names as in `model.named_modules()`, each module once; empty without any ModuleList.
@@ -34,13 +34,13 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the names of a model's `ends`: of modules before its blocks, and after them.
+    """Return the names of the modules in a model's `ends`: before its blocks, and after them.
 
-    fsdp gathers them when they run, and not with the rest. The backward of the former reads none of
-    their parameters, like the backward of a look-up.
+    fsdp gathers each of the two when it runs, instead of with the rest of the model. The backward
+    of the modules before the blocks must not read their parameters, as in an embedding look-up.
 
     Raises:
-        StrategyError: one of them is not in the model.
+        StrategyError: a listed module is not a submodule of the model.
     """
     names = {module: name for name, module in model.named_modules()}
     given: Iterable[Iterable[nn.Module]] = getattr(model, "ends", ((), ()))

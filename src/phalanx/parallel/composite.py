@@ -1,8 +1,8 @@
-"""Operators of several steps that are one operator to PyTorch, and gradients that end there.
+"""Composite operators, which PyTorch sees as one operator, and once-differentiable functions.
 
-An operator of panels, collectives and sums is one operator `phalanx_tensor::...` to the dispatcher:
-`recompute:selective` keeps its result like any matrix product, and neither the products nor
-the messages run again. Ledgers see its inside ([Note: Composites] in comm/watch.py).
+A composite of block products, collectives and sums is one operator `phalanx_tensor::...` to the
+dispatcher. So `recompute:selective` keeps its result like any matrix product, and neither the
+products nor the messages run again. Ledgers see its inside ([Note: Composites] in comm/watch.py).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LIBRARY = library.Library(COMPOSITE_NAMESPACE, "FRAGMENT")
 
 
 def once_differentiable(backward: _Backward) -> _Backward:
-    """Have autograd raise where the gradient of a gradient is asked for: it would be wrong.
+    """Make autograd raise on a second derivative through `backward`, which would be wrong.
 
-    As torch's own, whose type says nothing.
+    A typed wrapper of torch's untyped decorator.
     """
     return cast(_Backward, torch_function.once_differentiable(backward))
 
@@ -36,7 +36,7 @@ def once_differentiable(backward: _Backward) -> _Backward:
 def mapped(
     x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return forward(x), a map whose gradient `back` makes of the result's alone."""
+    """Return forward(x), whose gradient is `back(gradient of the result)`; `back` saves nothing."""
     return cast(Tensor, _Map.apply(x, forward, back))
 
 
@@ -55,10 +55,10 @@ class _Map(Function):
 
 
 class Composite(Generic[_Owner]):
-    """A method of an object, as one operator to PyTorch.
+    """A method of an object, registered as one PyTorch operator.
 
-    PyTorch's operators take tensors and numbers; a context variable holds the object, such as a
-    layout of tp, while the operator runs.
+    PyTorch operators take only tensors and numbers. So a context variable holds the object, such
+    as a layout of tp, while the operator runs.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Composite(Generic[_Owner]):
         """Register the operator.
 
         Args:
-            schema: name, arguments and results, as `torch.library` writes them. The object has a
-                method of this name, called with the arguments but the last, which is for the count
-                of FLOPs alone.
-            flops: called with the arguments' shapes, see `torch.utils.flop_counter`.
+            schema: name, arguments and results in the syntax of `torch.library`. The object has a
+                method of this name, which is called with all arguments except the last; the last
+                one serves only the count of FLOPs.
+            flops: FLOP formula on the arguments' shapes, see `torch.utils.flop_counter`.
         """
         name = schema.partition("(")[0]
         self._owner: ContextVar[_Owner] = ContextVar(name)
@@ -87,7 +87,7 @@ class Composite(Generic[_Owner]):
         register_flop_formula(self._operator)(flops)
 
     def __call__(self, owner: _Owner, *args: Any) -> Any:
-        """Run the operator for `owner`."""
+        """Run the operator as a method of `owner`."""
         token = self._owner.set(owner)
         try:
             return self._operator(*args)

@@ -1,19 +1,19 @@
-"""Data parallelism: every rank holds the whole model and computes other samples.
+"""Data parallelism: every rank holds the full model and computes different samples.
 
-Idea      The gradient of a sum over samples is the sum of the gradients, so N ranks that each take
-          a part of the batch need one all-reduce a step. `naive` reduces each gradient after
-          backward has ended; `bucketed` gathers gradients in flat buckets of 25 MiB and reduces a
-          full one while backward still computes the gradients of earlier layers (Li et al.,
-          PyTorch Distributed, VLDB 2020, section 3.2).
-Layout    X[B_dp, ...]  W[...]  dW[...]: samples split over dp; weights and their gradients whole.
+Idea      The gradient of a sum over samples is the sum of their gradients, so N ranks that each
+          compute a part of the batch need one all-reduce a step. `naive` reduces each gradient
+          after backward has ended; `bucketed` collects gradients in flat buckets of 25 MiB and
+          reduces a full bucket while backward still computes the gradients of earlier layers (Li
+          et al., PyTorch Distributed, VLDB 2020, section 3.2).
+Layout    X[B_dp, ...]  W[...]  dW[...]: samples split over dp; full weights and gradients.
 Forward   Y[B_dp] = f(X[B_dp], W), no communication
 Backward  dW{sum dp} = f'(X[B_dp], W), then all_reduce: dW{sum dp} -> dW, once for each *global*
-          batch, also where that is accumulated from several microbatches. A sum, not a mean: the
-          loss is divided by the valid tokens of the global batch before backward.
-Cost      A rank sends 2 (N-1)/N P bytes a step (P: bytes of the trained parameters), and as much
-          for one byte a parameter, by which the ranks agree which parameters any of them used.
-Limits    Any N. Buffers (running statistics of BatchNorm) are made equal at the start and then
-          stay a rank's own.
+          batch, even if several microbatches accumulate it. A sum, not a mean: the loss is divided
+          by the valid tokens of the global batch before backward.
+Cost      A rank sends 2 (N-1)/N P bytes a step (P: bytes of the trained parameters). A second
+          all-reduce, of one byte a parameter, finds the parameters that at least one rank used.
+Limits    Any N. Buffers (running statistics of BatchNorm) are broadcast at the start and are not
+          synchronized afterwards.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Kind = Literal["naive", "bucketed"]
 
 
 def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
-    """Return what each rank holds: the whole of everything, whatever N is."""
+    """Return the bytes on each rank: all state is replicated, for any number of ranks."""
     trained = sum(parameter_sizes)
     return StateBytes(
         parameter_bytes=trained + frozen_bytes,
@@ -62,7 +62,7 @@ def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
 
 
 class DataSplit(Split):
-    """The axis dp, and all else that gradients are summed over; fsdp does so by itself."""
+    """The axis dp and every other axis of gradient sums, in jobs without fsdp."""
 
     axis = "dp"
 
@@ -73,11 +73,11 @@ class DataSplit(Split):
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Return whether ranks hold full replicas that compute other tokens."""
+        """Return whether several ranks hold full replicas and compute different tokens."""
         return bool(_degrees(target.strategy)) and target.strategy.fsdp.degree == 1
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return the sums of gradients, and the agreement on which there are."""
+        """Return the all-reduces of gradients, and of the flags for used parameters."""
         sizes = self.target.sizes()
         gradients = ("backward", len(buckets(sizes)), sum(sizes))
         if self._kind == "naive":
@@ -92,12 +92,12 @@ class DataSplit(Split):
     def reducer(
         self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
     ) -> GradientReducer:
-        """Return what sums gradients over these axes."""
+        """Return the reducer that sums gradients over these axes."""
         return apply(model, comm, self._kind)
 
 
 def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientReducer:
-    """Make parameters and buffers equal, and return what will reduce their gradients."""
+    """Broadcast parameters and buffers, and return the reducer of the gradients."""
     make_equal(model, comm)
     tables = set(sparse_tables(model).values())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -107,7 +107,7 @@ def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientRedu
 
 
 def _degrees(strategy: Strategy) -> dict[str, int]:
-    """Return the axes that gradients are summed over, and their degrees above 1."""
+    """Return the axes over which gradients are summed, with their degrees; degree 1 is left out."""
     axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1}
     return {name: axes[name] for name in axes_of("grad", axes)}
 
@@ -116,7 +116,7 @@ class NaiveReducer(GradientReducer):
     """One blocking all-reduce for each gradient, after backward."""
 
     def retrain(self, trained: list[nn.Parameter]) -> bool:
-        """Reduce these gradients from now on; True."""
+        """Reduce the gradients of `trained` from now on; return True."""
         self.parameters = trained
         return True
 
@@ -133,14 +133,15 @@ class NaiveReducer(GradientReducer):
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are views of one flat buffer, and its reduction.
+    """Parameters whose gradients are views of one flat buffer, and the reduction of that buffer.
 
     Attributes:
         members: the parameters.
-        views: of the buffer, one a member; there from the first gradient of a step to its end.
-        flat: the buffer, likewise. Only gradients hold it afterwards, so it goes where they do.
-        missing: members whose last backward of the step has not made a gradient yet.
-        pending: the reduction under way.
+        views: member -> its view of `flat`; empty while there is no buffer.
+        flat: the buffer, from the first gradient of a step to the end of the step. After that only
+            the gradients refer to its memory, so that it is freed together with them.
+        missing: members that still wait for their last gradient of the step.
+        pending: the all-reduce in progress, or None.
     """
 
     members: list[nn.Parameter]
@@ -150,7 +151,7 @@ class _Bucket:
     pending: Pending | None = None
 
     def open(self, comm: Comm) -> torch.Tensor:
-        """Return the buffer, made where there is none."""
+        """Return the buffer; allocate it and its views if there is none."""
         if self.flat is None:
             locals_ = [local_shard(member) for member in self.members]
             sizes = [local.numel() for local in locals_]
@@ -163,16 +164,17 @@ class _Bucket:
         return self.flat
 
     def close(self) -> None:
-        """Leave the buffer to the gradients."""
+        """Drop the references to the buffer, so that only gradients keep it allocated."""
         self.flat, self.views = None, {}
 
 
 class BucketedReducer(GradientReducer):
-    """Flat buckets, each reduced as soon as backward has filled it and those before it.
+    """Reduces gradients in flat buckets, each once backward has filled it and all earlier buckets.
 
-    Gradients become views of their bucket, so that nothing is copied back. Buckets start in one
-    fixed order on all ranks, whatever order the hooks fire in, or collectives would be mismatched.
-    A buffer lives as long as the gradients in it: forward holds none, as in one process.
+    Gradients become views of their bucket, so that results need no copy. All ranks start buckets
+    in one fixed order, whatever the order of the hooks, because collectives would mismatch
+    otherwise. A buffer lives as long as its gradients, so forward holds no buffer once the
+    gradients are set to None.
     """
 
     def __init__(
@@ -193,10 +195,10 @@ class BucketedReducer(GradientReducer):
         return True
 
     def retrain(self, trained: list[nn.Parameter]) -> bool:
-        """Reduce these gradients from now on; True.
+        """Reduce the gradients of `trained` from now on; return True.
 
-        A parameter that is frozen keeps its bucket, which takes zeros for it: models that take
-        turns freeze the other one in each step.
+        A frozen parameter keeps its place in its bucket, filled with zeros, because scripts with
+        two alternating models (such as a GAN) freeze one of them in each step.
         """
         self._add([parameter for parameter in trained if parameter not in self._bucket_of])
         return True
@@ -218,7 +220,7 @@ class BucketedReducer(GradientReducer):
             self._bucket_of |= dict.fromkeys(bucket.members, bucket)
 
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
-        """Arm the buckets of those that are reached for the last time."""
+        """Store the parameters that the next backward reaches for the last time in the step."""
         self._last = frozenset(last)
 
     @torch.no_grad()
@@ -229,7 +231,7 @@ class BucketedReducer(GradientReducer):
         grad = parameter.grad
         if grad is None:
             raise RuntimeError("autograd called the hook of a parameter without a gradient")
-        if grad.is_sparse:  # of no module that `sparse_tables` finds
+        if grad.is_sparse:  # from a module that `sparse_tables` does not find
             grad = grad.to_dense()
         if local_shard(grad).data_ptr() != view.data_ptr():
             view.copy_(local_shard(grad))
@@ -260,7 +262,7 @@ class BucketedReducer(GradientReducer):
 
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:
-        """Start the buckets that unused parameters held back, and wait for all."""
+        """Start the buckets that unused parameters have delayed, and wait for all buckets."""
         with phase("backward"):
             for bucket in self._buckets[self._num_started :]:
                 bucket.open(self.comm)
@@ -279,7 +281,7 @@ class BucketedReducer(GradientReducer):
         self._empty()
 
     def abandon(self) -> None:
-        """Wait for what has begun, and leave the buckets as before a step."""
+        """Wait for reductions in progress, and reset the buckets to the start of a step."""
         self._wait()
         self._empty()
         self.forget_errors()
@@ -303,7 +305,7 @@ class BucketedReducer(GradientReducer):
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return `local` as a part of a DTensor laid out as `tensor`, or itself if that is plain."""
+    """Return `local` as the shard of a DTensor with the layout of `tensor`; as is if plain."""
     if isinstance(tensor, DTensor):
         return DTensor.from_local(
             local,

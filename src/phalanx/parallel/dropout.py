@@ -1,10 +1,10 @@
-"""Dropout whose masks belong to the sample, not to the rank that computes it.
+"""Dropout with masks keyed by sample, independent of the number of ranks.
 
-`nn.Dropout` draws from each process's own generator, so that a job on two ranks trains with other
-masks than one process. Here an element's mask is a function of (seed, step, position of its row in
-the order of the samples, name of the module, how often it has run on the batch, place in the row),
-so any number of ranks draws the same (models/random.py). What draws in another way is named in a
-warning.
+`nn.Dropout` draws from the generator of its process, so a job on two ranks trains with other masks
+than one process. Here the mask of an element is a function of (seed, step, position of its row in
+the order of the samples, name of the module, number of the module's run on the batch, place in the
+row), so any number of ranks draws equal masks (models/random.py). Other operators that draw random
+numbers are listed in a warning.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from phalanx.parallel.split import Split, Target
 
 
 class MaskPosition(NamedTuple):
-    """Where a forward stands.
+    """Step and samples of the current forward.
 
     Attributes:
-        step: the step under way.
-        rows: positions of the batch's rows in the order of the samples; best where the forward
-            is, since each dropout reads them.
-        calls: number of the last run of each dropout on this batch, by its name; this module
-            counts here.
+        step: the current step.
+        rows: positions of the batch's rows in the order of the samples; should be on the device of
+            the forward, because each dropout reads them.
+        calls: name of a dropout -> number of its last run on this batch, from 0; updated here.
     """
 
     step: int
@@ -46,25 +45,25 @@ class MaskPosition(NamedTuple):
 
 
 Where = Callable[[], MaskPosition | None]
-"""Returns the place, None without a batch of a loader."""
+"""Returns the position of the current forward; None if its batch is not from a loader."""
 
 
 class Masks:
-    """The masks of the nn.Dropouts of a model, which belong to the samples."""
+    """The masks of a model's nn.Dropouts, keyed by sample."""
 
     def __init__(self, seed: int, where: Where) -> None:
-        """Draw them by a seed, and by `where` a forward stands."""
+        """Key the masks by a seed and by the position that `where` returns."""
         self._seed = seed
         self._where = where
         self._uses = _Uses()
 
     @property
     def num_tickets(self) -> int:
-        """How many int64 were drawn for them so far from torch's own generator of the CPU."""
+        """Number of int64 values drawn so far from torch's default CPU generator."""
         return self._uses.num_tickets
 
     def key(self, model: nn.Module) -> None:
-        """Have the nn.Dropouts of a model, which is split already, draw by position."""
+        """Make the nn.Dropouts of a model, already split, draw masks keyed by sample."""
         for name, module in model.named_modules():
             if type(module) is nn.Dropout:
                 of = _Keyed(name, key(self._seed, name), self._where, self._uses)
@@ -72,30 +71,30 @@ class Masks:
 
 
 class DropoutSplit(Split):
-    """The masks of a model whose ranks hold whole rows; it splits no parameter."""
+    """Dropout masks keyed by sample, for ranks that hold full rows; no parameter is split."""
 
     axis = "dropout"
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Return whether masks are to belong to the samples, and can."""
+        """Return whether masks keyed by sample are requested and possible."""
         return target.masks is not None and target.strategy.has_whole_samples
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Have each nn.Dropout draw by position."""
+        """Make each nn.Dropout draw masks keyed by sample."""
         assert self.target.masks is not None
         self.target.masks.key(model)
 
 
 class _Drawn(NamedTuple):
-    """By what a dropout draws: a key for each row, and how often it ran on the batch before."""
+    """The key of a mask: a key for each row, and the number of earlier runs on the batch."""
 
     keys: Tensor
     call: int
 
 
 class _Keyed(NamedTuple):
-    """What a dropout draws by: its name, the seed of its masks, and what all of a model share."""
+    """A keyed dropout: its name and seed, and `where` and `uses`, common to all of the model."""
 
     name: str
     seed: int
@@ -114,14 +113,14 @@ def _forward(module: nn.Dropout, of: _Keyed, input: Tensor) -> Tensor:
 
 
 def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
-    """Return by what a dropout draws here; None if by torch's own generator."""
-    # Activation checkpointing restores torch's generator before it runs a part again, so that the
-    # number drawn here is the number of the first run, whatever ran in between.
+    """Return the key of a dropout's mask; None if the mask comes from torch's generator."""
+    # Activation checkpointing restores torch's generator before it recomputes, so the number drawn
+    # here, the ticket, equals the ticket of the first run, whatever ran in between.
     ticket = int(torch.empty((), dtype=torch.int64).random_())
     of.uses.num_tickets += 1
     place = of.where()
     if place is None:
-        return None  # and nothing is kept: no step would end that
+        return None  # not stored in `uses`, because no later step would remove it
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
         return of.uses.again(ticket, of.name)
     by = None
@@ -133,15 +132,15 @@ def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
     return by
 
 
-# Dynamo would compile it again for each step.
+# Not compiled, because Dynamo would compile it again for each step.
 _drawn = cast(Callable[[_Keyed, Tensor], _Drawn | None], torch.compiler.disable(_draw))
 
 
 class _Uses:
-    """By what the dropouts of a model drew, for the backwards that run them again.
+    """The keys of the masks that a model's dropouts drew, for recomputation in backward.
 
     Attributes:
-        num_tickets: numbers that they have drawn from torch's own generator.
+        num_tickets: number of tickets drawn from torch's generator; a ticket identifies a run.
     """
 
     def __init__(self) -> None:
@@ -151,16 +150,16 @@ class _Uses:
         self._before: dict[int, _Drawn | None] = {}
 
     def __deepcopy__(self, _memo: object) -> _Uses:
-        return self  # tickets are drawn once, and all that are drawn are counted
+        return self  # copies of a model count their tickets together
 
     def note(self, ticket: int, by: _Drawn | None, step: int) -> None:
-        """Keep a use of a step until the end of the next, in which its backward may be."""
+        """Store a key until the end of the next step, which may contain the backward."""
         if step != self._step:
             self._step, self._now, self._before = step, {}, self._now
         self._now[ticket] = by
 
     def again(self, ticket: int, name: str) -> _Drawn | None:
-        """Return by what the dropout `name` drew when it ran first."""
+        """Return the key that the dropout `name` used in its first run with this ticket."""
         for uses in (self._now, self._before):
             if ticket in uses:
                 return uses[ticket]
@@ -172,7 +171,7 @@ class _Uses:
 
 
 class _DrawWatch(TorchDispatchMode):
-    """Notes which operations draw; those within compiled code are not seen."""
+    """Records the operators that draw random numbers, except operators in compiled code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,19 +179,20 @@ class _DrawWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo compile inside, as outside; else it would skip the code that it meets here."""
+        """Return True, so that Dynamo compiles code under this mode and does not skip it."""
         return True
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Be on in the phase "forward" of a step."""
+        """Enter the mode during the phase "forward" of a step, and in no other phase."""
         with self if name == "forward" else nullcontext():
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and name != "random_"  # ours
-        if "attention" in name:  # has the tag without dropout, too
+        # `random_` draws the tickets.
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and name != "random_"
+        if "attention" in name:  # has the tag even without dropout
             is_drawn = any(isinstance(arg, float) and 0 < arg < 1 for arg in args[3:])
         if is_drawn:
             self.found.add(name)
@@ -201,9 +201,9 @@ class _DrawWatch(TorchDispatchMode):
 
 @contextmanager
 def naming_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> Generator[Phase]:
-    """Warn, at the end, of what drew from this process's generator in training.
+    """Warn at exit of operators that drew from this process's generator in training.
 
-    It yields a `Phase`, to be called with the phases of a step; those in "forward" are meant.
+    Yields a `Phase`, to be called with the phases of a step; operators in "forward" are recorded.
     """
     watch = _DrawWatch()
     try:
@@ -221,10 +221,10 @@ def naming_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) 
 
 
 def name_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> None:
-    """Name, see `naming_draws`, the draws of the first forward in training, whoever calls it.
+    """Warn of draws in the first training forward of `model`, as `naming_draws` does.
 
-    `on_found` is called if there are some. No hook runs after a forward that is left by a
-    BaseException, as stages of a pipeline are.
+    `on_found` is called if there are draws. Not for pipelines: their stages end a forward by a
+    BaseException, after which no hook runs.
     """
     hooks = _FirstForward(model, on_found)
     hooks.handles = [
@@ -234,7 +234,7 @@ def name_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) ->
 
 
 class _FirstForward:
-    """Watches the first forward in training of one model, and of no copy of it."""
+    """Forward hooks that watch the first training forward of one model, but not of its copies."""
 
     def __init__(self, model: nn.Module, on_found: Callable[[], None]) -> None:
         self._model = weakref.ref(model)
@@ -244,8 +244,8 @@ class _FirstForward:
 
     def before(self, model: nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # compiled code is not seen, and Dynamo could not enter the mode
-        is_watched = self._watching is not None  # still: an interrupt runs no hook
+            return  # the mode records nothing in compiled code, and Dynamo could not enter it
+        is_watched = self._watching is not None  # true after an interrupt, which runs no hook
         if model is self._model() and model.training and torch.is_grad_enabled() and not is_watched:
             self._watching = ExitStack()
             phase = self._watching.enter_context(naming_draws(model, self._on_found))
@@ -260,4 +260,4 @@ class _FirstForward:
         watching.close()
 
     def __deepcopy__(self, _memo: object) -> _FirstForward:
-        return self  # its model is not the copy
+        return self  # refers to the original model, so hooks of the copy do nothing

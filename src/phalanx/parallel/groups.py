@@ -1,23 +1,24 @@
-"""What travels together under fsdp: the groups of a model's parameters, and their bytes.
+"""The parameter groups of fsdp, which are gathered and reduced as one message, and their bytes.
 
     module           group        under zero3
     tokens           embedding    gather, forward, free  ...          backward,       reduce
     blocks.0         block        gather, forward, free  ...  gather, backward, free, reduce
     blocks.1, last   block        gather, forward ...                 backward, free, reduce
     norm, output     head         gather, forward ...                 backward, free, reduce
-    all others       rest         gather as the model begins, free and reduce when backward ends
+    all others       rest         gather when forward begins, free and reduce when backward ends
 
-A model names its embedding, whose backward reads no weight, and its head (`ends_of`); what it does
-not name is of the rest.
+A model names its embedding, whose backward reads no weight, and its head (`ends_of`). Parameters
+outside of these and of the blocks form the rest.
 
 A group is one message. Each of its parameters is split by rows, padded to a multiple of the ranks:
 
     up [5, 8], down [8, 5]    rank 0                          rank 1
-    holds, float32            up rows 0-2, down rows 0-3      up rows 3-4, down rows 4-7
-    sends into the gather     | up 3 x 8    | down 4 x 5 |    | up 2 x 8, 0 | down 4 x 5 |
-    has gathered              up 5 x 8, down 8 x 5            the same
+    stores, float32           up rows 0-2, down rows 0-3      up rows 3-4, down rows 4-7
+    sends in the gather       | up 3 x 8    | down 4 x 5 |    | up 2 x 8, 0 | down 4 x 5 |
+    has after the gather      up 5 x 8, down 8 x 5            the same
 
-The gradients take the way back: all are full until the group is reduced to the rows of each rank.
+Gradients go the opposite way: they are full until a reduce-scatter of the group leaves each rank
+the gradients of its rows.
 """
 
 from __future__ import annotations
@@ -42,28 +43,29 @@ Sums = Literal["none", "shards", "full"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """What sharding asks of a parameter: its shape, and whether it is trained."""
+    """A parameter as sharding needs it: its shape, and whether it is trained."""
 
     shape: tuple[int, ...]
     is_trained: bool = True
 
     def padded(self, num_ranks: int) -> int:
-        """Return the elements when the rows are padded to a multiple of `num_ranks`."""
+        """Return the number of elements with rows padded to a multiple of `num_ranks`."""
         rows = -(-self.shape[0] // num_ranks) * num_ranks
         return rows * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that travel together.
+    """Parameters that are gathered and reduced together.
 
     Attributes:
-        place: where in the model it is.
-        names: of its modules; ("",), the model itself, for the rest.
-        parameters: in the order of the model.
-        master: data type of the parameters, gradients and moments that a rank keeps.
-        gathered: data type of the parameters as they are gathered.
-        is_kept: zero3 keeps it from forward to backward: the last block, the head and the rest.
+        place: kind of the group by its place in the model.
+        names: names of its modules; ("",), the model itself, for the rest.
+        parameters: its parameters, in the order of the model.
+        master: dtype of the stored shards of parameters, gradients and moments.
+        gathered: dtype in which the parameters are gathered.
+        is_kept: whether zero3 keeps the group gathered from forward to backward, as it does the
+            last block, the head and the rest.
     """
 
     place: Place
@@ -75,19 +77,19 @@ class Group:
 
     @property
     def is_gathered_again(self) -> bool:
-        """Whether zero3 gathers it in backward too."""
+        """Whether zero3 gathers the group a second time, in backward."""
         return self.place != "embedding" and not self.is_kept
 
     def parameter_bytes(self, num_ranks: int) -> int:
-        """Return the bytes of the parameters of all ranks, padding included."""
+        """Return the bytes of the stored parameters of all ranks together, with padding."""
         return sum(p.padded(num_ranks) for p in self.parameters) * self.master.itemsize
 
     def gathered_bytes(self, num_ranks: int) -> int:
-        """Return the bytes of the parameters once they are gathered."""
+        """Return the bytes of the gathered parameters, with padding."""
         return sum(p.padded(num_ranks) for p in self.parameters) * self.gathered.itemsize
 
     def shard_bytes(self, num_ranks: int) -> int:
-        """Return the bytes of a rank's shard of the gradients."""
+        """Return the bytes of one rank's shard of the gradients, with padding."""
         sizes = (p.padded(num_ranks) // num_ranks for p in self.parameters if p.is_trained)
         return sum(sizes) * self.master.itemsize
 
@@ -103,19 +105,19 @@ def groups_of(
     *,
     keeps: bool = True,
 ) -> list[Group]:
-    """Return the groups of a model that is not split yet, in the order of forward, then the rest.
+    """Return the groups of a model that fsdp has not split, in forward order, then the rest.
 
     Args:
-        skeleton: of what a rank has of the model.
-        compute: data type of the blocks' arithmetic; their parameters' if None. Modules in
-            no block are gathered as they are: the rows of an embedding add up many small gradients,
-            which a narrow type would lose.
-        shapes: of the shards that other axes have made of parameters, where they have.
-        keeps: whether groups whose backward is near are kept until then.
+        skeleton: skeleton of the part of the model that a rank has.
+        compute: dtype in which blocks compute and are gathered; the dtype of their parameters if
+            None. Modules outside of blocks are gathered in the dtype of their parameters: rows of
+            an embedding accumulate many small gradients, which a narrow dtype would lose.
+        shapes: shapes of the parameters that other axes have sharded.
+        keeps: whether groups whose backward comes soon stay gathered until then.
 
     Raises:
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
-            split by rows, or a group has parameters of several data types.
+            split by rows, or a group has parameters of several dtypes.
     """
     _check_forward(skeleton.model)
     embedding, head = (
@@ -147,7 +149,7 @@ def groups_of(
 
 
 def _with_last_kept(groups: list[Group]) -> list[Group]:
-    """Return the groups with the last block kept: its backward is the first of all blocks."""
+    """Mark the last block as kept, because its backward is the first of all blocks."""
     blocks = [number for number, group in enumerate(groups) if group.place == "block"]
     for number in blocks[-1:]:
         groups[number] = dataclasses.replace(groups[number], is_kept=True)
@@ -163,7 +165,7 @@ def _check_forward(model: nn.Module) -> None:
 
 
 def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtype:
-    """Return the one data type of the parameters of a group, given by the names of its modules."""
+    """Return the single dtype of a group's parameters; `names` are the names of its modules."""
     dtypes = {weight.dtype for weight in weights}
     if len(dtypes) > 1:
         raise StrategyError(
@@ -176,7 +178,7 @@ def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtyp
 def _members(
     weights: Iterable[Weight], groups: Iterable[tuple[str, ...]]
 ) -> dict[tuple[str, ...], list[Weight]]:
-    """Return the parameters of each group, given by the names of its modules."""
+    """Return the parameters of each group; a group is given by the names of its modules."""
     members: dict[tuple[str, ...], list[Weight]] = {names: [] for names in groups}
     group_of = {name: names for names in members for name in names}
     for weight in weights:
@@ -206,13 +208,13 @@ def _members(
 
 
 def most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) -> int:
-    """Return the bytes that zero3 has gathered when they are the most.
+    """Return the peak bytes of parameters that zero3 holds gathered.
 
-    That is the rest, and beside it one of
+    The peak is the rest plus the largest of
 
         the embedding                                     until its forward ends
         the last block, which is kept, and the head       until the head's backward ends
-        the blocks at work in backward, and the next one  gathered before they end
+        the segment that backward computes, and the next block, which is prefetched
     """
     sizes = [(g.place, g.gathered_bytes(num_ranks)) for g in groups]
     embedding, head, rest = (
@@ -226,12 +228,17 @@ def most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) ->
 
 
 def most_gradients(groups: Sequence[Group], num_ranks: int, sums: Sums) -> int:
-    """Return the bytes of gradients, full ones and shards, when they are the most.
+    """Return the peak bytes of gradients, full gradients and shards together.
 
-    Backward goes from the head over the blocks to the embedding. The gradients of a group are full
-    until it is left, the gradients of the rest until the end; `sums` is what earlier microbatches
-    have left. FSDP2 frees the last gradient of a group when the shard of the group is there, the
-    others before.
+    Backward runs from the head through the blocks to the embedding. The gradients of a group are
+    full until backward leaves the group, and the gradients of the rest until backward ends. FSDP2
+    frees all full gradients of a group before the reduction, except the last one, which it frees
+    once the shard exists.
+
+    Args:
+        groups: the groups of the model.
+        num_ranks: number of shards.
+        sums: gradients that earlier microbatches have left: none, shards or full ones.
     """
     order = [g for g in reversed(groups) if g.place != "rest"]
     order += [g for g in groups if g.place == "rest"]

@@ -1,4 +1,4 @@
-"""How one strategy splits one model: decided, and refused, before any process starts."""
+"""Decide how a strategy splits a model, or refuse it, before any process starts."""
 
 from __future__ import annotations
 
@@ -45,28 +45,29 @@ from phalanx.strategy import Strategy, refuse_servers, require_built
 Model = TypeVar("Model", bound=nn.Module)
 
 FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
-"""Fills a shard of a parameter: (shard, name, full shape, where the shard begins in it)."""
+"""Fills a shard of a parameter in place: (shard, name, full shape, offset of the shard in it)."""
 
 SPLITS: tuple[type[Split], ...] = (
     *(PipelineSplit, BatchNormSplit, ContextSplit, TensorSplit),
     *(RecomputeSplit, ShardedSplit, DataSplit, DropoutSplit),
 )
-"""The axes, in the order in which they split a model: each splits what those before it leave.
+"""The axes, in the order in which they split a model: each splits the result of the previous one.
 
-A stage of a pipeline is a model of its own to the others. Of its rows cp leaves positions, and tp
-multiplies them. Recomputation runs again what tp has made of a block, and fsdp gathers a block
-before that.
+pp comes first, so the later axes see a stage as a complete model. cp splits the positions of each
+row, and tp splits the products over those positions. Recomputation wraps blocks that tp has already
+split, and fsdp gathers a block before its recomputation runs.
 """
 
 
 class Plan(Generic[Model]):
-    """A strategy on a model: what a rank holds and sends, and how the model is split.
+    """A strategy applied to a model: the bytes a rank holds and sends, and the splits of the model.
 
-    It is resolved once, when it is made, and then asked; `build` alone changes the model. Of a
-    pipeline it is a plan of the ranks at `pp_rank`. For the arguments see `Target`.
+    The constructor makes all decisions; only `apply` and `build` change the model. With a pipeline,
+    the plan describes the ranks at coordinate `pp_rank` of pp. For the arguments see `Target`.
 
     Raises:
-        StrategyError: a part of the strategy is not built yet, or the model does not allow it.
+        StrategyError: the strategy uses a feature that is not implemented, or the model does not
+            allow the strategy.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Plan(Generic[Model]):
         pp_rank: int = 0,
         make: Callable[[], Model] | None = None,
     ) -> None:
-        """Resolve the strategy; `make` returns the model that a skeleton is of."""
+        """Resolve the strategy; `make` returns the model that a skeleton describes."""
         require_built(strategy)
         check_statistics(batch_norm)
         self.strategy = strategy
@@ -93,7 +94,7 @@ class Plan(Generic[Model]):
         self._resolve(self._types, pp_rank)
 
     def _resolve(self, makers: Sequence[Callable[[Target], Split]], pp_rank: int) -> None:
-        """Ask each axis to split what those before it leave."""
+        """Make the split of each axis, given the target that the axes before it leave."""
         target = dataclasses.replace(self._whole, pp_rank=pp_rank)
         self._splits: list[Split] = []
         for number, make in enumerate(makers, 1):
@@ -103,61 +104,61 @@ class Plan(Generic[Model]):
         self._unsharded = data.layout(target.sizes(), sum(target.sizes(is_trained=False)))
 
     def of(self, pp_rank: int) -> Plan[Model]:
-        """Return the plan of the ranks of another stage."""
+        """Return the plan of the ranks at coordinate `pp_rank` of pp."""
         other = copy.copy(self)
         other._resolve([split.of for split in self._splits], pp_rank)
         return other
 
     @functools.cached_property
     def model(self) -> Model:
-        """The model, to be split by `build`."""
+        """The model that `build` splits; made at the first access."""
         return self._make()
 
     @property
     def row_shards(self) -> int:
-        """In how many shards the rows of a microbatch are split."""
+        """Number of shards into which the rows of a microbatch are split."""
         return math.prod(split.row_shards for split in self._splits)
 
     @property
     def position_shards(self) -> int:
-        """In how many shards the positions of a row are split, where they have to be equal."""
+        """Number of equal shards into which the positions of a row must divide."""
         return math.prod(split.position_shards for split in self._splits)
 
     @property
     def uncompiled(self) -> str:
-        """The axes that make of blocks what torch.compile does not take, as text."""
+        """Names of the axes whose split blocks torch.compile cannot compile, joined by commas."""
         return ", ".join(split.axis for split in self._splits if not split.compiles)
 
     @property
     def layout(self) -> Layout | None:
-        """How tp splits tensors, on the first of its ranks; None without tp."""
+        """Tensor-parallel layout of the first rank of tp; None without tp."""
         return next((s.layout for s in self._splits if isinstance(s, TensorSplit)), None)
 
     @property
     def order(self) -> PositionOrder | None:
-        """Which positions the ranks of cp hold; None without cp."""
+        """Assignment of positions to the ranks of cp; None without cp."""
         found = (s.attention.order for s in self._splits if isinstance(s, ContextSplit))
         return next(found, None)
 
     @property
     def cut(self) -> Sequence[range] | None:
-        """The links of the model in each stage; None without pp."""
+        """The links (layers) of the model in each pipeline stage; None without pp."""
         return next((s.chain.cut for s in self._splits if isinstance(s, PipelineSplit)), None)
 
     def schedule(self, num_microbatches: int) -> Schedule | None:
-        """Return what each rank of pp does in a step; None without pp."""
+        """Return the pipeline schedule of a step, the actions of each rank; None without pp."""
         found = (s.schedule(num_microbatches) for s in self._splits if isinstance(s, PipelineSplit))
         return next(found, None)
 
     def holds(self, accumulation: int = 1) -> StateBytes:
-        """Return what the first rank holds of the trained state."""
+        """Return the bytes of training state on the first rank, for `accumulation` microbatches."""
         held = self._unsharded
         for split in self._splits:
             held = split.holds(held, accumulation)
         return held
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return what the first rank sends in one step, of microbatches of (rows, positions)."""
+        """Return the first rank's communication in a step of microbatches of (rows, positions)."""
         entries: list[Entry] = []
         for split in self._splits:
             entries += split.traffic(microbatches)
@@ -167,32 +168,33 @@ class Plan(Generic[Model]):
     def announces(
         self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
     ) -> list[Entry]:
-        """Return what the first rank sends besides `traffic`, for shapes that are new in a step.
+        """Return the messages in addition to `traffic` that announce shapes new in this step.
 
-        Both are microbatches of (rows, positions), `before` the microbatches of all earlier steps.
+        They are the messages of the first rank. Both arguments are microbatches of (rows,
+        positions): of this step, and (`before`) of all earlier steps.
         """
         return [each for split in self._splits for each in split.announces(microbatches, before)]
 
     def table(self) -> list[Row]:
-        """Return what tp does to each parameter; empty without tp."""
+        """Return how tp splits each parameter, a row for each; empty without tp."""
         return [row for split in self._splits for row in split.table()]
 
     def apply(self, comm: Ranks | Counting) -> None:
-        """Split the model, in place; on the meta device by ranks that need not exist."""
+        """Split the model in place; a `Counting` splits a meta-device model without any ranks."""
         for split in self._splits:
             split.apply(self.model, cast(Ranks, comm))
 
     def build(self, comm: Ranks, first_weights: FirstWeights | None = None) -> Runner:
-        """Split the model, in place; every rank calls this together, once.
+        """Split the model in place and return its runner; every rank calls this once, together.
 
         Args:
             comm: `Ranks(strategy)`.
-            first_weights: what fills the parameters of a model on the meta device: each rank makes
-                its own shards alone, and never holds the whole. A model that is elsewhere has its
-                first weights already.
+            first_weights: function that initializes the shards of a model on the meta device, so
+                that no rank ever holds a full parameter. None if the model already has its initial
+                weights on a real device.
 
         Returns:
-            What runs the model and reduces the gradients.
+            The runner, which runs the microbatches of a step and reduces the gradients.
         """
         refuse_servers(self.strategy, "a plan")
         model = self.model
@@ -200,7 +202,8 @@ class Plan(Generic[Model]):
         self.apply(comm)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in before and parameter is not before[name]:
-                # What a user has attached, as a mark that an optimizer's groups go by.
+                # Keep attributes that a user has set, such as a mark that selects an optimizer
+                # parameter group.
                 attached: dict[str, Any] = vars(before[name])
                 vars(parameter).update(attached | vars(parameter))
         if first_weights is not None:
@@ -222,7 +225,7 @@ def plan_decoder(
     compute: torch.dtype | None = None,
     pp_rank: int = 0,
 ) -> Plan[Decoder]:
-    """Return the plan of a decoder on the meta device, whose parameters are of type `master`."""
+    """Return the plan of a decoder on the meta device whose parameters have dtype `master`."""
 
     def make() -> Decoder:
         with torch.device("meta"):
@@ -235,9 +238,9 @@ def plan_decoder(
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a parameter, without gradient, and where it begins in the whole.
+    """Return this rank's shard of a parameter, detached, and its offset in the full parameter.
 
-    A shard may be empty: rows that are fewer than ranks leave some ranks without.
+    A shard is empty on some ranks if the parameter has fewer rows than there are ranks.
     """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -249,7 +252,7 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _begin(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
-    """Return where this rank's shard begins, which torch takes up to a millisecond to work out."""
+    """Return the offset of this rank's shard, which torch takes up to 1 ms to compute; cached."""
     return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 

@@ -1,28 +1,29 @@
-"""Activation recomputation: forward keeps little, and backward runs part of forward again.
+"""Activation recomputation: forward saves few activations, and backward recomputes the others.
 
-Idea      The blocks are cut into segments of K. Only what goes into a segment is kept; backward,
-          when it reaches the segment, runs it again, and holds what it needs of this one segment.
-          `full` is K = 1, `every/K` is K, and `sqrt` is K = sqrt(L), rounded up: then the memory
-          grows as sqrt(L) (Chen et al. 2016, arXiv 1604.06174, section 4.1). It is L / K inputs and
-          K blocks; where a block holds much more than its input, a smaller K holds less.
-          `selective` keeps also the results of matrix products and of attention, which are dear
-          to make and small, and runs the rest again (Korthikanti et al. 2022, arXiv 2205.05198,
-          section 5, keeps all but attention; with fused attention its result is small too).
-Layout    Parameters stay where they are, under their names: no module is wrapped. With K = 1 and
-          with `selective` it is the `forward` of each block that is replaced, so that hooks on the
-          block (FSDP2 gathers its weights in one before backward) stay outside and need not run
-          again. With K > 1 the model's own loop runs segments, see `Segmented`.
-Backward  torch.utils.checkpoint without reentrance: it stops as soon as all is there that backward
-          needs, so that the last product of a segment is not run again where nothing reads it
-          (under tp it is: what a product keeps is known when it has run).
-Cost      FLOPs: `account.flops.step_flops`; bytes: `account.activations`. Nothing is sent:
-          FSDP2 gathers a block in backward once, as without recomputation, but with K > 1 the
-          blocks of a segment stay gathered together until backward has passed them.
-Limits    A forward must compute the same when it runs again: a block that changes state of its own
-          (running statistics, a cache of keys) changes it twice. Torch's default random generators
-          are set back, so nn.Dropout is right; so is randomness that belongs to positions. Shapes
-          and dtypes of recomputed tensors are compared, and torch raises if they differ.
-          Collectives inside a block run again, too.
+Idea      The blocks are grouped into segments of K. Forward saves only the input of each segment;
+          backward runs the forward of a segment again when it reaches the segment, and holds the
+          activations of this one segment. `full` is K = 1, `every/K` is K, and `sqrt` is
+          K = sqrt(L), rounded up, with which memory grows as sqrt(L) (Chen et al. 2016, arXiv
+          1604.06174, section 4.1). Memory is L / K inputs plus the activations of K blocks; if a
+          block's activations are much larger than its input, a smaller K needs less memory.
+          `selective` also saves the results of matrix products and of attention, which are
+          expensive to compute and small, and recomputes the rest (Korthikanti et al. 2022, arXiv
+          2205.05198, section 5, recomputes attention; fused attention has a small result).
+Layout    Parameters keep their names: no module is wrapped. With K = 1 and with `selective` the
+          `forward` of each block is replaced, so that hooks on the block, such as the one in which
+          FSDP2 gathers weights before backward, stay outside and do not run again. With K > 1 the
+          model's own loop runs segments, see `Segmented`.
+Backward  Non-reentrant torch.utils.checkpoint. Recomputation stops once all saved tensors are
+          restored, so the last product of a segment does not run again if nothing reads its result
+          (with tp it does run, because a composite product saves its tensors after it has run).
+Cost      FLOPs: `account.flops.step_flops`; bytes: `account.activations`. No additional fsdp
+          communication: FSDP2 gathers a block once in backward, as without recomputation. But with
+          K > 1 the blocks of a segment stay gathered until backward has passed the segment.
+Limits    A forward must compute the same result when it runs again: a block that changes its own
+          state (running statistics, a key-value cache) would change it twice. Torch's default
+          random generators are restored, so nn.Dropout is correct; so is randomness keyed by
+          position. Torch compares shapes and dtypes of recomputed tensors and raises if they
+          differ. Collectives inside a block run again.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from phalanx.strategy import Recompute, Strategy
 
 @runtime_checkable
 class Segmented(Protocol):
-    """A model that runs its blocks by segments, each as one function; `models.Decoder` is one.
+    """A model that runs its blocks in segments, each as one function, such as `models.Decoder`.
 
     Attributes:
-        segment_size: number of consecutive blocks in a segment; the last may be shorter.
+        segment_size: number of consecutive blocks in a segment; the last one may be shorter.
         run_segment: called as `run_segment(function, *args)` to return `function(*args)`.
     """
 
@@ -66,15 +67,15 @@ class Segmented(Protocol):
 
 
 def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | None = None) -> None:
-    """Make `model`, in place, keep for backward only what `recompute` says.
+    """Apply the recomputation policy to the blocks of `model`, in place.
 
-    Without gradients, as in evaluation, it runs as before.
+    A forward without gradients, as in evaluation, runs as before.
 
     Args:
         model: a module whose blocks are elements of ModuleLists; see `blocks_of`.
         recompute: the policy.
-        carry: called with each function before its first run, to return one that knows the same
-            when it runs again, outside of the model's forward; see `batch_shape`.
+        carry: wraps each function before its first run, so that the second run, outside of the
+            model's forward, sees the same context; see `batch_shape.carried`.
 
     Raises:
         StrategyError: see `check`.
@@ -102,12 +103,12 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
 
 
 def check(model: nn.Module, recompute: Recompute, num_blocks: int | None = None) -> int:
-    """Return how many consecutive blocks `recompute` runs again as one; at least 1.
+    """Return the number of consecutive blocks that `recompute` runs again together; at least 1.
 
     Args:
-        model: the model, or one with a block for each kind of block that it has.
+        model: the model, or a small one with one block for each kind of block.
         recompute: the policy.
-        num_blocks: of the model, where the blocks of `model` stand for more.
+        num_blocks: number of blocks of the full model, if `model` is a small one.
 
     Raises:
         StrategyError: the model has no blocks, fewer than a segment, cannot run segments, or keeps
@@ -138,7 +139,7 @@ def check(model: nn.Module, recompute: Recompute, num_blocks: int | None = None)
 
 
 class RecomputeSplit(Split):
-    """The setting recompute; it splits nothing, and is applied to what tp has made of a block."""
+    """The setting recompute; it splits nothing, and wraps blocks that tp has already split."""
 
     axis = "recompute"
 
@@ -148,27 +149,27 @@ class RecomputeSplit(Split):
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Return whether anything is run again."""
+        """Return whether the strategy recomputes activations."""
         return target.strategy.recompute.kind != "none"
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Replace forwards by those that keep less."""
+        """Replace the forwards of blocks by forwards that recompute in backward."""
         has_tensors = self.target.strategy.tp.degree > 1
         apply(model, self.target.strategy.recompute, carried if has_tensors else None)
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
-    """Let `run_again` call the block's forward.
+    """Replace the block's forward by one that calls the original through `run_again`.
 
-    The new forward is a method, so that a copy of the block runs itself and not the original, and a
-    function of its own rather than a partial one, which torch.compile would not look into.
+    The new forward is a bound method, so that a copy of the block runs the copy and not the
+    original. It is no functools.partial, which torch.compile would not trace into.
     """
     bound = block.forward
 
     def call_bound(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs)
 
-    # It is no method of the block only where somebody else has replaced it before.
+    # `bound` is not a method of the block only if other code has replaced the forward before.
     original = call_bound
     if isinstance(bound, MethodType) and bound.__self__ is block:
         original = bound.__func__
@@ -182,10 +183,10 @@ def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
 def _policy(
     context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Keep the result of what torch counts FLOPs for: matrix products, convolutions, attention.
+    """Save the results of operators with a FLOP formula: matrix products, convolutions, attention.
 
-    Whoever has an operator of this kind of his own registers its FLOPs
-    (`torch.utils.flop_counter.register_flop_formula`), and it is kept too.
+    The result of a custom operator is saved as well once the operator has a FLOP formula
+    (`torch.utils.flop_counter.register_flop_formula`).
     """
     packet = getattr(operator, "overloadpacket", operator)
     is_kept = packet in flop_registry or packet in _NOT_COUNTED
@@ -197,5 +198,5 @@ _NOT_COUNTED = {
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
     torch.ops.torch_attn._varlen_attn,
 }
-"""Attention that torch counts no FLOPs for: on CPUs, on devices beside CUDA, and, in torch 2.11, of
-documents."""
+"""Attention operators without a FLOP formula in torch: for CPUs, for devices other than CUDA, and,
+in torch 2.11, for packed documents (variable lengths)."""

@@ -1,15 +1,16 @@
-"""The base of gradient reducers, and the all-reduce of gradients that tp leaves partial.
+"""The base class of gradient reducers, and the all-reduce of gradients that are partial over tp.
 
-The subclasses are data.py (dp) and sharded.py, where FSDP2 reduces.
+data.py has the reducers of dp; sharded.py has the reducer for FSDP2, which reduces by itself.
 
-Every rank of tp computes other rows, positions or features than the others. So the gradient of a
-parameter that is not split over a sub-axis (norms and biases; in 2.5 dimensions every weight, over
-depth) is on each rank one term of a sum over that axis. The terms are added up once a step, in flat
-buckets, after the sums over data.
+Each rank of tp computes different rows, positions or features. So the gradient of a parameter that
+is replicated over a sub-axis (norms and biases; with 2.5D tp every weight, over depth) is on each
+rank one term of a sum over that sub-axis. The terms are summed once a step, in flat buckets, after
+the sums over data.
 
-[Note: Adding up in parts] Autograd adds the gradient of a second microbatch to the first one.
-DTensor plans each new addition over all axes of the mesh together, which takes 0.1 s a shape on
-three axes and 0.9 s on four (benchmarks/tensor). So the parts are added, before autograd would.
+[Note: Adding up in parts] Autograd adds the gradient of a second microbatch to the first gradient.
+DTensor plans the addition of each new shape over all axes of the mesh together, which takes 0.1 s a
+shape on three axes and 0.9 s on four (benchmarks/tensor). A hook that runs before autograd's
+addition avoids this planning: it adds the local shards.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ Parameters = Collection[nn.Parameter]
 
 
 def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
-    """Cut parameters into buckets of at least `bucket_bytes`, last parameters first.
+    """Group parameters into buckets of at least `bucket_bytes`, last parameters first.
 
-    Backward makes the gradients of the last layers first, so their bucket is full first.
+    The order follows backward, which makes the gradients of the last layers first. The last bucket
+    may be smaller.
 
     Returns:
         For each bucket, the indices into `parameter_sizes`.
@@ -61,7 +63,7 @@ def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) ->
 
 @torch.no_grad()
 def make_equal(model: nn.Module, comm: Comm) -> None:
-    """Give parameters and buffers of the first rank to all that sum gradients with it.
+    """Broadcast parameters and buffers from the first of the ranks that sum gradients.
 
     Raises:
         StrategyError: a buffer is sparse.
@@ -77,7 +79,7 @@ def make_equal(model: nn.Module, comm: Comm) -> None:
 
 
 class GradientReducer:
-    """Reduces gradients over dp once for each global batch; the base does nothing.
+    """Reduces gradients over dp once for each global batch; the base class does nothing.
 
     Call `before_backward` before each backward and `finish` after the last.
     """
@@ -87,40 +89,41 @@ class GradientReducer:
         self.comm = comm
 
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
-        """Say that a backward follows.
+        """Prepare for the next backward.
 
         Args:
-            last: the parameters that it reaches for the last time in this global batch.
-            reached: all parameters that it reaches, in a stage of a pipeline; every one if None.
+            last: parameters that backward reaches for the last time in this global batch.
+            reached: all parameters of the pipeline stage that runs backward; None without a
+                pipeline, for all parameters.
         """
 
     def finish(self, phase: Phase = no_phase) -> None:
-        """Return when every gradient is the sum over dp; None where no rank used the parameter."""
+        """Complete the sums over dp; a parameter that no rank used has the gradient None."""
 
     def retrain(self, trained: list[nn.Parameter]) -> bool:
-        """Reduce these parameters from now on; return False where it is settled which are."""
+        """Reduce the gradients of `trained` from now on; return False if they cannot change."""
         del trained
         return False
 
     def compress(self, compressor: Compressor) -> bool:
-        """Have buckets of gradients compressed; return False where there are none."""
+        """Compress buckets of gradients from now on; return False if there are no buckets."""
         del compressor
         return False
 
     def abandon(self) -> None:
-        """Forget a backward that has failed on every rank, so that the next begins a step anew."""
+        """Reset after a backward that failed on every rank; the next backward begins a new step."""
 
     def forget_errors(self) -> None:
-        """Drop what compression has cut off, of gradients that no step uses; on all ranks alike."""
+        """Drop the compression errors of gradients that no step uses; all ranks must call this."""
 
     def after_step(self) -> None:
-        """Say that an optimizer has changed the weights."""
+        """React to an optimizer step that has changed the weights."""
 
     def agree(self, used: list[bool]) -> list[bool]:
-        """Return for each parameter whether any rank used it, from whether this one did.
+        """Return for each parameter whether any rank used it; `used` has the flags of this rank.
 
-        A rank that used all of them, as nearly every rank does, knows the answer: it takes part for
-        the others, and does not wait for its GPU.
+        A rank that used all parameters, the usual case, needs no result. It takes part in the
+        all-reduce only for the other ranks, and does not wait for its GPU.
         """
         if not used:
             return used
@@ -133,7 +136,7 @@ class GradientReducer:
 
 
 class OuterReducer(GradientReducer):
-    """Does more once an `inner` reducer, if there is one, has finished; passes other calls on."""
+    """A reducer around an `inner` one: forwards all calls, and a subclass extends `finish`."""
 
     def __init__(
         self, parameters: list[nn.Parameter], comm: Comm, inner: GradientReducer | None
@@ -167,19 +170,19 @@ class OuterReducer(GradientReducer):
 
 
 class ReplicaReducer(OuterReducer):
-    """Reduces over data as `inner` does, then over the sub-axes of tp that hold replicas."""
+    """Runs `inner`, then sums gradients over the sub-axes of tp that replicate the parameter."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], comm: Comm, inner: GradientReducer | None
     ) -> None:
         super().__init__([p for p in parameters if p.requires_grad], comm, inner)
-        # Under fsdp autograd sees other parameters than these: what was gathered.
+        # With fsdp, autograd uses the gathered tensors instead of these parameters.
         is_sharded = comm.size("fsdp") > 1
         self._adders = add_up_in_parts([] if is_sharded else self.parameters)
 
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:
-        """Return when every gradient is whole."""
+        """Complete all gradient sums, over data and over tp."""
         super().finish(phase)
         partial: dict[tuple[tuple[str, ...], torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for parameter in self.parameters:
@@ -193,7 +196,7 @@ class ReplicaReducer(OuterReducer):
 
 
 def sum_in_buckets(parts: Sequence[torch.Tensor], comm: Comm, axes: Iterable[str]) -> None:
-    """Sum tensors of one data type over axes, in place, in flat buckets."""
+    """All-reduce tensors of one dtype over `axes`, in place, in flat buckets."""
     for indices in buckets([part.nbytes for part in parts]):
         chosen = [parts[index] for index in indices]
         flat = torch.cat([part.reshape(-1) for part in chosen])
@@ -204,12 +207,13 @@ def sum_in_buckets(parts: Sequence[torch.Tensor], comm: Comm, axes: Iterable[str
 
 
 def add_up_in_parts(parameters: Iterable[nn.Parameter]) -> list[Node]:
-    """Have gradients of DTensors added part by part, see [Note: Adding up in parts].
+    """Accumulate gradients of DTensors shard by shard, see [Note: Adding up in parts].
 
-    The parameters are those that autograd sees.
+    Args:
+        parameters: the tensors that are leaves to autograd; with fsdp, the gathered ones.
 
     Returns:
-        The nodes of autograd that do it, as long as somebody holds them.
+        The autograd nodes that carry the hooks; keep a reference, or the hooks are lost.
     """
     nodes: list[Node] = []
     for parameter in parameters:
@@ -229,13 +233,13 @@ def _add_part(
         return None
     total, parameter.grad = parameter.grad, None
     local_shard(total).add_(local_shard(gradient))
-    return (total,)  # which autograd takes for the first gradient, and does not copy
+    return (total,)  # autograd stores it without a copy, as the first gradient
 
 
 def partial_axes(parameter: torch.Tensor) -> tuple[str, ...]:
-    """Return the axes of tp over which the gradient of `parameter` is a part of a sum.
+    """Return the sub-axes of tp over which the gradient of `parameter` is partial.
 
-    Those are the axes on which all ranks hold the same of it.
+    These are the sub-axes of more than one rank that replicate the parameter.
     """
     return tuple(
         axis
@@ -245,12 +249,12 @@ def partial_axes(parameter: torch.Tensor) -> tuple[str, ...]:
 
 
 def is_fused(tensor: torch.Tensor) -> bool:
-    """Return whether this rank's part of `tensor` is several parts of the whole: of fused maps."""
+    """Return whether this rank's shard joins several slices of `tensor`, as for fused weights."""
     return any(isinstance(placement, _StridedShard) for _, _, placement in _over_tp(tensor))
 
 
 def _over_tp(tensor: torch.Tensor) -> Iterator[tuple[str, int, Placement]]:
-    """Yield how a DTensor lies over each sub-axis of tp: name, size and placement."""
+    """Yield name, size and placement for each sub-axis of tp in the mesh of a DTensor."""
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         names = mesh.mesh_dim_names or ()

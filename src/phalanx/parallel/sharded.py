@@ -1,29 +1,30 @@
 """Sharded data parallelism: ZeRO 1-3 and HSDP, on PyTorch's FSDP2.
 
-Idea      Ranks that hold the same thing N times can hold a shard each and gather it where it is
-          used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023).
-          The stages say what stays whole: `zero1` parameters and gradients, `zero2` parameters,
-          `zero3` nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp.
-          Ranks with other positions of the same samples have terms of the same gradients, so
-          shards are split over their axis too: below, fsdp means all axes of `comm.axes.SHARDS`.
-          A group is what one gather fetches: a block, the embedding, the head, or the rest, all
-          parameters outside of these (the root group of FSDP2); groups.py.
-Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: rows of each parameter, and its AdamW
-          moments, split over fsdp; a parameter of uneven rows is padded on its way only.
-Forward   all_gather: W[I_fsdp] -> W, in the data type that the block computes in; zero3 frees it
-          after each group but the last block, the head and the rest: their backward is near
-Backward  zero3: all_gather again, but of the embedding, whose backward does not read W.
+Idea      N ranks that would hold equal replicas hold one shard each, and gather a parameter when it
+          is used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB
+          2023). The kinds differ in the tensors that stay unsharded: `zero1` parameters and
+          gradients, `zero2` parameters, `zero3` none. With dp > 1 it is HSDP: shards within fsdp,
+          replicas of the shards across dp. Ranks of cp hold other positions of the same samples,
+          so their gradients are terms of one sum, and parameters are sharded over cp as well:
+          below, fsdp means all axes of `comm.axes.SHARDS`. One gather fetches one group: a block,
+          the embedding, the head, or the rest, which is every other parameter (the root group of
+          FSDP2); see groups.py.
+Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: the rows of each parameter and of its
+          AdamW moments are split over fsdp; uneven rows are padded in messages only.
+Forward   all_gather: W[I_fsdp] -> W, in the dtype that the block computes in. zero3 frees W after
+          the forward of each group except the last block, the head and the rest, whose backward
+          comes soon.
+Backward  zero3: all_gather again, except for the embedding, whose backward does not read W.
           dW{sum dp,fsdp} = f'(X, W), reduce_scatter over fsdp -> dW[I_fsdp]{sum dp},
           all_reduce over dp -> dW[I_fsdp]
 Cost      With P bytes of parameters, padded, and A microbatches a step, a rank sends (N-1)/N times
-              zero1  P + P              gathers once, reduces once: adds up whole gradients
-              zero2  P + A P            gathers once, reduces each microbatch: adds up shards
-              zero3  (2 P - K) A + A P  K: the bytes gathered once: all but the first blocks
-          and across M ranks of dp 2 (M-1)/M P/N. One byte a parameter besides, see
-          `GradientReducer.agree`.
-          With a narrower data type of the arithmetic, gathers of blocks shrink to it.
-Limits    Any N and M. A parameter that two groups share is refused; tied weights belong to
-          the rest. Every rank must run the same blocks, and before torch 2.13 use the same
+              zero1  P + P              gathers once, reduces once: accumulates full gradients
+              zero2  P + A P            gathers once, reduces every microbatch: accumulates shards
+              zero3  (2 P - K) A + A P  K: bytes of embedding, last block, head, rest: gathered once
+          and across M ranks of dp 2 (M-1)/M P/N. In addition, one byte a parameter, see
+          `GradientReducer.agree`. Blocks that compute in a narrower dtype are gathered in it.
+Limits    Any N and M. A parameter that belongs to two groups is refused; tied weights belong to
+          the rest. Every rank must run the same blocks, and before torch 2.13 must use the same
           parameters.
 """
 
@@ -63,14 +64,14 @@ Kind = Literal["zero1", "zero2", "zero3"]
 
 
 class ShardedSplit(Split):
-    """The axes of shards, fsdp above all, and dp: across that stand replicas of the shards."""
+    """The axes that shard parameters (fsdp, and cp if there is one), and dp, which replicates."""
 
     axis = "fsdp"
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         strategy = target.strategy
-        # Between forward and backward of a microbatch, a stage of a pipeline runs others.
+        # A pipeline stage runs other microbatches between the forward and the backward of one.
         keeps = strategy.pp.degree == 1
         self._groups = groups_of(target.skeleton, target.compute, target.shapes, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
@@ -81,15 +82,15 @@ class ShardedSplit(Split):
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
-        """Return the shape of what a rank keeps of a table, whose rows are split."""
+        """Return the shape of a rank's shard: a table is split by rows, other tensors stay."""
         rows, *rest = shape
         return (-(-rows // strategy.num_shards), *rest) if part == "table" else shape
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
-        """Return the shards, and the bytes gathered and not yet reduced.
+        """Return the bytes of shards, of gathered parameters and of unreduced gradients.
 
-        With one microbatch zero1 reduces each group's gradients as soon as they are made, and holds
-        no more than zero2.
+        With one microbatch a step, zero1 reduces the gradients of a group as soon as backward has
+        made them, and so holds the same bytes as zero2.
         """
         groups, num_ranks = self._groups, self._num_shards
         gathered_bytes = sum(g.gathered_bytes(num_ranks) for g in groups)
@@ -111,14 +112,14 @@ class ShardedSplit(Split):
         )
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return the gathers and reductions."""
+        """Return the gathers, the reductions and the agreement on used parameters."""
         groups, num_ranks, times = self._groups, self._num_shards, len(microbatches)
         axis = single_axis(SHARDS, self.target.strategy.mesh_axes())
         degree = {**self._degree, axis: num_ranks}
         gathered, again, shards, reduced = list[int](), list[int](), list[int](), list[int]()
         is_zero3 = self._kind == "zero3"
         for g in groups:
-            # Each stage gathers the rest; each stage that reads the rest reduces its gradients.
+            # Every stage gathers the rest; only the first and the last reduce its gradients.
             is_rest = g.place == "rest"
             runs, ends = (self.target.num_stages, self.target.num_ends) if is_rest else (1, 1)
             gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)
@@ -140,7 +141,7 @@ class ShardedSplit(Split):
         return entries_of(counted, degree.__getitem__)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Split every parameter, in place: DTensors of fsdp, and of dp if the job has it."""
+        """Shard every parameter in place by FSDP2: over fsdp, with replicas over dp."""
         for name in sparse_tables(model):
             raise StrategyError(
                 f"{self.target.strategy}: the gradient of '{name}' is sparse, and fsdp reduces "
@@ -157,41 +158,41 @@ class ShardedSplit(Split):
             )
             for module in sharded:
                 module.set_unshard_in_backward(group.place != "embedding")
-        if not isinstance(model, FSDPModule):  # no parameter is of the rest
+        if not isinstance(model, FSDPModule):  # the rest has no parameters
             fully_shard(model, **where)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                cast(Any, type(module)).__deepcopy__ = _refuse_copy  # torch's raises, too
+                cast(Any, type(module)).__deepcopy__ = _refuse_copy  # torch's raises as well
         if self.target.strategy.pp.degree > 1:
             self._prefetch_in_stage(model)
 
     def _prefetch_in_stage(self, model: nn.Module) -> None:
-        """Gather in backward, while a group is at work, the one before it in its stage alone.
+        """Let backward prefetch only the preceding group of the same stage.
 
-        By itself FSDP2 takes the one that ran before it, which may be of another microbatch. Where
-        a rank has several stages, nothing is gathered ahead.
+        The default of FSDP2 prefetches the group whose forward ran before, which in a pipeline may
+        have run for another microbatch. A rank with several stages prefetches nothing.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for before, module in zip([None, *modules], modules, strict=False):
-            # A group that is there already, as the group at work itself, is not gathered again.
+            # A gathered group is not gathered again: to prefetch `module` itself does nothing.
             ahead = module if before is None or self.target.num_stages > 1 else before
             module.set_modules_to_backward_prefetch([ahead])
 
     def reducer(
         self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
     ) -> GradientReducer:
-        """Return what steers gathers and reductions."""
+        """Return the reducer, which controls the gathers and reductions of FSDP2."""
         if comm.device.type == "cpu":
             groups = self._groups
             engine = comm.engine(single_axis(SHARDS, comm.axes))
             overlap.use_engine(model, groups, engine, has_replicas=self._degree["dp"] > 1)
-            if self.target.num_stages == 1:  # else the block that follows may be of another stage
+            if self.target.num_stages == 1:  # else the next block may belong to another stage
                 overlap.gather_ahead(model, groups)
         return ShardedReducer(model, comm, self._kind)
 
 
 def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
-    """Return the arguments by which FSDP2 knows its axes among those that split parameters."""
+    """Return the arguments of `fully_shard` that name the mesh, and the axes that FSDP2 uses."""
     shards, replicas = comm.axes_of(SHARDS), "dp" if "dp" in comm.axes else None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         where = mesh_dims()(shard=shards, replicate=replicas)
@@ -200,10 +201,10 @@ def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
 
 
 def mesh_dims() -> type[Any]:
-    """Return the type that names FSDP2 its axes of a mesh that has others too.
+    """Return the type that selects the axes of FSDP2 in a mesh that also has other axes.
 
     Raises:
-        StrategyError: this PyTorch is older than 2.12, whose FSDP2 splits few layouts further.
+        StrategyError: PyTorch is older than 2.12; its FSDP2 can shard few layouts of DTensors.
     """
     try:
         from torch.distributed.fsdp import DataParallelMeshDims
@@ -216,15 +217,15 @@ def mesh_dims() -> type[Any]:
 
 
 def _precision(group: Group) -> MixedPrecisionPolicy:
-    """Gather in the group's own data type; gradients are always added up in the masters'."""
+    """Return the policy: gather in the dtype of the group, reduce gradients in the master dtype."""
     types = () if group.gathered == group.master else (group.gathered, group.master)
     return MixedPrecisionPolicy(*types, cast_forward_inputs=False)
 
 
 class ShardedReducer(GradientReducer):
-    """Sets in FSDP2 which microbatch is the last, and finds out which parameters were used.
+    """Sets when FSDP2 reduces and frees, and records which parameters the ranks used.
 
-    When backward ends, FSDP2 has reduced the gradients already, to sums.
+    FSDP2 itself reduces the gradients, to sums and not means, before backward ends.
     """
 
     def __init__(self, model: nn.Module, comm: Ranks, kind: Kind) -> None:
@@ -250,24 +251,25 @@ class ShardedReducer(GradientReducer):
     def _set_up(self, module: FSDPModule) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # A rank reduces zeros for what only others used; `finish` drops what nobody used. Before
-        # torch 2.13 there is no such setting, and all ranks must use the same parameters.
+        # A rank contributes zeros for parameters that only other ranks used; `finish` drops the
+        # gradients that no rank used. Before torch 2.13 there is no such setting, and all ranks
+        # must use the same parameters.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
         allow_views(module)
         self._watch(cast(nn.Module, module))
 
     def _watch(self, module: nn.Module) -> None:
-        """Note for each parameter of an FSDP2 module when autograd makes a gradient for it.
+        """Install hooks that record which parameters of an FSDP2 module receive a gradient.
 
-        Model, optimizer and checkpoints know the shard, autograd knows the gathered tensor alone:
+        Model, optimizer and checkpoints use the shard, autograd only uses the gathered tensor:
 
             shard ---all_gather---> gathered ---forward---> loss
                                        |<---autograd-----------|   the hooks are here
             shard.grad <--reduce_scatter-- gathered.grad
 
-        FSDP2 makes the gathered tensors once, at the first forward, and empties them in between. So
-        the hooks are set then. What adds gradients up is kept too (see reduce.py).
+        FSDP2 makes the gathered tensors once, at the first forward, and empties them between uses.
+        So the hooks are installed at the first forward, as are the nodes of `add_up_in_parts`.
         """
         blocks = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
         elsewhere = {parameter for block in blocks for parameter in block.parameters()}
@@ -286,16 +288,16 @@ class ShardedReducer(GradientReducer):
                 gathered: nn.Parameter = getattr(submodule, name)
                 self._gathered.append(gathered)
                 note = functools.partial(self._note_used, parameter)
-                if gathered.requires_grad:  # else it has been frozen since, which is refused
+                if gathered.requires_grad:  # else frozen since the split, which callers refuse
                     gathered.register_post_accumulate_grad_hook(note)
                 self._adders += add_up_in_parts([gathered])
 
         handle = module.register_forward_pre_hook(on_first_forward)
 
     def _gather_once(self, done: Callable[[], None], *_: Any) -> None:
-        """Gather each group outside of torch.inference_mode(), if the first forward is within it.
+        """Gather each group outside of torch.inference_mode() if the first forward runs inside it.
 
-        FSDP2 makes its tensors at the first gather, and those made there would never train.
+        FSDP2 makes its tensors at the first gather. Inference tensors could not be trained later.
         """
         done()
         if torch.is_inference_mode_enabled():
@@ -305,7 +307,7 @@ class ShardedReducer(GradientReducer):
                     module.reshard()
 
     def _refuse_others(self, *_: Any) -> None:
-        """Refuse weights that are put in for a forward: FSDP2 puts its own in their place."""
+        """Refuse weights that replace parameters for one forward: FSDP2 would overwrite them."""
         known = {id(gathered) for gathered in self._gathered}
         for module, name, parameter in self._places:
             here: object = getattr(module, name)
@@ -320,9 +322,9 @@ class ShardedReducer(GradientReducer):
         self._used.add(parameter)
 
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
-        """Say what FSDP2 is to reduce, and to free, in the backward that follows."""
+        """Set which groups FSDP2 reduces and frees in the next backward."""
         self._left.difference_update(last)
-        if reached is not None:  # else FSDP2 takes each backward for the last, as it does by itself
+        if reached is not None:  # else keep FSDP2's default, which treats each backward as the last
             self._root.set_is_last_backward(not self._left)
         for module, own in self._own.items():
             here = own if reached is None else own.intersection(reached)
@@ -330,12 +332,12 @@ class ShardedReducer(GradientReducer):
             is_reduced = is_last if self._kind == "zero1" else bool(here)
             module.set_requires_gradient_sync(is_reduced, recurse=False)
             module.set_requires_all_reduce(is_last, recurse=False)
-            # The rest is gathered for every stage of this rank, be it read there or not.
+            # Every stage of this rank gathers the rest, even a stage that does not read it.
             is_done = not self._left if module is self._root else is_last
             module.set_reshard_after_backward(is_done or self._kind == "zero3", recurse=False)
 
     def finish(self, phase: Phase = no_phase) -> None:
-        """Drop the gradients, all zeros, of what no rank used."""
+        """Set to None the gradients (all zeros) of parameters that no rank used."""
         with phase("agree"):
             is_used = self.agree([parameter in self._used for parameter in self.parameters])
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):
@@ -344,10 +346,10 @@ class ShardedReducer(GradientReducer):
         self._left = set(self.parameters)
 
     def abandon(self) -> None:
-        """Wait for what has begun, and free the gathered parameters."""
+        """Wait for gathers in progress, free the gathered parameters, and reset the step."""
         self._used.clear()
         self._left = set(self.parameters)
-        for module in self._own:  # a gather that is under way ends by being waited for
+        for module in self._own:  # `unshard` waits for a gather in progress
             module.unshard()
             module.reshard()
         if hasattr(self._root, "reset_iter_state"):  # from torch 2.13
@@ -356,7 +358,7 @@ class ShardedReducer(GradientReducer):
             gathered.grad = None
 
     def after_step(self) -> None:
-        """Free what a forward without a backward has left gathered: the step made it old."""
+        """Free parameters that a forward without backward left gathered: they are now outdated."""
         for module in self._own:
             module.reshard()
 
@@ -370,14 +372,14 @@ def _refuse_copy(module: nn.Module, _memo: object) -> nn.Module:
 
 
 def _refuse_second_derivative(_model: nn.Module, _inputs: Any, output: Any) -> None:
-    """Have a backward through the model refused where it is to have a derivative itself."""
+    """Add hooks that refuse a backward with create_graph=True through the model."""
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(_check_order)
 
 
 def _check_order(_grad: torch.Tensor) -> None:
-    if torch.is_grad_enabled():  # in backward, where create_graph is asked for
+    if torch.is_grad_enabled():  # in backward this holds only with create_graph=True
         raise StrategyError(
             "fsdp: a gradient is asked for with create_graph=True, as for a gradient penalty; "
             "its own derivative needs weights that fsdp has freed by then; use dp"
@@ -385,13 +387,13 @@ def _check_order(_grad: torch.Tensor) -> None:
 
 
 def _free_after_inference(model: nn.Module, *_: Any) -> None:
-    """Free what a forward without gradients leaves gathered: no backward will."""
+    """Free gathered parameters after a forward without gradients, since no backward frees them."""
     if not torch.is_grad_enabled():
         free_gathered(model)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered, so that the next forward gathers the shards as they are."""
+    """Free the parameters that FSDP2 has gathered; the next forward gathers the current shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,8 +1,8 @@
-"""A model as a plan reads it: its parameters and blocks, each kind of block once.
+"""A model description for plans: names, shapes and dtypes of parameters, and the blocks.
 
-A plan asks thousands of questions about models that exist nowhere yet. So nothing here holds or
-changes a tensor, and of a decoder known by its shape one block stands for all: whoever asks a block
-asks it once, and multiplies.
+A planner makes thousands of plans for models that do not exist in memory. So a skeleton neither
+stores nor changes tensor data. The skeleton of a decoder shape has one block that represents all
+blocks, so that costs are computed for one block and multiplied.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter, without its numbers; each is equal to itself alone.
+    """A parameter without its values; compared by identity.
 
     Attributes:
-        names: all that modules have for it, in the order of the model.
-        block: name of the block that holds it by its first name; empty outside of blocks.
+        names: all names of the parameter in the model, in the order of the model.
+        block: block that contains the first name; empty outside of blocks.
     """
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Weight:
 
     @property
     def name(self) -> str:
-        """Its first name."""
+        """First name of the parameter."""
         return self.names[0]
 
     @property
@@ -55,15 +55,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What a rank has of a model, before it is split.
+    """The parameters and blocks of one rank's pipeline stages, or of the full model.
 
     Attributes:
-        model: the whole model, to be asked about its modules and never changed; of a decoder known
-            by its shape, one with as many blocks as there are kinds.
-        weights: the parameters of the rank, of alike blocks the parameters of one.
-        blocks: name of each block in `model` -> names of the rank's blocks that it stands for.
-        num_blocks: of the whole model.
-        shape: of a decoder.
+        model: the full model, read only for its modules and never changed; for the skeleton of a
+            shape, a decoder with one block.
+        weights: the parameters of the rank; parameters of equal blocks are listed once.
+        blocks: name of each block in `model` -> names of the rank's blocks that it represents.
+        num_blocks: number of blocks of the full model.
+        shape: shape of a decoder; None for other models.
         gone: names of modules that only other ranks have.
     """
 
@@ -76,13 +76,14 @@ class Skeleton:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the first parameter."""
+        """Dtype of the first parameter."""
         return self.weights[0].dtype
 
     def named(self, name: str) -> tuple[str, ...]:
-        """Return the names on this rank of what `model` has by `name`: a module or a parameter.
+        """Return the names on this rank of the module or parameter `name` of `model`.
 
-        There are several where a block stands for others, and none where other ranks have it.
+        There are several names if the block of `name` represents others, and none if only other
+        ranks have the module.
         """
         block = _within(name, self.blocks)
         if block:
@@ -90,16 +91,16 @@ class Skeleton:
         return () if _within(name, self.gone) else (name,)
 
     def parameters(self) -> Iterator[Weight]:
-        """Yield the parameters of the rank in the order of the model, as often as it has each."""
+        """Yield the parameters of the rank in the order of the model, once for each equal block."""
         for block, weights in groupby(self.weights, lambda weight: weight.block):
             of_block = [*weights]
             for _ in self.blocks.get(block, ("",)):
                 yield from of_block
 
     def part(self, here: Collection[str], gone: Collection[str]) -> Skeleton:
-        """Return what one stage has, given the names of its modules and of the others.
+        """Return the skeleton of a rank that has the modules `here` and lacks the modules `gone`.
 
-        A parameter with a name in each is of both, and goes by its first name in both.
+        A parameter with a name in both sets (a tied weight) stays, and keeps its first name.
         """
         is_gone = functools.partial(_within, names=frozenset(gone).difference(here))
         is_here = functools.partial(_within, names=frozenset(here))
@@ -127,7 +128,7 @@ class Skeleton:
 
 
 def skeleton_of(model: nn.Module) -> Skeleton:
-    """Return the skeleton of a model that is not split yet, on any device; it is left as it is."""
+    """Return the skeleton of an unsplit model on any device, without changing the model."""
     blocks = [name for name, _ in blocks_of(model)]
     return Skeleton(
         model=model,
@@ -139,9 +140,10 @@ def skeleton_of(model: nn.Module) -> Skeleton:
 
 
 def skeleton_of_shape(shape: ModelShape, master: torch.dtype) -> Skeleton:
-    """Return the skeleton of a decoder whose parameters are of type `master`.
+    """Return the skeleton of a decoder of `shape` with parameters of dtype `master`.
 
-    Blocks differ in their windows alone, which no parameter and no message depends on.
+    One block represents all, because blocks differ only in their attention windows, which neither
+    parameters nor messages depend on.
     """
     with torch.device("meta"):
         model = Decoder(dataclasses.replace(shape, num_layers=1)).to(dtype=master)
@@ -175,11 +177,11 @@ _Copied = TypeVar("_Copied", bound=tuple[object, ...])
 
 
 def copied_on_meta(values: _Copied) -> _Copied:
-    """Return copies, on the meta device, of models and of objects that have models."""
+    """Return meta-device deep copies of models and of objects that have models as attributes."""
     parts = [part for value in values for part in (value, *vars(value).values())]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    # As if they had been copied already, so that none is.
+    # The memo maps each tensor to its meta copy, so that deepcopy copies no tensor data.
     return copy.deepcopy(values, {id(tensor): _on_meta(tensor) for tensor in tensors})
 
 
@@ -191,7 +193,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _within(name: str, names: Collection[str]) -> str:
-    """Return the one of `names` that is `name` or a module around it; empty if none is."""
+    """Return the innermost of `names` that is `name` or a parent module of it; empty if none."""
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name

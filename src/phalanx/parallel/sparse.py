@@ -1,8 +1,8 @@
-"""Gradients of `nn.Embedding(sparse=True)`: ranks have looked other rows up.
+"""Reduce sparse gradients, from `nn.Embedding(sparse=True)`, whose ranks looked up different rows.
 
-The rows that any rank has looked up have a gradient, as on one process. Optimizers such as
-SparseAdam move those alone. Sums go over the whole table, since no collective of torch adds up
-sparse tensors on every backend: the gradient is sparse for the optimizer's sake.
+The reduced gradient has the rows that any rank has looked up, as on one process, and optimizers
+such as SparseAdam update only these rows. The all-reduce covers the full table, because torch has
+no sparse all-reduce on every backend. The result is sparse again, for the optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.parallel.reduce import GradientReducer, OuterReducer
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained tables of a model whose gradients are sparse, by the module's name."""
+    """Return module name -> weight of each trained embedding table with sparse gradients."""
     return {
         name: cast(nn.Parameter, module.weight)
         for name, module in model.named_modules()
@@ -30,7 +30,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class SparseReducer(OuterReducer):
-    """Reduces the gradients of sparse tables after backward, and all others as `dense` does."""
+    """Reduces the gradients of sparse tables after backward; `dense` reduces all others."""
 
     def __init__(self, tables: list[nn.Parameter], dense: GradientReducer) -> None:
         super().__init__([*dense.parameters, *tables], dense.comm, dense)
@@ -38,14 +38,14 @@ class SparseReducer(OuterReducer):
 
     @override
     def retrain(self, trained: list[nn.Parameter]) -> bool:
-        """Pass the others to their reducer; a table that is frozen has no gradient."""
+        """Pass the dense parameters to their reducer; a frozen table has no gradient to reduce."""
         dense = [each for each in trained if not any(each is table for table in self._tables)]
         return self._inner.retrain(dense)
 
     @override
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:
-        """Return when every gradient is the sum over dp."""
+        """Complete the sums over dp, of dense gradients and then of sparse ones."""
         super().finish(phase)
         with phase("agree"):
             is_used = self.agree([table.grad is not None for table in self._tables])

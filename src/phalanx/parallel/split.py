@@ -1,4 +1,4 @@
-"""What each way to split the work answers, as `plan.Plan` asks it."""
+"""The interface of one axis of a strategy, `Split`, and its data types; `plan.Plan` calls it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from phalanx.parallel.dropout import Masks
 
 Shapes = Mapping[Weight, Shape]
-"""The shape of what one rank keeps of each parameter."""
+"""Parameter -> shape of the shard that one rank keeps."""
 
 Part = Literal["residual", "heads", "table"]
-"""An activation [B, T, D] between blocks; queries, keys or values [B, T, H] in attention, counted
-in heads; a table of the vocabulary [V, D]."""
+"""Kind of tensor: `residual`, an activation [B, T, D] between blocks; `heads`, queries, keys or
+values [B, T, H] in attention, counted in heads; `table`, a vocabulary table [V, D]."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What happens to a parameter, or to the alike parameters of several blocks.
+    """How tp splits a parameter, or the same parameter of several equal blocks.
 
     Attributes:
-        name: as in `blocks.0-11.mlp.up.weight`.
-        role: of the module that holds it, as a pattern says it.
-        full, shard: its shape, and the shape of the first rank's shard.
-        axes: of each dimension, the sub-axes of tp that split it, outer first.
+        name: name of the parameter, such as `blocks.0-11.mlp.up.weight`.
+        role: role of the module that holds the parameter, as patterns of roles write it.
+        full, shard: shape of the parameter, and shape of the first rank's shard.
+        axes: for each dimension, the sub-axes of tp that split it, outer first.
         tied: other names of the same parameter.
     """
 
@@ -51,20 +51,20 @@ class Row:
 
     @property
     def notation(self) -> str:
-        """Its shape with the axes that split it, as in `[128_tp_col, 64_tp_row]`."""
+        """Full shape with the axes that split each dimension, such as `[128_tp_col, 64_tp_row]`."""
         sizes = zip(self.full, self.axes, strict=True)
         return f"[{', '.join('_'.join((str(size), *axes)) for size, axes in sizes)}]"
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of trained state that one rank holds while it computes the gradients of a step.
+    """Bytes of training state that one rank holds while it computes the gradients of a step.
 
     Attributes:
         parameter_bytes: this rank's shard of the parameters.
-        gathered_bytes: parameters gathered from other ranks, at most at one time.
-        gradient_bytes: gradients, from microbatch to microbatch.
-        unreduced_bytes: peak bytes of not yet reduced gradients, on top of gradient_bytes.
+        gathered_bytes: peak bytes of parameters gathered from all ranks.
+        gradient_bytes: gradients that are kept between the microbatches of a step.
+        unreduced_bytes: peak bytes of gradients before their reduction, on top of gradient_bytes.
         optimizer_bytes: the two moments of AdamW.
     """
 
@@ -77,24 +77,23 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Target:
-    """A model, and how it is to be split.
+    """A model and the strategy that splits it, as one axis sees them.
 
     Attributes:
-        strategy: how.
-        skeleton: of what the axes before this one leave the rank of the model.
-        compute: data type of the arithmetic; the parameters' if None.
-        roles: patterns of module names to roles for tp, see `parallel.tensor.roles`; they come
-            before those that are known for the model.
-        batch_norm: over what BatchNorm takes its statistics; over a rank's own rows if None.
-        masks: of the nn.Dropouts; None if each draws from its process's generator.
-        run_on_shapes: of a model that is no decoder, runs it on the meta device on a microbatch of
-            (rows, positions), so that it is known what stages send each other.
-        pp_rank: coordinate on pp of the rank whose shards are meant.
-        num_stages: how many stages that rank runs of the model.
-        num_ends: how many of them are the first or the last, which read the modules in no block;
-            1 where the model is not cut.
-        shapes: what the axes before this one leave the first rank of those parameters that they
-            have split.
+        strategy: the strategy.
+        skeleton: skeleton of the part of the model that the rank has after the earlier axes.
+        compute: dtype of the arithmetic; the dtype of the parameters if None.
+        roles: patterns of module names -> roles for tp, see `parallel.tensor.roles`; they have
+            precedence over the built-in roles of the model.
+        batch_norm: scope of BatchNorm statistics, global or local; each rank's own rows if None.
+        masks: dropout masks keyed by sample; None if each rank draws from its own generator.
+        run_on_shapes: function that runs a model other than the decoder on the meta device, on a
+            microbatch of (rows, positions), to find the shapes that stages send each other.
+        pp_rank: coordinate on pp of the ranks that the plan describes.
+        num_stages: number of pipeline stages on that rank.
+        num_ends: number of those stages that are the first or the last one, which read the modules
+            outside of blocks; 1 without a pipeline.
+        shapes: shapes of the first rank's shards of the parameters that earlier axes have split.
         later: the axes of the strategy that split the model after this one.
     """
 
@@ -113,24 +112,24 @@ class Target:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Data type of the arithmetic."""
+        """Dtype of the arithmetic: `compute`, or the dtype of the parameters."""
         return self.compute or self.skeleton.dtype
 
     def shape(self, weight: Weight) -> Shape:
-        """Return the shape of the first rank's shard of a parameter."""
+        """Return the shape of the first rank's shard of a parameter after the earlier axes."""
         return self.shapes.get(weight, weight.shape)
 
     def left_by_later(self, part: Part, shape: Shape) -> Shape:
-        """Return the shape of the first rank's shard of a part of the model of `shape`.
+        """Return the shape of the first rank's shard of a tensor of kind `part` and of `shape`.
 
-        The axes after this one split it.
+        The shard is the result of all axes after this one.
         """
         for split in self.later:
             shape = split.shard_shape(self.strategy, part, shape)
         return shape
 
     def sizes(self, *, is_trained: bool = True) -> list[int]:
-        """Return the bytes of the first rank's shard of each parameter that is trained, or not."""
+        """Return the bytes of the first rank's shard of each trained (or each frozen) parameter."""
         bytes_of = {
             weight: math.prod(self.shape(weight)) * weight.dtype.itemsize
             for weight in self.skeleton.weights
@@ -142,10 +141,13 @@ class Target:
 def entries_of(
     rows: Iterable[tuple[str, str, str, int, int]], num_ranks: Callable[[str], int]
 ) -> list[Entry]:
-    """Return the entries of collectives, alike ones added up, and none over an axis of one rank.
+    """Return the ledger entries of collectives; rows of one phase, axis and collective are summed.
 
-    A row has the phase, the axis, the collective, the number of calls and the bytes of all of them;
-    `num_ranks` returns how many ranks an axis has.
+    Axes of one rank get no entry.
+
+    Args:
+        rows: phase, axis, collective, number of calls, bytes of all calls together.
+        num_ranks: returns the number of ranks of an axis.
     """
     sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for phase, axis, op, calls, payload in rows:
@@ -161,57 +163,59 @@ def entries_of(
 def phases_of(phase: str, recompute: str, is_kept: bool) -> tuple[str, ...]:
     """Return the phases of a step in which a block's collective of `phase` runs.
 
-    `selective` keeps the results of products and of attention, and does not send for them again.
+    Recomputation runs the collectives of forward a second time, in backward. `selective` does not
+    repeat a collective if its result `is_kept`, as results of products and attention are.
     """
     kept = ("none", "selective") if is_kept else ("none",)
     return ("forward", "backward") if phase == "forward" and recompute not in kept else (phase,)
 
 
 class Split:
-    """One axis of a strategy on one model; this one does nothing.
+    """One axis of a strategy on one model; the base class splits nothing.
 
-    A constructor refuses, with a StrategyError, a model that the axis cannot split. `apply` alone
-    changes a model.
+    The constructor raises a StrategyError if the axis cannot split the model. Only `apply` changes
+    a model.
     """
 
     axis: ClassVar[str]
-    """Its name in the strategy."""
+    """Name of the axis in the strategy."""
 
     row_shards: int = 1
     position_shards: int = 1
-    """In how many equal shards it splits the rows, and the positions, of a microbatch."""
+    """Number of equal shards into which the axis splits the rows, and the positions, of a
+    microbatch."""
 
     compiles: ClassVar[bool] = True
-    """Whether torch.compile takes the blocks that it has split."""
+    """Whether torch.compile can compile the blocks that the axis has split."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
     @classmethod
     def is_asked(cls, target: Target) -> bool:
-        """Return whether a model is split by this axis."""
+        """Return whether the strategy splits the model by this axis."""
         return getattr(target.strategy, cls.axis).degree > 1
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
-        """Return the shape of the first rank's shard of a part of a model, which is of `shape`."""
+        """Return the shape of the first rank's shard of a tensor of kind `part` and of `shape`."""
         _ = strategy, part
         return shape
 
     def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
-        """Return the rows and positions of a microbatch that it leaves to the axes after it."""
+        """Return the rows and positions of a microbatch on one rank, after this axis's split."""
         return microbatch
 
     def of(self, target: Target) -> Split:
-        """Return this axis on another stage of the same model."""
+        """Return the split of the same axis for `target`, another stage of the same model."""
         return type(self)(target)
 
     def remaining(self) -> Target:
-        """Return what this axis leaves the axes after it to split."""
+        """Return the target for the next axis."""
         return self.target
 
     def holds(self, held: StateBytes, accumulation: int) -> StateBytes:
-        """Return what the first rank holds, given what it would without this axis.
+        """Return the bytes on the first rank, given the bytes `held` without this axis.
 
         A step has `accumulation` microbatches.
         """
@@ -219,11 +223,11 @@ class Split:
         return held
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return what the first rank sends for this axis in one step.
+        """Return the communication of the first rank for this axis in one step.
 
         Args:
-            microbatches: rows and positions that the axes before this one leave of each of this
-                rank's microbatches.
+            microbatches: rows and positions of each microbatch on this rank, after the splits of
+                the earlier axes.
         """
         _ = microbatches
         return []
@@ -231,37 +235,36 @@ class Split:
     def announces(
         self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
     ) -> list[Entry]:
-        """Return what the first rank sends in a step besides: headers of shapes that are new.
+        """Return the first rank's messages in addition to `traffic`: headers of new shapes.
 
         Args:
-            microbatches: rows and positions of each of this rank's microbatches of the step.
+            microbatches: rows and positions of each microbatch of the step on this rank.
             before: the microbatches of all earlier steps.
         """
         _ = microbatches, before
         return []
 
     def table(self) -> list[Row]:
-        """Return what it does to each parameter, as far as that differs between parameters."""
+        """Return how each parameter is split; empty if the axis treats all parameters equally."""
         return []
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Split the model, in place; it may be on the meta device."""
+        """Split the model in place; the model may be on the meta device."""
 
     def reducer(
         self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
     ) -> GradientReducer | None:
-        """Return what reduces the gradients of a model.
+        """Return the reducer of the model's gradients.
 
         Args:
-            model: now split, with its first weights.
-            comm: of the strategy.
-            inner: what reduces them over the axes within this one's reach: those after it in
-                `plan.SPLITS`.
+            model: the model, split, with its initial weights.
+            comm: communicator of the strategy.
+            inner: reducer over the later axes in `plan.SPLITS`; it runs first. None without one.
         """
         _ = model, comm
         return inner
 
     def runner(self, model: nn.Module, comm: Ranks, runner: Runner) -> Runner:
-        """Return what runs the model, where that is not `runner`."""
+        """Return the runner of the model: `runner`, or one that replaces it."""
         _ = model, comm
         return runner

@@ -1,12 +1,12 @@
-"""Views that a group of fsdp returns, and that are written in place afterwards.
+"""Support in-place writes to views that an fsdp group returns.
 
-FSDP2 gathers a group for its backward by a hook on what the group returns. Autograd drops the hook
-of a view that is written in place, as by `x = block(x); x += y`; FSDP2 warns of every view, and
-without the hook the backward would run on weights that are freed. The tensor that the view is of
-keeps the node by which it was made: there the group is gathered if the hook has not run.
+FSDP2 gathers a group for its backward in a hook on the output of the group. If the output is a view
+and is written in place, as by `x = block(x); x += y`, autograd drops the hook, and backward would
+run on freed weights. FSDP2 therefore warns of every view. The base tensor of the view keeps the
+autograd node that made it, so a prehook on that node gathers the group if the hook has not run.
 
     block ---> base ---view---> x ---x += y---> loss      the hook on x is dropped,
-                 |<------------CopySlices---------|       and the node of base comes in any case
+                 |<------------CopySlices---------|       but backward always runs the node of base
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def allow_views(module: FSDPModule) -> None:
-    """Have a group's outputs be written in place, views or not; once FSDP2 has split the group."""
+    """Allow in-place writes to a group's outputs, even views; call it after `fully_shard`."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    # Private, and what the hook of FSDP2 runs; tests/script/test_own_loop.py pins both.
+    # Private, as is the function that FSDP2's hook runs; tests/script/test_own_loop.py pins both.
     state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
     assert isinstance(module, nn.Module)
     module.register_forward_hook(functools.partial(_watch_bases, state))

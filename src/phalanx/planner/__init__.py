@@ -1,1 +1,1 @@
-"""Hardware, costs and the search for a strategy: what a run would take, before it starts."""
+"""Planning a run before it starts: hardware descriptions, cost models and the strategy search."""

@@ -1,7 +1,7 @@
-"""The price of a module that is no decoder: its links as they were counted, under dp, fsdp and pp.
+"""Price and memory of a module that is not a decoder, under dp, fsdp and pp.
 
-What a rank holds and sends for these axes is the plan's own, as of a decoder; what its links run
-and keep is counted by running the module on the meta device (account/module.py).
+The plan gives the trained state and the traffic of a rank, as for a decoder. Operations and saved
+bytes of each link are counted by a run of the module on the meta device (account/module.py).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from phalanx.strategy import Axis, Recompute, Strategy
 
 @dataclass(frozen=True, eq=False)
 class AnyModule:
-    """A module with what it is trained on; equal to itself alone.
+    """A module with its objective, samples and optimizer; compared by identity.
 
     Attributes:
-        name: of the job, for messages.
-        model: the whole, on any device; it is not changed.
+        name: name of the job, for error messages.
+        model: the whole model, on any device; it is not changed.
         objective: see `Trainer`.
-        rows: returns a microbatch of a number of rows.
-        optimizer: makes the optimizer from parameters.
-        options: what `Plan` takes beside model and strategy.
+        rows: function that returns a microbatch of a given number of rows.
+        optimizer: function that creates the optimizer from parameters.
+        options: arguments of `Plan` other than strategy and model.
     """
 
     name: str
@@ -61,23 +61,23 @@ class AnyModule:
 
     @functools.cached_property
     def num_parameters(self) -> int:
-        """Parameters, trained or not, each once."""
+        """Number of distinct parameters, trained or not."""
         return sum(p.numel() for p in self.model.parameters())
 
     @functools.cached_property
     def precision(self) -> str:
-        """Data type of its first parameter."""
+        """Data type of the module's first parameter."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @functools.cached_property
     def moments(self) -> float:
-        """Bytes of the optimizer's state for a byte of the parameters; as AdamW if unknown."""
+        """Optimizer state bytes per parameter byte; 2, as for AdamW, if it cannot be measured."""
         parameter = nn.Parameter(torch.zeros(64, 64))
         parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer = self.optimizer([parameter])
             optimizer.step()
-        except Exception:  # it asks more of parameters than one has
+        except Exception:  # the optimizer needs more than this one parameter
             return 2.0
         states = itertools.chain.from_iterable(s.values() for s in optimizer.state.values())
         held = sum(x.nbytes for x in states if isinstance(x, torch.Tensor) and x.ndim)
@@ -85,19 +85,19 @@ class AnyModule:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - one for each job
     def links(self, num_rows: int) -> tuple[CountedLink, ...]:
-        """Return its links as counted for a microbatch.
+        """Return the counts of the module's links for a microbatch of `num_rows`.
 
         Raises:
-            ConfigError: it does not run on the meta device.
+            ConfigError: the module does not run on the meta device.
         """
         return tuple(count_module(self.model, self.objective, self.rows(num_rows), self.name))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - one for each job
     def plan(self, strategy: Strategy, num_rows: int) -> Plan[Any]:
-        """Return the plan of a strategy, cut by FLOPs.
+        """Return the plan of a strategy; pipeline stages are balanced by FLOPs if it gives no cut.
 
         Raises:
-            StrategyError: the strategy does not split the module.
+            StrategyError: the strategy cannot split the module.
         """
         if strategy.pp.degree > 1 and not strategy.cut:
             links = self.links(num_rows)
@@ -109,7 +109,7 @@ class AnyModule:
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """A step of a module, as `PlannedStep` of a decoder; its sequences are rows of a batch."""
+    """A step of a module, with the interface of `PlannedStep`; its sequences are batch rows."""
 
     module: AnyModule
     strategy: Strategy
@@ -124,36 +124,36 @@ class PlannedModule:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the module, each once."""
+        """Number of distinct parameters of the module."""
         return self.module.num_parameters
 
     @property
     def state_bytes(self) -> float:
-        """Of a parameter: it, its gradient and what the optimizer keeps."""
+        """Bytes per parameter: its value, its gradient and its optimizer state."""
         return 4 * (2 + self.module.moments)
 
     @property
     def num_sequences(self) -> int:
-        """Rows of a step of the whole job."""
+        """Rows of one step over all ranks."""
         replicas = self.strategy.dp.degree * self.strategy.fsdp.degree
         return self.microbatch * self.accumulation * replicas
 
     @property
     def plan(self) -> Plan[Any]:
-        """The plan that `train` makes."""
+        """The plan that `train` would build."""
         return self.module.plan(self.strategy, self.microbatch)
 
     @property
     def links(self) -> tuple[CountedLink, ...]:
-        """What the links do with a microbatch."""
+        """Operations and bytes of the links for one microbatch."""
         return self.module.links(self.microbatch)
 
     @property
     def recomputed(self) -> bool:
-        """Whether blocks are run again; what backward keeps of segments is not counted.
+        """Whether blocks are recomputed; segments and selective recomputation are not supported.
 
         Raises:
-            StrategyError: recomputation of another kind.
+            StrategyError: the kind of recomputation is neither `none` nor `full`.
         """
         kind = self.strategy.recompute.kind
         if kind not in ("none", "full"):
@@ -164,7 +164,7 @@ class PlannedModule:
 
 
 class _ModuleCosts(Costs):
-    """The times of a module's stages, and what it sends."""
+    """Times of a module's stages, and of its communication."""
 
     def __init__(self, planned: PlannedModule, job: Cluster, software: Software) -> None:
         super().__init__(cast(Any, planned), job, software, planned.plan)
@@ -230,9 +230,9 @@ def _(planned: PlannedModule, device: Device, software: Software = DEFAULT) -> l
 
 
 def search_module(question: Question, module: AnyModule, accumulation: int) -> Found:
-    """Return the fastest strategies of a module that fit, and those that were rejected.
+    """Return the fastest strategies of a module that fit, and the rejected strategies.
 
-    The batch is `question.num_sequences` rows, in microbatches as the job cuts them.
+    The batch has `question.num_sequences` rows, in `accumulation` microbatches per rank.
 
     Raises:
         ConfigError: no strategy divides the batch, or the module cannot be counted.
@@ -248,7 +248,7 @@ def search_module(question: Question, module: AnyModule, accumulation: int) -> F
                 rejected.setdefault(str(planned.strategy), held)
                 continue
             cost = price(planned, question.cluster, question.software)
-        except StrategyError:  # it does not split this module
+        except StrategyError:  # the strategy cannot split this module
             continue
         found.append(Candidate(cast(Any, planned), cost, held))
     if not num_legal:
@@ -262,7 +262,7 @@ def search_module(question: Question, module: AnyModule, accumulation: int) -> F
 
 
 def _steps(question: Question, module: AnyModule, accumulation: int) -> Iterator[PlannedModule]:
-    """Yield the steps over all devices of the cluster that divide the batch."""
+    """Yield the steps that use all devices of the cluster and divide the batch evenly."""
     num_devices = question.cluster.num_devices
     links = module.links(1 if question.num_sequences < num_devices else 2)
     policies = ["none", *(["full"] if any(link.is_block for link in links) else [])]

@@ -1,12 +1,13 @@
-"""A time that no step of a strategy is below: from its operations and its large messages.
+"""A lower bound of the step time of a strategy, from its operations and its large messages.
 
-A search prices strategies in the order of this bound, and stops where it passes the best prices:
-so the bound has to be quick, and never above the price.
+The search prices strategies in the order of this bound, and stops when the bound exceeds the best
+prices. So the bound must be fast to compute, and never above the price.
 
     a rank      its first forward waits for the forwards of the stages before its first stage, and
-                their backwards follow its last: their times, and its own of all microbatches
-    the step    the longest of the ranks, whatever the order in which a schedule runs them
-                + what dp and fsdp send beyond what compute can hide
+                the backwards of these stages follow its last backward: one forward and backward of
+                these stages, and the rank's own stages for all microbatches
+    the step    the longest rank, for any order of actions in the schedule
+                + communication of dp and fsdp beyond the part that compute can overlap
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from phalanx.planner.software import Software
 from phalanx.strategy import Axis, Strategy
 
 _ITEM_BYTES = 2
-"""Of an element that is sent, at least."""
+"""Least bytes of an element in a message."""
 
 _CALLS = 8
-"""Gathers and scatters of tp around a block, forward and backward, at least."""
+"""Least number of tp all-gathers and reduce-scatters of a block, forward and backward."""
 
 _INPUTS, _HEAD, _MESSAGE = "inputs", "head", "message"
-"""Parts of a stage beside blocks, which go by their windows."""
+"""Keys of a stage's parts other than blocks; the key of a block is its window."""
 
 Parts = Mapping[int | str | None, int]
-"""How many of each part: blocks of a window, and these."""
+"""Key of a part -> number of these parts: blocks by window, inputs, heads and messages."""
 
 
 def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the bound, of schedules whose backwards are whole.
+    """Return the bound in seconds, for schedules that do not split backward into two actions.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
     """
     ranks = _of_ranks(planned.strategy.pp, planned.strategy.cut, planned.shape)
     seconds, num = _seconds(planned, cluster, software), planned.accumulation
@@ -59,7 +60,7 @@ def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float
 
 
 class _OfRank(NamedTuple):
-    """The parts of a rank's stages, and the parts of all stages before its first one."""
+    """The parts of a rank's stages, and the parts of all stages before its first stage."""
 
     own: Parts
     before: Parts
@@ -67,7 +68,7 @@ class _OfRank(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank]:
-    """Return the first rank of a pipeline, and of others that run the same the last one each."""
+    """Return the first pipeline rank, and the last rank of each set of ranks with equal parts."""
     strategy, last = Strategy(pp=pp, cut=cut), shape.num_layers + 1
     links_of, schedule = cut_of(strategy, shape), schedule_of(strategy, 1)
     parts: list[Counter[int | str | None]] = []
@@ -92,7 +93,7 @@ def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank
 def _seconds(
     planned: PlannedStep, cluster: Cluster, software: Software
 ) -> dict[int | str | None, float]:
-    """Return the least seconds of each part for one microbatch, forward and backward."""
+    """Return a lower bound of each part's seconds for one microbatch, forward and backward."""
     shape, device = planned.shape, cluster.device
     tensor = Spent(_tensor_s(planned, cluster, software), 0.0)
     windows = dict.fromkeys(shape.window_of(number) for number in range(shape.num_layers))
@@ -110,13 +111,13 @@ def _seconds(
 
 
 def _stream_bytes(planned: PlannedStep) -> float:
-    """Return the bytes of the residual of one microbatch, before tp splits it."""
+    """Return the bytes of one microbatch's residual on a rank, before tp splits it."""
     tokens = planned.microbatch * planned.seq_len / planned.strategy.sample_shards
     return _ITEM_BYTES * tokens * planned.shape.hidden
 
 
 def _tensor_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the least time of the collectives of tp around a block, for one microbatch."""
+    """Return a lower bound of the time of a block's tp collectives for one microbatch."""
     strategy = planned.strategy
     sent = _CALLS * _stream_bytes(planned) * (1 - 1 / strategy.tp.degree)
     group, half = network.group_of(strategy.mesh_axes(), ("tp",)), _CALLS // 2
@@ -125,7 +126,7 @@ def _tensor_s(planned: PlannedStep, cluster: Cluster, software: Software) -> flo
 
 
 def _message_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the least time of a message between two stages."""
+    """Return a lower bound of the time of a message between two stages."""
     strategy = planned.strategy
     sent = _stream_bytes(planned) / strategy.tp.degree
     group = network.group_of(strategy.mesh_axes(), ("pp",))
@@ -133,9 +134,9 @@ def _message_s(planned: PlannedStep, cluster: Cluster, software: Software) -> fl
 
 
 def _sent_s(planned: PlannedStep, blocks: int, cluster: Cluster, software: Software) -> float:
-    """Return the least time in which dp and fsdp send weights and gradients of a rank's blocks.
+    """Return a lower bound of dp and fsdp communication for the blocks of the first rank.
 
-    zero3 gathers twice and reduces once for each microbatch, zero2 gathers once.
+    zero3 gathers twice and reduces once for each microbatch; zero2 gathers once a step.
     """
     strategy, count = planned.strategy, num_parameters(planned.shape)
     of_block = (count.attention + count.mlp) / planned.shape.num_layers

@@ -1,7 +1,7 @@
-"""The machine at hand as a cluster, and other machines by their calibration files.
+"""Clusters from measurements: this machine, and other machines by their calibration files.
 
-A device is a GPU, or where there is none an even part of the cores for each rank. What the file
-does not hold is measured for about a second, or assumed.
+A device is a GPU, or, without GPUs, an equal part of the cores for each rank. A value that the
+calibration file does not have is measured in about a second, or assumed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.planner.calibration_file import THIS, Calibration, Compute, path_of
 from phalanx.planner.machine import ARITHMETICS, Cluster, Core, Device, Level, Link, OpCost
 
 COPY_BYTES: Final = 64 << 20
-"""Memory that is read to measure its bandwidth; more than the caches of a core."""
+"""Bytes that are read to measure memory bandwidth; more than the caches of a core."""
 
 _ASSUMED = Link(
     name="gloo in one host",
@@ -45,11 +45,11 @@ ASSUMED: Final = Compute(
     ),
     source="assumed of a core; phalanx bench ceiling --write this measures it",
 )
-"""A core of a server's processor, where nothing was measured."""
+"""Assumed rates of one core of a server CPU, for a machine without measurements."""
 
 
 def blank(kind: Literal["gpu", "cpu"]) -> Calibration:
-    """Return the calibration of this machine before anything is measured: "gpu" or "cpu"."""
+    """Return a calibration of this machine's GPUs or CPU without any measurements."""
     if kind == "gpu":
         import torch
 
@@ -65,12 +65,12 @@ def blank(kind: Literal["gpu", "cpu"]) -> Calibration:
 
 
 def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
-    """Return the machine at hand, with as many devices as asked for; of a CPU any number of ranks.
+    """Return this machine as a cluster of `num_devices`: GPUs, or any number of ranks on a CPU.
 
-    Its calibration file says what it does; without one `otherwise`, or else a short measurement.
+    Its rates are those in the calibration file, else `otherwise`, else from a short measurement.
 
     Raises:
-        ConfigError: it has fewer GPUs, or its calibration file is damaged.
+        ConfigError: the machine has fewer GPUs, or its calibration file is damaged.
     """
     import torch
 
@@ -86,10 +86,10 @@ def this_machine(num_devices: int | None = None, otherwise: Compute | None = Non
 
 
 def as_cluster(name: str, found: Calibration, num_devices: int | None = None) -> Cluster:
-    """Return what was measured as a cluster of `num_devices`; the rest is measured here.
+    """Return a calibrated machine as a cluster of `num_devices`; measure missing rates here.
 
     Raises:
-        ConfigError: it has fewer GPUs, or no device at all is asked for.
+        ConfigError: the machine has fewer GPUs, or `num_devices` is below 1.
     """
     num_there = found.num_hosts * found.num_here
     if num_devices is not None and num_devices < 1:
@@ -118,7 +118,7 @@ def as_cluster(name: str, found: Calibration, num_devices: int | None = None) ->
 
 
 def _gpu(name: str, found: Calibration) -> Device:
-    """Return the GPU of the catalogue with its measured efficiency, or what was measured of it."""
+    """Return the catalog's GPU with its measured efficiency, or a device of measured rates only."""
     from phalanx.planner.hardware import DEVICES
 
     compute = found.compute
@@ -135,7 +135,7 @@ def _gpu(name: str, found: Calibration) -> Device:
 
 
 def _cores(name: str, found: Calibration, num_cores: float) -> Device:
-    """Return the device that a rank on `num_cores` cores is; it may have a part of one."""
+    """Return the device of a rank on `num_cores` cores, which may be a fraction of one core."""
     compute = found.compute or measure(found, ("float32", "bfloat16"))
     parts = {
         "best": {of: num_cores * rate for of, rate in compute.best.items()},
@@ -172,7 +172,7 @@ def _measured(name: str, found: Calibration, compute: Compute) -> Device:
 
 
 def _usual_link(device: Device) -> Link:
-    """Return what joins the devices of a host where nothing was measured."""
+    """Return the catalog's or the assumed link within a host, for a host without measurements."""
     from phalanx.planner.hardware import CLUSTERS
 
     known = CLUSTERS.get(device.name)
@@ -180,7 +180,7 @@ def _usual_link(device: Device) -> Link:
 
 
 def measure(found: Calibration, arithmetics: tuple[str, ...]) -> Compute:
-    """Measure for about a second what one GPU or one core of this machine does."""
+    """Measure the rates of one GPU or one core of this machine in about a second."""
     import torch
 
     from phalanx.measure.environment import has_fast_bfloat16
@@ -205,7 +205,7 @@ def compute_of(
     sustained: Mapping[str, float],
     num_threads: int,
 ) -> Compute:
-    """Return the rates of one of `num_threads` cores, or of a GPU with 1, by the sum of all."""
+    """Return the rates of one core from rates of `num_threads` cores, or a GPU's (1 thread)."""
     is_gpu = found.kind == "gpu"
     return Compute(
         best={of: rate / num_threads for of, rate in best.items()},
@@ -226,7 +226,7 @@ def _memory_bytes(found: Calibration) -> float:
 
 
 def _stream_bandwidth(device: str) -> float:
-    """Return bytes/s of memory, read and written, in the fastest of some passes."""
+    """Return the memory bandwidth, bytes/s read plus written, of the fastest of five passes."""
     import torch
 
     source = torch.ones(COPY_BYTES // 4, device=device)
@@ -241,7 +241,7 @@ def _stream_bandwidth(device: str) -> float:
 
 
 def core_of() -> Core:
-    """Measure on one core what the layers of a small model are made of, for a second."""
+    """Measure the products, attention and operators of a small model on one core in a second."""
     from phalanx.measure.core import measure_core
 
     products, attention, operator_s = measure_core()

@@ -1,6 +1,6 @@
-"""The calibration file, which keeps what was measured of a machine.
+"""The calibration file, which stores the measured rates and links of a machine.
 
-`phalanx bench ceiling` and `phalanx bench comm` write it; calibration.py makes a cluster of it.
+`phalanx bench ceiling` and `phalanx bench comm` write it; calibration.py builds a cluster from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.planner.machine import ARITHMETICS, Core, Level
 from phalanx.storage import read_text, replace_file
 
 THIS: Final = "this"
-"""The name of the machine at hand, and of its calibration file, which is in the user's cache."""
+"""Name of this machine, and of its calibration file in the user's cache folder."""
 
 FORMAT: Final = 1
 FILE_NAME: Final = "calibration.json"
@@ -29,13 +29,13 @@ _MAY_BE_ZERO: Final = ("latency_s", "turn_s", "crowd")
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What one GPU or one core does, by data type, FLOP/s and bytes/s.
+    """Measured rates of one GPU or one core.
 
     Attributes:
-        best: of the fastest matrix product.
-        sustained: the best median.
-        bandwidth: of memory, read and written.
-        core: of a processor, what training runs on it.
+        best: FLOP/s of the fastest matrix product, by data type.
+        sustained: FLOP/s of the best median over products of one size, by data type.
+        bandwidth: memory bandwidth, bytes/s read plus written.
+        core: rates of a CPU core in training; None for a GPU.
     """
 
     best: Mapping[str, float]
@@ -49,15 +49,15 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured of a machine.
+    """Measurements of a machine.
 
     Attributes:
         kind: "gpu" or "cpu".
-        device_name: as the driver or the system names it.
-        num_here: GPUs or cores of a host.
-        num_hosts: hosts over which the links were measured.
-        compute: None until `phalanx bench ceiling` has measured it.
-        levels: innermost first; empty until `phalanx bench comm` has measured them.
+        device_name: name that the driver or the system reports.
+        num_here: number of GPUs or cores of one host.
+        num_hosts: number of hosts over which the links were measured.
+        compute: measured rates; None before `phalanx bench ceiling`.
+        levels: measured links, innermost level first; empty before `phalanx bench comm`.
     """
 
     kind: Literal["gpu", "cpu"]
@@ -69,10 +69,10 @@ class Calibration:
 
 
 def path_of(name: str) -> Path:
-    """Return the calibration file that `--write` names: `this`, in the cache, or one's own.
+    """Return the path of the calibration file `name`: `this` in the cache folder, or any path.
 
     Raises:
-        ConfigError: it is not a name that ends in .json.
+        ConfigError: the name is neither `this` nor ends in .json.
     """
     if name == THIS:
         from phalanx.data.cache import cache_folder
@@ -87,7 +87,7 @@ def path_of(name: str) -> Path:
 
 
 def keep(path: Path, found: Calibration) -> None:
-    """Write what was measured; what the file holds of the same machine otherwise is kept."""
+    """Write a calibration; merge it with the file's other measurements of the same machine."""
     if path.exists():
         before = read(path)
         if (before.kind, before.device_name) == (found.kind, found.device_name):
@@ -104,7 +104,7 @@ def keep(path: Path, found: Calibration) -> None:
 
 
 def _joined(before: Compute, found: Compute) -> Compute:
-    """Return what was measured of two data types, or twice."""
+    """Return `found` with rates of further data types from `before`; `found` wins."""
     core = found.core
     if core and before.core:
         products = {**before.core.products, **core.products}
@@ -116,10 +116,10 @@ def _joined(before: Compute, found: Compute) -> Compute:
 
 
 def read(path: Path) -> Calibration:
-    """Read a calibration.
+    """Read a calibration file.
 
     Raises:
-        ConfigError: there is no such file, or it is none.
+        ConfigError: the file does not exist, or is no calibration of this version.
     """
     if not path.exists():
         advice = "phalanx bench comm --write makes one"
@@ -141,10 +141,12 @@ def read(path: Path) -> Calibration:
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
-    """Return a value of JSON as a field's type has it; each number is finite and above 0.
+    """Convert a JSON value to the type `kind` of the field `name`.
+
+    Numbers must be finite and above 0; fields in `_MAY_BE_ZERO` may be 0.
 
     Raises:
-        ValueError: it is of another type, or out of range.
+        ValueError: the value has another type, or is out of range.
     """
     of = get_args(kind)
     if dataclasses.is_dataclass(kind):
@@ -170,10 +172,10 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
 
 
 def _check(compute: Compute) -> None:
-    """Refuse rates of which the fastest is unknown.
+    """Check that the rates are complete: equal data types, rates of a core, and a date.
 
     Raises:
-        ValueError: names the rates that are missing.
+        ValueError: a rate or the date is missing; the message names it.
     """
     if compute.best.keys() != compute.sustained.keys() or not compute.best.keys() & {*ARITHMETICS}:
         raise ValueError(f"best has rates of {[*compute.best]}, sustained {[*compute.sustained]}")

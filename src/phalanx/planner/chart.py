@@ -1,4 +1,4 @@
-"""Draw the hardware catalogue, and plans over devices, as SVG. Needs the `plot` extra."""
+"""SVG charts of the hardware catalog, and of plans over numbers of devices; needs extra `plot`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COLOURS = {"NVIDIA": "#4d7c0f", "AMD": "#b04a2f", "TPU": "#1f5a99", "AWS": "#8a6d1a"}
 
 NEAR = 1.06
-"""Ratio of two values whose labels would lie on one another."""
+"""Ratio of two values below which their labels overlap."""
 
 PEAK_TICKS = (100, 200, 500, 1000, 2000)
 SPEED_TICKS = (1, 2, 5, 10)
@@ -34,10 +34,10 @@ class _Label(NamedTuple):
 
 
 def draw_devices(devices: Sequence[Device], path: Path) -> None:
-    """Draw peak, bandwidth and memory of devices over their years, a panel each.
+    """Draw peak, bandwidth and memory of devices by year, one panel each.
 
     Raises:
-        ConfigError: the file is no SVG, or matplotlib is missing.
+        ConfigError: `path` is not a writable SVG name, or matplotlib is missing.
     """
     figure = _figure(path, (11, 5.2))
     panels = [
@@ -72,10 +72,10 @@ def draw_devices(devices: Sequence[Device], path: Path) -> None:
 
 
 def draw_scaling(several: Sequence[BestPlan], path: Path) -> None:
-    """Draw speed-up and efficiency over devices, a panel each.
+    """Draw speed-up and efficiency over the number of devices, one panel each.
 
     Raises:
-        ConfigError: the file is no SVG, or matplotlib is missing.
+        ConfigError: `path` is not a writable SVG name, or matplotlib is missing.
     """
     figure = _figure(path, (10, 4.4))
     points = [each for each in several if each.figures is not None]
@@ -109,10 +109,10 @@ def draw_scaling(several: Sequence[BestPlan], path: Path) -> None:
 
 
 def check_svg(path: Path) -> None:
-    """Refuse a name that no SVG can be written to, before anything is worked out for it.
+    """Check, before any work, that `path` can be the name of an SVG file.
 
     Raises:
-        ConfigError: it ends otherwise, is a folder, or is in none.
+        ConfigError: it does not end in .svg, is a folder, or its folder does not exist.
     """
     if path.suffix != ".svg":
         legal = path.with_suffix(".svg") if path.name else "picture.svg"
@@ -124,10 +124,10 @@ def check_svg(path: Path) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that cannot be drawn, before anything is worked out for it.
+    """Check, before any work, that a chart can be drawn to `path`.
 
     Raises:
-        ConfigError: the file cannot be written as an SVG, or matplotlib is missing.
+        ConfigError: `path` is not a writable SVG name, or matplotlib is missing.
     """
     check_svg(path)
     if find_spec("matplotlib") is None:
@@ -136,7 +136,7 @@ def check_picture(path: Path) -> None:
 
 def _figure(path: Path, size: tuple[float, float]) -> Figure:
     check_picture(path)
-    # Not pyplot: it keeps every figure in a global register.
+    # Without pyplot, which keeps every figure in a global registry.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -148,15 +148,15 @@ def _figure(path: Path, size: tuple[float, float]) -> Figure:
 def _write(figure: Figure, path: Path) -> None:
     from matplotlib import rc_context
 
-    # A fixed salt and no date: the same values give the same file.
+    # A fixed salt and no date, so that equal values give equal files.
     with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
 
 
 def _labels(devices: Sequence[Device], values: Sequence[float]) -> list[_Label]:
-    """Return the labels of a panel: devices at one spot have one in common.
+    """Return the labels of a panel; devices of one year and nearly equal value share a label.
 
-    A label is left of its spot where a later device would lie on it.
+    A label is on the left of its point where it would overlap a later device on the right.
     """
     points = sorted(zip(devices, values, strict=True), key=lambda point: (point[0].year, point[1]))
     spots: list[list[tuple[Device, float]]] = []

@@ -1,4 +1,4 @@
-"""Choose the strategy and the microbatch of a run, and name the nearest that were rejected."""
+"""The automatic choice of strategy and microbatch, with the nearest rejected alternatives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.planner.search import Candidate, Inequality, Question, search
 from phalanx.strategy import Strategy
 
 NUM_REJECTED = 2
-"""Rejected ones that are named."""
+"""Number of rejected alternatives that are reported."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Choice:
     """The fastest strategy and microbatch that fit.
 
     Attributes:
-        rejected: the nearest to it, by what they hold or by their time.
+        rejected: the nearest alternatives, which need too much memory or are slower.
     """
 
     best: Candidate
@@ -29,7 +29,7 @@ class Choice:
     cluster: Cluster
 
     def lines(self) -> list[str]:
-        """Return in words what was chosen, on which machine, and what was not."""
+        """Return lines of text: the choice, the rejected alternatives and the machine."""
         planned, device = self.best.planned, self.cluster.device
         link = self.cluster.levels[0].link
         return [
@@ -42,10 +42,10 @@ class Choice:
 
 
 def choose(question: Question, strategy: Strategy | None = None) -> Choice:
-    """Return the choice for a question; of one strategy, its microbatch alone is open.
+    """Return the choice for a question; with `strategy`, choose only its microbatch.
 
     Raises:
-        PhalanxError: none is legal, or none fits; says how near the nearest is.
+        PhalanxError: no strategy is legal, or none fits; the message has the nearest one's excess.
     """
     if strategy is None:
         found = search(question)
@@ -60,10 +60,10 @@ def choose(question: Question, strategy: Strategy | None = None) -> Choice:
 def choice_of(
     fitting: Sequence[Candidate], rejected: Sequence[Inequality], cluster: Cluster
 ) -> Choice:
-    """Return the first of the candidates, and the nearest of the others.
+    """Return the first of the candidates as the choice, with the nearest alternatives.
 
     Raises:
-        ConfigError: there is none; says how near the nearest is.
+        ConfigError: there is no candidate; the message has the nearest rejected one's excess.
     """
     if not fitting:
         nearest = neighbours(None, rejected)
@@ -78,7 +78,7 @@ def choice_of(
 def _nearest(
     best: Candidate, slower: Sequence[Candidate], rejected: Sequence[Inequality]
 ) -> list[Inequality]:
-    """Return the nearest that hold too much, and then those that are slower."""
+    """Return the nearest strategy that needs too much memory, then slower candidates."""
     too_large = neighbours(str(best.planned.strategy), rejected)[:1]
     late = [
         Inequality(

@@ -1,4 +1,4 @@
-"""Where the search departs from the rules of recipe.py, and why: in seconds, or in bytes."""
+"""Differences between the search and the rules of recipe.py, with reasons in seconds or bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from phalanx.strategy.value import text_of
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """A rule beside the search.
+    """A rule's strategy compared with the best strategy of the search.
 
     Attributes:
-        kind: by thumb, or by fit.
-        rule: its name.
-        why: the job stands on it.
-        strategy: that the rule chooses, with what it must recompute to fit.
-        step_time_s: its price; None where it cannot run.
-        why_not: it cannot run.
-        departs: what the search has in place of what the rule has, and what that saves.
+        kind: "by thumb" or "by fit".
+        rule: name of the rule.
+        why: why the rule applies to the job.
+        strategy: the rule's strategy, with the recomputation that it needs to fit.
+        step_time_s: predicted step time, seconds; None if the strategy cannot run.
+        why_not: why the strategy cannot run; "" if it can.
+        departs: differences of the search's strategy, and the time that each cause saves or costs.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Departure:
 
 
 def departures(question: Question, best: Candidate | None) -> list[Departure]:
-    """Return both rules of a job, and where the best strategy departs from their choices."""
+    """Return the strategies of both rules for a job, compared with the best strategy."""
     sizes = recipe.sizes_of(
         question.shape, question.cluster, question.seq_len, question.num_sequences
     )
@@ -62,10 +62,10 @@ def _beside(question: Question, kind: str, rule: recipe.Rule, best: Candidate | 
 
 
 def settled(question: Question, strategy: Strategy) -> Candidate | Inequality | ConfigError:
-    """Return a strategy at the largest microbatch that fits; or why it cannot run.
+    """Return a strategy at the largest microbatch that fits, or why it cannot run.
 
-    Of a pipeline at the fastest, which leaves stages enough to do. It recomputes as little as lets
-    one fit.
+    A pipeline takes the fastest microbatch instead, because a large microbatch leaves too few for
+    its stages. The least recomputation with which a microbatch fits is used.
     """
     answer: Candidate | Inequality | ConfigError | None = None
     for policy in RECOMPUTE:
@@ -83,7 +83,7 @@ def settled(question: Question, strategy: Strategy) -> Candidate | Inequality | 
 
 
 def departs(question: Question, rule: Candidate, best: Candidate) -> str:
-    """Return what the search takes in place of the rule's, and the seconds that this saves."""
+    """Return text: how the search's strategy differs from the rule's, and the time by cause."""
     other = _difference(rule, best)
     if not other:
         return "the search takes the same"
@@ -101,7 +101,7 @@ def departs(question: Question, rule: Candidate, best: Candidate) -> str:
 
 
 def _difference(rule: Candidate, best: Candidate) -> str:
-    """Return which parts of a strategy the best has in place of which of the rule's."""
+    """Return text: parts of the best strategy and of the rule's that the two do not share."""
     ours, theirs = (_parts(each) for each in (best, rule))
     taken = ",".join(part for part in ours if part not in theirs)
     left = ",".join(part for part in theirs if part not in ours)
@@ -117,7 +117,7 @@ def _difference(rule: Candidate, best: Candidate) -> str:
 
 
 def _parts(of: Candidate) -> list[str]:
-    """Return the texts of the axes that split, and of the policy that recomputes."""
+    """Return the texts of a strategy's axes above degree 1, and of its recomputation."""
     strategy = of.planned.strategy
     parts = [text_of(name, axis) for name, axis in strategy.axes() if axis.degree > 1]
     kind = strategy.recompute.kind

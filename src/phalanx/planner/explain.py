@@ -1,6 +1,6 @@
-"""What a plan says of each strategy: its figures, what it crosses, what bounds it, what it costs.
+"""The report of a plan for each strategy: figures, crossed links, bottleneck and cost by axis.
 
-The text and the JSON of `phalanx plan` are both made of these values.
+The text and the JSON of `phalanx plan` both use these values.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.strategy import Axis, Recompute, Strategy
 
 GRADES: Final = ((0.4, "excellent"), (0.3, "good"))
-"""An MFU above the number -> its grade; `low` below all."""
+"""Pairs of a threshold and the grade of an MFU above it; the grade below all is `low`."""
 
 NUM_REJECTED: Final = 8
-"""Rejected strategies that are shown: the nearest to the best."""
+"""Number of rejected strategies that are reported: the nearest to the best."""
 
 _BOUND: Final = 0.7
-"""Part of a step above which compute alone bounds it."""
+"""Fraction of a step above which compute alone bounds the step."""
 
 WORTH: Final = 0.02
-"""Part of a step below which a cause needs no advice."""
+"""Fraction of a step below which a cause is not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,13 @@ class Figures:
     """The figures of one strategy.
 
     Attributes:
-        samples_per_s: sequences, or rows of a module's batch, that all data ranks must read.
-        causes_s: cause -> its seconds of the step.
-        sent_s: seconds in which dp and fsdp send, of which `causes_s` has the exposed part.
-        memory: cause -> bytes on the heaviest stage at the moment of its peak; their sum is
-            `memory_bytes`.
-        memory_moment: when the peak is: with the most activations, or with all gradients.
-        devices: numbers of devices on which the run can resume with this microbatch: fewer or as
-            many replicas, which divide the batch and fit.
+        samples_per_s: sequences, or rows of a module's batch, per second over all data ranks.
+        causes_s: cause -> seconds of the step.
+        sent_s: time of all dp and fsdp communication; `causes_s` has the exposed part.
+        memory: cause -> bytes on the heaviest stage at its peak; their sum is `memory_bytes`.
+        memory_moment: moment of the peak: with the most activations, or with all gradients.
+        devices: numbers of devices on which the run can resume with this microbatch: with the
+            same or fewer replicas, if these divide the batch and the run fits.
     """
 
     strategy: str
@@ -69,7 +68,7 @@ class Figures:
 
 
 def grade(mfu: float) -> str:
-    """Return what an MFU of a large model is called."""
+    """Return the grade of an MFU of a large model."""
     return next((word for least, word in GRADES if mfu > least), "low")
 
 
@@ -119,7 +118,7 @@ def _of_data(strategy: Strategy) -> str:
 
 
 def mesh(question: Question, strategy: Strategy) -> str:
-    """Return the axes, outer to inner, and the unit of the cluster that each stays within."""
+    """Return text: each axis, outer to inner, with the smallest unit that contains its groups."""
     axes, job = strategy.mesh_axes(), question.cluster.of(strategy.num_ranks)
     if strategy.num_ranks == 1:
         return "one device"
@@ -132,13 +131,13 @@ def mesh(question: Question, strategy: Strategy) -> str:
 
 
 def sizes(question: Question, planned: PlannedStep) -> list[int]:
-    """Return the numbers of devices, up to the cluster's, on which the run can resume."""
+    """Return the numbers of devices, up to the strategy's, on which the run can resume."""
     strategy = planned.strategy
     axis = "fsdp" if strategy.dp.degree == 1 else "dp"
     most: int = getattr(strategy, axis).degree
     inner = strategy.num_ranks // most
     rows = question.num_sequences // (strategy.data_ranks // most) // planned.microbatch
-    # Interleaved chunks need a multiple of stages of microbatches.
+    # An interleaved schedule needs a multiple of pp microbatches.
     unit = strategy.pp.degree if strategy.pp.kind == "interleaved" else 1
     degrees = [n for n in range(1, most + 1) if rows % n == 0 and rows // n % unit == 0]
 
@@ -150,25 +149,25 @@ def sizes(question: Question, planned: PlannedStep) -> list[int]:
         fewer = dataclasses.replace(planned, strategy=split, accumulation=rows // degree)
         return not isinstance(fits(question, fewer), Inequality)
 
-    # With fewer replicas each holds as much or more.
+    # Bisection is valid because, with fewer replicas, each holds the same bytes or more.
     least = bisect.bisect_left(degrees, True, key=can_resume)
     return [inner * degree for degree in degrees[least:]]
 
 
 def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequality]:
-    """Return the rejected strategies that are nearest to the best; without one, to fitting."""
+    """Return the rejected strategies nearest to `best`; if None, those with the least excess."""
     if best is None:
         nearest = sorted(rejected, key=lambda each: each.left / each.right)
     else:
         own = Strategy.parse(best)
         nearest = sorted(rejected, key=lambda each: _distance(own, Strategy.parse(each.strategy)))
-    # Kinds of one axis often hold the same: one of them is enough.
+    # Kinds of one axis often need equal memory: report only one of them.
     alike = {(each.what, each.left): each for each in reversed(nearest)}
     return [each for each in nearest if alike[each.what, each.left] is each][:NUM_REJECTED]
 
 
 def _distance(one: Strategy, other: Strategy) -> float:
-    """Return how often degrees must be doubled or halved, and kinds changed at half the price."""
+    """Return the number of doublings or halvings of degrees, plus 0.5 for each changed kind."""
     found = float(one.recompute != other.recompute)
     for (_, axis), (_, beside) in zip(one.axes(), other.axes(), strict=True):
         found += abs(math.log2(axis.degree / beside.degree))
@@ -177,7 +176,7 @@ def _distance(one: Strategy, other: Strategy) -> float:
 
 
 def advice(question: Question, candidate: Candidate) -> list[str]:
-    """Return what bounds the step of a strategy, what each axis costs, and what would lower it."""
+    """Return lines of advice: what bounds the step, the cost of each axis, and how to lower it."""
     of = figures(question, candidate)
     largest = max(of.causes_s, key=lambda cause: of.causes_s[cause])
     part = of.causes_s[largest] / of.step_time_s
@@ -198,7 +197,7 @@ _NAMES: Final = {"compute": "compute", "pp": "the bubble of pp", "optimizer": "t
 
 
 def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
-    """Yield what each axis costs that is worth a word, and what would lower it."""
+    """Yield (seconds, text) for each cause above `WORTH`, with a way to lower it."""
     strategy = candidate.planned.strategy
     data = _of_data(strategy)
     levers = {
@@ -231,7 +230,7 @@ def _text(strategy: Strategy, cause: str) -> str:
 
 
 def _of_recompute(question: Question, candidate: Candidate) -> str | None:
-    """Return why a strategy recomputes, if memory is the reason."""
+    """Return text for a strategy that fits only with recomputation; else None."""
     planned = candidate.planned
     if planned.strategy.recompute == Recompute():
         return None

@@ -1,4 +1,4 @@
-"""Price one strategy that a user names, at a microbatch that fits."""
+"""The price of one given strategy, at a microbatch that fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.strategy import Strategy, require_built
 def priced_strategy(
     question: Question, strategy: Strategy, microbatch: int | None = None
 ) -> Candidate | Inequality:
-    """Return the price of a strategy, or why it does not fit; at the fastest microbatch if None.
+    """Return a priced strategy, or why it does not fit; if `microbatch` is None, at the fastest.
 
     Raises:
         PhalanxError: see `answers`.
@@ -24,10 +24,10 @@ def priced_strategy(
 def answers(
     question: Question, strategy: Strategy, microbatch: int | None = None
 ) -> list[Candidate | Inequality]:
-    """Return the price of a strategy, or why it does not fit, with each microbatch.
+    """Return the priced strategy, or why it does not fit, for each microbatch.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
         BatchError: the data ranks, or the microbatch, do not divide the batch.
     """
     check(question)
@@ -48,7 +48,7 @@ def answers(
 
 
 def _check_length(question: Question, strategy: Strategy) -> None:
-    """Refuse a sequence whose positions the ranks of a sample and of tp cannot divide."""
+    """Raise StrategyError if cp and tp cannot divide the positions of a sequence."""
     unit = length_unit(strategy)
     if question.seq_len % unit:
         legal = max(1, round(question.seq_len / unit)) * unit

@@ -1,10 +1,10 @@
-"""The hardware catalogue: devices, and the clusters that their links form.
+"""The hardware catalog: devices, and the clusters that their links form.
 
-Every figure is the one of its `source` as of `date`. Peaks of GPUs are in `phalanx.measure.peaks`.
+Every figure is from its `source` as of `date`. Peaks of GPUs are in `phalanx.measure.peaks`.
 
-[Note: A torus as levels] A chip of a torus has two links on each axis, and none reaches a chip that
-is no neighbour. A group within a host rides one axis both ways, a larger group the other axes, so
-that no link is counted for both: of a 3-D torus a host gets two links and the pod four.
+[Note: A torus as levels] A chip of a torus has two links on each axis, to neighbor chips only. A
+group within a host uses one axis in both directions, and a larger group uses the other axes, so
+that no link counts for both levels. In a 3-D torus, a host level has two links and the pod four.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NETWORK_HOP_S: Final = 14e-6
 def _chip(
     source: str, sms: str, clock_ghz: float, flops: int, lanes: str, kib: str, l2_mib: float
 ) -> Chip:
-    """Read `ENABLED/BUILT` SMs, `FP32/TENSOR` cores, and `REGISTERS/SHARED` KiB of an SM."""
+    """Parse `ENABLED/BUILT` SMs, and per SM `FP32/TENSOR` cores and `REGISTERS/SHARED` KiB."""
     num, built = map(int, sms.split("/"))
     fp32, tensor = map(int, lanes.split("/"))
     registers, shared = map(int, kib.split("/"))
@@ -81,7 +81,7 @@ def _gpu(
     date: str,
     chip: Chip,
 ) -> Device:
-    """Return a GPU with the peaks of the data sheet that `driver` names."""
+    """Return a GPU with the data-sheet peaks of the device whose driver name is `driver`."""
     sheet = sheet_of(driver)
     assert sheet is not None, f"the peaks of {driver} are known"
     return Device(
@@ -208,7 +208,7 @@ _DCN = _network("data centre network", 6.25, f"{_TPU_BOOK}: 25 GB/s a host of 4"
 
 
 def _ici(num_links: int, gigabytes_per_s: float) -> Link:
-    """Return some of a chip's links to its neighbours in a torus."""
+    """Return `num_links` torus links of a TPU chip as one link with their total bandwidth."""
     source = f"{_TPU_BOOK}: {gigabytes_per_s:g} GB/s a link, about 1 us a hop"
     return _link(f"{num_links} ICI links", num_links * gigabytes_per_s, 1e-6, source, "2025-08")
 
@@ -245,13 +245,13 @@ def _cluster(name: str, title: str, of: str, *levels: tuple[Unit, int, Link]) ->
 
 
 def _servers(of: str, inside: Link, between: Link, num: int = 8, unit: Unit = "server") -> Cluster:
-    """Return a cluster of the usual servers of a device, which its name stands for."""
+    """Return a cluster of the usual servers of a device, under the device's name."""
     title = f"{DEVICES[of].title} in {unit}s of {num}"
     return _cluster(of, title, of, (unit, num, inside), ("cluster", FABRIC, between))
 
 
 def _pods(of: str, host: int, pod: int, num_links: int, gigabytes_per_s: float) -> Cluster:
-    """Return pods of TPUs; see [Note: A torus as levels]."""
+    """Return a cluster of TPU pods; see [Note: A torus as levels]."""
     title = f"{DEVICES[of].title} in pods of {pod:,}"
     return _cluster(of, title, of, ("server", host, _ici(2, gigabytes_per_s)),
                     ("pod", pod, _ici(num_links - 2, gigabytes_per_s)),
@@ -293,14 +293,14 @@ _CLUSTERS = (
 )  # fmt: skip
 
 CLUSTERS: Final[Mapping[str, Cluster]] = MappingProxyType({one.name: one for one in _CLUSTERS})
-"""Name -> cluster; the name of a device stands for its usual servers."""
+"""Name -> cluster; the name of a device is a cluster of its usual servers."""
 
 
 def device(name: str) -> Device:
-    """Return a device of the catalogue, or `this`, the one at hand.
+    """Return a device of the catalog by name, or for `this` the device of this machine.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: the catalog has no such device.
     """
     if name == THIS:
         return cluster(THIS).device
@@ -313,13 +313,13 @@ def device(name: str) -> Device:
 
 
 def cluster(text: str) -> Cluster:
-    """Return the cluster of a text: `h100-llama3`, `h100-llama3:16384`, `h100:8`, `this`.
+    """Parse a cluster and its size: `h100-llama3`, `h100-llama3:16384`, `h100:8`, `this`.
 
-    A device's name stands for a cluster of its usual servers, and a calibration file for the
-    machine that it was written on.
+    A device's name means a cluster of its usual servers, and the name of a calibration file means
+    the machine on which the file was written.
 
     Raises:
-        ConfigError: there is none of this name, or it has fewer devices.
+        ConfigError: there is no such cluster, or it has fewer devices.
     """
     name, colon, count = text.partition(":")
     num_devices = _count(text, name, count) if colon else None

@@ -1,15 +1,15 @@
-"""What each stage of a strategy holds on a device, by cause.
+"""Predicted memory of each pipeline stage of a strategy on a device, by cause.
 
     weights       this rank's shard, 32 bits
-    gathered      parameters gathered from other ranks, at most at one time
-    gradients     from microbatch to microbatch, and those not yet reduced
+    gathered      peak of parameters gathered from other ranks
+    gradients     gradients kept between microbatches, and gradients that are not reduced yet
     optimizer     the two moments of AdamW
-    casts         weights in the type of the arithmetic, where each block makes its own
-    activations   of the microbatches in flight, what backward makes again, and what passes
-    logits        what the loss has at hand beside, on the last stage
-    margin        of a GPU: libraries, buffers of collectives, and what the allocator cannot use
+    casts         weights in the data type of the arithmetic, where each block casts its own
+    activations   microbatches in flight, recomputed activations, and temporary buffers
+    logits        further temporaries of the loss, on the last stage
+    margin        GPUs only: libraries, buffers of collectives, and allocator fragmentation
 
-All but the last are the plan's own (`Plan.holds`) and the account's (account/activations.py).
+All causes except `margin` are from `Plan.holds` and account/activations.py.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from phalanx.planner.stages import rounds
 from phalanx.strategy import Strategy
 
 _LIBRARIES_BYTES: Final = 1 << 30
-"""CUDA's context, kernels and workspaces of matrix products."""
+"""Bytes of the CUDA context, kernels and workspaces of matrix products."""
 
 _BUFFERS_BYTES: Final = 256 << 20
-"""Of NCCL, for each axis that communicates."""
+"""Bytes of NCCL buffers for each axis that communicates."""
 
 _UNUSABLE: Final = 0.04
-"""Part of allocated memory that falls between blocks of the allocator."""
+"""Fraction of allocated memory that is lost to fragmentation of the allocator."""
 
 MOST_ACTIVATIONS, ALL_GRADIENTS = "with the most activations", "with all gradients"
-"""The moments at which a rank may hold the most."""
+"""The two moments at which memory of a rank may peak."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank of one stage holds of each cause at the most; see above.
+    """Peak bytes of each cause on a rank of one stage; see the list above.
 
-    Gradients come as activations go, so a rank holds the most of all causes together at one of two
-    moments: with the most activations, or with all gradients.
+    Backward frees activations while it creates gradients, so the total peaks at one of two moments:
+    with the most activations, or with all gradients.
 
     Attributes:
-        early: bytes of the gradients that are there when activations are the most; all where
-            microbatches are accumulated, none or a first bucket where not.
+        early: bytes of gradients that exist at the peak of activations: all with accumulation over
+            microbatches, else none or the first bucket.
     """
 
     stage: int
@@ -72,28 +72,28 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What it holds at its peak."""
+        """Bytes of all causes at the peak."""
         return sum(self.at_peak().values())
 
     @property
     def moment(self) -> str:
-        """When its peak is."""
+        """Moment of the peak: `MOST_ACTIVATIONS` or `ALL_GRADIENTS`."""
         passing = self.casts + self.activations + self.logits
         return ALL_GRADIENTS if self.gradients - self.early > passing else MOST_ACTIVATIONS
 
     def at_peak(self) -> dict[str, int]:
-        """Return bytes by cause at the moment of the peak, in printed order."""
+        """Return the bytes of each cause at the peak, in the order of the report."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("stage", "early")]
         gone = dict.fromkeys(("casts", "activations", "logits"), 0)
         other = gone if self.moment == ALL_GRADIENTS else {"gradients": self.early}
         return {name: getattr(self, name) for name in names} | other
 
     def kinds(self) -> dict[Kind, int]:
-        """Return bytes at the most by the kinds that the memory of a run is measured by."""
+        """Return the peak bytes of each cause by the kinds of `MemoryLedger`."""
         return _kinds({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     def kinds_at_peak(self) -> dict[Kind, int]:
-        """Return bytes at the moment of the peak by the same kinds."""
+        """Return the bytes at the peak by the kinds of `MemoryLedger`."""
         return _kinds(self.at_peak())
 
 
@@ -110,10 +110,10 @@ def _kinds(causes: Mapping[str, int]) -> dict[Kind, int]:
 
 @functools.singledispatch
 def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -> list[Memory]:
-    """Return what the ranks of each coordinate on pp hold; of a module by any_module.py.
+    """Return the memory of a rank at each pp coordinate; any_module.py handles `PlannedModule`.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
     """
     strategy, shape = planned.strategy, planned.shape
     plan = plan_of(planned)
@@ -148,7 +148,7 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
 
 
 def early_bytes(strategy: Strategy, accumulation: int, gradient_bytes: int) -> int:
-    """Return the bytes of the gradients that are there when activations are the most."""
+    """Return the bytes of gradients that exist at the peak of activations."""
     if accumulation > 1:
         return gradient_bytes
     has_buckets = strategy.fsdp.degree == 1 < strategy.dp.degree * strategy.sample_shards
@@ -158,7 +158,7 @@ def early_bytes(strategy: Strategy, accumulation: int, gradient_bytes: int) -> i
 def _activations(
     planned: PlannedStep, where: Literal["cpu", "cuda"], software: Software, casts: bool | None
 ) -> Activations:
-    """Return the activations of a program, which may keep more in blocks, and of its logits."""
+    """Return the activations, scaled to the training program, with its logits in the head."""
     strategy = planned.strategy
     of = activations(
         *(planned.shape, strategy, planned.seq_len, planned.microbatch, planned.precision),
@@ -176,10 +176,10 @@ def _activations(
 
 
 def _gradient_bytes(planned: PlannedStep, held: StateBytes) -> int:
-    """Return the bytes of gradients at the most.
+    """Return the peak bytes of gradients.
 
-    Of one microbatch the gradient of a tied embedding is none until the last block's are reduced:
-    what the head has made of it counts as an activation (`Activations.tied`).
+    Without accumulation, a tied embedding has no gradient until all blocks are reduced: the part
+    from the head counts as an activation until then (`Activations.tied`).
     """
     num_bytes = held.gradient_bytes + held.unreduced_bytes
     strategy, shape = planned.strategy, planned.shape
@@ -191,7 +191,7 @@ def _gradient_bytes(planned: PlannedStep, held: StateBytes) -> int:
 
 
 def _head_cast_bytes(planned: PlannedStep) -> int:
-    """Return the bytes of the output projection, which the loss casts; fsdp gathers it cast."""
+    """Return the bytes of the loss's cast output projection, which fsdp gathers already cast."""
     dtype: torch.dtype = getattr(torch, planned.precision)
     shape, tp = planned.shape, planned.strategy.tp.degree
     return shape.vocab_size * shape.hidden * dtype.itemsize // tp if dtype.itemsize < 4 else 0
@@ -204,7 +204,7 @@ def _held(
     pp_rank: int,
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes],
 ) -> StateBytes:
-    """Return what a rank holds of the trained state; ranks of as many blocks hold the same."""
+    """Return the trained state's bytes on a rank; ranks with equal stages share one count."""
     if plan.cut is None or schedule is None:
         return plan.holds(planned.accumulation)
     last = planned.shape.num_layers + 1
@@ -216,16 +216,16 @@ def _held(
 
 
 def heaviest(stages: list[Memory]) -> Memory:
-    """Return the stage that holds the most."""
+    """Return the stage with the largest peak."""
     return max(stages, key=lambda each: each.total)
 
 
 def of_libraries(strategy: Strategy) -> int:
-    """Return the bytes that libraries take beside the allocator of PyTorch."""
+    """Return the GPU bytes that libraries allocate outside PyTorch's allocator."""
     axes = sum(degree > 1 for degree in strategy.mesh_axes().values())
     return _LIBRARIES_BYTES + axes * _BUFFERS_BYTES
 
 
 def margin(strategy: Strategy, num_bytes: int) -> int:
-    """Return what a GPU must have beside the bytes that a rank holds."""
+    """Return the GPU bytes needed in addition to `num_bytes`: libraries and fragmentation."""
     return of_libraries(strategy) + int(_UNUSABLE * num_bytes)

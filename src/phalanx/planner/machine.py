@@ -1,7 +1,7 @@
-"""What hardware is described by: chips, devices, links, and clusters of levels.
+"""Descriptions of hardware: chips, devices, links, and clusters of nested levels.
 
-Bandwidths are bytes/s of one device in one direction. A cluster is a tree of units: the devices of
-a server, the servers of a pod, and so on.
+Bandwidths are bytes/s of one device in one direction. A cluster is a tree of units: devices form a
+server, servers form a pod, and so on.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Kind = Literal["gpu", "tpu", "cpu"]
 Unit = Literal["server", "rack", "pod", "cluster"]
 
 ARITHMETICS: Final = ("bfloat16", "float16", "tf32", "float32", "float64")
-"""Data types of products, the fastest first."""
+"""Data types of matrix products, fastest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What a GPU is built of; of AMD an SM is a compute unit.
+    """The compute and memory units of a GPU; an SM of AMD is a compute unit (CU).
 
     Attributes:
         sms_built: SMs of the full chip.
-        sms: those that are switched on.
-        clock_hz: the clock at which the data sheet states the peak of matrix products.
-        flops_per_clock: 16-bit matrix FLOPs of an SM in a clock.
-        fp32_cores_per_sm: lanes of 32-bit floats.
-        tensor_cores_per_sm: matrix units.
-        registers_bytes_per_sm: register file.
-        shared_bytes_per_sm: the most of it that is addressable as shared memory.
-        l2_bytes: cache that all SMs use.
+        sms: enabled SMs.
+        clock_hz: clock at which the data sheet states the peak of matrix products.
+        flops_per_clock: 16-bit matrix FLOPs of one SM per clock cycle.
+        fp32_cores_per_sm: FP32 lanes of one SM.
+        tensor_cores_per_sm: matrix units of one SM.
+        registers_bytes_per_sm: register file of one SM.
+        shared_bytes_per_sm: largest shared memory of one SM.
+        l2_bytes: cache that all SMs share.
     """
 
     sms_built: int
@@ -48,20 +48,20 @@ class Chip:
 
     @property
     def flops(self) -> float:
-        """16-bit matrix FLOP/s of all SMs that are switched on."""
+        """16-bit matrix FLOP/s of all enabled SMs."""
         return self.sms * self.flops_per_clock * self.clock_hz
 
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """What a core of a processor does in training, as measured.
+    """Measured rates of one CPU core in training.
 
     Attributes:
-        products: FLOP/s in the products of a layer and of its gradients, by data type.
+        products: FLOP/s of a layer's products, forward and backward, by data type.
         attention: FLOP/s of attention, forward and backward, by data type.
-        operator_s: of an operator, however small its tensors.
-        in_step: time of operators in a step beside the same alone: tensors are not in caches.
-        crowd: exponent by which it slows down with the ranks that share it, and its caches.
+        operator_s: fixed time of one operator, for tensors of any size.
+        in_step: time of operators in a step / time alone; above 1 because caches are cold.
+        crowd: exponent of the slowdown with the number of ranks that share the core and its caches.
     """
 
     products: Mapping[str, float] = field(hash=False)
@@ -73,19 +73,19 @@ class Core:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, or one processor core.
+    """The device of one rank: an accelerator, or some cores of a CPU.
 
     Attributes:
         peak_flops: dense FLOP/s by data type; `tf32` is float32 data on matrix units, `float32` the
             rate of vector units.
-        memory_bytes: as the data sheet counts.
-        usable_bytes: what torch finds on it; the data sheet's where no listing was found.
-        bandwidth: of its memory, bytes/s.
-        matmul_efficiency: attainable part of the 16-bit peak in large matrix products.
-        efficiency_source: where that was measured, or from which device it is assumed.
-        driver: the name that the driver gives.
-        core: of a processor, what each of a rank's cores does; None of other devices.
-        cores: of a rank; of less than one it has its turns.
+        memory_bytes: memory by the data sheet.
+        usable_bytes: memory that torch reports; `memory_bytes` if no report was found.
+        bandwidth: memory bandwidth, bytes/s.
+        matmul_efficiency: attainable fraction of the 16-bit peak in large matrix products.
+        efficiency_source: source of the efficiency, or the device from which it is assumed.
+        driver: device name that the driver reports.
+        core: on CPU, rates of each core of the rank; None for other devices.
+        cores: CPU cores of the rank; below 1, ranks take turns on a core.
     """
 
     name: str
@@ -111,19 +111,19 @@ class Device:
 
     @property
     def flops(self) -> float:
-        """Peak of 16-bit matrix products; of 32-bit ones where it has no others."""
+        """Peak FLOP/s of the fastest data type in `ARITHMETICS` that has a peak."""
         return next(self.peak_flops[name] for name in ARITHMETICS if name in self.peak_flops)
 
     def has_peak(self, precision: str) -> bool:
-        """Return whether the peak of products in a data type is known, or of a core its rates."""
+        """Return whether the data type has a peak; always true for 16 bits and for a CPU."""
         is_half = precision in ("bfloat16", "float16")
         return is_half or precision in self.peak_flops or self.core is not None
 
     def peak(self, precision: str) -> float:
-        """Return the peak of products in a data type; both of 16 bits have the same.
+        """Return the peak FLOP/s of products in a data type, or `flops` for one without a peak.
 
         Raises:
-            ConfigError: none is known, and the device is no processor.
+            ConfigError: `has_peak` is false.
         """
         if self.has_peak(precision):
             return self.peak_flops.get(precision, self.flops)
@@ -135,13 +135,13 @@ class Device:
 
     @property
     def flops_per_byte(self) -> float:
-        """FLOPs that must be done with each byte of memory for the peak to be the limit."""
+        """Arithmetic intensity, FLOPs per byte, above which compute is the bottleneck."""
         return self.flops / self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpCost:
-    """What a collective takes: `hops * latency_s + bytes / bandwidth`, see `ring`."""
+    """Cost of a collective: `hops * latency_s + bytes / bandwidth`, see `ring`."""
 
     latency_s: float
     bandwidth: float
@@ -149,12 +149,12 @@ class OpCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Strain:
-    """What a fabric does between ranks that lie far apart.
+    """Degradation of a fabric for a group that spans many servers.
 
     Attributes:
-        units: how far, in servers, from which on it does.
-        bandwidth: part of the bandwidth that is left.
-        late_s: by which a message to another stage of a pipeline comes late.
+        units: number of servers from which the degradation applies.
+        bandwidth: remaining fraction of the bandwidth.
+        late_s: added delay of a message to another pipeline stage.
     """
 
     units: int
@@ -167,17 +167,17 @@ _UNSTRAINED: Final = Strain(units=1, bandwidth=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins devices.
+    """The interconnect between devices at one level of a cluster.
 
     Attributes:
         bandwidth: bytes/s of one device in one direction.
-        latency_s: of one hop.
-        measured: collective -> its own latency and bandwidth, where they were measured.
-        turn_s: by which a hop is longer for each further rank on a core.
-        in_step: on processors, time of a collective in a step beside the same alone: it copies what
-            it sends and receives, out of caches that others use.
-        strains: how it does over more and more units; none where nothing is known.
-        peers: of a full mesh, the devices to each of which a link of its own leads; else None.
+        latency_s: latency of one hop.
+        measured: collective -> its measured latency and bandwidth.
+        turn_s: added time of a hop for each further rank on the same core.
+        in_step: on CPU, time of a collective in a step / time alone; above 1 because it copies
+            buffers through caches that compute uses.
+        strains: degradation by number of servers, in rising order; empty if unknown.
+        peers: in a full mesh, number of devices to which a device has a direct link; else None.
     """
 
     name: str
@@ -192,22 +192,22 @@ class Link:
     peers: int | None = None
 
     def among(self, num_members: int) -> float:
-        """Return the bandwidth of a device to `num_members - 1` others: of the links to them."""
+        """Return a device's bandwidth to `num_members - 1` others; a mesh uses only their links."""
         return self.bandwidth * (min(1.0, (num_members - 1) / self.peers) if self.peers else 1.0)
 
     def over(self, num_units: int) -> Strain:
-        """Return how it does between ranks that lie `num_units` apart."""
+        """Return the degradation for a group that spans `num_units` servers."""
         strained = [each for each in self.strains if each.units <= num_units]
         return strained[-1] if strained else _UNSTRAINED
 
 
 def ring(op: str, num_ranks: int, num_bytes: float) -> tuple[int, float]:
-    """Return hops, and bytes that a rank sends, of a collective over a ring.
+    """Return the number of hops and the bytes that a rank sends in a ring collective.
 
     Args:
         op: all_reduce, all_gather, reduce_scatter or send.
-        num_ranks: of the ring.
-        num_bytes: of the whole tensor, as every rank holds it before or after.
+        num_ranks: number of ranks in the ring.
+        num_bytes: bytes of the full tensor, which every rank holds before or after the collective.
     """
     if op == "send":
         return 1, num_bytes
@@ -217,7 +217,7 @@ def ring(op: str, num_ranks: int, num_bytes: float) -> tuple[int, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """Units of a cluster: `link` joins devices of one unit that no smaller unit joins."""
+    """A level of a cluster: units of `devices` devices; `link` joins smaller units in a unit."""
 
     name: Unit
     devices: int
@@ -226,7 +226,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What all devices of a cluster have together; cores are 0 where the chip is not a GPU."""
+    """Sums over all devices of a cluster; core counts are 0 for a device without a `Chip`."""
 
     flops: float
     fp32_cores: int
@@ -236,7 +236,7 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices of one kind and the levels that join them, innermost first."""
+    """Devices of one kind, and the levels that join them, innermost first."""
 
     name: str
     title: str
@@ -245,10 +245,10 @@ class Cluster:
     num_devices: int
 
     def of(self, num_devices: int) -> Cluster:
-        """Return the cluster of its first `num_devices` devices, with the levels that join them.
+        """Return the cluster of the first `num_devices` devices, with the levels that join them.
 
         Raises:
-            ConfigError: it has fewer, or none are asked for.
+            ConfigError: `num_devices` is below 1, or above the number of devices.
         """
         if not 1 <= num_devices <= self.num_devices:
             legal = min(max(num_devices, 1), self.num_devices)

@@ -1,16 +1,16 @@
-"""How long a collective takes on the links that its ranks really cross.
+"""Time of a collective on the links that its group crosses.
 
-Ranks are numbered as `Strategy` orders axes, outer to inner: neighbours on the innermost axis are
-neighbours on a host. So the ranks of an axis lie `stride` devices apart.
+Ranks are numbered in the axis order of `Strategy`, outer to inner: neighbors on the innermost axis
+are neighbors on a host. Neighbors on any axis differ by `stride` in rank.
 
     t = calls x (hops x latency of a hop + call)  +  bytes sent / bandwidth
 
-A ring enters and leaves a unit (a server, a pod) once, and its traffic there is carried by the
-links of all its ranks inside that unit: of 8 neighbours, 8 links carry it. In a full mesh each has
-the links to the other members alone, and a message one link. The bandwidth is the lowest over the
-levels that a group crosses. Gathers and scatters go round the ring, each hop as
-late as the slowest; sums of all go up and down a tree (NCCL; Thakur et al., Optimization of
-collective communication operations in MPICH, 2005).
+A ring enters and leaves a unit (a server, a pod) once, and the outgoing traffic uses the links of
+all its ranks inside that unit: 8 neighbors have 8 links. In a full mesh, a collective uses only the
+links to the other members, and a point-to-point message uses one link. The bandwidth is the lowest
+over the levels that the group crosses. All-gather and reduce-scatter go around a ring, where each
+hop has the largest latency; all-reduce goes up and down a tree (NCCL; Thakur et al., Optimization
+of collective communication operations in MPICH, 2005).
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from phalanx.planner.software import Software
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks that communicate: how many, and how far apart they lie."""
+    """A process group: its number of ranks, and the stride between neighbor ranks."""
 
     size: int
     stride: int
 
 
 def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Members:
-    """Return the group of the axes `names` of a mesh of `axes`, outer to inner.
+    """Return the group over the axes `names` of a device mesh with `axes`, outer to inner.
 
-    Axes between them belong to other groups, and only lie between their ranks.
+    The stride is the product of the degrees of all axes inside the innermost of `names`. Axes
+    between `names` do not count.
     """
     size, stride, inner = 1, 0, 1
     for name, degree in reversed([*axes.items()]):
@@ -47,13 +48,13 @@ def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Members:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a group crosses of a cluster.
+    """Bandwidth and latency of a group over the cluster levels that it crosses.
 
     Attributes:
         bandwidth: bytes/s of one rank, the lowest over the levels.
-        latency_s: of one hop.
-        level: name of the outermost unit that it needs.
-        late_s: by which a message to another stage of a pipeline comes later.
+        latency_s: latency of one hop, the highest over the levels.
+        level: name of the smallest unit that contains the group.
+        late_s: added delay of a message to another pipeline stage.
     """
 
     bandwidth: float
@@ -82,7 +83,7 @@ def reach(group: Members, cluster: Cluster, software: Software) -> Reach:
 
 
 def hops(op: str, size: int) -> float:
-    """Return how many ranks pass a message on, one after another, until a call has ended."""
+    """Return the number of sequential hops of one call."""
     if op == "send":
         return 1
     return 2 * math.log2(size) if op == "all_reduce" else size - 1
@@ -91,7 +92,7 @@ def hops(op: str, size: int) -> float:
 def seconds(
     op: str, group: Members, sent_bytes: float, calls: int, cluster: Cluster, software: Software
 ) -> float:
-    """Return the time of `calls` collectives in which a rank sends `sent_bytes` altogether."""
+    """Return the time of `calls` collectives in which a rank sends `sent_bytes` in total."""
     if group.size == 1 or not calls:
         return 0.0
     inside = cluster.levels[0]
@@ -106,10 +107,10 @@ def seconds(
 
 
 def _measured_s(op: str, group: Members, sent_bytes: float, calls: int, cluster: Cluster) -> float:
-    """Return the time by what was measured of the links in a unit.
+    """Return the time of collectives in a unit whose links were measured.
 
-    Ranks that share cores wait for their turns: each hop takes longer by a turn for each other rank
-    of its core.
+    Ranks that share a core take turns: each hop takes `turn_s` longer for each other rank on the
+    core.
     """
     link, others = cluster.levels[0].link, max(0.0, 1 / cluster.device.cores - 1)
     cost = link.measured[op]
@@ -121,7 +122,7 @@ def _measured_s(op: str, group: Members, sent_bytes: float, calls: int, cluster:
 def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: Software) -> float:
     """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
 
-    What goes to ranks of other units leaves by the rank's own link.
+    Data for ranks of other units is sent over the rank's own link.
     """
     first = cluster.levels[0]
     inside = min(group.size, max(1, first.devices // group.stride))
@@ -135,5 +136,5 @@ def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: So
 
 
 def num_units(cluster: Cluster) -> int:
-    """Return how many innermost units (servers) the devices of a cluster fill."""
+    """Return the number of innermost units (servers) that a cluster's devices occupy."""
     return -(-cluster.num_devices // cluster.levels[0].devices)

@@ -1,4 +1,4 @@
-"""Seconds of the parts of a model, for one microbatch on one rank."""
+"""Compute time of the parts of a model, for one microbatch on one rank."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from phalanx.strategy import Strategy
 
 
 class Spent(NamedTuple):
-    """Seconds of operations: of the device, and of the processor, which runs ahead of it."""
+    """Seconds of operations: on the device, and on the host CPU that launches them ahead."""
 
     device: float
     host: float
 
     def beside(self, comm: Spent) -> float:
-        """Return the seconds that these take with collectives: of the busier of the two."""
+        """Return the seconds with collectives added: the larger of device time and host time."""
         return max(self.device + comm.device, self.host + comm.host)
 
     @property
     def alone(self) -> float:
-        """Seconds without collectives."""
+        """Seconds without collectives: the larger of device time and host time."""
         return max(self)
 
 
@@ -37,7 +37,7 @@ NOTHING: Final = Spent(0.0, 0.0)
 
 
 class PartSeconds(NamedTuple):
-    """Times of the parts of `Work`; seconds of attention in a block, forward and backward."""
+    """Times of the parts of `Work`, and device seconds of attention over all these parts."""
 
     inputs: Spent
     block: Spent
@@ -48,17 +48,17 @@ class PartSeconds(NamedTuple):
 
     @property
     def again_and_backward(self) -> Spent:
-        """What backward runs of a block."""
+        """Backward of a block, its recomputation included."""
         return Spent(*map(sum, zip(self.again, self.backward, strict=True)))
 
 
 def part_seconds(
     planned: PlannedStep, device: Device, software: Software, window: int | None
 ) -> PartSeconds:
-    """Return the seconds of the parts of a step, with blocks of one `window`.
+    """Return the times of the parts of a model whose blocks have the window `window`.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
     """
     strategy, kept = planned.strategy, planned.strategy.recompute
     if kept.segment_size(planned.shape.num_layers) is not None:
@@ -89,7 +89,7 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
 
 
 def _in_blocks(of: Operation, strategy: Strategy) -> Operation:
-    """Return attention as a processor runs it in a ring: two chunks of each rank, one by one."""
+    """Return attention with FLOPs scaled for a ring on CPU: two chunks per rank, one by one."""
     ranks = max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
     return of._replace(flops=of.flops * 2 * ranks) if of.scores and ranks > 1 else of
 
@@ -98,7 +98,7 @@ def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spe
     """Return the times of all operations of one microbatch on one rank, without pp.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
     """
     windows = _windows(planned.shape)
     of_device = of_host = 0.0
@@ -113,5 +113,5 @@ def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spe
 
 @functools.lru_cache(maxsize=64)
 def _windows(shape: ModelShape) -> Counter[int | None]:
-    """Return how many blocks have each window."""
+    """Return the number of blocks of each window."""
     return Counter(shape.window_of(number) for number in range(shape.num_layers))

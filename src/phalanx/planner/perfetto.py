@@ -1,4 +1,4 @@
-"""Write the timeline of a pipeline as Chrome trace events, which Perfetto opens."""
+"""Export of a pipeline timeline as Chrome trace events, which Perfetto opens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES: Final = {
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write a lane for each rank of the pipeline, in microseconds.
+    """Write a trace with a lane for each pipeline rank, in microseconds.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""A step that is to be planned: the model, its split, its batch."""
+"""A training step to plan: model, strategy and batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from phalanx.strategy import Strategy
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of a strategy.
+    """A training step of a decoder under a strategy.
 
     Attributes:
         microbatch: sequences in one forward pass of one rank.
         accumulation: microbatches of one step.
         precision: data type of the arithmetic.
-        has_documents: several documents stand in a row.
+        has_documents: whether a sequence packs several documents.
     """
 
     shape: ModelShape
@@ -36,26 +36,26 @@ class PlannedStep:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of a step of the whole job."""
+        """Sequences of one step over all ranks."""
         replicas = self.strategy.dp.degree * self.strategy.fsdp.degree
         return self.microbatch * self.accumulation * replicas
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, each once."""
+        """Number of distinct parameters of the model."""
         return num_parameters(self.shape).total
 
     @property
     def state_bytes(self) -> float:
-        """Of a parameter: it, its gradient and two moments, 32 bits each."""
+        """Bytes per parameter: its value, its gradient and two moments, 32 bits each."""
         return STATE_BYTES
 
 
 def plan_of(planned: PlannedStep) -> Plan[Any]:
-    """Return the plan of a planned: the value that `train` builds from it.
+    """Return the plan that `train` would build for the step.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
     """
     return _plan(planned.strategy, planned.shape, planned.precision)
 

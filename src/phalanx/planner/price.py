@@ -1,12 +1,12 @@
-"""What a step of a strategy costs on a cluster: time by cause, and memory by cause and stage.
+"""The predicted time of a step of a strategy on a cluster, by cause.
 
-It prices what `train` runs: the operations of a block, counted on the meta device
-(account/work.py), the traffic of the plan, its cut and its schedule. No process is started.
+The price is of the step that `train` runs: the operations of a block, counted on the meta device
+(account/work.py), and the traffic, the cut and the schedule of the plan. No process is started.
 
     a stage     forward  = blocks x block + collectives of tp and of rings
                 backward = blocks x (backward + again) + their collectives
     the step    the schedule of the pipeline with these times, messages included
-                + what dp and fsdp send beyond what compute hides + the optimizer
+                + exposed communication of dp and fsdp + the optimizer
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
 
 _ADAM_BYTES = 7
-"""Words of 32 bits that AdamW reads and writes of a parameter: it, its gradient and two moments."""
+"""32-bit words that AdamW reads and writes per parameter: value, gradient and two moments."""
 
 _CALL_LAUNCHES: Final = 5
-"""What a collective takes of the processor beside an operator."""
+"""Host time of a tp collective, as a multiple of the launch time of an operator."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Price:
     """Seconds of a step, by cause; see the drawing above.
 
     Attributes:
-        compute_s: of the operations of the busiest rank.
-        tensor_s: collectives of tp on that rank, which nothing hides.
-        ring_s: what a ring of positions sends beyond what attention hides.
-        bubble_s: in which that rank waits for other stages, messages included.
-        sent_s: what dp and fsdp send in all.
-        exposed_s: the part of it that compute does not hide.
-        optimizer_s: of the step of AdamW.
-        model_flops: of the step of the whole job, attention causal.
-        full_flops: the same with full attention.
-        peak_flops: of all devices, in a second, in the data type of the arithmetic.
+        compute_s: compute time of the busiest rank.
+        tensor_s: time of tp collectives on the busiest rank, none of which is overlapped.
+        ring_s: time of ring communication that attention does not overlap.
+        bubble_s: time in which the busiest rank waits for other stages, messages included.
+        sent_s: time of all dp and fsdp communication.
+        exposed_s: part of `sent_s` that compute does not overlap.
+        optimizer_s: time of the AdamW step.
+        model_flops: FLOPs of the step over all ranks, with causal attention.
+        full_flops: FLOPs of the step over all ranks, with full attention.
+        peak_flops: total peak FLOP/s of all devices in the data type of the arithmetic.
     """
 
     compute_s: float
@@ -72,27 +72,27 @@ class Price:
 
     @property
     def theoretical_s(self) -> float:
-        """Model FLOPs over the peak of all devices."""
+        """Seconds of the step at the peak of all devices, causal attention."""
         return self.model_flops / self.peak_flops
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of causal attention over peak."""
+        """Predicted MFU with causal attention, a fraction."""
         return self.theoretical_s / self.step_s
 
     @property
     def mfu_full(self) -> float:
-        """The same, with full attention counted."""
+        """Predicted MFU with full attention, a fraction."""
         return self.full_flops / self.peak_flops / self.step_s
 
 
 @functools.singledispatch
 def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
-    """Price a step; of a module by any_module.py.
+    """Return the predicted price of a step; any_module.py handles `PlannedModule`.
 
     Raises:
-        StrategyError: the strategy does not split the model.
-        ConfigError: the cluster has fewer devices.
+        StrategyError: the strategy cannot split the model.
+        ConfigError: the cluster has fewer devices than the strategy has ranks.
     """
     job = cluster.of(planned.strategy.num_ranks)
     causal, full = (
@@ -103,7 +103,7 @@ def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
 
 
 def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
-    """Return the price of a step by the costs of its parts, and its FLOPs of two conventions."""
+    """Return the price of a step from its costs and its FLOPs with causal and full attention."""
     planned, job, software = costs.planned, costs.job, costs.software
     strategy = planned.strategy
     of_stages = costs.of_stages()
@@ -119,9 +119,9 @@ def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
     sent_s = costs.sent_s()
     hidden_s = min(software.overlap * (compute_s - tensor_s - ring_s), sent_s)
     exposed_s = max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s)
-    if job.device.core is not None:  # the cores that send are those that compute
+    if job.device.core is not None:  # on CPU, the same cores send and compute
         exposed_s = sent_s
-    # Ranks that share a core take turns: who waits for another stage leaves its turn to others.
+    # Ranks that share a core take turns: a rank that waits for a stage leaves its turns to others.
     share = min(1.0, job.device.cores)
     alone_s = compute_s - tensor_s - ring_s
     bubble_s = max(0.0, pipeline_s - compute_s - (1 / share - 1) * alone_s)
@@ -141,7 +141,7 @@ def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
 
 @dataclass(frozen=True)
 class OfStage:
-    """Seconds of a stage for one microbatch, and the part of them that tp and a ring send."""
+    """Seconds of a stage for one microbatch, and the parts of tp and of ring communication."""
 
     times: StageTimes
     tensor_s: float
@@ -149,7 +149,7 @@ class OfStage:
 
 
 class _AroundBlock(NamedTuple):
-    """Times of what one block sends: beside forward and backward, and seconds by axis."""
+    """Communication of one block: added to forward, added to backward, and seconds by axis."""
 
     forward: Spent
     backward: Spent
@@ -158,7 +158,7 @@ class _AroundBlock(NamedTuple):
 
 
 class Costs:
-    """The times of the parts of one planned."""
+    """Times of the parts of one planned step: stages, dp and fsdp communication, optimizer."""
 
     def __init__(
         self, planned: PlannedStep, job: Cluster, software: Software, plan: Plan[Any]
@@ -168,7 +168,7 @@ class Costs:
         self.schedule: Schedule | None = plan.schedule(num_rounds)
 
     def of_stages(self) -> list[OfStage]:
-        """Return the times of each stage of the pipeline, or of the one there is."""
+        """Return the times of each pipeline stage; one stage without pp."""
         shape, last = self.planned.shape, self.planned.shape.num_layers + 1
         windows = {shape.window_of(number) for number in range(shape.num_layers)}
         parts = {
@@ -187,14 +187,14 @@ class Costs:
             forward = sum(blocks[window][0] for window in windows_of)
             backward = sum(blocks[window][1] for window in windows_of)
             forward += any_part.inputs.alone if 0 in links else 0.0
-            forward += any_part.head.alone if last in links else 0.0  # it makes its gradients too
+            forward += any_part.head.alone if last in links else 0.0  # includes its backward
             times = StageTimes(forward, backward, self._message_s)
             num = len(windows_of)
             found.append(OfStage(times, num * around.tensor_s, num * around.ring_s))
         return found
 
     def _around_block(self, attention_s: float) -> _AroundBlock:
-        """Return what one block sends for one microbatch: collectives of tp, and a ring's."""
+        """Return the communication of one block for one microbatch: tp collectives and the ring."""
         num_blocks = max(1, self._blocks_of_first)
         tensor = {name: NOTHING for name in ("forward", "backward")}
         ring_s = 0.0
@@ -206,14 +206,14 @@ class Costs:
                 tensor[entry.phase] = Spent(device, host)
             elif _is_of_ring(entry):
                 ring_s += self._entry_s(entry) / num_blocks
-        # What a ring sends travels while attention computes; a processor does both.
+        # Attention overlaps ring communication, except on CPU, where the same cores do both.
         ring_s = max(0.0, ring_s - (attention_s if self.job.device.core is None else 0.0))
         forward, backward = (Spent(of.device + ring_s / 2, of.host) for of in tensor.values())
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
     @functools.cached_property
     def _host_call_s(self) -> float:
-        """What a collective of tp takes of the processor."""
+        """Host seconds of one tp collective."""
         software, strategy = self.software, self.planned.strategy
         is_between = strategy.pp.degree > 1 and network.num_units(self.job) > 1
         entered_s = software.entry_s * strategy.tp.degree if is_between else 0.0
@@ -221,7 +221,7 @@ class Costs:
 
     @functools.cached_property
     def _blocks_of_first(self) -> int:
-        """Blocks on the first rank of the pipeline, whose traffic the plan states."""
+        """Number of blocks on the first pipeline rank, whose traffic the plan returns."""
         last = self.planned.shape.num_layers + 1
         if self.plan.cut is None or self.schedule is None:
             return last - 1
@@ -236,7 +236,7 @@ class Costs:
 
     @functools.cached_property
     def _of_microbatch(self) -> list[Entry]:
-        """What each microbatch adds."""
+        """Traffic that each further microbatch adds."""
         one, two = self._traffic
         before = {(e.phase, e.axis, e.op): e for e in one}
         return [_less(each, before.get((each.phase, each.axis, each.op))) for each in two]
@@ -250,7 +250,7 @@ class Costs:
 
     @functools.cached_property
     def _message_s(self) -> float:
-        """The time of one message between stages."""
+        """Seconds of one message between stages."""
         strategy = self.planned.strategy
         sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:
@@ -264,13 +264,13 @@ class Costs:
         return late_s + network.seconds("send", group, each_bytes, 1, self.job, self.software)
 
     def sent_s(self) -> float:
-        """Return the time in which the step sends gradients and weights, over dp and fsdp."""
+        """Return the time of all gradient and weight communication of a step over dp and fsdp."""
         per = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_data(e))
         once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
         return max(0.0, once - per) + per * self.planned.accumulation
 
     def optimizer_s(self) -> float:
-        """Return the time of the step of AdamW, which memory bounds."""
+        """Return the time of the AdamW step, which is bound by memory bandwidth."""
         held = self.plan.holds(self.planned.accumulation)
         words = _ADAM_BYTES * held.parameter_bytes
         device = self.job.device
@@ -300,10 +300,10 @@ def _less(entry: Entry, other: Entry | None) -> Entry:
 
 
 def timeline(planned: PlannedStep, cluster: Cluster, software: Software) -> Timeline | None:
-    """Return when each rank of the pipeline does what, in seconds; None without one.
+    """Return the predicted timeline of all pipeline ranks, in seconds; None without a pipeline.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
     """
     strategy = planned.strategy
     if strategy.pp.degree == 1:

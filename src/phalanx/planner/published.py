@@ -1,9 +1,9 @@
-"""Price runs that others have published: from one JSON object a run to a planned, and its price.
+"""Prices of published runs: one JSON object per run is read as a planned step, and priced.
 
-A run is read as its nearest strategy here; constants are of its hardware and its software, never
-of the run. What a run does not state takes the usual value of its software: the schedule, whether
-recomputation is on. Experts are read as a dense block of those that a token visits, and their
-exchange is added.
+A run is read as the nearest strategy of Phalanx. Constants depend on its hardware and its software,
+never on the single run. A value that a run does not state, such as the schedule or recomputation,
+has the usual value of its software. Experts are read as a dense MLP as wide as the experts that a
+token visits, and the time of their all-to-all is added.
 """
 
 from __future__ import annotations
@@ -42,27 +42,32 @@ _PROGRAMS: Final = {
     "deepspeed": "megatron-deepspeed",
     "megatron": "megatron",
 }
-"""Words in a run's group or source -> the software that ran it."""
+"""Word in a run's group or source -> name of the software that ran it."""
 
 _CLUSTERS: Final = {"ultrascale-playbook": "h100-p5"}
-"""Words in a run's group -> the cluster of the catalogue on which it ran."""
+"""Group of a run -> cluster of the catalog on which it ran."""
 
 _OF_THE_FIRST_STAGE: Final = ("nanotron",)
-"""Software that reports what PyTorch's allocator has given rank 0."""
+"""Software whose reported memory is the peak of PyTorch's allocator on rank 0."""
 
 _SPEED_UP: Final = {"fp8": 1.8, "fp4": 2.7}
-"""Words in a run's precision -> how much faster its products are than in 16 bits."""
+"""Word in a run's precision -> speed of its products relative to 16 bits."""
 
 _OF_EXPERTS: Final = 0.4
-"""Speed of the products of a model with experts: tokens are sorted, and dealt out unevenly."""
+"""Relative speed of products in a model with experts: tokens are sorted, and unevenly routed."""
 
 _LETTERS: Final = 4
-"""Exchanges of tokens in a block with experts: there and back, in forward and in backward."""
+"""All-to-alls of a block with experts: dispatch and combine, in forward and in backward."""
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run, as it is priced."""
+    """A published run: a planned step with its cluster, its software and its experts.
+
+    Attributes:
+        experts: the run's `moe` values; None for a dense model.
+        expert_ranks: degree of expert parallelism.
+    """
 
     planned: PlannedStep
     cluster: Cluster
@@ -75,7 +80,7 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     """Read a published run.
 
     Raises:
-        PhalanxError: it has no such strategy here, or lacks what decides its cost.
+        PhalanxError: Phalanx has no such strategy, or the run lacks a value that its cost needs.
     """
     model, parallel = row["model"], row["parallel"]
     for name in ("layers", "hidden", "heads"):
@@ -112,14 +117,15 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
 
 
 def seconds(run: PublishedRun) -> float:
-    """Return the predicted time of a step."""
+    """Return the predicted time of a step, seconds."""
     return price(run.planned, run.cluster, run.software).step_s + _exchange_s(run)
 
 
 def held(run: PublishedRun) -> tuple[int, bool]:
-    """Return the bytes that the software of the run would report, and whether the run fits.
+    """Return the bytes that the run's software would report, and whether the run fits.
 
-    A compiler that sees the whole step recomputes what does not fit beyond what it is asked to.
+    On TPU, a run that does not fit counts with full recomputation, because its compiler recomputes
+    more than requested.
     """
     room = run.cluster.device.usable_bytes
     stages = memory(run.planned, run.cluster.device, run.software)
@@ -134,7 +140,7 @@ def held(run: PublishedRun) -> tuple[int, bool]:
 
 
 def measured_s(row: Mapping[str, Any], shape: ModelShape) -> float | None:
-    """Return the measured time of a step: as printed, or from tokens or FLOPs a second."""
+    """Return the measured seconds of a step: as published, or from tokens or FLOPs per second."""
     measured, derived = row["measured"], row.get("derived") or {}
     if step_s := measured.get("step_time_s") or derived.get("step_time_s"):
         return step_s
@@ -147,13 +153,13 @@ def measured_s(row: Mapping[str, Any], shape: ModelShape) -> float | None:
 
 
 def flops_of_token(shape: ModelShape, seq_len: int) -> float:
-    """Return 6 N + 12 L H T, the convention of MaxText, for a token."""
+    """Return the FLOPs of one token, 6 N + 12 L H T, by the convention of MaxText."""
     width = shape.num_heads * shape.head_dim
     return 6 * num_parameters(shape).matmul + 12 * shape.num_layers * width * seq_len
 
 
 def _exchange_s(run: PublishedRun) -> float:
-    """Return the time in which tokens are sent to their experts and back."""
+    """Return the time of a step's all-to-alls of tokens to experts and back."""
     if run.experts is None or run.expert_ranks == 1:
         return 0.0
     planned, ranks = run.planned, run.expert_ranks
@@ -175,7 +181,7 @@ def _software(row: Mapping[str, Any]) -> Software:
 
 
 def _of_precision(row: Mapping[str, Any], software: Software) -> Software:
-    """Return a program as fast as it is in the run's precision, and with its experts."""
+    """Return the software with `speed_up` set for the run's precision and its experts."""
     precision = (row.get("precision") or "").lower()
     speed_up = next((value for word, value in _SPEED_UP.items() if word in precision), 1.0)
     speed_up *= _OF_EXPERTS if row["model"].get("moe") else 1.0
@@ -233,9 +239,9 @@ def _strategy(row: Mapping[str, Any]) -> str:
 
 
 def _cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Return the links of nanotron's stages: a stage ends where it has its part of the cost.
+    """Return the number of links of each stage in nanotron, which balances stages by cost.
 
-    Blocks and the head cost their parameters, and the embedding nothing.
+    The cost of blocks and of the head is their number of parameters; the embedding costs nothing.
     """
     count, num_layers = num_parameters(shape), shape.num_layers
     head = shape.vocab_size * shape.hidden / (count.attention + count.mlp) * num_layers
@@ -248,7 +254,7 @@ def _cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def _cluster(row: Mapping[str, Any], num_devices: int) -> Cluster:
-    """Return the catalogue's cluster of the device, with the links that the run states."""
+    """Return the catalog's cluster of the run's device, with the run's own link bandwidths."""
     hardware, known = row["hardware"], _CLUSTERS.get(row.get("group", ""))
     found = _nearest(hardware) if known is None else CLUSTERS[known]
     first, *others = found.levels
@@ -271,7 +277,7 @@ def _with(level: Level, devices: int, gigabytes_per_s: float | None) -> Level:
 
 
 def _nearest(hardware: Mapping[str, Any]) -> Cluster:
-    """Return the catalogue's cluster whose device has the name, or else the nearest peak."""
+    """Return the catalog's cluster whose device matches by name, else by the nearest peak."""
     text = "".join(c for c in (hardware.get("gpu") or "").lower() if c.isalnum())
     memory = hardware.get("memory_gb") or 0
     named = [

@@ -1,18 +1,19 @@
-"""The field's rules for a strategy: of thumb, by sizes alone; and by fit, by what a device holds.
+"""Common rules to choose a strategy: by thumb, from sizes only; and by fit, from memory.
 
     of thumb   data parallelism up to 128 devices and 1 B parameters; FSDP above; HSDP above 256
                devices; rings, pipelines and tensor parallelism above 1,000 devices, 50 B
                parameters or 16 K tokens
     by fit     one device holds the model            data parallelism
                one device holds its largest layer    FSDP, in the smallest unit that holds the rest
-               none holds it                         tensor parallelism on the fast links of a host,
+               none holds the largest layer          tensor parallelism on the fast links of a host,
                                                      and pipelines over the slow ones between hosts
                none holds a sequence                 a ring of ranks that split its positions
                fewer sequences than devices          tensor parallelism and pipelines, as above
 
-Either takes the largest microbatch that fits, and recomputes where none fits without
-(departure.py). The shards of HSDP lie within a unit of the cluster, within which links are faster
-than beyond. Rules know no seconds: `search` departs from them where its prices are lower.
+Both rules take the largest microbatch that fits, and recompute if none fits without
+(departure.py). HSDP shards within a unit of the cluster whose links are faster than the links
+between units. The rules use no predicted times: `search` departs from them where its price is
+lower.
 """
 
 from __future__ import annotations
@@ -33,41 +34,41 @@ RING: Final = next(name for name in AXES if name not in ("pp", "dp", "fsdp", "tp
 """The axis that splits positions, whose ranks form a ring."""
 
 MOST_REPLICAS, MOST_REPLICATED = 128, 1e9
-"""Devices and parameters up to which data parallelism alone is the rule."""
+"""Most devices and parameters for data parallelism alone."""
 
 MOST_SHARDS: Final = 256
-"""Devices above which FSDP shards within units alone."""
+"""Number of devices above which FSDP shards within units only (HSDP)."""
 
 MOST_DEVICES, MOST_PARAMETERS, MOST_TOKENS = 1000, 50e9, 16_384
-"""Devices, parameters and tokens of a sequence above which samples and layers are split too."""
+"""Devices, parameters and sequence length above which samples and layers are split too."""
 
 _TOKENS_OF_RANK: Final = 8192
-"""Of a sequence, on one rank of a ring."""
+"""Least tokens of a sequence on one rank of a ring."""
 
 STATE_BYTES: Final = 16
-"""Of a parameter: it, its gradient and the two moments of AdamW, in 32 bits each."""
+"""Bytes per parameter: value, gradient and the two moments of AdamW, 32 bits each."""
 
 PURE, PURE_BYTES = "pure-bfloat16", 8
-"""A precision that `train` does not have, and its bytes of a parameter: all four in 16 bits."""
+"""A precision that `train` does not support, and its bytes per parameter: all four in 16 bits."""
 
 _GATHERED_BYTES: Final = 2
-"""Of a parameter that is gathered for a while, in 16 bits."""
+"""Bytes per gathered parameter, in 16 bits."""
 
 _PART: Final = {"pp": 0.25}
-"""Part of a device that weights in 16 bits and gradients in 32 may take of a stage, by thumb."""
+"""By thumb, most of device memory for a stage's 16-bit weights and 32-bit gradients; a fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSizes:
-    """What the rules look at.
+    """Sizes of a job and its cluster, the input of the rules.
 
     Attributes:
-        layers: parameters of each layer, embedding and head among them.
-        activation_bytes: of one sequence, of which each block keeps its input alone.
-        heads: of keys and values, which tp deals out.
-        num_sequences: of a step, which data ranks deal out.
-        host: devices that fast links join.
-        units: devices of the units within which links are faster than beyond, innermost first.
+        layers: parameters of each layer, embedding and head included.
+        activation_bytes: activation bytes of one sequence when each block saves only its input.
+        heads: largest tp degree that the heads allow: gcd of query and key-value heads.
+        num_sequences: sequences of one step, which data ranks divide.
+        host: devices of one host, which fast links join.
+        units: devices of each unit whose links are faster than the links outside, innermost first.
     """
 
     layers: tuple[int, ...]
@@ -82,12 +83,12 @@ class JobSizes:
 
     @property
     def parameters(self) -> int:
-        """Of all layers."""
+        """Parameters of all layers."""
         return sum(self.layers)
 
 
 class Rule(NamedTuple):
-    """A rule, why a job stands on it, and the strategy that it chooses."""
+    """A rule, why it applies to the job, and the strategy that it chooses."""
 
     name: str
     why: str
@@ -95,11 +96,11 @@ class Rule(NamedTuple):
 
 
 def sizes_of(shape: ModelShape, cluster: Cluster, seq_len: int, num_sequences: int) -> JobSizes:
-    """Return the sizes of a job."""
+    """Return the sizes of a job on a cluster."""
     of = num_parameters(shape)
     block = (of.attention + of.mlp + of.norm) // shape.num_layers
     layers = [of.embedding + of.position, *[block] * shape.num_layers, of.output]
-    # Korthikanti et al. 2022, section 4, 16 bits: inputs of blocks, and all of one block at work.
+    # Korthikanti et al. 2022, section 4, 16 bits: all block inputs, and activations of one block.
     of_block = 34 * shape.hidden if shape.mlp == "gelu" else 18 * shape.hidden + 8 * shape.ffn
     return JobSizes(
         layers=tuple(layers),
@@ -115,7 +116,7 @@ def sizes_of(shape: ModelShape, cluster: Cluster, seq_len: int, num_sequences: i
 
 
 def units_of(cluster: Cluster) -> tuple[int, ...]:
-    """Return the devices of each unit within which links are faster than beyond."""
+    """Return the number of devices of each unit whose links are faster than the links outside."""
     joined = zip(cluster.levels, cluster.levels[1:], strict=False)
     return tuple(
         inner.devices
@@ -125,7 +126,7 @@ def units_of(cluster: Cluster) -> tuple[int, ...]:
 
 
 def of_thumb(of: JobSizes) -> Rule:
-    """Return the rule of thumb on which a job stands, and its choice."""
+    """Return the rule of thumb that applies to a job, with its strategy."""
     num, parameters = of.num_devices, of.parameters
     if num == 1:
         return Rule("one device", "there is nothing to split over", Strategy())
@@ -158,7 +159,7 @@ def of_thumb(of: JobSizes) -> Rule:
 
 
 def by_fit(of: JobSizes) -> Rule:
-    """Return the rule by fit on which a job stands, and its choice."""
+    """Return the rule by fit that applies to a job, with its strategy."""
     room, num = of.device_bytes, of.num_devices
     if num == 1 or (held(of, Strategy()) <= room and _is_dealt(of, Strategy())):
         name = "one device holds the model" if held(of, Strategy()) <= room else "nothing fits"
@@ -185,7 +186,8 @@ def by_fit(of: JobSizes) -> Rule:
 def held(of: JobSizes, strategy: Strategy) -> float:
     """Return the bytes of a rank: its shard of the state, a gathered layer, and one sequence.
 
-    A pipeline has as many sequences in flight as stages, of each a stage's part.
+    A pipeline stage has as many sequences in flight as there are stages, each with the activations
+    of one stage, so pp does not divide activation bytes.
     """
     tp, shards = strategy.tp.degree, strategy.num_shards
     state = STATE_BYTES * of.parameters / (tp * strategy.pp.degree * shards)
@@ -194,24 +196,24 @@ def held(of: JobSizes, strategy: Strategy) -> float:
 
 
 def inequality(of: JobSizes, strategy: Strategy) -> str:
-    """Return whether a strategy fits, as an inequality."""
+    """Return text: bytes of a strategy <= or > bytes of a device."""
     sign = "<=" if held(of, strategy) <= of.device_bytes else ">"
     name = "one device" if strategy.num_ranks == 1 else str(strategy)
     return f"{name} {_gib(held(of, strategy))} {sign} {_gib(of.device_bytes)}"
 
 
 def _sharded(of: JobSizes, split: Strategy) -> Strategy:
-    """Return a strategy with FSDP over all devices that a split leaves."""
+    """Return `split` with FSDP over the remaining devices."""
     return split.with_degree("fsdp", of.num_devices // split.num_ranks)
 
 
 def _is_dealt(of: JobSizes, split: Strategy) -> bool:
-    """Return whether the sequences deal out evenly over the ranks beside a split."""
+    """Return whether the data ranks that remain after `split` divide the sequences evenly."""
     return of.num_sequences % (of.num_devices // split.num_ranks) == 0
 
 
 def _splits(of: JobSizes, *, is_long: bool) -> Iterator[Strategy]:
-    """Yield splits: a longer and longer ring, or tp within a host; then tp, then pipelines."""
+    """Yield splits of rising degree: rings if `is_long`, then tp within a host, then pipelines."""
     num, split = of.num_devices, Strategy()
     if is_long:
         for ring in _rings(of, num)[1:]:
@@ -227,7 +229,7 @@ def _splits(of: JobSizes, *, is_long: bool) -> Iterator[Strategy]:
 
 
 def _rings(of: JobSizes, num_devices: int) -> list[int]:
-    """Return the degrees of a ring whose ranks have tokens enough, two equal chunks each."""
+    """Return the ring degrees that leave each rank enough tokens in two equal chunks; always 1."""
     most = max(1, of.seq_len // _TOKENS_OF_RANK)
     return [
         n for n in _divisors(num_devices) if (n <= most and of.seq_len % (2 * n) == 0) or n == 1
@@ -235,7 +237,11 @@ def _rings(of: JobSizes, num_devices: int) -> list[int]:
 
 
 def _by_thumb(of: JobSizes, *, is_large: bool) -> Strategy:
-    """Return what splits samples, layers and tensors: a host, and stages that hold little."""
+    """Return the strategy by thumb without data axes.
+
+    A large job has tp within a host, and the fewest stages that hold at most `_PART` of a device.
+    A long sequence has the largest ring.
+    """
     left, strategy = of.num_devices, Strategy()
     if is_large:
         tp = max(n for n in _divisors(math.gcd(left, of.host)) if of.heads % n == 0)
@@ -251,9 +257,10 @@ def _by_thumb(of: JobSizes, *, is_large: bool) -> Strategy:
 
 
 def _with_data(of: JobSizes, split: Strategy) -> Strategy:
-    """Return a strategy with FSDP over the other devices.
+    """Return `split` with FSDP over the remaining devices.
 
-    Of a large job within the smallest unit whose devices hold the state in half of their memory.
+    A job above `MOST_SHARDS` devices shards within the smallest unit whose devices hold the state
+    in half of their memory.
     """
     replicas = of.num_devices // split.num_ranks
     inner = split.tp.degree * split.sample_shards
@@ -265,14 +272,14 @@ def _with_data(of: JobSizes, split: Strategy) -> Strategy:
 
 
 def shard_groups(units: tuple[int, ...], inner: int, replicas: int) -> list[int]:
-    """Return degrees of fsdp whose groups stay within a unit, fewer than all replicas.
+    """Return the fsdp degrees, below `replicas`, whose groups stay within a unit.
 
-    A unit that the job does not fill evenly holds the largest group that divides both.
+    In a unit that the job does not fill evenly, this is the largest degree that divides both.
 
     Args:
         units: devices of each unit.
-        inner: ranks of the axes within fsdp.
-        replicas: ranks of dp and fsdp together.
+        inner: ranks of the axes inside fsdp.
+        replicas: product of the degrees of dp and fsdp.
     """
     sizes = {math.gcd(unit // inner, replicas) for unit in units if unit % inner == 0}
     return sorted(size for size in sizes if 1 < size < replicas)

@@ -1,16 +1,16 @@
-"""How long the operations of a microbatch take on a device: a roofline, with measured efficiency.
+"""Time of a microbatch's operations on a device, by a roofline model with measured efficiencies.
 
     product     max(FLOPs / (peak x products x shape), bytes / bandwidth)
-    attention   FLOPs / (peak x attention); where its scores lie in memory, as products and bytes
+    attention   FLOPs / (peak x attention); if scores are stored in memory, as products and bytes
     others      fusion x bytes / bandwidth
-    launch      launch_s each of the processor, which runs ahead of the device
-    on a core   products and attention at their measured rates, others bytes / bandwidth, and each
-                operator a time of its own
+    launch      launch_s per operation on the host CPU, which runs ahead of the device
+    on CPU      products and attention at their measured rates, others bytes / bandwidth, and a
+                fixed time for each operator
 
-    shape = k / (k + K0) x sqrt(tiles / (waves x SMs)) x UNALIGNED, where no multiple of 64 is cut
+    shape = k / (k + K0) x sqrt(tiles / (waves x SMs)) x UNALIGNED, if a size is no multiple of 64
 
 A product of few tiles leaves SMs idle in its last wave (NVIDIA, Matrix multiplication background
-user guide, section 4); a short inner size k has little to hide its loads behind.
+user guide, section 4). A short inner size k gives little compute to overlap with loads.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from phalanx.planner.machine import Core, Device
 from phalanx.planner.software import Software, on_device
 
 _TILE: Final = 128, 256
-"""Rows and columns of the result that an SM makes at a time."""
+"""Rows and columns of the output tile that an SM computes at a time."""
 
 _K0: Final = 194
-"""Inner size at which a product reaches half of its speed."""
+"""Inner size at which a product reaches half of its maximum speed."""
 
 _UNALIGNED: Final = 0.74
-"""Speed of a product of which a size is no multiple of 64 elements."""
+"""Relative speed of a product with columns or an inner size that is no multiple of 64 elements."""
 
 MEMORY: Final = 0.86
-"""Part of the memory's bandwidth that streaming kernels reach."""
+"""Fraction of memory bandwidth that streaming kernels reach."""
 
 _BATCHED: Final = 0.70
-"""Speed of the products of heads, one by one, beside large ones."""
+"""Speed of batched per-head products, relative to large products."""
 
 _PASSES: Final = {False: 6, True: 11}
-"""How often forward, and backward, reads or writes scores that lie in memory."""
+"""Number of reads and writes of stored scores, in forward (False) and in backward (True)."""
 
 _UNMASKED: Final = {False: 2.0, True: 1.6}
-"""FLOPs of such attention beside the fused kernel's, which skips what the mask hides."""
+"""FLOPs of attention with stored scores / FLOPs of the fused kernel, which skips masked scores."""
 
 
 def seconds(
     operations: Sequence[Operation], device: Device, software: Software, precision: str
 ) -> tuple[float, float]:
-    """Return how long operations take a device one after another, and their launch the host.
+    """Return the device seconds of operations in sequence, and the host seconds to launch them.
 
-    A processor launches what it runs itself: there the second is 0. Other data types reach the
-    part of their peak that 16 bits reach of theirs.
+    On CPU, the host seconds are 0, because launches are part of the operations. Every data type
+    reaches the same fraction of its peak as 16 bits.
 
     Raises:
-        ConfigError: no peak of the device in this data type is known.
+        ConfigError: the device has no peak in this data type.
     """
     if device.core is not None:
         return _on_cores(operations, device, device.core, software, precision), 0.0
@@ -70,7 +70,7 @@ def _on_cores(
     software: Software,
     precision: str,
 ) -> float:
-    """Return how long a rank's cores take; of less than one, as if it had it for itself."""
+    """Return the seconds on a rank's cores; with less than one core, as if it had a whole core."""
     cores = max(1.0, device.cores)
     flops = {True: 0, False: 0}
     num_bytes = 0
@@ -85,7 +85,7 @@ def _on_cores(
 
 
 def _rate(of: Mapping[str, float], precision: str) -> float:
-    """Return the rate in a data type; of one that was not measured, by the slowest's width."""
+    """Return the rate in a data type; if unmeasured, the slowest rate, or half of it in 64 bits."""
     slowest = min(of.values())
     return of.get(precision, slowest / 2 if precision == "float64" else slowest)
 
@@ -106,7 +106,7 @@ def _seconds(of: Operation, device: Device, software: Software, peak: float) -> 
 
 
 def _shape(product: tuple[int, int, int], device: Device) -> float:
-    """Return the efficiency of a product of this shape beside a large square one."""
+    """Return the efficiency of a product of this shape, relative to a large square product."""
     rows, columns, inner = product
     efficiency = inner / (inner + _K0)
     if device.chip is not None:

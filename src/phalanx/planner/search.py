@@ -1,11 +1,11 @@
-"""Find the fastest strategy that fits: all degrees, kinds, microbatches and policies.
+"""The search for the fastest strategy that fits, over degrees, kinds, microbatches and policies.
 
-    candidates   every legal text, in the order of a bound that no price is below
-    pruned       by divisibility, and by memory, each with the inequality that failed
-    priced       the others, until the bound of the next is above the price of the last wanted
+    candidates   every legal strategy, in rising order of a lower bound of its price
+    pruned       by divisibility, and by memory, with the inequality that failed
+    priced       the others, until the next bound exceeds the price of the last wanted candidate
 
-The bound is of products at the best efficiency, with recomputation, the bubble of the schedule and
-the largest messages. So the best that is found is the best there is among the candidates.
+The bound includes products, recomputation, the pipeline bubble and the largest messages. Because
+the bound is never above the price, the search finds the fastest of all candidates.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
 _MOST_PP: Final = 64
 _LEAST_TOKENS: Final = 2048
-"""Of a sequence on a rank: with fewer, a ring waits for its messages."""
+"""Least tokens of a sequence on one rank; with fewer, a ring waits for its messages."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the search.
+    """The input of the search: a job and a cluster.
 
     Attributes:
-        num_sequences: of the global batch.
-        microbatches: those that may be chosen.
-        without: axes that may not.
-        has_documents: several documents stand in a row.
+        num_sequences: sequences of the global batch.
+        microbatches: allowed microbatch sizes.
+        without: axes that must not be used.
+        has_documents: whether a sequence packs several documents.
     """
 
     shape: ModelShape
@@ -59,7 +59,7 @@ class Question:
     has_documents: bool = False
 
     def step(self, strategy: Strategy, microbatch: int, accumulation: int) -> PlannedStep:
-        """Return the step that a strategy takes."""
+        """Return the planned step of a strategy."""
         return PlannedStep(
             *(self.shape, strategy, self.seq_len, microbatch, accumulation, self.precision),
             has_documents=self.has_documents,
@@ -68,7 +68,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Inequality:
-    """Why a strategy is rejected: `left`, of which `what` says what it is, is above `right`."""
+    """Why a strategy is rejected: `left` exceeds `right`; `what` describes `left`."""
 
     strategy: str
     what: str
@@ -85,7 +85,7 @@ class Inequality:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that fits, with its price and what its heaviest stage holds."""
+    """A strategy that fits, with its price and the memory of its heaviest stage."""
 
     planned: PlannedStep
     price: Price
@@ -94,13 +94,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search has found.
+    """The result of a search.
 
     Attributes:
-        candidates: that fit, the fastest first.
-        rejected: those that fit with no microbatch, each at the smallest.
-        num_legal: legal strategies altogether.
-        num_priced: those that were priced.
+        candidates: strategies that fit, fastest first.
+        rejected: strategies that fit with no microbatch, each by its least excess found.
+        num_legal: number of legal combinations of strategy and microbatch.
+        num_priced: number of combinations that were priced.
     """
 
     candidates: tuple[Candidate, ...]
@@ -110,10 +110,10 @@ class Found:
 
 
 def search(question: Question, wanted: int = 10) -> Found:
-    """Return the `wanted` fastest strategies that fit, and what was rejected.
+    """Return the `wanted` fastest strategies that fit, and the rejected strategies.
 
     Raises:
-        ConfigError: the batch is smaller than one sequence, or no strategy is legal.
+        ConfigError: the batch or the sequence is below 1, or no strategy is legal.
     """
     check(question)
     steps = _by_bound(question)
@@ -140,14 +140,14 @@ def search(question: Question, wanted: int = 10) -> Found:
         try:
             num_priced += 1
             cost = price(planned, question.cluster, question.software)
-            if cost.step_s > limit_s:  # whether it fits does not matter
+            if cost.step_s > limit_s:  # too slow, whether it fits or not
                 continue
             held = fits(question, planned)
-        except StrategyError:  # the model has parts that the strategy does not split
+        except StrategyError:  # the strategy cannot split a part of the model
             continue
         if isinstance(held, Inequality):
             nearest = held if name in rejected else fits(question, smallest[name])
-            if isinstance(nearest, Inequality):  # else a smaller microbatch fits, and is slower
+            if isinstance(nearest, Inequality):  # else the strategy fits with a smaller microbatch
                 rejected.setdefault(name, min(held, nearest, key=lambda each: each.left))
             continue
         found.append(Candidate(planned, cost, held))
@@ -158,7 +158,7 @@ def search(question: Question, wanted: int = 10) -> Found:
 
 
 def order(candidate: Candidate) -> tuple[float, float, int, str]:
-    """Return by what candidates are sorted: of equally fast ones the simplest is first."""
+    """Return the sort key of a candidate: step time, then simplicity of the strategy."""
     strategy = candidate.planned.strategy
     parts = [(name, axis) for name, axis in strategy.axes() if axis.degree > 1]
     kinds = sum(axis.kind != getattr(Strategy, name).kind for name, axis in parts)
@@ -167,23 +167,23 @@ def order(candidate: Candidate) -> tuple[float, float, int, str]:
 
 
 def _by_bound(question: Question) -> list[tuple[float, PlannedStep]]:
-    """Return the legal steps by their bounds; the bound is 0 where the state is too large."""
+    """Return (bound, step) of all legal steps in rising order; 0 if the state is too large."""
     found: list[tuple[float, PlannedStep]] = []
     cluster, software = question.cluster, question.software
     for planned in legal_steps(question):
         try:
             is_large = too_large(planned, cluster.device) is not None
             found.append((0.0 if is_large else bound_s(planned, cluster, software), planned))
-        except StrategyError:  # the model has parts that the strategy does not split
+        except StrategyError:  # the strategy cannot split a part of the model
             continue
     return sorted(found, key=lambda each: each[0])
 
 
 def check(question: Question) -> None:
-    """Refuse what no strategy can do.
+    """Check the sizes of a question.
 
     Raises:
-        ConfigError: a size below 1, or a sequence longer than the model has positions.
+        ConfigError: the batch or the sequence length is below 1.
     """
     for what, size in (("batch", question.num_sequences), ("sequence", question.seq_len)):
         if size < 1:
@@ -191,10 +191,10 @@ def check(question: Question) -> None:
 
 
 def fits(question: Question, planned: PlannedStep) -> Memory | Inequality:
-    """Return what the heaviest stage holds, or why a planned does not fit.
+    """Return the memory of the heaviest stage, or why the step does not fit.
 
     Raises:
-        StrategyError: the strategy does not split the model.
+        StrategyError: the strategy cannot split the model.
     """
     device = question.cluster.device
     if (failed := too_large(planned, device)) is not None:
@@ -209,7 +209,7 @@ def fits(question: Question, planned: PlannedStep) -> Memory | Inequality:
 
 
 def too_large(planned: PlannedStep, device: Device) -> Inequality | None:
-    """Return why the trained state alone does not fit; None if it does."""
+    """Return why the trained state alone does not fit; None if it fits."""
     least, room = least_bytes(planned), device.usable_bytes
     if least <= room:
         return None
@@ -218,10 +218,11 @@ def too_large(planned: PlannedStep, device: Device) -> Inequality | None:
 
 
 def least_bytes(planned: PlannedStep) -> float:
-    """Return what a rank holds of the trained state at least: of a stage of average size.
+    """Return a lower bound of the trained state's bytes on a rank, for a stage of average size.
 
-    A shard of weights, gradients and moments, or all of what a stage of ZeRO leaves whole: weights
-    in 16 bits, and of zero1 gradients in 32, where they are added up.
+    This is the rank's shard of weights, gradients and moments, and the tensors that its ZeRO stage
+    leaves unsharded: 16-bit weights for zero1 and zero2, and 32-bit gradients for zero1 with
+    accumulation.
     """
     strategy = planned.strategy
     split = planned.num_parameters / strategy.tp.degree / strategy.pp.degree
@@ -233,7 +234,7 @@ def least_bytes(planned: PlannedStep) -> float:
 
 
 def legal_steps(question: Question) -> Iterator[PlannedStep]:
-    """Yield every legal step over all devices of the cluster."""
+    """Yield every legal step that uses all devices of the cluster."""
     num_devices = question.cluster.num_devices
     for base in _splits(question):
         replicas = num_devices // base.num_ranks
@@ -247,7 +248,7 @@ def legal_steps(question: Question) -> Iterator[PlannedStep]:
 
 
 def _splits(question: Question) -> Iterator[Strategy]:
-    """Yield the legal degrees of the axes that split the model and its samples."""
+    """Yield the legal combinations of degrees of all axes except dp and fsdp."""
     shape, num_devices = question.shape, question.cluster.num_devices
     most = {
         "pp": min(_MOST_PP, shape.num_layers),
@@ -269,7 +270,7 @@ def _splits(question: Question) -> Iterator[Strategy]:
 
 
 def length_unit(strategy: Strategy) -> int:
-    """Return of what the length of a sequence must be a multiple: a ring has two chunks a rank."""
+    """Return the unit that must divide the sequence length; a ring has two chunks per rank."""
     shards, tp = strategy.sample_shards, strategy.tp.degree
     return math.lcm(2 * shards if shards > 1 else 1, shards * tp)
 
@@ -291,7 +292,7 @@ def _strategies(
 
 
 def of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Axis, Axis]]:
-    """Yield dp and fsdp: one of them, or fsdp within a unit of the cluster and dp between."""
+    """Yield (dp, fsdp) axes: one of the two alone, or fsdp within a unit and dp between units."""
     dp, fsdp = Strategy.dp, Strategy.fsdp
     if replicas == 1:
         yield dp, fsdp

@@ -1,4 +1,4 @@
-"""The best strategies of several questions: on several clusters, or numbers of devices."""
+"""The best strategy of a job on several clusters, or on several numbers of devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.planner.machine import Cluster
 from phalanx.planner.search import Question, search
 
 MOST_NUMBERS: Final = 100
-"""Numbers of devices of one question."""
+"""Most numbers of devices in one list."""
 
 _NUMBER: Final = re.compile("[0-9]{1,9}")
 
@@ -24,8 +24,8 @@ class BestPlan:
     """The best strategy on a cluster, or why there is none.
 
     Attributes:
-        speed_up: over the smallest number of devices that has a strategy.
-        efficiency: the speed-up over the ratio of the numbers of devices.
+        speed_up: speed-up relative to the smallest number of devices that has a strategy.
+        efficiency: `speed_up` / ratio of the numbers of devices.
     """
 
     cluster: str
@@ -37,7 +37,7 @@ class BestPlan:
 
 
 def best_on(question: Question, cluster: Cluster) -> BestPlan:
-    """Return the best strategy on a cluster."""
+    """Return the best strategy of a question on another cluster, or why there is none."""
     asked = dataclasses.replace(question, cluster=cluster)
     here = BestPlan(cluster=cluster.name, num_devices=cluster.num_devices)
     try:
@@ -52,7 +52,7 @@ def best_on(question: Question, cluster: Cluster) -> BestPlan:
 
 
 def scaled(question: Question, numbers: Iterable[int]) -> Iterator[BestPlan]:
-    """Yield the best strategy at each number of devices, the global batch fixed."""
+    """Yield the best strategy for each number of devices, with the global batch fixed."""
     first: tuple[int, float] | None = None
     for number in numbers:
         best = best_on(question, question.cluster.of(number))
@@ -65,10 +65,10 @@ def scaled(question: Question, numbers: Iterable[int]) -> Iterator[BestPlan]:
 
 
 def numbers_of(text: str) -> Sequence[int]:
-    """Read numbers of devices, in rising order: `8,16,64`, or `8,16,...,128` by their ratio.
+    """Parse rising numbers of devices: `8,16,64`, or `8,16,...,128` with a constant ratio.
 
     Raises:
-        ConfigError: the text is no such list, or one of more than MOST_NUMBERS.
+        ConfigError: the text is no such list, or has more than MOST_NUMBERS numbers.
     """
     found: list[int] = []
     words = text.split(",")

@@ -1,7 +1,7 @@
-"""What software makes of hardware: few constants, each with a name.
+"""Efficiency constants of training programs on hardware: a few named values per program.
 
-Fitted to published runs of that software (benchmarks/planner/), never to one run: on hardware of
-several makes together. What the hardware can do stands in hardware.py.
+The constants are fitted to published runs of the program (benchmarks/planner/), over hardware of
+several vendors together and never to a single run. Hardware limits are in hardware.py.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from phalanx.planner.machine import Device
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How a training program uses devices and links.
+    """Efficiency constants of one training program.
 
     Attributes:
-        products: speed of large products of matrices, beside what others make of the device.
-        attention: the same of a fused attention kernel.
-        speed_up: of products in 8 or 4 bits, beside 16.
-        fusion: bytes that memory-bound operations move, beside operators run one by one.
-        launch_s: least time of an operation, while the processor feeds the device.
-        has_scores: attention writes its scores to memory, and multiplies those that a mask hides.
-        overlap: part of a compute's time in which gradients and weights can be sent.
-        inner_bandwidth: part of the links' bandwidth that collectives reach in a unit.
-        outer_bandwidth: the same between units.
-        call_s: what a collective takes beside the latency of its links.
-        entry_s: what each rank of a collective of tp adds of the processors' time, while messages
-            of a pipeline are under way between units: ranks enter one after another.
-        kept: activations that it keeps, beside fused kernels.
-        logit_bytes: held of each logit of a microbatch; 0 where the loss goes by chunks.
-        sends_parts: ranks of tp send each a part of what goes to the next stage.
+        products: speed of large matrix products, relative to the typical speed on the device.
+        attention: speed of a fused attention kernel, relative to the typical speed on the device.
+        speed_up: speed of products in 8 or 4 bits, relative to 16 bits.
+        fusion: bytes that memory-bound operations move, relative to unfused operators.
+        launch_s: host time to launch one operation.
+        has_scores: attention writes its scores to memory, and computes masked scores too.
+        overlap: fraction of compute time that can overlap gradient and weight communication.
+        inner_bandwidth: fraction of the link bandwidth that collectives reach within a unit.
+        outer_bandwidth: fraction of the link bandwidth that collectives reach between units.
+        call_s: fixed time of a collective in addition to the latency of its links.
+        entry_s: host time that each rank adds to a tp collective while pipeline messages between
+            units are in flight, because ranks enter one after another.
+        kept: saved activation bytes, relative to fused kernels.
+        logit_bytes: bytes held per logit of a microbatch; 0 if the loss runs in chunks.
+        sends_parts: each tp rank sends a part of the output to the next stage.
     """
 
     name: str
@@ -76,7 +76,7 @@ _SOFTWARE = (
 )  # fmt: skip
 
 TYPICAL: Final = "typical"
-"""The name of a program of which nothing is known."""
+"""Name of the constants for an unknown program."""
 
 _DEVICES: Final = {
     "v100": (0.74, 0.30),  # not fitted: as A100
@@ -85,8 +85,8 @@ _DEVICES: Final = {
     "b200": (0.58, 0.32),
     "tpu": (0.89, 0.18),
 }
-"""Part of the 16-bit peak that training sustains in large products, and in fused attention, by
-family: clocks fall under load, and peaks have grown faster than what feeds them."""
+"""Fractions of the 16-bit peak that training sustains in large products, and in fused attention, by
+device family: clocks fall under load, and peaks have grown faster than memory bandwidth."""
 
 _FAMILIES: Final = {
     **{"a100-40": "a100", "h200": "h100", "gb200": "b200", "b300": "b200", "gb300": "b200"},
@@ -95,9 +95,9 @@ _FAMILIES: Final = {
 
 
 def on_device(software: Software, device: Device) -> tuple[float, float]:
-    """Return which part of the 16-bit peak products and fused attention reach.
+    """Return the fractions of the 16-bit peak that products and fused attention reach.
 
-    Of a device that no published run has used, 0.8 of the efficiency of its largest products.
+    For a device without published runs, these are based on 0.8 and 0.4 of `matmul_efficiency`.
     """
     family = _FAMILIES.get(device.name, device.name)
     sustained = 0.8 * device.matmul_efficiency, 0.4 * device.matmul_efficiency
@@ -107,10 +107,10 @@ def on_device(software: Software, device: Device) -> tuple[float, float]:
 
 
 def typical(without: str = "") -> Software:
-    """Return the median of each constant over the programs of others, for one that is not known.
+    """Return the constants for an unknown program: medians over the programs other than Phalanx.
 
     Args:
-        without: a program that is left out.
+        without: name of a program to exclude from the medians.
     """
     others = [each for each in _SOFTWARE[1:] if each.name != without]
     medians = {
@@ -128,14 +128,14 @@ SOFTWARE: Final[Mapping[str, Software]] = MappingProxyType(
 
 
 DEFAULT: Final = SOFTWARE["phalanx"]
-"""This program, its operators run one by one."""
+"""Constants of Phalanx in eager mode."""
 
 
 def software(name: str) -> Software:
     """Return the constants of a training program.
 
     Raises:
-        ConfigError: none are known of this name.
+        ConfigError: there are no constants for this name.
     """
     if name not in SOFTWARE:
         raise ConfigError(

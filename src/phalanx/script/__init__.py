@@ -1,1 +1,1 @@
-"""A training loop of one's own, made distributed: `phalanx.init` and what it returns."""
+"""Distributed training from a user's own loop (`phalanx.init`, `Run`), and the Trainer."""

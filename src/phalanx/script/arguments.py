@@ -1,4 +1,4 @@
-"""What a script's file holds, looked at before ranks are started for it: a sentence a mistake."""
+"""Checks of a script file and its job function, made before ranks are started for it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _OF_EXAMPLES: Final = ("sklearn", "transformers")
 
 
 def check_python(path: Path) -> None:
-    """Refuse a script that is no Python, before ranks are started for it."""
+    """Check that a script compiles as Python, before ranks are started for it."""
     if path.suffix == ".pyc":
         return
-    with warnings.catch_warnings():  # which come when it is run
+    with warnings.catch_warnings():  # they are shown when the script runs
         warnings.simplefilter("ignore")
         try:
             compile(path.read_bytes(), path, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError) as error:  # the other of null bytes
+        except (SyntaxError, ValueError) as error:  # ValueError: the source has null bytes
             raise ConfigError(f"{path} is no Python: {error}") from None
 
 
 def check_job(script: str, job: Callable[..., Any]) -> None:
-    """Refuse a job's function that takes arguments, which nobody gives it."""
+    """Refuse a job function with required arguments, because it is called without arguments."""
     try:
         signature = inspect.signature(job)
-    except ValueError:  # one of C need not have any
+    except ValueError:  # a function written in C may have no signature
         return
     try:
         signature.bind()
@@ -47,7 +47,7 @@ def check_job(script: str, job: Callable[..., Any]) -> None:
 
 @contextmanager
 def finding_modules(script: str) -> Generator[None]:
-    """Name a module that a script imports and that is not installed."""
+    """Convert the ModuleNotFoundError of a package that is not installed into a ScriptError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -63,7 +63,7 @@ def finding_modules(script: str) -> Generator[None]:
 
 @contextmanager
 def not_ending(script: str) -> Generator[None]:
-    """Refuse to end by a `sys.exit` of a job's own code, as if its work had been done."""
+    """Convert a `sys.exit` of the job's code into a ConfigError, even with exit code 0."""
     try:
         yield
     except SystemExit as stop:

@@ -1,7 +1,7 @@
-"""What must stay as it is while a script trains: a model as prepared, gradients as made.
+"""Detect changes of a prepared model, its gradients and its buffers while a script trains.
 
-Each rank sees other rows. So a forward that changes weights by its rows is refused, and one that
-moves buffers by them is warned of.
+Each rank has different rows. A forward that changes weights depending on its rows (max_norm) is
+refused, and buffers that a forward changes differently on each rank cause a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.script.drift import digest_of
 
 
 class AsPrepared:
-    """Refuses a model whose parameters are no longer those that optimizers and ranks know."""
+    """Checks that a model still has the parameters it had when it was prepared."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class AsPrepared:
         self._trained = [name for name, p in parameters.items() if p.requires_grad]
 
     def check(self, call: str) -> None:
-        """Refuse parameters that are not as they were prepared."""
+        """Refuse parameters that were cast, moved or replaced; follow changed requires_grad."""
         now = _kept(dict(self._model.named_parameters()))
         if now != self._kept:
             name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))
@@ -72,7 +72,7 @@ class AsPrepared:
 
 
 def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return in words what must not change of each parameter once the model is prepared."""
+    """Return the dtype and device of each parameter as text; they must not change."""
     return {
         name: f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}"
         for name, p in parameters.items()
@@ -80,9 +80,9 @@ def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
 
 
 def _held(model: nn.Module) -> dict[str, object]:
-    """Return by name what must stay the same object: each parameter, or the module that has it.
+    """Return the objects that must not be replaced: each parameter, or under FSDP2 its module.
 
-    FSDP2 puts gathered parameters into its modules, and refuses others there.
+    FSDP2 itself replaces parameters in its modules by gathered ones, and refuses other tensors.
     """
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return dict(model.named_parameters())
@@ -94,29 +94,29 @@ def _held(model: nn.Module) -> dict[str, object]:
 
 
 class MadeGradients:
-    """Knows them again, and whether something has written to them."""
+    """The gradients of the last backward, with their versions, to detect later writes."""
 
     def __init__(self) -> None:
         self._made: list[tuple[TensorWeakRef, int]] = []
 
     def note(self, gradients: Sequence[Tensor]) -> None:
-        """Take the gradients that a backward has just made."""
+        """Record the gradients that a backward has just produced."""
         self._made = [(TensorWeakRef(each), version_of(each)) for each in gradients]
 
     def others(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients that are none of those."""
+        """Return the members of `gradients` that are not recorded."""
         made = {id(gradient()) for gradient, _ in self._made}
         return [gradient for gradient in gradients if id(gradient) not in made]
 
     def num_changed(self, gradients: Sequence[Tensor]) -> int:
-        """Return how many have been written, replaced, added or taken away since."""
+        """Return how many gradients were written, replaced, added or removed since `note`."""
         made = {id(gradient()): version for gradient, version in self._made}
         kept = sum(made.get(id(gradient)) == version_of(gradient) for gradient in gradients)
         return max(len(made), len(gradients)) - kept
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how many times a tensor, or this rank's shard by itself, has been written."""
+    """Return the number of in-place writes to a tensor, including its local shard if sharded."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             return tensor._version + tensor.to_local()._version
@@ -124,7 +124,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def refuse_max_norm(model: nn.Module) -> None:
-    """Refuse tables whose rows a forward scales: each rank would scale others."""
+    """Refuse embeddings with max_norm: each forward rescales only the rows its rank uses."""
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
             raise ConfigError(
@@ -135,9 +135,10 @@ def refuse_max_norm(model: nn.Module) -> None:
 
 
 def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
-    """Warn of buffers that data ranks have moved apart; every rank calls this together.
+    """Warn of buffers that differ between data ranks; every rank calls this together.
 
-    Nothing adds them up: evaluation uses each rank's own, and a checkpoint has the first rank's.
+    Buffers are not reduced: evaluation uses each rank's own, and a checkpoint stores the first
+    rank's.
     """
     if comm.size("data") == 1:
         return

@@ -1,4 +1,4 @@
-"""The strategy `auto` of a trainer: the planner's choice on the machine at hand, for its module."""
+"""The strategy `auto` of a trainer: the planner's choice for its module on this machine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def chosen(trainer: Trainer, name: str, config: JobConfig) -> tuple[Strategy, list[str]]:
-    """Return the fastest strategy that fits, over as many ranks as there are, and why.
+    """Return the fastest strategy that fits in memory on all ranks, and lines that explain it.
 
-    A run that is resumed keeps its own, unless another number of processes is asked for.
+    A resumed run keeps its strategy unless another number of processes is requested.
 
     Args:
-        trainer: whose module is counted.
-        name: of the job, for messages.
-        config: the strategy `auto`; which processes, which device, and which run is resumed.
+        trainer: trainer whose module is counted.
+        name: name of the job for messages.
+        config: strategy `auto`, number of processes, device, and the run to resume.
 
     Raises:
-        PhalanxError: the module cannot be counted, or nothing that is legal fits.
+        PhalanxError: the module cannot be counted, or no legal strategy fits.
     """
     given, _ = choose_strategy(config)
     if config.resume is not None:
@@ -40,7 +40,8 @@ def chosen(trainer: Trainer, name: str, config: JobConfig) -> tuple[Strategy, li
         if is_open or Strategy.parse(before).num_ranks == given.num_ranks:
             strategy, _ = choose(before, config.nproc, config.device)
             return strategy, [f"auto: {before}, as the run before"]
-    # Ranks that others have started each choose by themselves, and must choose alike.
+    # Under torchrun each rank makes the choice itself, and all must make the same one, so the
+    # calibration is the assumed one instead of a measurement.
     cluster = this_machine(given.num_ranks, ASSUMED if is_under_torchrun() else None)
     module = module_of(trainer, name)
     question = question_of(trainer, module, cluster, DEFAULT)

@@ -1,12 +1,12 @@
-"""The least change that makes a loop data parallel: average the gradients before each step.
+"""The smallest change that makes a loop data parallel: average the gradients before each step.
 
     loss.backward()
     phalanx.average_gradients(model)         g = sum over ranks (count_r g_r) / sum (count_r)
     optimizer.step()
 
-Every rank holds the whole model, computes the mean loss of its own samples, and takes the same
-step. It is what naive data parallelism is, for those who teach or port. `Run.prepare` and
-`Run.backward` do the same while backward still runs, in buckets, and check what this cannot.
+Every rank has the whole model, computes the mean loss of its own samples, and takes the same step.
+This is naive data parallelism, for teaching and for porting scripts. `Run.prepare` and
+`Run.backward` overlap the all-reduce with backward, in buckets, and make more checks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from phalanx.script.drift import STEPS, are_alike, digest_of, first_odd, with_sq
 from phalanx.script.replicas import Replicas
 
 _averaging: weakref.WeakKeyDictionary[nn.Module, _Averaging] = weakref.WeakKeyDictionary()
-"""Of the models whose gradients have been averaged."""
+"""Model -> state of its gradient averaging."""
 
 _NUMBERS = itertools.count()
 
@@ -40,23 +40,24 @@ _NUMBERS = itertools.count()
 def average_gradients(model: nn.Module, count: int | None = None) -> None:
     """Replace each gradient by its mean over the ranks; every rank calls this together.
 
-    A parameter that only some ranks used has a gradient of zeros on the others; one that no rank
-    used keeps none. The process joins the job that it was started for, if it has not.
+    A parameter that only some ranks used counts as a gradient of zeros on the other ranks. A
+    parameter that no rank used keeps no gradient. The first call joins the job that the process was
+    started for, unless the process has joined already.
 
-    Under a GradScaler call it before `scaler.unscale_` and `scaler.step`, so that all ranks skip
+    With a GradScaler, call this before `scaler.unscale_` and `scaler.step`, so that all ranks skip
     the same steps.
 
     Args:
-        model: each rank has computed gradients of the mean loss of its own samples.
-        count: of these samples, where ranks have unlike numbers; each counts alike if None.
+        model: model whose gradients are of the mean loss of this rank's samples.
+        count: number of these samples, the weight of this rank; equal weights if None.
 
     Raises:
-        ScriptError: the ranks began with other weights, average other models, or have drifted
-            apart.
+        ScriptError: the ranks started with different weights, average different models, or their
+            replicas differ.
     """
     comm = _comm()
     if model not in _averaging:
-        tensors = [*model.parameters(), *model.buffers()]  # frozen ones too
+        tensors = [*model.parameters(), *model.buffers()]  # frozen parameters too
         _averaging[model] = _Averaging(
             "average_gradients", comm, tensors, dict(model.named_parameters())
         )
@@ -65,18 +66,18 @@ def average_gradients(model: nn.Module, count: int | None = None) -> None:
 
 
 def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Have each step of an optimizer average the gradients over the ranks first.
+    """Make each step of an optimizer average the gradients over the ranks first.
 
-    All ranks take its parameters from the first rank; what it does not step, frozen parts
-    and buffers, has to be alike before. The learning rate stays: a batch of N
-    ranks is N times as large, and its gradient a mean. A closure given to `step` is followed by the
-    average each time that it is called, and returns the mean of the ranks' losses.
+    The optimizer's parameters are broadcast from the first rank. Frozen parameters and buffers are
+    not, and must be equal on all ranks already. The learning rate is not scaled, although N ranks
+    have a global batch N times as large; the gradient is a mean. After each call of a closure given
+    to `step` the gradients are averaged, and the closure returns the mean of the ranks' losses.
 
     Returns:
         The optimizer itself.
 
     Raises:
-        ScriptError: in a step: the ranks have drifted apart, or a GradScaler makes it.
+        ScriptError: raised by `step`: replicas differ, or a GradScaler calls the step.
     """
     comm = _comm()
     parameters = _parameters_of(optimizer)
@@ -113,7 +114,7 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
 
 
 class _Averaging:
-    """Averages gradients over ranks, and compares what must be alike on them."""
+    """Averages gradients over ranks, and checks that the replicas are equal."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class _Averaging:
         parameters: Mapping[str, nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """Watch parameters; `first` are tensors that have to be alike at the first call."""
+        """Watch `parameters`; `first` are the tensors to compare between ranks at first call."""
         self.replicas = Replicas(comm, parameters, optimizers)
         self._call = call
         self._comm = comm
@@ -134,7 +135,7 @@ class _Averaging:
 
     @torch.no_grad()
     def average(self, parameters: Mapping[str, nn.Parameter], count: int | None) -> None:
-        """Average the gradients of parameters."""
+        """Average the gradients of `parameters`, weighted by each rank's `count`."""
         comm = self._comm
         own = 1.0 if count is None else count
         total = self._agree(parameters, own)
@@ -144,7 +145,7 @@ class _Averaging:
         for parameter, is_used in zip(parameters.values(), used.tolist(), strict=True):
             if is_used:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                # A dense one: ranks have other rows of a sparse one.
+                # Dense, because sparse gradients have different rows on each rank.
                 parameter.grad = grad.to_dense() * (own / total).to(grad)
                 gradients.setdefault(parameter.dtype, []).append(parameter.grad)
         for alike in gradients.values():
@@ -153,9 +154,10 @@ class _Averaging:
         at_end(self._name, self._check_end)
 
     def _agree(self, parameters: Mapping[str, nn.Parameter], own: float) -> Tensor:
-        """Return the count of all ranks, where they average the gradients of one model.
+        """Return the sum of the ranks' counts; refuse ranks that average different models.
 
-        The words sent have one size whatever a rank averages, so that unlike models are named.
+        The all-reduced message has the same size for every model, so that ranks with different
+        models get an error that names the difference.
         """
         comm = self._comm
         self.replicas.judge(self._call)
@@ -198,7 +200,7 @@ class _Averaging:
 
 
 def _mean(loss: Any, comm: Comm) -> Any:
-    """Return the mean of the ranks' losses, by which all take the same decisions."""
+    """Return the mean of the ranks' losses, so that optimizers decide equally on all ranks."""
     if loss is None:
         return None
     own = torch.as_tensor(loss, dtype=torch.float64, device=comm.device).detach().clone()
@@ -207,7 +209,7 @@ def _mean(loss: Any, comm: Comm) -> Any:
 
 
 def _refuse_scaler() -> None:
-    """Refuse a step that a GradScaler makes: each rank's would skip steps of its own."""
+    """Refuse a step that a GradScaler calls, because each rank would skip different steps."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_globals.get("__name__") == GradScaler.__module__:
@@ -220,7 +222,7 @@ def _refuse_scaler() -> None:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters of an optimizer, by their group and their number in it."""
+    """Return the parameters of an optimizer, named by group and by index in the group."""
     return {
         f"parameter {number} of group {at}": parameter
         for at, group in enumerate(optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""The checkpoints of a loop of one's own: the tensors of any run, and where the loop stands."""
+"""Checkpoints of a user's loop or a trainer: tensors, and the position in the data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loop:
-    """The objects of a loop that a checkpoint keeps."""
+    """The objects of a training loop that a checkpoint stores."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
@@ -43,13 +43,13 @@ class Loop:
 
 
 def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any) -> Path:
-    """Begin to save, and return the folder of the checkpoint; every rank calls this together.
+    """Start saving, and return the folder of the checkpoint; every rank calls this together.
 
-    It replaces a checkpoint after the same step. Where no file can hold the state of an optimizer,
-    a schedule or a registered object, the weights are saved alone. `more` is of the manifest.
+    It replaces a checkpoint of the same step. If the state of an optimizer, a schedule or a
+    registered object cannot be stored, only the weights are saved. `more` are manifest fields.
 
     Raises:
-        CheckpointError: the one before could not be written, or this holds the weights alone.
+        CheckpointError: the previous save failed, or this checkpoint has only the weights.
     """
     final = manifest.folder_of(saver.run, steps_done)
     together = Together(loop.optimizers)
@@ -90,7 +90,7 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
 def _about(strategy: str, steps_done: int, *, num_steps: int = 0, **more: Any) -> Manifest:
     return Manifest(
         steps_done=steps_done,
-        num_steps=num_steps or steps_done,  # which else only the script knows
+        num_steps=num_steps or steps_done,  # 0: a script does not give its total
         consumed=0,
         num_ranks=dist.get_world_size(),
         strategy=strategy,
@@ -101,9 +101,9 @@ def _about(strategy: str, steps_done: int, *, num_steps: int = 0, **more: Any) -
 
 
 def free_folder(folder: Path) -> Path:
-    """Return a folder without checkpoints: `folder`, or its name and a number; all ranks call this.
+    """Return a folder without checkpoints, `folder` or `folder`-N; all ranks call this.
 
-    A run that is begun anew must not mix its checkpoints with another's, nor end over it.
+    A new run must not mix its checkpoints with another run's, and must not fail because of them.
     """
 
     def find() -> Path:
@@ -114,15 +114,13 @@ def free_folder(folder: Path) -> Path:
 
 
 def load(folder: Path, loop: Loop) -> tuple[Path, Manifest] | None:
-    """Load the latest checkpoint, if there is one; every rank calls this together.
-
-    The objects of the loop are then as they were.
+    """Load the latest checkpoint in `folder` into `loop`; every rank calls this together.
 
     Returns:
-        Where it is, and what else it says.
+        The checkpoint's folder and manifest; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, or of another model, optimizer or script.
+        CheckpointError: it is damaged, or from another model, optimizer or script.
     """
     found = on_first_rank(lambda: _latest(folder), f"cannot resume from {folder}")
     if found is None:
@@ -185,12 +183,12 @@ def _check_counts(where: Path, script: ScriptPosition, loop: Loop) -> None:
 
 
 def to_text(generator: Tensor | None) -> str:
-    """Return the state of a generator as text."""
+    """Return a generator state as hexadecimal text; empty for None."""
     return "" if generator is None else generator.numpy().tobytes().hex()
 
 
 def from_text(text: str) -> Tensor | None:
-    """Return the state of a generator from what `to_text` made of it."""
+    """Return the generator state that `to_text` encoded; None for empty text."""
     if not text:
         return None
     try:

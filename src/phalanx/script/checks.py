@@ -1,7 +1,7 @@
-"""What a trainer is given is looked at before its first step: one sentence for each mistake.
+"""Checks of a trainer's arguments before its first step; each error message is one sentence.
 
-Numbers, texts and functions are checked by the types and ranges beside them, as settings of a
-command line are. What they return is checked here.
+Fields are checked against their annotated types and ranges, as command-line settings are. The
+results of the user's functions (model, optimizer, schedule, count) are checked separately.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
 
 _FOREIGN = ("objective", "data", "validation", "callbacks", "log")
-"""Values of types that no setting has."""
+"""Fields whose types the settings do not support, so that `check_settings` skips them."""
 
 _OF_A_HOST = ("threads", "timeout_s")
-"""Settings that each host may have its own of."""
+"""Settings that may differ between hosts."""
 
 
 def check_settings(config: Any) -> None:
-    """Refuse a value of a `Trainer`, or of its `Options`, of another type or out of range."""
+    """Refuse a field of a `Trainer` or its `Options` of the wrong type or out of range."""
     for setting in settings(type(config)):
         if setting.key not in _FOREIGN:
             try:
@@ -54,7 +54,7 @@ def check_settings(config: Any) -> None:
 
 
 def check_same_job(trainer: Any, strategy: Strategy, options: Any) -> None:
-    """Refuse ranks to which torchrun gave other settings on another host; all ranks call this."""
+    """Refuse settings that differ between the hosts of torchrun; all ranks call this together."""
     facts: dict[str, Any] = dict(strategy_facts(strategy))
     for config in (trainer, options):
         values = {each.key: value_at(config, each.key) for each in settings(type(config))}
@@ -65,7 +65,7 @@ def check_same_job(trainer: Any, strategy: Strategy, options: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """What `phalanx.init` and the methods of its run may be given of plain values."""
+    """Plain arguments of `phalanx.init` and of methods of `Run`, with their ranges."""
 
     accumulation: Annotated[int, Range(1, MOST_ROWS, "[]")]
     seed: Annotated[int, SEED]
@@ -78,7 +78,7 @@ class _Arguments:
 
 
 def check_arguments(call: str, **given: Any) -> None:
-    """Refuse an argument of a call of another type or out of range."""
+    """Refuse an argument of `call` that has the wrong type or is out of range."""
     for setting in settings(_Arguments):
         if setting.key in given:
             try:
@@ -88,7 +88,7 @@ def check_arguments(call: str, **given: Any) -> None:
 
 
 def check_objective(objective: Any) -> None:
-    """Refuse what makes no loss."""
+    """Check that `objective` has the methods `loss_sum` and `num_valid`."""
     names = [name for name in vars(Objective) if name in ("loss_sum", "num_valid")]
     missing = [name for name in names if not callable(getattr(objective, name, None))]
     if isinstance(objective, type) and not missing:
@@ -104,7 +104,7 @@ def check_objective(objective: Any) -> None:
 
 
 def check_data(name: str, data: Any, *, is_trained: bool) -> None:
-    """Refuse a dataset that has no samples, or none that a pass over it could end with."""
+    """Check that `data` is an IterableDataset, or a map-style dataset with a length above 0."""
     if isinstance(data, IterableDataset):
         return
     if isinstance(data, DataLoader):
@@ -133,7 +133,7 @@ def check_data(name: str, data: Any, *, is_trained: bool) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what `build` returned, if nothing of it can be trained."""
+    """Check that `build` returned a module with at least one trainable parameter."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"phalanx.Trainer: build returns {_described(model)}; expected a torch.nn.Module"
@@ -150,7 +150,7 @@ def check_model(model: Any) -> None:
 def optimizer_of(
     make: Callable[[Any], torch.optim.Optimizer], model: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that has been split."""
+    """Make the optimizer of a model that has been split, and check that it can be used."""
     made: Any = make(model.parameters())
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
@@ -178,7 +178,7 @@ def optimizer_of(
 def scheduler_of(
     make: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Return the schedule of an optimizer, or None if there is to be none."""
+    """Make and check the learning rate schedule of `optimizer`; None if `make` is None."""
     if make is None:
         return None
     scheduler = make(optimizer)
@@ -204,7 +204,7 @@ def scheduler_of(
 
 
 def check_count(count: Any) -> None:
-    """Refuse what `Objective.num_valid` returned, if it is no count."""
+    """Check that `Objective.num_valid` returned an integer: an int >= 0, or an integer tensor."""
     is_tensor = isinstance(count, torch.Tensor) and count.numel() == 1
     is_whole = is_tensor and not (count.is_floating_point() or count.is_complex())
     is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
@@ -216,9 +216,9 @@ def check_count(count: Any) -> None:
 
 
 def _check_saved(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state no checkpoint can hold, by a step of a parameter beside it.
+    """Refuse an optimizer whose state a checkpoint cannot store, found by a step on a dummy.
 
-    An optimizer that takes no such step is looked at after its first real one.
+    An optimizer that cannot step a dummy parameter is checked after its first real step.
     """
     state = dry_state(optimizer, optimizer.param_groups[0]) or {}
     if words := unheld(state, torch.Size(DRY_SHAPE)):
@@ -227,7 +227,7 @@ def _check_saved(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def _needed(step: Callable[..., Any]) -> str:
-    """Return the name of the first argument that a step cannot do without."""
+    """Return the name of the first required argument of `step`, or an empty string."""
     for parameter in list(inspect.signature(step).parameters.values())[1:]:
         is_named = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if is_named and parameter.default is parameter.empty:
@@ -236,7 +236,7 @@ def _needed(step: Callable[..., Any]) -> str:
 
 
 def _described(value: Any) -> str:
-    """Return in few words what a value is."""
+    """Describe a value in a few words for a message."""
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A trainer's module as the planner counts it: on the meta device, by rows of its own data."""
+"""A trainer's module for the planner: counted on the meta device, with shapes of its own data."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 _BATCHES_READ, _MOST_READ_S = 16, 1.0
-"""Batches by which a loader is timed, and seconds after which it is timed by fewer."""
+"""Number of the last batch read to time a loader, and seconds after which timing ends earlier."""
 
 
 def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> AnyModule:
-    """Return the module of a trainer; its data are read, and left as they were.
+    """Return a trainer's module for the planner; read a batch and restore torch's generator.
 
     Args:
-        trainer: whose `build` makes the module if none is given: on the meta device if it can.
-        name: of the job, for messages.
-        model: the module, not yet split.
+        trainer: if `model` is None, its `build` makes the module, on the meta device if possible.
+        name: name of the job for messages.
+        model: the module before it is split.
 
     Raises:
         ConfigError: the data are empty, or the module has no parameters.
@@ -54,7 +54,7 @@ def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> An
 
 
 def loader_rate(trainer: Trainer) -> float:
-    """Return the rows a second that a trainer's loader gives in this process, by some batches."""
+    """Measure the rows per second of a trainer's loader in this process, over a few batches."""
     state = torch.get_rng_state()
     rows, begun_s, ended_s = 0, time.perf_counter(), 0.0
     for number, batch in enumerate(trainer.loader(trainer.data)):
@@ -69,9 +69,9 @@ def loader_rate(trainer: Trainer) -> float:
 def question_of(
     trainer: Trainer, module: AnyModule, cluster: Cluster, program: Software
 ) -> Question:
-    """Return what the planner is asked of a trainer: its batch of rows on a cluster."""
+    """Return the planner's search problem for a trainer: its global batch on `cluster`."""
     return Question(
-        shape=cast(Any, None),  # of decoders
+        shape=cast(Any, None),  # only decoders have one
         cluster=cluster,
         software=program,
         seq_len=1,
@@ -81,7 +81,7 @@ def question_of(
 
 
 def counted_of(trainer: Trainer, strategy: Strategy, model: nn.Module) -> AnyModule | None:
-    """Return a trainer's module for the prediction of a run; None if it cannot be counted."""
+    """Return a trainer's module to predict its step time; None if it cannot be counted."""
     is_split = strategy.tp.degree * strategy.sample_shards > 1
     if is_split or isinstance(trainer.data, IterableDataset):
         return None
@@ -92,7 +92,7 @@ def counted_of(trainer: Trainer, strategy: Strategy, model: nn.Module) -> AnyMod
 
 
 def planned_of(counted: AnyModule, strategy: Strategy, trainer: Trainer) -> PlannedModule | None:
-    """Return a step of a run, with microbatches of a full batch; None if it cannot be counted."""
+    """Return the plan of a step with microbatches of a full batch; None if not countable."""
     rows = trainer.batch_size // (strategy.data_ranks * trainer.accumulation)
     planned = PlannedModule(counted, strategy, rows, trainer.accumulation)
     try:
@@ -105,12 +105,12 @@ def _built(trainer: Trainer) -> nn.Module:
     try:
         with torch.device("meta"):
             return trainer.build().train()
-    except Exception:  # it computes with its first weights, or reads them
+    except Exception:  # `build` computes with or reads its initial weights
         return copied_on_meta((trainer.build().train(),))[0]
 
 
 def _rows(batch: Any, num_rows: int) -> Any:
-    """Return as many rows of a batch, on the meta device."""
+    """Return `num_rows` rows with the shapes and dtypes of `batch`, on the meta device."""
 
     def of(x: Tensor) -> Tensor:
         return torch.empty((num_rows, *x.shape[1:]), dtype=x.dtype, device="meta")

@@ -1,6 +1,6 @@
-"""Which rows of a global batch each data rank takes: pure functions.
+"""Distribution of the rows of a global batch over the data ranks: pure functions.
 
-A batch is cut into pieces, the microbatches of a step, and each piece into runs for the ranks:
+A batch is cut into pieces (one, or the microbatches of a step), each piece into one range per rank:
 
                            on 2 ranks              on 3 ranks
     7 rows, 2 pieces    0  1  2  3 | 4  5  6    0  1  2  3 | 4  5  6
@@ -8,8 +8,8 @@ A batch is cut into pieces, the microbatches of a step, and each piece into runs
     rank 1                    2  3 |       6          2    |    5
     rank 2                                               3 |       6
 
-So in each microbatch all ranks together have the rows of one process that makes the same pieces,
-and a sum over a microbatch is alike for any number of ranks. The first parts are the larger ones.
+So all ranks together have the rows of a piece that one process has in it, and a sum over a piece is
+equal for any number of ranks. The first pieces and the first ranks have the larger parts.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from phalanx.errors import ConfigError
 
 
 class Spare(NamedTuple):
-    """A microbatch whose rows count nothing, for a rank that has none where others have rows.
+    """A microbatch that counts as 0 rows, for a rank without rows where other ranks have some.
 
-    All ranks run forward and backward of a microbatch together, and many models take no batch of
-    no rows, such as all of transformers that reshape it.
+    All ranks run forward and backward of a microbatch together, and many models fail on a batch of
+    0 rows, such as all models of transformers that reshape it.
     """
 
     rows: Any
 
 
 def shard_rows(rows: range, rank: int, num_ranks: int, num_pieces: int) -> list[range]:
-    """Return which rows of each piece of a batch a rank takes."""
+    """Return the rows of each piece of a batch that `rank` takes."""
     pieces = [_part(rows, number, num_pieces) for number in range(num_pieces)]
     return [_part(piece, rank, num_ranks) for piece in pieces]
 
 
 def _part(rows: range, number: int, num_parts: int) -> range:
-    """Return one of parts of nearly the same size, the larger ones first."""
+    """Return part `number` of `num_parts` parts of nearly equal size, larger parts first."""
     least, more = divmod(len(rows), num_parts)
     first = number * least + min(number, more)
     return rows[first : first + least + (number < more)]
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a batch of one row without it."""
+    """Return a batch of one row with that row removed."""
     if isinstance(batch, Tensor) and batch.ndim and len(batch) == 1:
         return batch[:0]
     if batch is None:
         return None
     if isinstance(batch, list | tuple) and batch:
         parts = cast("Sequence[Any]", batch)
-        if len(parts) == 1 and isinstance(parts[0], str | int | float):  # of the one row
+        if len(parts) == 1 and isinstance(parts[0], str | int | float):  # the value of the one row
             return []
-        # Named tuples take their fields one by one.
+        # A named tuple is built from separate arguments.
         cut = [without_rows(part) for part in parts]
         return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
     if isinstance(batch, Mapping):

@@ -1,9 +1,9 @@
-"""A DeepSpeed configuration as a strategy and settings, and what of it has no counterpart.
+"""Convert a DeepSpeed configuration to a strategy and settings, and list unsupported options.
 
-DeepSpeed's documentation of its configuration has the names and defaults
-(https://www.deepspeed.ai/docs/config-json/). What only tunes or reports is left out, and named;
-what would change the numbers and has no counterpart is refused. An optimizer or a schedule is of
-torch, and is refused.
+Names and defaults follow DeepSpeed's documentation (https://www.deepspeed.ai/docs/config-json/).
+Options that only tune or report are left out, and listed. Options that would change the numbers and
+have no counterpart are refused. The optimizer and scheduler sections are refused, because a script
+makes these objects with torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REPORTS: Final = frozenset(
     "zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
     "disable_allgather activation_checkpointing".split()
 )
-"""Settings that report or tune; recompute:full in a strategy is what checkpoints activations."""
+"""Options that report or tune; for activation checkpointing put recompute:full in the strategy."""
 
 _ZERO_TUNING: Final = frozenset(
     "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size "
@@ -36,27 +36,27 @@ _ZERO_TUNING: Final = frozenset(
     "stage3_gather_16bit_weights_on_model_save load_from_fp32_weights ignore_unused_parameters "
     "elastic_checkpoint memory_efficient_linear".split()
 )
-"""Settings of zero_optimization that tune."""
+"""Options of zero_optimization that only tune."""
 
 
 _READ: Final = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "zero_optimization bf16 fp16 gradient_clipping"
 ).split()
-"""Settings that have a counterpart."""
+"""Options that have a counterpart."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """What a DeepSpeed configuration asks for, in the words of `phalanx.init` and torch.
+    """A DeepSpeed configuration as arguments of `phalanx.init`, `run.clip` and torch.
 
     Attributes:
-        strategy: for `phalanx.init`.
-        accumulation: for `phalanx.init`.
-        batch_size: for the DataLoader: the rows of one microbatch on all ranks together.
-        autocast: data type for `torch.autocast` around the forward, or None for float32.
-        max_norm: for `run.clip`, or None where nothing is clipped.
-        left_out: settings that have no counterpart and change no number but by rounding.
+        strategy: argument of `phalanx.init`.
+        accumulation: argument of `phalanx.init`.
+        batch_size: argument of the DataLoader: rows of one microbatch over all ranks.
+        autocast: dtype for `torch.autocast` around the forward, or None for float32.
+        max_norm: argument of `run.clip`, or None for no clipping.
+        left_out: options without a counterpart, which change results by rounding at most.
     """
 
     strategy: str
@@ -73,12 +73,12 @@ def from_deepspeed(
     """Turn a DeepSpeed configuration into a strategy and settings.
 
     Args:
-        config: the file, or its content.
-        num_ranks: of the job; those that it was started with if None.
+        config: path of the file, or its content.
+        num_ranks: ranks of the job; the number the job was started with if None.
 
     Raises:
-        ConfigError: it cannot be read, or asks for what has no counterpart and changes numbers; all
-            that it asks for is named.
+        ConfigError: the file cannot be read, or options that change numbers have no counterpart;
+            the message lists all of them.
     """
     if not isinstance(config, Mapping | str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"config is {config!r}; expected a DeepSpeed configuration, or its file")
@@ -109,7 +109,7 @@ def from_deepspeed(
 
 
 def _problems(values: Mapping[str, Any]) -> list[str]:
-    """Return all that cannot be taken of a configuration, each with what to do about it."""
+    """Return a message with advice for each option that cannot be converted."""
     problems: list[str] = []
     for name, value in values.items():
         known = name in _READ or name in _REPORTS or name in ("optimizer", "scheduler")
@@ -155,7 +155,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def _paths_of_auto(values: Mapping[str, Any], before: str = "") -> list[str]:
-    """Return the names, dotted inside a section, whose value is left to another program."""
+    """Return the options whose value is "auto", with dotted names inside sections."""
     found: list[str] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -166,7 +166,7 @@ def _paths_of_auto(values: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():  # a named pipe would be waited for, and a device has no end
+    if not path.is_file():  # reading a named pipe would block, and a device has no end
         raise ConfigError(f"there is no file {path}; expected a DeepSpeed configuration")
     if (num_bytes := path.stat().st_size) > MAX_BYTES:
         raise ConfigError(f"{path} has {num_bytes:,} bytes; expected a DeepSpeed configuration")
@@ -180,7 +180,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _asks(value: Any) -> bool:
-    """Return whether a value asks for something: not an empty, false or disabled one."""
+    """Return whether the value of an option enables it: not empty, false or disabled."""
     if isinstance(value, Mapping):
         if "enabled" in value:
             return bool(value["enabled"])
@@ -189,13 +189,13 @@ def _asks(value: Any) -> bool:
 
 
 def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
-    """Return rows of a microbatch on a rank, and accumulation, by DeepSpeed's law of the three."""
+    """Return microbatch rows per rank, and accumulation; batch = rows x accumulation x ranks."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, times = (
         None if values.get(name) in (None, "auto") else _whole(values[name], name) for name in names
     )
     if whole is None and micro is None and "auto" in map(values.get, names):
-        return 1, 1  # which is reported with the other values that are left open
+        return 1, 1  # `_problems` reports "auto" values
     if whole is None and micro is None:
         raise ConfigError(f"one of {names[0]} and {names[1]} has to be given, as DeepSpeed asks")
     if times is None:

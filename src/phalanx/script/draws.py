@@ -1,11 +1,11 @@
-"""Numbers that a loop draws for the rows of a batch, as one process does, dealt out to the ranks.
+"""Random numbers for the rows of a batch: drawn as on one process, then split over the ranks.
 
-    noise = torch.randn_like(x)                            the same numbers on all ranks of one seed
+    noise = torch.randn_like(x)                            equal numbers on all ranks with one seed
     noise = run.draw(lambda rows: torch.randn(rows, 8))    this rank's rows of one process's numbers
 
-The loaders of a job and `run.draw` share a generator. It begins as torch's own generator is on rank
-0 when it is first used, so one process draws the same in the same order. What a loop draws by
-itself comes from each rank's own generator, and is named in a warning.
+The loaders of a job and `run.draw` share a generator. At first use it copies the state of torch's
+own generator on rank 0, so one process draws the same numbers in the same order. Other draws of a
+loop come from each rank's own generator, and cause a warning.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def draw_rows(
     loader: RankLoader | None,
     device: torch.device,
 ) -> Any:
-    """Return this rank's rows of what `make` draws for all rows of a batch, see `Run.draw`.
+    """Return this rank's rows of the numbers that `make` draws for a batch, see `Run.draw`.
 
-    `loader` is the one that the last batch was read off; None before the first.
+    `loader` yielded the last batch; it is None before the first batch.
     """
     if loader is None:
         raise ScriptError(
@@ -60,10 +60,10 @@ def draw_rows(
 
 
 class DrawWatch:
-    """Notices, on the first rank, what a loop draws from its own generators within a step."""
+    """Detects, on the first rank, that a loop draws from torch's own generators in a step."""
 
     def __init__(self, comm: Comm, num_tickets: Callable[[], int]) -> None:
-        """Begin; the dropouts of the model have drawn `num_tickets()` numbers so far."""
+        """Start; `num_tickets()` returns how many numbers the model's dropouts have drawn."""
         self._is_on = comm.size("data") > 1 and comm.coord("job") == 0
         self._device = comm.device
         self._num_tickets = num_tickets
@@ -71,12 +71,12 @@ class DrawWatch:
         self._num_before = 0
 
     def mark(self) -> None:
-        """Begin to watch here: a batch was read, or a backward has ended."""
+        """Record the generator states, after a batch was read or a backward has ended."""
         if self._is_on:
             self._states, self._num_before = self._own_states(), self._num_tickets()
 
     def look(self) -> None:
-        """Warn, once, if something was drawn since the last mark."""
+        """Warn once if the loop has drawn numbers since the last `mark`."""
         states, self._states = self._states, []
         if not states or all(map(torch.equal, self._expected(states), self._own_states())):
             return
@@ -91,7 +91,7 @@ class DrawWatch:
         )
 
     def stop(self) -> None:
-        """Watch no longer: what draws has been named."""
+        """Stop watching, because another warning has named the module that draws."""
         self._is_on, self._states = False, []
 
     def _own_states(self) -> list[Tensor]:
@@ -99,7 +99,7 @@ class DrawWatch:
         return [torch.get_rng_state(), *of_device]
 
     def _expected(self, states: list[Tensor]) -> list[Tensor]:
-        """Return the states after what the model's dropouts have drawn since."""
+        """Return `states` advanced by the draws of the model's dropouts since the last `mark`."""
         generator = torch.Generator()
         generator.set_state(states[0])
         for _ in range(self._num_tickets() - self._num_before):

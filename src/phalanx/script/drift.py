@@ -1,8 +1,8 @@
-"""Whether ranks have the same bits, and how they differ where they must be alike: pure functions.
+"""Checksums that show whether ranks are equal, and messages on differences: pure functions.
 
-Words of 11 bits are added up over the ranks in float64 together with their squares, exactly for up
-to 2**15 ranks: N words are alike if and only if N (sum of squares) = (sum)^2, so every rank learns
-of a difference.
+Checksum words of 11 bits and their squares are summed over the ranks in float64, exactly for up to
+2**15 ranks. N words are equal if and only if N (sum of squares) = (sum)^2, so every rank detects a
+difference from the sums.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OF_COUNTS = {
 
 
 class Digest(NamedTuple):
-    """What a rank reports of a tensor.
+    """Checksum of a rank's shard of a tensor.
 
     Attributes:
-        place: which shard of the tensor it is, as "fsdp=1"; empty where all ranks hold the whole.
-        bits: sum of its bits.
-        total: sum of its elements, for a message.
+        place: which shard it is, such as "fsdp=1"; empty where all ranks hold the whole tensor.
+        bits: sum of its bits, see `bits_of`.
+        total: sum of its elements, for messages.
     """
 
     place: str
@@ -54,16 +54,16 @@ class Digest(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What ranks compare, and what may explain a difference.
+    """State of one rank that ranks compare, and counts that help to explain a difference.
 
     Attributes:
-        rank: the rank.
-        counts: of `STEPS`, `BATCHES`, `AHEAD` and `CLIPS`.
-        settings: of the optimizers, by a name such as "lr of group 0 of SGD".
-        weights: by the names of parameters.
-        states: of the optimizers, by a name such as "exp_avg of 0.weight".
-        gradient_writes: gradients that something changed between run.backward and a step.
-        weight_writes: writes to parameters in place until the last step, the optimizer's too.
+        rank: the global rank.
+        counts: numbers of `STEPS`, `BATCHES`, `AHEAD` and `CLIPS`.
+        settings: settings of the optimizers, by a name such as "lr of group 0 of SGD".
+        weights: digests of the parameters, by name.
+        states: digests of optimizer states, by a name such as "exp_avg of 0.weight".
+        gradient_writes: gradients that were changed between run.backward and a step.
+        weight_writes: in-place writes to parameters up to the last step, including the optimizer's.
     """
 
     rank: int
@@ -75,12 +75,12 @@ class Facts:
     weight_writes: int
 
     def to_text(self) -> str:
-        """Return them for a store."""
+        """Return the facts as JSON, for the job's store."""
         return json.dumps(vars(self))
 
     @classmethod
     def of_text(cls, text: str) -> Facts:
-        """Return what `to_text` was made of."""
+        """Return the facts that `to_text` encoded."""
         values: dict[str, Any] = json.loads(text)
         for part in ("weights", "states"):
             values[part] = {name: Digest(*each) for name, each in values[part].items()}
@@ -88,14 +88,14 @@ class Facts:
 
 
 class Drift(NamedTuple):
-    """How two ranks differ."""
+    """A difference between two ranks, with the message on it."""
 
     kind: _Kind
     words: str
 
 
 def first_difference(ranks: Sequence[Facts]) -> Drift | None:
-    """Return what differs first, causes before their effects; None where all are alike."""
+    """Return the first difference, causes before effects; None if all ranks are equal."""
     for kind, words in _WORDS.items():
         for name in _names(getattr(facts, kind) for facts in ranks):
             if apart := _apart(ranks, kind, name):
@@ -104,7 +104,7 @@ def first_difference(ranks: Sequence[Facts]) -> Drift | None:
 
 
 def _apart(ranks: Sequence[Facts], kind: str, name: str) -> tuple[Facts, Facts] | None:
-    """Return the first rank of a shard and the first that differs from it; None without one."""
+    """Return the first holder of a shard and the first replica that differs; None if equal."""
     first: dict[str, Facts] = {}
     for facts in ranks:
         value = getattr(facts, kind).get(name)
@@ -183,7 +183,7 @@ _WORDS: Final[Mapping[_Kind, Callable[[str, Facts, Facts], str]]] = {
     "weights": _of_weights,
     "states": _of_state,
 }
-"""What ranks may differ in -> the sentence of a name and two ranks."""
+"""Kind of difference -> function that makes the message from a name and two ranks' facts."""
 
 
 def _values(here: Digest | None, there: Digest | None, a: Facts, b: Facts) -> str:
@@ -198,15 +198,15 @@ def _values(here: Digest | None, there: Digest | None, a: Facts, b: Facts) -> st
 WORD_BITS: Final = 11
 
 _MIX: Final = -0x61C8864680B583EB
-"""Odd, of mixed ones and zeros: by its multiples tensors that change places are noticed."""
+"""Odd multiplier with mixed bits, for weights that make a swap of two tensors visible."""
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, in pieces of 64, as int64 that wraps; 0-d."""
+    """Return the wrapping sum of a tensor's bits, read as int64 words; int64, 0-d."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    if flat.data_ptr() % 8:  # a part of a buffer, whose bits would be cut elsewhere than others'
+    if flat.data_ptr() % 8:  # an unaligned slice of a buffer has no int64 view
         flat = flat.clone()
     per_piece = 8 // flat.element_size()
     num_whole = len(flat) // per_piece * per_piece
@@ -219,7 +219,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def words_of_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a checksum of the bits of tensors in their order, as words; float64."""
+    """Return a checksum of tensors' bits that depends on their order, as 6 words; float64."""
     bits = torch.stack([bits_of(tensor) for tensor in tensors])
     odd = 2 * torch.arange(len(tensors), device=bits.device) + 1
     total = (bits * (odd * _MIX)).sum()
@@ -228,25 +228,25 @@ def words_of_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def words_of(text: str) -> list[int]:
-    """Return a checksum of a text, as words."""
+    """Return the CRC-32 of a text, as 3 words."""
     checksum = zlib.crc32(text.encode())
     return [checksum >> shift & (2**WORD_BITS - 1) for shift in range(0, 32, WORD_BITS)]
 
 
 def with_squares(words: Sequence[int]) -> list[int]:
-    """Return words and their squares, which are to be added up over the ranks."""
+    """Return words followed by their squares, to be summed over the ranks."""
     return [*words, *(word**2 for word in words)]
 
 
 def are_alike(sums: Sequence[float], num_ranks: int) -> bool:
-    """Return whether ranks had the same words, from the sums of these and of their squares."""
+    """Return whether all ranks had equal words, given the sums of words and of squares."""
     half = len(sums) // 2
     pairs = zip(sums[:half], sums[half:], strict=True)
     return all(num_ranks * squares == total**2 for total, squares in pairs)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the bits of tensors in their order, for comparison between ranks."""
+    """Return a hash of the bits of tensors, or of local shards, to compare between ranks."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = local_shard(tensor.detach()).cpu().contiguous().reshape(-1)
@@ -255,5 +255,5 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def first_odd(values: Sequence[Any]) -> int | None:
-    """Return the first rank whose value is unlike rank 0's; None if all are alike."""
+    """Return the first rank whose value differs from rank 0's; None if all are equal."""
     return next((rank for rank, each in enumerate(values) if each != values[0]), None)

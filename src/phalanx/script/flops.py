@@ -1,7 +1,7 @@
-"""The FLOPs of a module of any kind, as the account counts its links, and stages cut by them.
+"""FLOPs of any module, counted link by link (`account.module`), and pipeline stages cut by them.
 
-`parallel/pipeline/split.py` knows the parameters of a module alone, and a convolution's say little:
-the first layers of a residual network have few and do most of the work.
+`parallel/pipeline/split.py` cuts by parameter counts, which mislead for convolutions: the first
+layers of a residual network have few parameters and most of the FLOPs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleFlops:
-    """Floating-point operations of forward and backward of a batch."""
+    """FLOPs of the forward and backward of a batch, by link."""
 
     links: tuple[CountedLink, ...]
     num_rows: int
@@ -39,32 +39,32 @@ class ModuleFlops:
 
     @property
     def total(self) -> int:
-        """Of all links."""
+        """FLOPs of all links."""
         return sum(link.flops for link in self.links)
 
     def are_of(self, microbatches: Sequence[Any]) -> bool:
         """Return whether all rows have the shapes that were counted.
 
-        Those that are padded to the longest of their batch may not.
+        Rows that are padded to the longest row of their batch may have other shapes.
         """
         filled = [each for each in microbatches if any(len(t) for t in tensors_of(each) if t.ndim)]
         return all(row_shapes(each) == self.row_shapes for each in filled)
 
 
 def row_shapes(batch: Any) -> tuple[torch.Size, ...]:
-    """Return the shape of a row in each tensor of a batch."""
+    """Return the shape of one row of each tensor in a batch."""
     return tuple(tensor.shape[1:] for tensor in tensors_of(batch))
 
 
 def flops_of(model: nn.Module, objective: Objective, batch: Any) -> ModuleFlops | None:
-    """Return the FLOPs of forward and backward of a batch; None if they cannot be counted.
+    """Return the FLOPs of the forward and backward of a batch; None if they cannot be counted.
 
-    Matrix products, convolutions and attention count, 2 a multiply-add, by PyTorch's formulas.
+    Matrix products, convolutions and attention count by PyTorch's formulas, 2 per multiply-add.
     """
     rows = map_tensors(batch, lambda tensor: tensor.to("meta"))
     try:
         links = tuple(count_module(model, objective, rows, type(model).__name__))
-    except ConfigError:  # whatever a module does with numbers, which there are none of
+    except ConfigError:  # the module reads values, and meta tensors have none
         return None
     found = ModuleFlops(links, count_rows(batch), row_shapes(batch))
     return found if found.total else None
@@ -73,11 +73,11 @@ def flops_of(model: nn.Module, objective: Objective, batch: Any) -> ModuleFlops 
 def flops_of_trainer(
     trainer: Trainer, strategy: Strategy, model: nn.Module, of_batch: Callable[[Any], Any]
 ) -> ModuleFlops | None:
-    """Return the FLOPs of a global batch; None if they are not counted, or are not all.
+    """Return the FLOPs of a global batch; None for streams, recomputation and uncountable modules.
 
-    The data are read, and left as they were; `of_batch` is applied before the model gets a batch.
+    Reads one batch, and restores torch's generator. `of_batch` converts it before the model runs.
     """
-    is_stream = isinstance(trainer.data, IterableDataset)  # which may have no second pass
+    is_stream = isinstance(trainer.data, IterableDataset)  # a stream may have no second pass
     if strategy.recompute.kind != "none" or is_stream:
         return None
     state = torch.get_rng_state()
@@ -91,10 +91,10 @@ def flops_of_trainer(
 def cut_by_flops(
     strategy: Strategy, model: nn.Module, flops: ModuleFlops | None
 ) -> tuple[Strategy, list[str]]:
-    """Return the strategy with the stages of the model, and lines that report them.
+    """Return `strategy` with pipeline stages balanced by FLOPs, and lines that report the stages.
 
-    Without pipelines, without FLOPs, and of our decoder, which has FLOPs of its own, nothing
-    changes and nothing is said.
+    With pp1, without FLOPs, or for our `Decoder`, which is cut elsewhere, return the strategy
+    unchanged and no lines.
     """
     if strategy.pp.degree == 1 or flops is None or isinstance(model, Decoder):
         return strategy, []
@@ -107,7 +107,7 @@ def cut_by_flops(
 def stage_lines(
     strategy: Strategy, links: Sequence[CountedLink], cut: Sequence[range]
 ) -> list[str]:
-    """Return what each stage has of the links, and how uneven the stages are."""
+    """Return lines with the modules and FLOPs of each stage, and the stages' imbalance."""
     costs = [float(link.flops) for link in links]
     rank_of, per_stage = schedule_of(strategy, 1).rank_of, stage_costs(costs, cut)
     lines: list[str] = []

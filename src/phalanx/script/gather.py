@@ -1,4 +1,4 @@
-"""Rows of a batch from all ranks, in the order of one process, and sums over the ranks."""
+"""Gather the rows of a batch from all ranks in the order of one process; sum over ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ T = TypeVar("T")
 def gather_rows(
     batch: Any, comm: Comm, num_rows: Collection[int], is_check_due: bool
 ) -> tuple[Any, bool]:
-    """Return the rows of all ranks, see `Run.gather`, and whether a check is due on any.
+    """Return the rows of all ranks, see `Run.gather`, and whether any rank needs a check.
 
-    `num_rows` are of this rank in the batch that it has read last off each loader.
+    `num_rows` are the numbers of this rank's rows in the last batch of each loader.
 
     Raises:
-        ScriptError: a tensor has no rows, or other rows than the batch.
+        ScriptError: a tensor has no row dimension, or other numbers of rows than these batches.
     """
     own = map_batch(batch, lambda tensor: tensor.detach().cpu())
     _check_rows(tensors_of(own), num_rows)
-    # Ranks that differ on tp alone have the same rows.
+    # Ranks with equal data coordinates, such as tp ranks, have the same rows: use one of them.
     parts = gather_objects((comm.coord("data"), own, is_check_due))
     by_rank = {number: tensors_of(part) for number, part, _ in parts}
     pieces = [by_rank[number] for number in sorted(by_rank)]
@@ -42,8 +42,8 @@ def gather_rows(
 
 
 def gather_with_gradient(batch: Any, comm: Comm, num_rows: Collection[int]) -> Any:
-    """Return the rows of all ranks, through which gradients flow back to the ranks."""
-    own = tensors_of(map_batch(batch, lambda tensor: tensor))  # other values are refused
+    """Return the rows of all ranks; gradients flow back to the rank that each row came from."""
+    own = tensors_of(map_batch(batch, lambda tensor: tensor))  # map_batch refuses other values
     _check_rows(own, num_rows)
     rows = gather_objects((comm.coord("data"), [tuple(tensor.shape) for tensor in own]))
     shapes = [shape for _, shape in sorted(dict(rows).items())]
@@ -60,7 +60,7 @@ def gather_with_gradient(batch: Any, comm: Comm, num_rows: Collection[int]) -> A
 
 
 def _together(of_ranks: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
-    """Return what stands at each place of a batch on all ranks."""
+    """Return, for each position in a batch, the values of all ranks."""
     if len(numbers := {len(each) for each in of_ranks}) > 1:
         raise ScriptError(
             f"gather: ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give as many "
@@ -70,13 +70,13 @@ def _together(of_ranks: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
 
 
 class _RowsOfAll(torch.autograd.Function):
-    """The rows of all ranks of `data`; each of them has a term of the gradient of each row."""
+    """All-gather of rows over `data`; backward sums the gradient of each row over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, comm: Comm, begin: int, shape: tuple[int, ...]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.comm, ctx.rows, ctx.shape = comm, slice(begin, begin + len(own)), own.shape
         whole = torch.zeros(shape, dtype=own.dtype, device=own.device)
-        if len(own):  # no rows may be of another length than the others' are padded to
+        if len(own):  # an empty tensor may have another padded length than the others
             whole[ctx.rows] = own
         if own.dtype == torch.bool:
             return comm.all_reduce(whole.byte(), "data").bool()
@@ -104,7 +104,7 @@ def _check_rows(own: Sequence[Tensor], num_rows: Collection[int]) -> None:
 
 
 def _rows_of_all(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all ranks, in the order of the ranks."""
+    """Concatenate the rows of all ranks in rank order; skip empty tensors."""
     filled = [piece for piece in pieces if len(piece)] or list(pieces[:1])
     _check_shapes([tuple(piece.shape) for piece in filled])
     return torch.cat(filled)
@@ -122,14 +122,14 @@ def _check_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
 def add_up(
     call: str, numbers: Sequence[Tensor], comm: Comm, is_check_due: bool
 ) -> tuple[Tensor, bool]:
-    """Return the sums of numbers over the data ranks, and whether a check is due on any rank.
+    """Return the sums of numbers over the data ranks, and whether any rank needs a check.
 
-    They are float64, or int64 where all ranks give whole numbers; every rank calls this together.
+    Sums are float64, or int64 if all ranks give integers; every rank calls this together.
     """
     own = torch.stack(torch.broadcast_tensors(*numbers))
     shape = tuple(own.shape[1:])
     form = zlib.crc32(repr(shape).encode())
-    # A rank without rows may have the integer 0 where others have a number.
+    # A rank without rows may have the integer 0 where other ranks have a float.
     asks = [own.is_floating_point(), is_check_due, form, -form]
     asks = comm.all_reduce(torch.tensor(asks, device=own.device), "job", "max")
     is_float, is_due, largest, smallest = asks.tolist()
@@ -140,19 +140,19 @@ def add_up(
             f"{call}: the numbers have the shape {shapes[odd]} on rank {odd} and {shapes[0]} "
             "on rank 0; give numbers of one shape on every rank"
         )
-    total = own.to(torch.float64 if is_float else torch.int64)  # stack has copied them
+    total = own.to(torch.float64 if is_float else torch.int64)  # a copy, made by stack
     return comm.all_reduce(total, "data"), bool(is_due)
 
 
 def own_number(call: str, value: Any, comm: Comm) -> Tensor:
-    """Return numbers of this rank, to be added up over the ranks, on its device."""
+    """Return a number or tensor of this rank on its device, to be summed over the ranks."""
     if isinstance(value, MeanLoss | MeanNumber):
         raise ScriptError(
             f"{call}: the loss that run.backward returned is of all ranks already; add up what "
             "this rank alone has, such as the loss_sum that run.backward was given"
         )
     try:
-        # numpy, since torch makes a float a float32
+        # Through numpy, because torch converts a Python float to float32.
         own = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         return own.detach().to(comm.device)
     except (TypeError, ValueError, RuntimeError):

@@ -1,11 +1,11 @@
-"""Hooks that a script has registered on parameters see the gradient of the global batch.
+"""Call a script's hooks on parameters with the gradient of the global batch.
 
-    autograd     hook(part of the sum that this rank's samples make)     not this
-    here         hook(sum over ranks / count)                            as on one process
+    autograd     hook(gradient of this rank's samples)     not used
+    here         hook(sum over ranks / count)              as on one process
 
-`tensor.register_hook` has autograd call them with the gradient of a rank's own samples, before it
-is added up: a hook that clamps would clamp the parts. So they are taken from the parameter, and
-called once the gradients are whole.
+Autograd calls a hook of `tensor.register_hook` with the gradient of one rank's samples, before the
+all-reduce: a hook that clamps would clamp each rank's part. So the hooks are removed from the
+parameters, and called after the gradients have been reduced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Hooks = dict[int, Callable[[Tensor], Tensor | None]]
 
 
 def refuse_lost_hooks(model: nn.Module, comm: Comm) -> None:
-    """Refuse hooks that would be lost with the parameters, or run before gradients are whole."""
+    """Refuse hooks that sharding would lose, or that would see gradients before reduction."""
     if comm.size("job") == 1:
         return
     are_kept = comm.size("fsdp") == comm.size("tp") == 1
@@ -38,17 +38,17 @@ def refuse_lost_hooks(model: nn.Module, comm: Comm) -> None:
 
 
 class WholeHooks:
-    """Calls the hooks of parameters that every rank holds whole."""
+    """Calls the hooks of replicated parameters after the gradients have been reduced."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], comm: Comm) -> None:
-        # One process has autograd call them.
+        # With one data rank, autograd itself calls the hooks.
         self._parameters = parameters if comm.size("data") > 1 else {}
         self._hooks: dict[nn.Parameter, list[_Hooks]] = {}
 
     def take(self, accumulation: int) -> None:
-        """Take the hooks that have been registered since."""
+        """Move hooks registered since the last call from the parameters to this object."""
         for name, parameter in self._parameters.items():
-            # Private, and the only way to them; tests/script/test_plain_scripts.py pins it.
+            # Private, but torch has no other access; tests/script/test_plain_scripts.py pins it.
             hooks: Any = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
             if not hooks:
                 continue
@@ -58,11 +58,11 @@ class WholeHooks:
                     "each microbatch on one process, and ranks have the step's alone; "
                     "change parameter.grad between run.backward and optimizer.step() in its place"
                 )
-            self._hooks.setdefault(parameter, []).append(hooks)  # that a handle removes from
+            self._hooks.setdefault(parameter, []).append(hooks)  # where a handle removes it
             parameter._backward_hooks = None  # pyright: ignore[reportPrivateUsage]
 
     def call(self) -> None:
-        """Call them with the whole gradients; a gradient that one returns takes the place."""
+        """Call the hooks with the reduced gradients; a returned tensor replaces the gradient."""
         for parameter, registered in self._hooks.items():
             hooks = [hook for each in registered for hook in each.values()]
             for hook in hooks:

@@ -1,4 +1,4 @@
-"""`phalanx.init`: join the job that a script was started for, and return its run."""
+"""`phalanx.init`: join the job that the script was started in, and return a `Run`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from phalanx.script.whole_weights import of_shards
 from phalanx.strategy import Strategy, refuse_servers
 
 STRATEGY: Final = "PHALANX_STRATEGY"
-"""Variable in which `phalanx run --strategy` hands the strategy to the script."""
+"""Environment variable by which `phalanx run --strategy` passes the strategy to the script."""
 
 _NUMBERS = itertools.count()
 
 IN_PLACE: Final[list[tuple[Strategy, Callable[[Run], None]]]] = []
-"""While `phalanx verify` runs the script: a strategy in place of its own, and what watches runs."""
+"""Overrides set by `phalanx verify`: the strategy to use, and a function called with each run."""
 
 
 def init(
@@ -39,23 +39,23 @@ def init(
     shared_memory: bool = True,
     debug_comm: bool = False,
 ) -> Run:
-    """Join the job of `phalanx run`, torchrun or Slurm; without one, be a job of one process.
+    """Join the job of `phalanx run`, torchrun or Slurm, or start a job of one process.
 
     Args:
-        strategy: how to split the work, such as "dp2,fsdp2"; as `phalanx run --strategy` if
-            None, else dp over all ranks that there are.
-        accumulation: how many times `backward` is called for each step of the optimizer. The last
-            step of a pass over the data may have fewer.
-        seed: of the masks of dropout.
-        device: what to compute on, "cuda" where there is a GPU if "auto".
-        timeout_s: longest wait for another rank in one collective, in seconds; as
-            `phalanx run --timeout-s` says if None, else 600.
-        shared_memory: whether ranks of one host that compute on CPUs share memory; else gloo.
-        debug_comm: compare each collective of all ranks before it runs, see docs/debugging.md.
+        strategy: parallelism strategy, such as "dp2,fsdp2". If None, the strategy of
+            `phalanx run --strategy`; if that is not given either, dp over all ranks.
+        accumulation: calls of `backward` for each optimizer step. The last step of a pass over the
+            data may have fewer.
+        seed: seed of the dropout masks.
+        device: device to compute on; "auto" is "cuda" if there is a GPU.
+        timeout_s: longest wait for another rank in one collective, in seconds. If None, the value
+            of `phalanx run --timeout-s`, or 600.
+        shared_memory: whether CPU ranks of one host communicate by shared memory instead of gloo.
+        debug_comm: compare each collective between ranks before it runs, see docs/debugging.md.
 
     Raises:
-        ConfigError: the strategy cannot be read, or needs another number of ranks, or is for
-            pipelines or context parallelism, which need a trainer's loop; or the job is incomplete.
+        ConfigError: the strategy cannot be parsed, needs another number of ranks, or has pipeline
+            or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
     report_in_one_message(of_shards)
     parsed = IN_PLACE[-1][0] if IN_PLACE else _strategy(strategy)
@@ -70,18 +70,18 @@ def init(
             f"start the script by: phalanx run {Path(sys.argv[0]).name} --nproc {parsed.num_ranks}"
         )
     name = f"run {next(_NUMBERS)}"
-    check_end(f"{name} of the script begins")  # of the runs before, which may not last any longer
+    check_end(f"{name} of the script begins")  # checks of earlier runs, which are over
     comm = Ranks(parsed, kind, shares_memory=shared_memory)
     run = Run(comm, parsed, accumulation, seed, name)
     if debug_comm:
-        CollectiveCheck(comm).__enter__()  # for as long as the process lasts
+        CollectiveCheck(comm).__enter__()  # until the process ends
     if IN_PLACE:
         IN_PLACE[-1][1](run)
     return run
 
 
 def _strategy(given: str | Strategy | None) -> Strategy | None:
-    """Return the strategy of the script, or of its command line."""
+    """Return the strategy of the script or of its command line; None if neither has one."""
     asked = os.environ.get(STRATEGY)
     strategy = Strategy.parse(given) if isinstance(given, str) else given
     if not isinstance(strategy, Strategy | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -101,7 +101,8 @@ def refuse_in_own_loop(strategy: Strategy) -> None:
     """Refuse a strategy that needs a trainer's loop.
 
     Raises:
-        StrategyError: it needs servers, or runs the forward itself.
+        StrategyError: it needs parameter servers, or has pp or cp, which run the forward
+            themselves.
     """
     refuse_servers(strategy, "a loop of one's own")
     for axis, what in (("pp", "a pipeline"), ("cp", "context parallelism")):

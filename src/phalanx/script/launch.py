@@ -1,4 +1,4 @@
-"""What a rank of `phalanx run` does: the user's script, as if Python had been started with it."""
+"""Run the user's script on a rank of `phalanx run`, as `python script.py` would run it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from phalanx.script.loader import has_empty_batch
 def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, str]:
     """Run a script to its end in this process, which has joined a job.
 
-    `words` follow its name in `sys.argv`; `strategy` is for a `phalanx.init` that names none.
+    `words` are its arguments in `sys.argv`; `strategy` is the default of `phalanx.init`.
 
     Returns:
-        The signal that it has obeyed, or 0; and the last checkpoint with how to resume from it.
+        The signal on which the script stopped, or 0; and a sentence with the last checkpoint and
+        how to resume from it.
 
     Raises:
-        ScriptError: it ended by `sys.exit` with a code other than 0.
+        ScriptError: it called `sys.exit` with a code other than 0, or several ranks ran it and it
+            never called `phalanx.init`.
     """
     if strategy is not None:
         os.environ[STRATEGY] = strategy
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).resolve().parent))
     PULSE.now("the script")
-    no_ends()  # of what this process may have run before
+    no_ends()  # drop pending checks of earlier work in this process
     try:
         with finding_modules(path):
             runpy.run_path(path, run_name="__main__")

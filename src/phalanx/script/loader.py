@@ -1,14 +1,14 @@
-"""A DataLoader whose batches are dealt out to the data ranks, in the order of one process.
+"""A DataLoader whose batches are split over the data ranks, in the order of one process.
 
     DataLoader            global batch 0: rows 4 1 7 2 0        global batch 1: rows 5 3 6
     rank 0 of 2                           4 1 7                                  5 3
     rank 1 of 2                           2 0                                    6
 
-A batch of the plain loader is the global batch, whatever the number of ranks. Each rank takes a run
-of its rows, as even as can be, and fetches only those. A rank without rows gets a batch of no rows,
-so that every rank takes the same steps and each row counts once.
+A batch of the plain loader is the global batch, for any number of ranks. Each rank takes a range of
+its rows, as even as possible, and fetches only these rows. A rank without rows gets a batch of 0
+rows, so that every rank takes the same steps and each row counts once.
 
-In which order the samples come is said in `order`, which rank has which rows in `deal`.
+Module `order` defines the order of the samples, module `deal` the rows of each rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from phalanx.script.order import (
 
 
 class _Fetched(NamedTuple):
-    """This rank's rows of a global batch."""
+    """This rank's rows of a global batch, before they are moved to the device."""
 
     rows: Any
     own: list[range]
@@ -55,26 +55,28 @@ _LOADERS: weakref.WeakSet[RankLoader] = weakref.WeakSet()
 
 
 def has_empty_batch() -> bool:
-    """Return whether a loader of this process stands at a batch of which this rank has no row."""
+    """Return whether the last batch of some loader in this process has no row on this rank."""
     return any(loader.is_at_empty for loader in _LOADERS)
 
 
 class RankLoader:
-    """This rank's rows of the batches of a DataLoader, whose length and attributes it has.
+    """Iterates over this rank's rows of a DataLoader's batches; has its length and attributes.
+
+    "Last batch" below is the batch that was yielded last.
 
     Attributes:
-        plain: that loader; its batches are the global ones.
-        epoch: passes that have ended.
-        num_begun: passes that have begun.
-        batches_done: batches yielded in the pass under way.
-        is_last: whether the batch that was yielded last is the last of its pass.
-        rows: where the rows of that batch stand in the order of the samples, which counts on from
-            pass to pass: int64 on this rank's device.
-        is_at_empty: whether the batch that was yielded last has no row here.
-        is_used: whether a gradient was made in the pass under way; to be set from outside.
-        is_dataset_read: whether a script has read `dataset` after the pass; reset from outside.
-        piece_sizes: how many of these rows are in each piece of the batch.
-        num_batch_rows: rows of that batch on all ranks.
+        plain: the DataLoader, whose batches are the global batches.
+        epoch: number of passes that have ended.
+        num_begun: number of passes that have begun.
+        batches_done: batches yielded in the current pass.
+        is_last: whether the last batch ends its pass.
+        rows: positions of this rank's rows of the last batch in the order of all samples, counted
+            over all passes; int64 on this rank's device.
+        is_at_empty: whether the last batch has no row on this rank.
+        is_used: whether a backward has used a batch of the current pass; set by `Reading`.
+        is_dataset_read: whether a script has read `dataset` between passes; reset by `OwnRows`.
+        piece_sizes: number of this rank's rows in each piece of the last batch.
+        num_batch_rows: rows of the last batch on all ranks.
     """
 
     def __init__(
@@ -86,14 +88,15 @@ class RankLoader:
         pieces: int = 1,
         has_spares: bool = False,
     ) -> None:
-        """Deal the batches out over the data ranks of `comm`; `on_batch` is given each.
+        """Split the batches over the data ranks of `comm`; call `on_batch` with each batch.
 
-        A batch is cut into `pieces`, and a rank has its rows of each: then what all ranks have of
-        a microbatch is what one process has that cuts the batch into as many. If `has_spares`, a
-        rank without a row of a batch, see `is_at_empty`, is given one of another rank.
+        A batch is cut into `pieces`, and each rank takes its rows of each piece. So all ranks
+        together have the rows of a microbatch that one process has in it. If `has_spares`, a rank
+        without rows of a batch, see `is_at_empty`, gets one row of another rank.
 
         Raises:
-            ConfigError: the loader makes no batches, or deals them out itself, or they are small.
+            ConfigError: the loader makes no batches, splits them itself, or has fewer rows in a
+                batch than there are data ranks.
             DataError: its dataset has no length.
         """
         _check(plain, comm.size("data"))
@@ -121,18 +124,18 @@ class RankLoader:
         return len(self.plain)
 
     def __getattr__(self, name: str) -> Any:
-        if "plain" not in self.__dict__:  # while it is copied
+        if "plain" not in self.__dict__:  # during copy or unpickling
             raise AttributeError(name)
         if name == "dataset" and not self.batches_done:
             self.is_dataset_read = True
         return getattr(self.plain, name)
 
     def __iter__(self) -> Iterator[Any]:
-        # What the plain loader draws when it is asked for an iterator is drawn here, before a
-        # batch is read: the loaders of a zip are all asked first.
+        # Draw here what the plain loader draws in `iter`, before any batch is read, because `zip`
+        # calls `iter` on all its loaders first.
         states = self._before if self._skip else {}
         if self._fetcher is not None:
-            # Workers that stay are seeded once.
+            # Persistent workers are seeded in the first pass only.
             stay = self.plain.persistent_workers and (self.epoch or self.num_begun)
             drawing = Drawing(self.plain, self._generator, not stay, states)
             return self._pass(self._of_dataset(self._fetcher, drawing))
@@ -143,7 +146,7 @@ class RankLoader:
             return self._pass(self._of_stream(iter(self.plain), before))
 
     def _pass(self, batches: Iterator[_Fetched]) -> Iterator[Any]:
-        if self.batches_done:  # the pass before was left early
+        if self.batches_done:  # the previous pass was left early
             self.epoch += 1
         skip = self._skip
         self.batches_done, self._skip, self.is_used = skip, 0, False
@@ -169,7 +172,7 @@ class RankLoader:
             except GeneratorExit:
                 if (
                     not self.is_used and number == self.num_begun
-                ):  # a look at it: the pass is to come
+                ):  # the script only looked at a batch: the pass starts again
                     self.batches_done, self._skip = 0, skip
                 raise
         self._first_row += self._num_rows
@@ -178,18 +181,18 @@ class RankLoader:
 
     @property
     def own_rows(self) -> range:
-        """Which rows of the batch that was yielded last are this rank's; it has one piece."""
+        """This rank's rows of the last batch, as positions in the batch; needs one piece."""
         return self._own(range(self.num_batch_rows))[0]
 
     @property
     def seen(self) -> str:
-        """Which batch of a stream was the last to be looked at, and a digest of it; else empty."""
+        """Number and digest of the last compared batch of a stream; empty for other datasets."""
         return "" if self._fetcher is not None else self._digest
 
     def state(self) -> LoaderPosition:
-        """Return where the loader stands."""
+        """Return the position of the loader, for a checkpoint."""
         batches, states = self._skip or self.batches_done, self._before
-        if not batches:  # the next pass draws from the loader's own generators as they are
+        if not batches:  # the next pass draws from the current state of the loader's generators
             states = {name: each.get_state() for name, each in generators_of(self.plain).items()}
         return LoaderPosition(
             epoch=self.epoch,
@@ -200,7 +203,11 @@ class RankLoader:
         )
 
     def set_state(self, state: LoaderPosition) -> None:
-        """Stand where a loader stood, so that the next pass is the rest of that one."""
+        """Restore a position, so that the next pass is the rest of the saved pass.
+
+        Raises:
+            CheckpointError: the loader has other generators, or too few batches for the position.
+        """
         before = {name: from_text(text) for name, text in state.generators.items()}
         if self._fetcher is not None and state.batches:
             needed = {"draws", *generators_of(self.plain)}
@@ -232,7 +239,7 @@ class RankLoader:
         self._num_rows = order.num_rows
         wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
         with JobGenerator(self._before["draws"]).in_place():
-            # Workers of other ranks draw other numbers than the first rank's.
+            # Skipped draws give the workers of each data rank another seed.
             skip = self._comm.coord("data")
             fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
@@ -242,9 +249,9 @@ class RankLoader:
             yield _Fetched(rows, own, number == len(order) - 1, len(of_batch))
 
     def _wanted(self, order: PassOrder, rows: range) -> list[Any]:
-        """Return the samples to fetch of a batch that has the rows `rows` of its pass."""
+        """Return the samples to fetch for the batch with the rows `rows` of its pass."""
         own = [sample for piece in self._own(rows) for sample in order.samples(piece)]
-        # A rank without rows fetches one too: it shows what a batch is made of.
+        # A rank without rows fetches one sample, which has the structure and dtypes of a batch.
         return own or order.samples(rows[-1:])
 
     def _of_stream(self, stream: Iterator[Any], before: dict[str, Tensor]) -> Iterator[_Fetched]:
@@ -260,7 +267,7 @@ class RankLoader:
             begin, end = end, end + count_rows(batch)
             own = self._own(range(begin, end))
             is_skipped = number <= skipped
-            # The 1st, 2nd, 4th, ... are compared, each 64th and the last.
+            # Digests are taken of batches 1, 2, 4, 8, ..., of each 64th batch, and of the last.
             if number & (number - 1) == 0 or number % 64 == 0 or following is None:
                 self._digest = f"batch {number}, {_digest(batch)}"
             if is_skipped and was.startswith(f"batch {number},") and was != self._digest:
@@ -277,14 +284,14 @@ class RankLoader:
         self._num_rows = end
 
     def _next_of(self, stream: Iterator[Any]) -> Any:
-        """Return the next batch of a stream, which draws what it shuffles by as it goes."""
+        """Return the next batch of a stream; without workers, draw from the job's generator."""
         if self.plain.num_workers:
             return next(stream, None)
         with self._generator.in_place():
             return next(stream, None)
 
     def warn_of_streams(self, how: str = "gives") -> None:
-        """Warn, on the first data rank, that each rank has another stream."""
+        """Warn, on the first data rank, that the ranks have different streams."""
         if self._comm.coord("data") == 0:
             warnings.warn(
                 f"{type(self.plain.dataset).__name__} {how} another batch on each rank; each "
@@ -294,7 +301,7 @@ class RankLoader:
             )
 
     def _own(self, rows: range) -> list[range]:
-        """Return this rank's rows of each piece of a batch."""
+        """Return this rank's rows of each piece of the batch with the rows `rows`."""
         return shard_rows(rows, self._comm.coord("data"), self._comm.size("data"), self._pieces)
 
 

@@ -1,10 +1,9 @@
-"""Prove a script with a loop of its own: on one rank and on all, step by step.
+"""Verify a script that has its own loop: compare its steps on one rank with those on all ranks.
 
-The script runs as it is, but for four things: `phalanx.init` is given the strategy, the model and
-the batches are in float64, `run.save` and `run.resume` leave files alone, and the script ends after
-some steps.
-Its one rank knows of no split, so what differs beside it comes of the split. That one rank computes
-what plain PyTorch does is no part of this: see `Trainer.verify` for a job without a loop.
+The script runs unchanged except for four things: `phalanx.init` gets the strategy to verify, the
+model and the batches are in float64, `run.save` and `run.resume` do nothing, and the script ends
+after a number of steps. The run on one rank has no split, so any difference comes from the split.
+The run on one rank is not compared with plain PyTorch; `Trainer.verify` does this for a trainer.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from phalanx.verify.verdict import Verdict, Whereabouts, failed
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
-    """Compare the steps of a script on the ranks of a strategy with those on one rank."""
+    """Compare the steps of a script on the ranks of `strategy` with its steps on one rank."""
     if is_under_torchrun():
         raise ConfigError(
             "verify starts a script on one rank and on several, but this is a rank of a job "
@@ -54,7 +53,7 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
 
 
 def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -> History:
-    """Run a script on this rank, with the others of the job, and take down its first steps."""
+    """Run a script on this rank of the job, and record its first `steps` steps."""
     torch.set_default_dtype(torch.float64)
     with Whereabouts() as at:
         watch = _Watch(steps, at)
@@ -68,7 +67,7 @@ def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -
 
 
 class _Watch:
-    """Takes down what a script does with its run, and ends the script after some steps."""
+    """Records the steps of a script's `Run`, and ends the script after `steps` steps."""
 
     def __init__(self, steps: int, at: Whereabouts) -> None:
         self.history = History()
@@ -76,9 +75,9 @@ class _Watch:
         self._number = -1
 
     def attach(self, run: Run) -> None:
-        """Watch a run that `phalanx.init` has made."""
+        """Record the steps of `run`, which `phalanx.init` has made."""
         self._witness = Witness(run.comm)
-        self._witness.history = self.history  # of all runs of a script
+        self._witness.history = self.history  # one history for all runs of the script
         handles: Any = run
         handles.backward = functools.partial(self._backward, run, run.backward)
         handles.prepare = functools.partial(self._prepare, run, run.prepare)
@@ -103,7 +102,7 @@ class _Watch:
 
     def _backward(self, run: Run, backward: Any, *args: Any, **kwargs: Any) -> Any:
         if self._number + 1 == self._steps and run.steps_done == self._steps:
-            raise SystemExit  # all ranks come here together
+            raise SystemExit  # all ranks end in the same call
         self._at.step = self._number + 1
         made = backward(*args, **kwargs)
         self._number += run.is_step_end
@@ -111,7 +110,7 @@ class _Watch:
         return made
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Take down the loss, the gradients as an optimizer takes them, and its rates."""
+        """Record the loss, the gradients before an optimizer's step, and the learning rates."""
         named = {p: name for name, p in self._model.named_parameters()}
         groups = optimizer.param_groups
         taken = [p for group in groups for p in group["params"] if p in named]
@@ -121,7 +120,7 @@ class _Watch:
         self._witness.note(self._number, {"gradient": gradients}, {"learning rate": rates})
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Take down what an optimizer leaves."""
+        """Record weights, buffers and optimizer state after an optimizer's step."""
         buffers = dict(self._model.named_buffers())
         held = {"buffer": buffers, **state_of(self._model, optimizer)}
         self._witness.note(self._number, held, {})

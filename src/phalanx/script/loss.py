@@ -1,7 +1,7 @@
-"""The sum of the losses of a microbatch: refused if it is none, and as a trainer's step takes it.
+"""The loss sum of a microbatch: detect means, and wrap a trainer's objective.
 
-The value of a mean does not show that it is a mean. The last operation that made it does: torch
-keeps there how it reduced.
+The value of a loss does not show whether it is a mean. Its autograd node does, because torch stores
+the reduction there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from phalanx.script.loader import has_empty_batch
 from phalanx.train.objective import Objective
 
 _MEAN: Final = 1
-"""What torch calls the reduction "mean" inside, as a number."""
+"""Torch's internal number of the reduction "mean"."""
 
 
 def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
-    """Refuse what `where` cannot take for a sum of losses over `count` samples or tokens.
+    """Refuse a loss that is not a sum over `count` samples or tokens; `where` names the call.
 
-    A mean that was made by a division is not known as one.
+    A mean that was computed by a division is not detected.
     """
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
         shape = tuple(loss_sum.shape) if isinstance(loss_sum, torch.Tensor) else None
@@ -63,7 +63,7 @@ def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
                 f"{where}: the count is a tensor of shape {tuple(count.shape)}; expected how many "
                 "samples or tokens the loss is a sum over, one number"
             )
-    elif number is None or not 0 <= number < math.inf:  # nan neither
+    elif number is None or not 0 <= number < math.inf:  # also refuses nan
         raise ScriptError(
             f"{where}: the count is {count!r}; expected how many samples or tokens the loss is a "
             "sum over, such as len(labels)"
@@ -77,7 +77,7 @@ def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
 
 
 def _mean_of(loss: torch.Tensor) -> str | None:
-    """Return the operation that made `loss` if it took a mean over more than one number."""
+    """Return the operation that made `loss` if it is a mean, but not `mean()` of one number."""
     node: Any = loss.grad_fn
     name = type(node).__name__.removesuffix("Backward0")
     if name == "Mean":
@@ -88,16 +88,17 @@ def _mean_of(loss: torch.Tensor) -> str | None:
 
 
 class Sums(Objective):
-    """An objective whose first losses are looked at: a mean would be off by its count.
+    """Wrapper of a trainer's objective that checks its results and applies autocast.
 
-    The loss of no rows is 0: as a mean, times their count, it would not be a number. What a stage
-    of a pipeline gives the next, which some models return to the objective, is no loss.
+    The first training loss is checked to be a sum, because a mean would be wrong by a factor of its
+    count. The loss of 0 rows is 0, because a mean over 0 rows times 0 is NaN. The activations of a
+    pipeline stage, which some models return to the objective, are passed on unchanged.
     """
 
     def __init__(
         self, objective: Objective, *, has_stages: bool, autocast: torch.dtype | None, device: str
     ) -> None:
-        """Compute in `autocast` what torch.autocast does in that data type; None: as the model."""
+        """Wrap `objective`; `autocast` is the dtype for torch.autocast, None to leave it off."""
         self._objective = objective
         self._has_stages = has_stages
         self._autocast = autocast
@@ -117,12 +118,12 @@ class Sums(Objective):
             check_sum(loss, self._objective.num_valid(rows), "Objective.loss_sum")
             self._is_checked = True
         count = self.num_valid(microbatch)
-        if not isinstance(count, torch.Tensor):  # filled in on the device: no copy is waited for
+        if not isinstance(count, torch.Tensor):  # filled on the device, which needs no copy
             count = loss.new_full((), count, dtype=torch.int64)
         return torch.where(to_device(count, loss.device) > 0, loss, 0.0)
 
     def _checked_sums(self, model: nn.Module, microbatch: Any) -> Mapping[str, Any]:
-        """Return the sums of the objective's metrics, see `Objective`; of spare rows they are 0."""
+        """Return the sums of the objective's metrics, see `Objective`; 0 for a `Spare`."""
         is_spare = isinstance(microbatch, Spare)
         with self._precision():
             found = self._metric_sums(model, microbatch.rows if is_spare else microbatch)

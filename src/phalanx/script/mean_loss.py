@@ -1,11 +1,11 @@
-"""The mean loss that `run.backward` returns: a number of all ranks, with the count that it is over.
+"""The mean loss over all ranks that `run.backward` returns, with the count of its samples.
 
     total += loss.item() * loss.count        the sum of the losses of all ranks
     total += loss.item() * len(y)            an error: `len(y)` counts the rows of this rank alone
 
-A loop on one process weighs each mean by the rows at hand. On many ranks these are a part of what
-the mean is over, and the product would be a half, a quarter, ... of the sum. So this one product is
-refused; in all else the loss is a number like any other.
+A loop on one process multiplies each mean by the rows of its batch. On several ranks the mean is
+over more rows than this rank has, and the product would be a half, a quarter, ... of the sum. So
+the product with a count of this rank is refused. In other operations the loss is a plain number.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _PRODUCTS: Final = frozenset({
     *(Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul, Tensor.mul_, torch.mul),
     *(Tensor.multiply, Tensor.multiply_, torch.multiply),
 })  # fmt: skip
-"""What torch calls a product of two."""
+"""Torch functions that multiply two operands."""
 
 _SAME: Final = frozenset({
     *(Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.cpu, Tensor.cuda, Tensor.to),
     *(Tensor.float, Tensor.double, Tensor.mean, torch.mean, cast(Any, Tensor.data).__get__),
 })  # fmt: skip
-"""What leaves a number of one element what it is."""
+"""Torch functions that keep the value of a tensor of one element."""
 
 
 _Counts = tuple[float, tuple[float, ...]]
-"""What a mean of all ranks is over, and the counts of this rank that it is not."""
+"""Count of a mean over all ranks, and counts of this rank that must not be a factor of it."""
 
 
 class MeanLoss(Tensor):
     """The mean loss over the microbatch of all ranks; 0-d, float64, without a graph.
 
     Attributes:
-        of_step: the mean over the step so far, of all its microbatches; 0-d, float64.
-        on_count: called when the count is read.
+        of_step: mean over all microbatches of the step so far; 0-d, float64.
+        on_count: callback that runs when `count` is read.
     """
 
     of_step: Tensor
@@ -51,9 +51,9 @@ class MeanLoss(Tensor):
 
     @staticmethod
     def of(mean: Tensor, of_step: Tensor, count: Tensor, own: Sequence[float | Tensor]) -> MeanLoss:
-        """Return a loss.
+        """Return `mean` as a `MeanLoss`.
 
-        It is the mean over `count` samples or tokens of all ranks; `own` are this rank's counts.
+        `count` is the number of samples or tokens of all ranks; `own` are this rank's counts.
         """
         loss = mean.as_subclass(MeanLoss)
         loss.of_step, loss._count, loss._own = of_step, count, tuple(own)
@@ -62,7 +62,7 @@ class MeanLoss(Tensor):
 
     @property
     def count(self) -> int | float:
-        """Samples or tokens of all ranks that the mean is over."""
+        """Number of samples or tokens, on all ranks, in the mean."""
         self.on_count()
         count = float(self._count)
         return int(count) if count.is_integer() else count
@@ -75,12 +75,12 @@ class MeanLoss(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Do what torch does, but for the product with a count of this rank."""
+        """Call the torch function; refuse a product with a count of this rank."""
         losses = [each for each in args if isinstance(each, MeanLoss)]
         if func in _PRODUCTS:
             for loss in losses:
                 _refuse(next((each for each in args if each is not loss), None), loss._counts())
-        # As torch's own page on extending it does.
+        # As in PyTorch's notes on extending torch.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **(kwargs or {}))
         if func is Tensor.item:
@@ -98,7 +98,7 @@ class MeanLoss(Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(self.as_subclass(Tensor), format_spec)
 
-    def __reduce_ex__(self, proto: Any) -> Any:  # what reads a file need not know this class
+    def __reduce_ex__(self, proto: Any) -> Any:  # so that loading needs no Phalanx
         return self.as_subclass(Tensor).__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -109,12 +109,12 @@ class MeanLoss(Tensor):
 
 
 class MeanNumber(float):
-    """The value of a `MeanLoss`, which knows the counts of this rank as that does."""
+    """The value of a `MeanLoss` as a float that refuses the same products."""
 
     _counts: _Counts
 
     def __new__(cls, value: float, counts: _Counts) -> MeanNumber:
-        """Return the number; of `counts` see `_Counts`."""
+        """Return the number with `counts`, see `_Counts`."""
         number = super().__new__(cls, value)
         number._counts = counts
         return number
@@ -132,7 +132,7 @@ class MeanNumber(float):
 
 
 def _refuse(factor: Any, counts: _Counts) -> None:
-    """Refuse to weigh the mean of all ranks by what this rank alone has."""
+    """Refuse to multiply the mean over all ranks by a count of this rank."""
     count, own = counts
     if (weight := _whole(factor)) in own and weight not in (0, count):
         raise ScriptError(
@@ -143,7 +143,7 @@ def _refuse(factor: Any, counts: _Counts) -> None:
 
 
 def _whole(factor: Any) -> float:
-    """Return a factor that may be a count, else 0."""
+    """Return a factor as a float if it may be a count, else 0."""
     if isinstance(factor, Tensor):
         return float(factor.detach()) if factor.numel() == 1 else 0.0
     is_count = isinstance(factor, int | np.integer) and not isinstance(factor, bool)

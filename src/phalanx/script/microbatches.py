@@ -15,7 +15,7 @@ from phalanx.strategy import Strategy
 
 
 def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
-    """Return a line if a step has fewer microbatches than the pipeline has ranks in a row."""
+    """Return a line of advice if a step has fewer microbatches than the degree of pp."""
     degree = strategy.pp.degree
     if accumulation >= degree:
         return []
@@ -26,7 +26,7 @@ def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
 
 
 class Microbatches:
-    """Cuts the batches of a loader; what a rank lacks is a `Spare` row, if it may have one."""
+    """Cuts a loader's batches; with `has_spares`, an empty microbatch becomes a `Spare`."""
 
     def __init__(
         self, loader: RankLoader, accumulation: int, num_data_ranks: int, *, has_spares: bool
@@ -37,10 +37,10 @@ class Microbatches:
         self._has_spares = has_spares
 
     def cut(self, batch: Any) -> list[Any]:
-        """Return this rank's microbatches of a batch: those in which some rank has a row."""
+        """Return this rank's microbatches of a batch, without those that no rank has rows of."""
         loader = self._loader
         num_shards = self._num_data_ranks if len(loader.piece_sizes) == 1 else 1
-        most = -(-loader.num_batch_rows // num_shards)  # of a rank; then one has more than others
+        most = -(-loader.num_batch_rows // num_shards)  # microbatches with rows on some rank
         if loader.is_at_empty and self._has_spares:
             return [Spare(batch)] * min(self._accumulation, most)
         if self._accumulation == 1:
@@ -49,11 +49,11 @@ class Microbatches:
         return [self._piece(batch, rows) for rows in pieces[:most]]
 
     def whole(self, batch: Any) -> Any:
-        """Return a batch that is not cut, as an evaluation takes it."""
+        """Return a whole batch for an evaluation; a `Spare` if this rank has no rows."""
         return Spare(batch) if self._loader.is_at_empty and self._has_spares else batch
 
     def rows(self) -> Sequence[Tensor]:
-        """Return where the rows of each microbatch of the last batch stand, see `RankLoader`."""
+        """Return the row positions of each microbatch of the last batch, see `RankLoader.rows`."""
         rows = self._loader.rows
         return [rows[piece] for piece in self._pieces(len(rows))]
 
@@ -63,7 +63,7 @@ class Microbatches:
         return Spare(take_rows(batch, slice(1)))
 
     def _pieces(self, num_rows: int) -> list[slice]:
-        """Return where each microbatch stands among this rank's rows of a batch."""
+        """Return the slice of each microbatch in this rank's rows of a batch."""
         sizes = self._loader.piece_sizes
         if len(sizes) <= 1:
             least, more = divmod(num_rows, self._accumulation)

@@ -1,4 +1,4 @@
-"""An optimizer of torch over a model that has been split: the same groups, this rank's shards."""
+"""Fit a torch optimizer to a split model: the same parameter groups, with this rank's shards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ ELEMENTWISE = (
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adagrad),
     *(torch.optim.Adadelta, torch.optim.ASGD),
 )
-"""Optimizers whose step of a shard is the shard of their step."""
+"""Elementwise optimizers: a step on a shard equals the shard of a step on the whole tensor."""
 
 HELD = (
     "take an optimizer whose state is numbers and tensors of the parameter's shape, such as AdamW"
 )
 
 Names = Mapping[nn.Parameter, str]
-"""The parameters of a model before it was split, and their names."""
+"""Parameter of a model before it was split -> its name."""
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) -> None:
-    """Have an optimizer update the parameters of `model` in place of those that it had `before`.
+    """Make an optimizer update the parameters of `model` instead of the ones `before` the split.
 
-    Groups, their settings and whoever holds the optimizer, such as a scheduler, stay as they are.
-    So does its state, of which this rank keeps its shards.
+    Groups and their settings are kept, and objects that refer to the optimizer, such as a
+    scheduler, stay valid. The optimizer state is cut to this rank's shards.
     """
     after = dict(model.named_parameters(remove_duplicate=False))
     ours = set(after.values())
@@ -58,7 +58,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
 def check_kind(
     optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter], where: str
 ) -> None:
-    """Refuse an optimizer whose step of a shard is not the shard of its step, if there are some."""
+    """Refuse an optimizer that is not in `ELEMENTWISE` if a parameter is a shard (DTensor)."""
     if any(isinstance(p, DTensor) for p in parameters) and not isinstance(optimizer, ELEMENTWISE):
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ScriptError(
@@ -68,11 +68,11 @@ def check_kind(
 
 
 def check_schedules(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a schedule that moves the rates of an optimizer that is not prepared."""
+    """Refuse a schedule that sets the learning rates of an optimizer that is not prepared."""
     prepared = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     for scheduler in schedulers:
         own = getattr(scheduler, "optimizer", None)
-        # An optimizer around another, as SAM is, has the very groups of that one.
+        # An optimizer that wraps another, such as SAM, has the same group objects.
         if isinstance(own, torch.optim.Optimizer) and not any(
             id(group) in prepared for group in own.param_groups
         ):
@@ -85,7 +85,7 @@ def check_schedules(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.
 
 
 def _split(value: Any, parameter: nn.Parameter) -> Any:
-    """Return this rank's shard of a value that an optimizer keeps of a parameter."""
+    """Return this rank's shard of a state tensor of `parameter`; return other values unchanged."""
     if not isinstance(value, Tensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
         return value
     if value.shape != parameter.shape or is_fused(parameter):
@@ -102,7 +102,7 @@ def _split(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def unheld(state: Mapping[str, Any], shape: torch.Size) -> str:
-    """Say what of an optimizer's state of a parameter no file can hold; empty if all can be."""
+    """Describe the first state value that a checkpoint cannot store; empty if there is none."""
     for key, value in state.items():
         if value is not None and not (isinstance(value, Tensor) and value.shape in ((), shape)):
             what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -114,7 +114,7 @@ def unheld(state: Mapping[str, Any], shape: torch.Size) -> str:
 
 
 def warn_of_state(optimizer: torch.optim.Optimizer) -> None:
-    """Warn, on the first rank, of an optimizer that has stepped, whose state no file can hold."""
+    """Warn, on the first rank, if a checkpoint cannot store the state of a stepped optimizer."""
     for parameter, state in optimizer.state.items():
         if (words := unheld(state, parameter.shape)) and dist.get_rank() == 0:
             warnings.warn(

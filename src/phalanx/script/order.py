@@ -1,12 +1,12 @@
-"""The order in which a pass over a DataLoader takes the samples, drawn as the plain loader draws.
+"""The order of the samples in a pass over a DataLoader, drawn as the plain DataLoader draws it.
 
-    iter(loader)        the sampler begins, and a number seeds the workers
-    the first batch     a sampler that shuffles draws; where there are workers, above already
+    iter(loader)        makes the sampler's iterator, and draws the seed of the workers
+    the first batch     a shuffling sampler draws; with workers, it already draws in `iter`
 
-A sampler shuffles by a generator that the loaders of a job share (`JobGenerator`). It begins as
-torch's own generator is on rank 0 when the first of them is iterated. So the order is the plain
-script's as long as only loaders draw there, and never depends on what a model or a transform draws.
-The states at both moments say how a pass was drawn.
+Samplers draw from a generator that all loaders of a job share (`JobGenerator`). It starts with the
+state that torch's own generator has on rank 0 when the first loader is iterated. So the order is
+the plain script's order if only loaders draw there, and it never depends on draws of a model or a
+transform. The generator states at both moments determine a pass; checkpoints store them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.errors import DataError
 
 AT_FIRST_BATCH: Final = "first batch: "
-"""What the names of states begin with that generators have when the first batch is read."""
+"""Prefix of the names of generator states at the moment when the first batch is read."""
 
 
 class JobGenerator:
-    """The generator that the loaders of a job draw from, in place of torch's own.
+    """The generator that the loaders of a job draw from instead of torch's own.
 
     Attributes:
-        state: as `torch.get_rng_state` gives it, alike on all ranks; None before the first use.
+        state: as from `torch.get_rng_state`, equal on all ranks; None before the first use.
     """
 
     def __init__(self, state: Tensor | None = None) -> None:
@@ -41,7 +41,7 @@ class JobGenerator:
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Have torch's own generator of the CPU be this one, inside."""
+        """Set torch's CPU generator to this state inside the context, and restore it after."""
         if self.state is None:
             self.state = cast(Tensor, broadcast_object(torch.get_rng_state()))
         theirs = torch.get_rng_state()
@@ -54,14 +54,14 @@ class JobGenerator:
 
 
 class PassOrder:
-    """The samples of each batch of a pass, on all ranks; whole numbers take 8 bytes each."""
+    """The samples of each global batch in a pass; integer indices take 8 bytes each."""
 
     def __init__(self, batches: Iterable[Iterable[Any]]) -> None:
         self._samples: array[int] | list[Any] = array("q")
         self._ends = array("q", [0])
         for batch in batches:
             samples = list(batch)
-            # A sample that only counts as a whole number, such as a tensor, stays what it is.
+            # Samples of other types, such as integer tensors, are stored unconverted in a list.
             if isinstance(self._samples, array) and not {*map(type, samples)} <= {int}:
                 self._samples = self._samples.tolist()
             if isinstance(self._samples, array):
@@ -83,23 +83,23 @@ class PassOrder:
 
     @property
     def num_rows(self) -> int:
-        """Samples of all batches."""
+        """Number of samples in all batches."""
         return self._ends[-1]
 
     def rows(self, number: int) -> range:
-        """Return where the rows of a batch stand in the pass."""
+        """Return the positions in the pass of the rows of batch `number`."""
         return range(self._ends[number], self._ends[number + 1])
 
     def samples(self, rows: range) -> list[Any]:
-        """Return the samples of consecutive rows."""
+        """Return the samples at consecutive positions in the pass."""
         return list(self._samples[rows.start : rows.stop])
 
 
 class Drawing:
-    """The draws of one pass over a DataLoader.
+    """The random draws of one pass over a DataLoader.
 
     Attributes:
-        states: of the generators that it draws from, by their names at each moment.
+        states: states of the generators at each moment, by the moment's prefix and a name.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Drawing:
         is_seeded: bool,
         states: Mapping[str, Tensor],
     ) -> None:
-        """Draw what the plain loader draws when `iter` is called.
+        """Draw what the plain loader draws in `iter`, with the workers' seed if `is_seeded`.
 
-        `states` are of a pass that is resumed; else empty.
+        `states` are the saved states of the pass to resume, else empty.
         """
         self.states = dict(states)
         self._plain = plain
@@ -123,11 +123,15 @@ class Drawing:
             self._batches = iter(sampler)
             if is_seeded:
                 torch.empty((), dtype=torch.int64).random_(generator=plain.generator)
-        if plain.num_workers:  # they fetch the first batches at once
+        if plain.num_workers:  # workers fetch the first batches at once
             self._order = self._drawn()
 
     def order(self, digest: str) -> PassOrder:
-        """Return the order; every rank calls this together when it needs the first batch."""
+        """Return the order of the pass; every rank calls this together before the first batch.
+
+        Raises:
+            DataError: ranks have different orders, or the order has another digest than `digest`.
+        """
         order = self._order = self._order or self._drawn()
         sampler = type(self._plain.sampler).__name__
         if len(set(gather_objects(order.digest))) > 1:
@@ -156,7 +160,7 @@ class Drawing:
 
     @contextmanager
     def _moment(self, name: str) -> Generator[None]:
-        """Draw, inside, from the generators as they are, or were in the pass that is resumed."""
+        """Draw inside this context; record the generators' states, or set the resumed ones."""
         generators = generators_of(self._plain)
         with self._generator.in_place():
             if (state := self.states.get(f"{name}draws")) is not None:
@@ -170,7 +174,7 @@ class Drawing:
 
 
 def generators_of(plain: DataLoader[Any]) -> dict[str, torch.Generator]:
-    """Return the generators of a loader and its samplers, by a number; "0" is the loader's own."""
+    """Return the generators of a loader and its samplers by number; "0" is the loader's own."""
     inner = getattr(plain.batch_sampler, "sampler", None)
     found: dict[str, torch.Generator] = {}
     for number, holder in enumerate((plain, plain.sampler, plain.batch_sampler, inner)):
@@ -181,7 +185,7 @@ def generators_of(plain: DataLoader[Any]) -> dict[str, torch.Generator]:
 
 
 class Fetcher:
-    """Fetches this rank's samples by the workers, and with the settings, of a plain loader."""
+    """Fetches this rank's samples, with as many workers and the settings of a plain loader."""
 
     def __init__(self, plain: DataLoader[Any]) -> None:
         self._batches: Iterable[list[Any]] = ()
@@ -204,9 +208,9 @@ class Fetcher:
     def iterate(
         self, batches: Iterable[list[Any]], state: Tensor | None, skip: int
     ) -> Iterator[Any]:
-        """Begin to fetch.
+        """Start fetching `batches` of samples, with the loader's generator set to `state`.
 
-        `skip` draws are left out before the one that seeds the workers.
+        `skip` draws are discarded before the draw that seeds the workers.
         """
         self._batches = batches
         if self._generator is not None and state is not None:

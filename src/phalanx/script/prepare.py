@@ -1,4 +1,4 @@
-"""What a script has prepared: the model that is split, and the objects fitted to it."""
+"""The prepared objects of a script: the split model, its optimizers, schedulers and loaders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from phalanx.strategy import Strategy
 
 
 class Prepared:
-    """The objects of a run, in the order in which they were prepared."""
+    """The prepared objects of a run, each kind in the order of preparation."""
 
     def __init__(
         self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str
@@ -56,16 +56,16 @@ class Prepared:
 
     @property
     def state(self) -> State:
-        """Of which batches the gradients are."""
+        """State of the current step's gradients, see `State`."""
         return State.IDLE if self._step is None else self._step.state
 
     @property
     def steps_done(self) -> int:
-        """Steps that an optimizer has taken, those before a resume too."""
+        """Optimizer steps taken, including the steps before a resume."""
         return 0 if self._step is None else self._step.steps_done
 
     def need(self, call: str) -> tuple[nn.Module, UserStep]:
-        """Return the model and its step."""
+        """Return the prepared model and its step; refuse `call` if no model is prepared."""
         if self._model is None or self._step is None:
             raise ScriptError(
                 f"{call}: no model is prepared; call model, optimizer, loader = "
@@ -91,7 +91,7 @@ class Prepared:
         return prepared
 
     def trained_step(self) -> UserStep:
-        """Return the step that a backward is of."""
+        """Return the step for a backward, after checks that a backward is allowed."""
         step = self.need("backward")[1]
         self.refuse_average("backward")
         if not self.optimizers:
@@ -103,12 +103,12 @@ class Prepared:
         return step
 
     def check_replicas(self, call: str) -> None:
-        """Refuse ranks that differ; every rank calls this together."""
+        """Refuse replicas that differ between ranks; every rank calls this together."""
         step = self.need(call)[1]
         step.replicas.check(call, step.steps_done)
 
     def add_up(self, call: str, *numbers: Tensor) -> Tensor:
-        """Return the sums of numbers of this rank, see `totals`; every rank calls this together."""
+        """Return sums over the ranks, see `gather.add_up`; every rank calls this together."""
         self.own_rows.add_up()
         total, is_due = add_up(call, numbers, self._comm, self._is_check_due())
         if is_due:
@@ -128,12 +128,12 @@ class Prepared:
         return rows
 
     def _is_check_due(self) -> bool:
-        """Return whether the ranks are to be compared in an evaluation."""
+        """Return whether to compare replicas: once in an evaluation between two steps."""
         step = self._step
         return step is not None and self.reading.is_evaluation and not step.replicas.is_checked
 
     def should_stop(self) -> bool:
-        """Return whether a signal asks the job to end; every rank calls this together."""
+        """Return whether a signal has asked the job to stop; every rank calls this together."""
         PULSE.heed()
         asked = 0 if self.state is State.ACCUMULATING else PULSE.stop_signal
         own = torch.tensor(asked, device=self._comm.device)
@@ -148,7 +148,7 @@ class Prepared:
         return self.averages[-1]
 
     def refuse_average(self, call: str) -> None:
-        """Refuse to train or save averaged weights."""
+        """Refuse to train or save while averaged weights are applied."""
         if any(average.is_applied for average in self.averages):
             raise ScriptError(
                 f"{call}: within applied() of an average, where the model has averaged weights; "
@@ -156,7 +156,7 @@ class Prepared:
             )
 
     def warn_of_schedules(self, registered: Sequence[Any]) -> None:
-        """Warn once that a checkpoint lacks a schedule that moves the rate of an optimizer."""
+        """Warn once if an optimizer has a schedule that checkpoints will not contain."""
         known = {id(getattr(each, "optimizer", None)) for each in (*self.schedulers, *registered)}
         # Set by torch's schedulers on their optimizer; tests/script/test_mistakes.py pins it.
         left = [o for o in self.optimizers if hasattr(o, "_opt_called") and id(o) not in known]
@@ -218,7 +218,7 @@ class Prepared:
         self.optimizers.append(optimizer)
 
     def _announce(self) -> None:
-        """Say once on standard error how the job is split, when a loader is prepared."""
+        """Print once to standard error how the job is split, after a loader was prepared."""
         num_ranks = self._comm.size("job")
         if self._is_announced or num_ranks == 1 or not self.loaders:
             return
@@ -241,7 +241,7 @@ class Prepared:
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:
-    """Refuse a model that cannot be split, or is not the same on all ranks; all call this."""
+    """Refuse a model that cannot be split or differs between ranks; all ranks call this."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ScriptError(
             f"prepare: the model is a {type(model).__name__}, which adds gradients up itself; "
@@ -259,7 +259,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
 
 
 def _check_alike(model: nn.Module) -> None:
-    """Refuse models of ranks that are not of one form: their collectives would not meet."""
+    """Refuse parameter names or shapes that differ on ranks, since collectives would not match."""
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
     all_of = gather_objects(own)
     if (rank := first_odd(all_of)) is not None:

@@ -1,9 +1,9 @@
-"""Prove a job of one's own: the trainer's loop beside one process of plain PyTorch.
+"""Verify a trainer's job: compare its loop with one process of plain PyTorch.
 
-A first run takes its steps in the very loop that `train` takes them in, with the job's own
-optimizer, schedule and clipping, and saves in the middle. A second run resumes from there under
-another strategy. Plain PyTorch takes the same steps on one process without a break: its own
-DataLoader, its own masks of dropout, and the optimizer (verify/reference.py). All are in float64.
+A first run takes its steps in the same loop as `train`, with the job's own optimizer, schedule and
+clipping, and saves in the middle. A second run resumes from this checkpoint under another strategy.
+Plain PyTorch takes the same steps on one process without interruption, with its own DataLoader, its
+own dropout masks, and the optimizer (verify/reference.py). All of them run in float64.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ WAIT_S = 600.0
 
 
 def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
-    """Compare the job's own steps with plain PyTorch, and the steps of a run that resumes.
+    """Compare the steps of a job, and of a run that resumes it, with plain PyTorch.
 
-    In a job that others have started, its ranks take the runs, and all call this together.
+    Under torchrun the ranks of the job take both runs, and all ranks call this together.
 
     Returns:
-        The verdict on what differs first, or on both runs.
+        The verdict on the first run that differs; if none does, the first run's verdict with the
+        differences of both runs.
     """
     wide = _widened(trainer, steps)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
@@ -66,8 +67,8 @@ def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
 
 
 def case_of(trainer: Trainer) -> Case:
-    """Return the job's steps as the reference takes them."""
-    model = _seeded(trainer)  # after which the sampler draws, as in the session
+    """Return the job's steps as input for the reference run."""
+    model = _seeded(trainer)  # seeds torch; the sampler draws next, as in the session
     is_cut = trainer.batch_norm == "global" and bool(batch_norms(model))
     pieces = trainer.accumulation if is_cut else 1
     batches = list(itertools.islice(_passes(trainer), trainer.steps))
@@ -85,7 +86,7 @@ def case_of(trainer: Trainer) -> Case:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A job, and where its runs are written."""
+    """A job to verify, its reference case, the folder of its runs, and the step it saves at."""
 
     trainer: Trainer
     case: Case
@@ -95,7 +96,7 @@ class _Job:
     def judged(
         self, name: str, strategy: Strategy, resumed_from: Strategy | None = None
     ) -> Verdict:
-        """Take a run, compare it, and find the module at fault."""
+        """Do a run, compare it with the reference, and find the module that differs first."""
         title = (
             f"{strategy}" if resumed_from is None else f"{strategy}, resumed from {resumed_from}"
         )
@@ -144,7 +145,7 @@ class _Job:
             save_every_minutes=0,
             eval_every=self.middle,
             device="cpu",
-            nonfinite="skip",  # a step that is not finite is compared and named
+            nonfinite="skip",  # so that a step that is not finite is compared
         )
         return run_ranks(
             function, strategy.num_ranks, self.trainer, strategy, options, *args, timeout_s=WAIT_S
@@ -152,7 +153,7 @@ class _Job:
 
 
 def train_rank(trainer: Trainer, strategy: Strategy, options: Options) -> History:
-    """Train on this rank, with the others of the job, and return what happened."""
+    """Train on this rank of the job, and return the record of its steps."""
     session = functools.partial(ModuleSession, trainer, strategy, options)
     return take_down(session, lambda session: SessionWitness(session, _rows))
 
@@ -160,7 +161,7 @@ def train_rank(trainer: Trainer, strategy: Strategy, options: Options) -> Histor
 def find_on_rank(
     trainer: Trainer, strategy: Strategy, options: Options, case: Case, first: Difference
 ) -> Place:
-    """Train again on this rank, and find the module at which it goes wrong."""
+    """Train again on this rank, and find the module where the `first` difference arises."""
     return find(functools.partial(ModuleSession, trainer, strategy, options), _rows, case, first)
 
 
@@ -175,7 +176,7 @@ def _seeded(trainer: Trainer) -> nn.Module:
 
 
 def _widened(trainer: Trainer, steps: int) -> Trainer:
-    """Return the job in float64, for a number of steps."""
+    """Return the job with its model and batches in float64, for `steps` steps."""
     return dataclasses.replace(
         trainer,
         build=functools.partial(_wide_model, trainer),
@@ -194,10 +195,10 @@ def _wide_batch(trainer: Trainer, samples: Any) -> Any:
 
 
 def _passes(trainer: Trainer) -> Iterator[Any]:
-    """Yield the global batches of pass after pass, in the order of the plain DataLoader."""
+    """Yield the global batches of repeated passes, in the order of the plain DataLoader."""
     data = trainer.data
     if isinstance(data, IterableDataset):
-        data = copy.deepcopy(data)  # it may have one pass
+        data = copy.deepcopy(data)  # its iterator may be used up by one pass
     loader: DataLoader[Any] = trainer.loader(
         data, shuffle=trainer.shuffle, drop_last=trainer.drop_last
     )

@@ -1,8 +1,8 @@
-"""Which batches a script has read: which one its forward is at, and whether that ends a pass.
+"""Track which batches a script has read, to find the batch of a backward and the end of a pass.
 
-for x, y in loader              one batch waits for a backward at a time
-x, y = ahead; ahead = next      two do: a backward is of the older one
-if is_bad(x): continue          a batch that is dropped waits no more
+for x, y in loader              one batch at a time waits for a backward
+x, y = ahead; ahead = next      two batches wait: a backward uses the older one
+if is_bad(x): continue          a batch that the script drops no longer waits
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class ReadBatch:
     """A batch that the script has read with gradients enabled.
 
     Attributes:
-        loader: it was read off.
-        number: of its pass, as `RankLoader.num_begun` counts.
-        is_last: whether it is the last of its pass.
+        loader: loader that yielded the batch.
+        number: number of its pass, from `RankLoader.num_begun`.
+        is_last: whether it is the last batch of its pass.
         rows: see `RankLoader.rows`.
-        num_rows: of the batch on all ranks.
-        sizes: elements of its tensors.
-        is_gathered: whether the script has gathered rows of all ranks with their graph.
+        num_rows: rows of the batch on all ranks.
+        sizes: numbers of elements of its tensors.
+        is_gathered: whether the script has gathered rows of all ranks with gradients.
         calls: see `MaskPosition.calls`.
     """
 
     def __init__(self, loader: RankLoader, given: Any) -> None:
-        """Take what `loader` says of the batch that it has yielded, `given`."""
+        """Record the batch `given`, which `loader` has just yielded."""
         self.loader, self.number = loader, loader.num_begun
         self.is_last, self.rows, self.num_rows = loader.is_last, loader.rows, loader.num_batch_rows
         self.is_gathered = False
@@ -48,7 +48,7 @@ class ReadBatch:
 
     @property
     def is_held(self) -> bool:
-        """Whether the script still has it; one of no tensors may have been left out."""
+        """Whether the script still references a tensor of it; False if it has no tensors."""
         return any(tensor() is not None for tensor in self._tensors)
 
 
@@ -77,58 +77,58 @@ class Reading:
         """Record that `loader` has yielded the batch `given`."""
         self.last = loader
         self.is_evaluation = not torch.is_grad_enabled()
-        if not self.is_evaluation:  # a batch of an evaluation ends no pass of the training
+        if not self.is_evaluation:  # an evaluation batch does not end a training pass
             self.trained = loader
             self._unused.add(loader)
             self._line_up(ReadBatch(loader, given))
             self.num_batches += 1
 
     def _line_up(self, batch: ReadBatch) -> None:
-        """Put a batch behind those that no backward has used yet."""
+        """Append a batch to the queue of batches that wait for a backward."""
         self._leave_out()
         if self._ahead:
             before = self._ahead[-1]
             if before.loader is not batch.loader:
                 if before.loader.batches_done:
-                    return  # of several loaders read in turns the first says where a pass ends
-                self._ahead.clear()  # a look, or a validation
+                    return  # with alternating loaders, the first defines the end of a pass
+                self._ahead.clear()  # they were a peek, or a validation
             elif before.number != batch.number and not before.is_last:
-                self._ahead.clear()  # a look, or a pass that was broken off
+                self._ahead.clear()  # they were a peek, or a pass that was left early
         self._ahead.append(batch)
 
     def _leave_out(self) -> None:
-        """Forget the oldest batches that the script has dropped before a backward used them.
+        """Remove the oldest batches that the script has dropped before a backward used them.
 
-        Of several that it has dropped all, having made other tensors of them, the newest stays.
+        The newest batch stays even if it was dropped, because the script may have converted it.
         """
         while len(self._ahead) > 1 and not self._ahead[0].is_held:
             self._ahead.popleft()
 
     @property
     def current(self) -> ReadBatch | None:
-        """The batch that a forward or backward is of: the oldest that waits for a backward."""
+        """Batch of the current forward or backward: the oldest waiting, else the last used."""
         self._leave_out()
         return self._ahead[0] if self._ahead else self._used
 
     @property
     def num_ahead(self) -> int:
-        """Batches that wait for a backward, with the one that is at work."""
+        """Number of batches that wait for a backward, including the current one."""
         self._leave_out()
         return len(self._ahead)
 
     @property
     def seen(self) -> str:
-        """What was seen of a stream, see `RankLoader.seen`."""
+        """Last compared batch of the training stream, see `RankLoader.seen`."""
         return "" if self.trained is None else self.trained.seen
 
     def check_stream(self, is_same: bool) -> None:
-        """Warn once where the ranks have seen unlike batches of a stream."""
+        """Warn once if the ranks have seen different batches of a stream (not `is_same`)."""
         if self.trained is not None and not (is_same or self._is_warned):
             self._is_warned = True
             self.trained.warn_of_streams()
 
     def warn_of_others(self, comm: Comm) -> None:
-        """Warn of ranks that read no prepared loader, each of which may read all samples."""
+        """Warn if no prepared loader was read, because each rank may then read all samples."""
         if self.trained is None and comm.size("data") > 1 and comm.coord("job") == 0:
             warnings.warn(
                 "no batch was read off a prepared DataLoader, so each rank must read samples of "
@@ -138,12 +138,12 @@ class Reading:
             )
 
     def gather(self) -> None:
-        """Record that the loss is to be over the rows of all ranks."""
+        """Record that the loss of the current batch is over the rows of all ranks."""
         if (batch := self.current) is not None:
             batch.is_gathered = True
 
     def warn_of_count(self, count: float, total: float, comm: Comm) -> None:
-        """Warn once where each rank counts all rows of a batch of which it has a part."""
+        """Warn once if each rank gives the rows of the whole batch as its own count."""
         batch = self.current
         if batch is None or batch.is_gathered or self._is_count_reported:
             return
@@ -158,7 +158,11 @@ class Reading:
             )
 
     def is_pass_over(self) -> bool:
-        """Return whether a backward that begins now is of the last batch of a pass."""
+        """Return whether a backward that starts now uses the last batch of a pass.
+
+        Raises:
+            ScriptError: the batch belongs to a new pass, but the step started in the pass before.
+        """
         batch, begun = self.current, self._open
         if batch is None or not self._ahead:
             return False
@@ -182,25 +186,26 @@ class Reading:
         self._open = None if is_step_end else self._open or self._used
 
     def forget(self) -> None:
-        """Record that the step under way is given up."""
+        """Record that the current step was abandoned."""
         self._open = None
 
     def position(self, steps_done: int) -> MaskPosition | None:
-        """Return the position of the forward under way; None where no loader is prepared."""
+        """Return the mask position of the current forward; None if no prepared loader is read."""
         batch = self.current
         return None if batch is None else MaskPosition(steps_done, batch.rows, batch.calls)
 
 
 class OwnRows:
-    """Passes from which a script takes numbers of one rank for numbers of all.
+    """Detects passes whose results a script uses without a sum over the ranks.
 
         for x, y in held_back:                             this rank's rows
             right += (model(x).argmax(1) == y).sum()
-        run.print(right / len(held_back.dataset))          a half on two ranks: no `run.sum`
+        run.print(right / len(held_back.dataset))          half of it on two ranks: no `run.sum`
 
-    A pass without gradients is made for its numbers, and so is a division by the length of the
-    dataset after a pass of training. Where nothing has been added up since it began, the script is
-    warned. It is no error: a script may add up by other means, or want the forward alone.
+    A script makes a pass without gradients for its results, and also uses results if it reads the
+    loader's dataset after a training pass. If it has summed nothing over the ranks since such a
+    pass began, it gets a warning. This is no error, because a script may sum by other means, or
+    need the forward only.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -208,7 +213,7 @@ class OwnRows:
         self._seen: weakref.WeakKeyDictionary[RankLoader, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
-        """Of each loader the pass, and this rank's rows of it."""
+        """Loader -> number of its pass, and this rank's rows in the pass."""
         self._reported: weakref.WeakSet[RankLoader] = weakref.WeakSet()
 
     def note(self, loader: RankLoader) -> None:
@@ -221,13 +226,13 @@ class OwnRows:
             self._seen[loader] = loader.epoch, num_rows + len(loader.rows)
 
     def add_up(self) -> None:
-        """Record that the script has added something up over the ranks, or knows the count."""
+        """Record that the script has summed over the ranks, or has read `MeanLoss.count`."""
         self._seen.clear()
 
     def warn(self) -> None:
-        """Warn of the passes that are over."""
+        """Warn about passes that have ended without a sum over the ranks."""
         for loader, (number, num_rows) in list(self._seen.items()):
-            if loader.epoch == number:  # it is under way, or was a look at the first batch
+            if loader.epoch == number:  # the pass has not ended, or was a peek at the first batch
                 continue
             del self._seen[loader]
             if loader.is_used and not loader.is_dataset_read:

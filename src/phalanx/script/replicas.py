@@ -1,12 +1,12 @@
-"""Whether the ranks of a script still train one model: what must be alike is compared, and named.
+"""Check that the ranks of a script still train the same model, and name the first difference.
 
-    each of the first backwards     counts and settings, as words of the all-reduce that it makes
-    later backwards     the same, as often as takes at most half of `SHARE` of the time
-    now and then        the bits of the weights, as often as takes the other half
-    save, state_dict, an evaluation, the end of the script      all of it
+    first `ALWAYS` backwards    counts and settings, as checksums in the all-reduce of the loss
+    later backwards             the same, as often as half of `SHARE` of the run time allows
+    between steps               bits of the weights, as often as the other half of `SHARE` allows
+    save, state_dict, an evaluation, the end of the script      all of these
 
 Ranks that hold the same shard of a parameter hold replicas of it. They apply the same gradient, so
-replicas stay equal to the last bit, which a sum of their bits shows (`bits`).
+replicas stay bitwise equal, and a checksum of their bits shows a difference (`bits_of`).
 """
 
 from __future__ import annotations
@@ -45,53 +45,53 @@ from phalanx.script.drift import (
 from phalanx.train.clip import sharded_axes
 
 SHARE: Final = 0.003
-"""Of the time of a run: what comparing replicas may take, beside a little in each backward."""
+"""Largest fraction of run time that comparing replicas may take, without the all-reduce."""
 
 ALWAYS: Final = 20
-"""The first backwards, in which most mistakes show: counts and settings are compared in each."""
+"""Number of first backwards that all compare counts and settings; most mistakes show there."""
 
 _SEEN: Final = 2 * 3
-"""Words of what a rank has seen of a stream, and their squares."""
+"""Number of checksum words of a rank's last batch of a stream, with their squares."""
 
 _NUM_FLAGS: Final = 3
-"""Whether weights are apart, and whether the next words and the next weights are affordable."""
+"""Flags: replicas differ; budget left for the next words; budget left for the next weights."""
 
 
 class Budget:
-    """The seconds of one comparison, which may take half of `SHARE` of the time of a run."""
+    """Time budget of one kind of comparison: half of `SHARE` of the run time."""
 
     def __init__(self) -> None:
         self._spent_s = self._last_s = 0.0
 
     def allows(self, run_s: float) -> bool:
-        """Return whether one more fits into the time of a run so far."""
+        """Return whether one more comparison fits into the budget after `run_s` seconds."""
         return self._spent_s + self._last_s <= SHARE / 2 * run_s
 
     def spend(self, seconds: float) -> None:
-        """Note how long one has taken."""
+        """Record the duration of a comparison."""
         self._last_s = seconds
         self._spent_s += seconds
 
 
 class OnHost:
-    """A copy of a tensor that comes to the host while its device computes."""
+    """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """Begin to copy; what the device is given later is not waited for."""
+        """Start a non-blocking copy; kernels launched later do not delay it."""
         self._copy = tensor.to("cpu", non_blocking=True)
         self._event = torch.cuda.Event() if tensor.is_cuda else None
         if self._event is not None:
             self._event.record()
 
     def tolist(self) -> list[float]:
-        """Return the numbers of a vector, once they are here."""
+        """Wait for the copy, and return the elements of a vector."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()
 
 
 class _Held(NamedTuple):
-    """A tensor of which other ranks may hold replicas."""
+    """A tensor, the axes along which ranks hold replicas of it, and the name of its shard."""
 
     tensor: Tensor
     axes: tuple[str, ...]
@@ -99,11 +99,11 @@ class _Held(NamedTuple):
 
 
 class Replicas:
-    """Compares what must be alike on all ranks of a job; see `Facts` for what that is.
+    """Compares the state that must be equal on all ranks of a job, see `Facts`.
 
     Attributes:
-        is_checked: whether `check` has run since the step under way began.
-        gradient_writes: see `Facts`; to be counted from outside.
+        is_checked: whether `check` has run since the current step began.
+        gradient_writes: see `Facts`; counted by `UserStep`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Replicas:
         parameters: Mapping[str, nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Watch `parameters`, as `optimizers` know them, to which more may be added."""
+        """Watch the `parameters` that `optimizers` update; more optimizers may be added later."""
         self._comm = comm
         self._size = comm.size("job")
         self._optimizers = optimizers
@@ -132,15 +132,15 @@ class Replicas:
         self._addresses = self._addresses_now()
 
     def judge(self, call: str = "backward") -> bool:
-        """Refuse what the last step found to differ; compare the weights where it is time.
+        """Refuse differences that the last step found; compare weights if the budget allows.
 
         Returns:
-            Whether all ranks have `seen` the same; true where the last step has not compared it.
+            Whether `seen` of `words` is equal on all ranks; True if the last step did not send it.
         """
         self.is_checked = False
         if self._found is None:
             return True
-        found = self._found.tolist()  # of the step before
+        found = self._found.tolist()  # from the previous step
         numbers, (apart, num_words, num_weights) = found[:-_NUM_FLAGS], found[-_NUM_FLAGS:]
         words, seen = numbers[:-_SEEN], numbers[-_SEEN:]
         if apart or not are_alike(words, self._size):
@@ -158,7 +158,7 @@ class Replicas:
         return are_alike(seen, self._size)
 
     def words(self, counts: Mapping[str, int], seen: str = "") -> Tensor:
-        """Return what an all-reduce of a backward is to add up over the job; float64, on device."""
+        """Return the values that a backward's all-reduce must sum over the job; float64."""
         if self._size == 1:
             return self._apart.new_zeros(0)
         now_s = time.perf_counter()
@@ -189,12 +189,12 @@ class Replicas:
         return sent
 
     def take(self, found: Tensor) -> None:
-        """Take the sum of `words` over the data ranks."""
+        """Store the sum of `words` over the data ranks, after an all-reduce over tp."""
         if self._size > 1:
             self._found = OnHost(self._comm.all_reduce(found, "tp"))
 
     def check(self, call: str, steps_done: int) -> None:
-        """Refuse ranks that differ now; every rank calls this together."""
+        """Compare counts, settings, weights and states now; every rank calls this together."""
         if self._size == 1:
             return
         self._take_settings({**self._counts, STEPS: steps_done})
@@ -208,7 +208,7 @@ class Replicas:
         self.is_checked = True
 
     def check_end(self, where: str, name: str, steps_done: int) -> None:
-        """Refuse to end what ranks do that differ; waits for no rank, some may work on."""
+        """Refuse to end if ranks differ; compare through the store, without waiting for ranks."""
         if self._size == 1 or self._found is None or self._is_refused:
             return
         self._take_settings({**self._counts, STEPS: steps_done})
@@ -226,18 +226,18 @@ class Replicas:
                 raise ScriptError(f"{where} with ranks that differ: {found.words}")
 
     def count_clip(self, max_norm: float, p: float) -> None:
-        """Note a call of `run.clip`."""
+        """Record a call of `run.clip`."""
         self._clips = self._clips[0] + 1, f"{max_norm!r}, p={p!r}"
 
     def note_step(self) -> None:
-        """Note that an optimizer has written weights."""
+        """Record that an optimizer has written weights."""
         if self._size > 1:
             self._version = self._versions()
 
-    # Parts of the above.
+    # Helpers of the methods above.
 
     def _now(self) -> float:
-        """Return the time when the device has done all that it was given."""
+        """Wait until the device is idle, and return the time."""
         if self._comm.device.type == "cuda":
             torch.cuda.synchronize(self._comm.device)
         return time.perf_counter()
@@ -246,9 +246,9 @@ class Replicas:
         return sum([version_of(held.tensor) for held in self._weights.values()])
 
     def _is_written(self) -> bool:
-        """Return whether weights have been written since the last step, for export perhaps."""
-        # `model.half()` gives a parameter another tensor, which counts as no write; training gives
-        # it none, but FSDP2 may in its first forward, before weights are compared.
+        """Return whether weights were written since the last step, for example for an export."""
+        # `model.half()` replaces a parameter's tensor, which changes its address but no version.
+        # Training keeps addresses, except in the first forward of FSDP2, before any comparison.
         return (self._versions(), self._addresses_now()) != (self._version, self._addresses)
 
     @torch.no_grad()
@@ -256,14 +256,14 @@ class Replicas:
         return [local_shard(held.tensor).data_ptr() for held in self._weights.values()]
 
     def _take_settings(self, counts: Mapping[str, int]) -> None:
-        """Take counts and settings as they are now."""
+        """Read the current counts and settings."""
         self._counts = {**counts, CLIPS: self._clips[0]}
         self._settings = _settings(self._optimizers)
         if self._clips[0]:
             self._settings["the arguments of run.clip"] = self._clips[1]
 
     def _states(self) -> dict[str, _Held]:
-        """Return the tensors that the optimizers keep of each parameter."""
+        """Return the state tensors of the optimizers, by key and parameter name."""
         return {
             f"{key} of {name}": weight._replace(tensor=value.to(self._comm.device))
             for optimizer in self._optimizers
@@ -275,7 +275,7 @@ class Replicas:
 
     @torch.no_grad()
     def _spread_of(self, tensors: Mapping[str, _Held]) -> Tensor:
-        """Return whether replicas differ, on this rank or another that holds some; bool, 0-d."""
+        """Return whether this rank's tensors differ from their replicas; bool, 0-d."""
         alike: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         for held in tensors.values():
             alike[held.axes].append(local_shard(held.tensor))
@@ -286,7 +286,7 @@ class Replicas:
         return apart
 
     def _spread(self, words: Tensor, axes: Sequence[str]) -> Tensor:
-        """Return whether ranks along axes have unlike words; bool, 0-d."""
+        """Return whether ranks along `axes` have different words; bool, 0-d."""
         sums = torch.cat([words, words**2])
         for axis in axes:
             self._comm.all_reduce(sums, axis)
@@ -308,13 +308,13 @@ class Replicas:
         )
 
     def _name(self, call: str) -> None:
-        """Refuse ranks that differ, by what differs; every rank calls this together."""
+        """Raise the first difference, or warn if it is rounding; every rank calls this together."""
         ranks = gather_objects(self._facts())
         found = first_difference(ranks)
-        if found is None:  # alike again
+        if found is None:  # equal again
             return
         is_rounding = found.kind in ("weights", "states")
-        # A state that some ranks lack cannot be compared with theirs.
+        # If some ranks lack a state tensor, the broadcasts of `_differ_by_rounding` do not match.
         is_rounding = is_rounding and all(f.states.keys() == ranks[0].states.keys() for f in ranks)
         if not (is_rounding and self._differ_by_rounding()):
             self._is_refused = True
@@ -329,7 +329,7 @@ class Replicas:
 
     @torch.no_grad()
     def _differ_by_rounding(self) -> bool:
-        """Return whether all replicas are within rounding; every rank calls this together."""
+        """Return whether replicas differ by at most 4 eps of their maximum; all ranks call this."""
         worst = torch.zeros((), dtype=torch.float64, device=self._comm.device)
         for held in (self._weights | self._states()).values():
             own = local_shard(held.tensor)
@@ -361,7 +361,7 @@ def _digest(held: _Held) -> Digest:
 
 
 def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-    """Return the settings of optimizers by their names, as text."""
+    """Return the settings of optimizers as text, by name."""
     found: dict[str, str] = {}
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
@@ -377,7 +377,7 @@ def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Return a setting as text; empty for what cannot be compared at little cost."""
+    """Return a setting as text; empty if comparing it would be expensive, as for GPU tensors."""
     if isinstance(value, Tensor):
         return repr(value.item()) if value.ndim == 0 and value.device.type == "cpu" else ""
     if isinstance(value, list | tuple):

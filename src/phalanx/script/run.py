@@ -1,17 +1,17 @@
-"""The run that `phalanx.init` returns: a training loop of one's own, on many ranks.
+"""The run that `phalanx.init` returns: a user's own training loop on many ranks.
 
-    run = phalanx.init()                                   join the job, or be one process
-    model, optimizer, loader = run.prepare(...)            split the model, deal the batches out
+    run = phalanx.init()                                   join the job, or run on one process
+    model, optimizer, loader = run.prepare(...)            split the model and the batches
     for inputs, labels in loader:                          this rank's rows of the global batch
         loss = cross_entropy(model(inputs), labels, reduction="sum")
         run.backward(loss, len(labels))                    gradients of the global batch's mean
         optimizer.step()
         optimizer.zero_grad()
 
-Loss law: the sum of the losses over the global batch / the samples (or tokens) in it. `backward`
-adds counts and losses up over the ranks before it divides, so neither uneven batches nor the number
-of ranks change a gradient. The gradients are whole when the last `backward` of a step returns, so
-all that reads them (clipping, a scheduler, an optimizer of any kind) stays as it was.
+The loss is the sum of the losses over the global batch / the number of samples (or tokens) in it.
+`backward` sums counts and losses over the ranks before it divides, so neither uneven batches nor
+the number of ranks change a gradient. When the last `backward` of a step returns, the gradients are
+reduced, so code that reads them (clipping, a scheduler, any optimizer) needs no change.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from phalanx.strategy import Strategy
 
 
 class Run:
-    """A training loop's part in a job: the model that is split, and the step under way.
+    """Distributed training for a user's own loop: split model, gradients, sums and checkpoints.
 
     Attributes:
-        comm: the ranks.
-        strategy: how the work is split.
-        accumulation: calls of `backward` for each step.
+        comm: process groups of the job.
+        strategy: parallelism strategy.
+        accumulation: calls of `backward` per optimizer step.
     """
 
     def __init__(
@@ -54,45 +54,46 @@ class Run:
         self.accumulation = accumulation
         self._prepared = Prepared(comm, strategy, accumulation, seed, name)
         self._saves = Saves(self._prepared, str(strategy), self.print)
-        # What torch.save has of a loss is a float by name, which torch.load else does not know.
+        # torch.save stores the value of a loss as a call of `float`, which torch.load refuses
+        # unless it is registered as safe.
         torch.serialization.add_safe_globals([float])
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the job."""
+        """Whether this is the first rank of the job, which prints and writes for all ranks."""
         self._prepared.own_rows.warn()
         return self.comm.is_first
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """Device that this rank computes on."""
         return self.comm.device
 
     @property
     def steps_done(self) -> int:
-        """Steps that an optimizer has taken, those before `resume` too."""
+        """Number of optimizer steps taken, including the steps before `resume`."""
         return self._prepared.steps_done
 
     @property
     def is_step_end(self) -> bool:
-        """Whether the gradients are of a whole step, so that optimizers may step."""
+        """Whether the gradients of the step are complete, so that optimizers may step."""
         return self._prepared.state is State.WHOLE
 
     @property
     def should_stop(self) -> bool:
-        """Whether a signal asks the job to end: save, and leave the loop; all ranks read this.
+        """Whether a signal asks the job to stop; all ranks must read this together.
 
-        A script that reads it ends by itself after SIGTERM, SIGHUP or Ctrl-C, with the signal's
-        exit code; a second signal ends it at once. Within a step, where nothing can be saved, no
-        script is asked to stop.
+        If it is True, save and leave the loop. A script that reads it is not killed by SIGTERM,
+        SIGHUP or Ctrl-C, and exits with the signal's exit code; a second signal ends it at once.
+        It is False between the backwards of a step, where nothing can be saved.
         """
         return self._prepared.should_stop()
 
     def print(
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
     ) -> None:
-        """Print on the first rank alone."""
-        if self.is_first:  # which looks after the rows that are counted
+        """Print on the first rank only."""
+        if self.is_first:  # this property also warns about results that were not summed
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def prepare(
@@ -103,37 +104,39 @@ class Run:
     ) -> Any:
         """Split a model, and fit optimizers, schedulers and loaders to it; all ranks call this.
 
-        The model is split in place, on this rank's device; optimizers keep their groups, settings
-        and schedulers, and update this rank's shards. A DataLoader comes back as one that yields
-        this rank's rows of each batch there. Returns the objects in their order; one by itself.
+        The model is split in place and moved to this rank's device. Optimizers keep their groups,
+        settings and schedulers, and update this rank's shards. A DataLoader is replaced by one that
+        yields this rank's rows of each batch on this device. Returns the objects in the given
+        order, or a single object by itself.
 
         Args:
             *objects: one nn.Module, any number of optimizers, schedulers and DataLoaders, and None.
-            batch_norm: over what BatchNorm takes its mean and variance in training: "global", the
-                rows of all ranks, as one process does, or "local", each rank's own. A model that
-                has a BatchNorm must say.
-            roles: patterns of module names to roles for tp, see docs/strategies.md.
+            batch_norm: rows over which BatchNorm computes mean and variance in training: "global",
+                the rows of all ranks, as on one process, or "local", this rank's rows. Required if
+                the model has a BatchNorm.
+            roles: patterns of module names -> roles for tp, see docs/strategies.md.
 
         Raises:
-            ScriptError: an object is none of those, or was prepared, or is of another model.
-            ConfigError: the strategy does not split the model, or a loader's batches.
+            ScriptError: an object has an unsupported type, is prepared already, or belongs to
+                another model.
+            ConfigError: the strategy cannot split the model or a loader's batches.
         """
         prepared = self._prepared.take(objects, batch_norm, roles)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None = None) -> MeanLoss:
-        """Add up the gradients of the global batch's loss; every rank calls this together.
+        """Compute and reduce the gradients of the global batch's loss; all ranks call this.
 
         After the last call of a step each `.grad` is the gradient of the mean over the global
         batch, or this rank's shard of it. The first call of a step clears the gradients.
 
         Args:
-            loss_sum: sum of the losses of this rank's samples, a number with its graph; 0-d.
-            count: samples (or tokens) of this rank that it is a sum over; it has to be given.
+            loss_sum: sum of the losses of this rank's samples, with its graph; 0-d.
+            count: number of samples (or tokens) of this rank in `loss_sum`; required.
 
         Returns:
-            The mean loss of this call over all ranks, 0-d, float64, without a graph; of its
-            `count` samples (or tokens). Its `of_step` is the mean over the step so far.
+            The mean loss of this call over all ranks, 0-d, float64, without a graph. Its `count` is
+            the number of samples (or tokens), its `of_step` the mean over the step so far.
 
         Raises:
             ScriptError: the loss is a mean or has no graph, or the model has been changed.
@@ -147,21 +150,21 @@ class Run:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
 
         Call it between the last `backward` of a step and `optimizer.step()`. It returns the norm
-        of the whole gradient before, each element counted once; 0-d, float64.
+        of the whole gradient before scaling, each element counted once; 0-d, float64.
 
         Raises:
-            PhalanxError: the gradients are not whole, or an argument is no number above 0.
+            PhalanxError: the step is not complete, or an argument is not a number above 0.
         """
         check_arguments("clip", max_norm=max_norm, p=p)
         return self._prepared.need("clip")[1].clip(max_norm, p)
 
     def sum(self, value: float | Tensor) -> Tensor:
-        """Return the sum of `value` over the ranks that have different samples; all call this.
+        """Return the sum of `value` over the ranks with different samples; all ranks call this.
 
-        It is float64, or int64 where all ranks give whole numbers or truth values.
+        It is float64, or int64 if all ranks give integers or bools.
 
         Raises:
-            ScriptError: as `mean`.
+            ScriptError: as for `mean`.
         """
         return self._prepared.add_up("sum", own_number("sum", value, self.comm))[0]
 
@@ -171,11 +174,12 @@ class Run:
         It has the shape of `value_sum`, in float64, and is NaN where no rank has a sample.
 
         Args:
-            value_sum: sum of a quantity over the samples of this rank; of any shape.
-            count: these samples, or for each number of `value_sum` its own.
+            value_sum: sum of a quantity over the samples of this rank; any shape.
+            count: number of these samples, or one number for each element of `value_sum`.
 
         Raises:
-            ScriptError: one is no number, or of all ranks already, or of unlike shapes on ranks.
+            ScriptError: an argument is not a number, is a mean over all ranks already, or has
+                different shapes on different ranks.
         """
         own = [own_number("mean", each, self.comm).double() for each in (value_sum, count)]
         total, counted = self._prepared.add_up("mean", *own)
@@ -185,34 +189,36 @@ class Run:
         """Return the rows of all ranks, in the order of one process; all ranks call this.
 
         Args:
-            batch: a tensor, or mappings, lists or tuples of tensors, with this rank's rows of a
-                batch of a prepared loader first; their numbers may differ between ranks.
+            batch: a tensor, or mappings, lists or tuples of tensors, whose first dimension is this
+                rank's rows of a prepared loader's batch. Numbers of rows may differ between ranks.
             grad: whether gradients flow back to the rank that each row came from, for a loss over
-                the rows of the whole batch, such as a contrastive one. The result is then on the
-                device of each tensor, else on the CPU.
+                the rows of the whole batch, such as a contrastive loss. If True, each result is on
+                the device of its tensor, else on the CPU.
 
         Raises:
-            ScriptError: a tensor has no rows, or others than the batch.
+            ScriptError: a tensor has no row dimension, or not the batch's number of rows.
         """
         return self._prepared.gather(batch, grad)
 
     def draw(self, make: Callable[[int], Any]) -> Any:
-        """Return this rank's rows, on `device`, of what one process draws; all ranks call this.
+        """Draw random numbers as one process does; return this rank's rows on `device`.
 
             noise = run.draw(lambda rows: torch.randn(rows, 8))
 
+        All ranks call this together.
+
         Args:
-            make: draws on the CPU for a number of rows, all ranks' rows of the batch that was
-                read last; a tensor, or mappings, lists or tuples of tensors. Every rank calls it,
-                with torch's own generator as it is on one process.
+            make: function of the global number of rows in the last batch. It draws on the CPU, and
+                returns a tensor, or mappings, lists or tuples of tensors. Each rank calls it with
+                torch's generator in the state that it has on one process.
 
         Raises:
-            ScriptError: no batch has been read, or a tensor has other rows than the batch.
+            ScriptError: no batch has been read, or a tensor has another number of rows.
         """
         return draw_rows(make, self._prepared.generator, self._prepared.reading.last, self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the whole weights and buffers of the plain model on the CPU; all ranks call this.
+        """Return the unsharded weights and buffers of the model on the CPU; all ranks call this.
 
         Every rank gets them, and the first may `torch.save` them. Call it between steps.
 
@@ -224,64 +230,65 @@ class Run:
         return whole_state(model)
 
     def load_state_dict(self, state: Mapping[str, Any] | str | Path | None) -> None:
-        """Give the model whole weights and buffers; every rank calls this together.
+        """Load unsharded weights and buffers into the model; every rank calls this together.
 
         Args:
-            state: what `state_dict`, or the plain model's, has returned; the first rank's is
-                taken on all. Or the folder of a checkpoint, or of a run, whose latest is read.
+            state: result of `state_dict`, or of the plain model's; all ranks use the first rank's.
+                Or the folder of a checkpoint, or of a run, whose latest checkpoint is read.
 
         Raises:
             ScriptError: the weights are not of this model.
-            CheckpointError: there is no such checkpoint, or it is of another model.
+            CheckpointError: there is no such checkpoint, or it is from another model.
         """
         load_whole(self._prepared.need("load_state_dict")[0], state, self.comm)
 
     def average(self, decay: float | None = 0.999, *, name: str = "average") -> WeightAverage:
-        """Return an average of the weights, which `save` and `resume` know under `name`.
+        """Return an average of the weights, which `save` and `resume` include under `name`.
 
         Args:
-            decay: of an exponential average (EMA); None for the mean of all updates (SWA).
+            decay: decay of an exponential average (EMA); None for the mean of all updates (SWA).
             name: as in `register`.
 
         Raises:
-            PhalanxError: no model is prepared, the decay is none from 0 up to 1, or as `register`.
+            PhalanxError: no model is prepared, `decay` is not in [0, 1), or as for `register`.
         """
         average = self._prepared.average(decay)
         self.register(name, average)
         return average
 
     def register(self, name: str, each: Any) -> None:
-        """Have `save` and `resume` know an object, with `state_dict` and `load_state_dict`.
+        """Include an object with `state_dict` and `load_state_dict` in `save` and `resume`.
 
-        Its state is mappings and lists of numbers, text and tensors, alike on all ranks.
+        Its state must be mappings and lists of numbers, text and tensors, equal on all ranks.
 
         Raises:
-            ScriptError: the name is taken, no file holds the state, or `resume` came before.
+            ScriptError: the name is taken, the state cannot be stored, or `resume` was called.
         """
         self._saves.registered.add(name, each)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
-        """Save a checkpoint that any strategy on any number of ranks resumes; all call this.
+        """Save a checkpoint that any strategy on any number of ranks can resume; all call this.
 
-        It has weights, optimizers, schedulers, the positions of the loaders, and the registered
-        objects, and is whole in `folder`/checkpoints/step-N on return. The latest `keep` stay, all
-        if None. Where `folder` has checkpoints of another run, it goes to `folder`-2.
+        It contains weights, optimizers, schedulers, the positions of the loaders, and registered
+        objects, and is complete in `folder`/checkpoints/step-N on return. The latest `keep`
+        checkpoints are kept, all if None. If `folder` has checkpoints of another run, this run
+        saves to `folder`-2.
 
         Raises:
-            CheckpointError: it cannot be written, or holds the weights alone.
-            PhalanxError: it is called within a step, or an argument is out of range.
+            CheckpointError: it cannot be written, or contains only the weights.
+            PhalanxError: the call is within a step, or an argument is out of range.
         """
         return self._saves.save(folder, keep)
 
     def resume(self, folder: str | Path) -> bool:
-        """Resume the latest checkpoint in `folder`; all ranks call this. False if there is none.
+        """Resume the latest checkpoint in `folder`, or return False; all ranks call this.
 
-        Call it after `prepare` and `register`, before the first batch. A loader that stood within
-        a pass yields the rest of it next; its `epoch` counts the passes that have ended.
+        Call it after `prepare` and `register`, before the first batch. A loader that was saved
+        within a pass yields the rest of that pass next; its `epoch` is the number of ended passes.
 
         Raises:
-            CheckpointError: it is damaged, or of another model, optimizer or script.
-            ScriptError: the folder is a file or no path, or no model is prepared.
+            CheckpointError: it is damaged, or from another model, optimizer or script.
+            ScriptError: the folder is a file or not a path, or no model is prepared.
         """
         return self._saves.resume(folder)
 

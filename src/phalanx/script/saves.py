@@ -1,4 +1,4 @@
-"""The checkpoints that `run.save` writes and `run.resume` loads, and the folders of a script."""
+"""`run.save` and `run.resume`: checkpoints of a script, and the folders that contain them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from phalanx.script.prepare import Prepared
 
 
 class Saves:
-    """Saves and resumes the prepared objects and the registered ones."""
+    """Saves and resumes the prepared and the registered objects."""
 
     def __init__(self, prepared: Prepared, strategy: str, show: Callable[[str], None]) -> None:
-        """Begin; `show` prints a line on the first rank."""
+        """Start without registered objects; `show` prints a line on the first rank."""
         self.registered = Registered()
         self._is_extra_known = False
         self._prepared, self._strategy, self._show = prepared, strategy, show
         self._folders: dict[Path, Path] = {}
-        self._savers: dict[Path, Saver] = {}  # whose locks this process has until it ends
+        self._savers: dict[Path, Saver] = {}  # each locks its folder until the process ends
 
     def save(self, folder: str | Path, keep: int | None) -> Path:
         """Save a checkpoint, see `Run.save`."""
@@ -35,7 +35,7 @@ class Saves:
         prepared.own_rows.warn()
         check_arguments("save", keep=keep)
         (model, step), wanted = prepared.need("save"), _folder_of("save", folder)
-        # First: what follows asks all ranks, of which one may have left a step out.
+        # First, because later checks use collectives that a rank which skipped a step may not call.
         prepared.check_replicas("save")
         step.refuse_unused()
         prepared.refuse_average("save")
@@ -75,7 +75,7 @@ class Saves:
         return True
 
     def _loop(self, model: nn.Module) -> checkpoint.Loop:
-        """Return the objects to save; the extra state of the model's modules is registered."""
+        """Return the objects to save; register the extra state of the model's modules once."""
         if not self._is_extra_known:
             self._is_extra_known = True
             self.registered.add_extra_state(model)
@@ -85,12 +85,12 @@ class Saves:
 
 
 def _note_position(folder: Path, where: Path) -> None:
-    """Have whoever ends the job say how to resume."""
+    """Set the hint on how to resume that is printed when the job ends."""
     PULSE.saved(f"last checkpoint: {where}; run.resume({str(folder)!r}) resumes it")
 
 
 def _folder_of(call: str, folder: Any) -> Path:
-    """Return a folder that a script names."""
+    """Return the folder argument of `call` as a path, after checks."""
     if not isinstance(folder, str | Path) or not str(folder):
         raise ScriptError(f"{call}: the folder is {brief(folder)}; expected a path")
     path = Path(folder)

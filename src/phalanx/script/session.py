@@ -1,4 +1,4 @@
-"""A trainer's run on one rank: any module, its data, its optimizer, and where they stand."""
+"""A trainer's run on one rank: module, data, optimizer, and their position and checkpoints."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def train_module(
     command: str = "",
     choice: Sequence[str] = (),
 ) -> Summary | Stopped:
-    """Train on this rank, with the others of the job.
+    """Train on this rank of the job.
 
-    `command` is the command line, but for the folder, that resumes the run; empty if none does.
-    `choice` are the lines that say why the strategy was chosen.
+    `command` is the command line that resumes the run, without the folder; empty if the run was
+    started in Python. `choice` are lines on why the strategy was chosen.
     """
     return train(ModuleSession(trainer, strategy, options, command, choice))
 
@@ -82,9 +82,9 @@ class ModuleSession(Session):
         command: str = "",
         choice: Sequence[str] = (),
     ) -> None:
-        """Split the model, and load a checkpoint if there is one to resume."""
+        """Build and split the model, and load the checkpoint if the run is resumed."""
         check_same_job(trainer, strategy, options)
-        # A folder named after the time must have one name.
+        # Use the first rank's folder, because a name with the time may differ between ranks.
         self.out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
         self.trainer, self.strategy, self.config = trainer, strategy, options
         self.unit = trainer.unit
@@ -108,12 +108,12 @@ class ModuleSession(Session):
         self.comm = comm = Ranks(strategy, self.config.device, shares_memory=shares_memory)
         model = _built(trainer, self.precision)
         self.generator = JobGenerator()
-        # Before anything is split: the FLOPs are one process's.
+        # Counted before the split, so that these are the FLOPs of the whole model.
         self._flops = flops_of_trainer(trainer, strategy, model, self.precision.of_batch)
-        # BatchNorm over all ranks takes the rows of a microbatch that one process has in it. Asked
-        # of the whole model: the ranks of all stages must read the same rows.
+        # With a global BatchNorm, each microbatch must have the rows it has on one process. Checked
+        # on the whole model, because the ranks of all stages must read the same rows.
         is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
-        # A row that counts nothing would count in the statistics of a BatchNorm.
+        # A spare row would enter the statistics of a BatchNorm.
         self._has_spares = not batch_norms(model)
         self._counted = counted_of(trainer, strategy, model) if comm.is_first else None
         refuse_max_norm(model)
@@ -189,14 +189,14 @@ class ModuleSession(Session):
     def next_microbatches(self) -> list[Any]:
         microbatches = self.microbatches.cut(self.precision.of_batch(next(self._batches)))
         if self._flops is not None and not self._flops.are_of(microbatches):
-            self._flops = None  # nor of later rows, which have one shape only by chance
+            self._flops = None  # off for the rest of the run, since row shapes vary
         self._calls.clear()
         return microbatches
 
     @contextmanager
     @override
     def stepping(self) -> Generator[None]:
-        if self._is_begun or self.config.compile:  # compiled modules are not seen
+        if self._is_begun or self.config.compile:  # draws of compiled modules are invisible
             yield
             return
         with naming_draws(self.step.model) as phase, self.step.watched(phase):
@@ -209,11 +209,11 @@ class ModuleSession(Session):
         if not self._is_begun:
             self._is_begun = True
             warn_of_buffers(self.step.model, self.comm)
-            state_of(self.step.model, self.optimizer)  # refuses what could not be saved at the end
+            state_of(self.step.model, self.optimizer)  # refuse now a state that no save can store
 
     def _passes(self) -> Iterator[Any]:
         """Yield this rank's batches, pass after pass."""
-        is_rest = self._is_resumed  # of a pass that was stopped at its end nothing may be left
+        is_rest = self._is_resumed  # the rest of a resumed pass may be empty
         while True:
             has_batches = False
             for batch in self.loader:
@@ -265,7 +265,7 @@ class ModuleSession(Session):
     def _place(self) -> MaskPosition | None:
         number = self.step.run.microbatch
         rows = self.microbatches.rows()[number]
-        rows = rows if len(rows) else rows.new_zeros(1)  # of a spare row
+        rows = rows if len(rows) else rows.new_zeros(1)  # position 0 for a spare row
         return MaskPosition(self.step.steps_done, rows, self._calls.setdefault(number, {}))
 
     @property
@@ -321,32 +321,32 @@ class ModuleSession(Session):
 
 
 def _built(trainer: Trainer, precision: ModulePrecision) -> nn.Module:
-    """Return the module of one process, in training."""
+    """Return the unsplit module in training mode, in the dtype of `precision`."""
     torch.manual_seed(trainer.seed)
     model = trainer.build()
     check_model(model)
-    if not model.training:  # one that is keeps the modes of its modules
+    if not model.training:  # else submodules keep their modes
         model.train()
     return model if precision.weights is None else model.to(precision.weights)
 
 
 def resume_text(out: Path, command: str, steps: int | None = None) -> str:
-    """Return how a run is resumed: by a command line that ends with its folder, or in Python."""
+    """Return how to resume the run in `out`: `command` with the folder, or phalanx.Options."""
     if not command:
         return f"phalanx.Options(out={str(out)!r}, resume=True)"
     return f"{command} {shlex.quote(str(out))}" + ("" if steps is None else f" --steps {steps}")
 
 
 class ModulePrecision:
-    """What `precision` and `compile` ask of a module of the user's.
+    """The setting `precision` as dtypes for a user's module.
 
     Attributes:
-        autocast: data type of torch.autocast around each forward; None without.
-        weights: data type of weights and inputs; None: as the module and its data have them.
+        autocast: dtype of torch.autocast around each forward; None for no autocast.
+        weights: dtype of weights and inputs; None to keep the dtypes of the module and its data.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Take the settings."""
+        """Derive the dtypes from the settings."""
         self._config = config
         self.autocast: torch.dtype | None = None
         self.weights: torch.dtype | None = None
@@ -356,18 +356,18 @@ class ModulePrecision:
             self.weights = resolve(config.precision, config.device).master
 
     def of_batch(self, batch: Any) -> Any:
-        """Return a batch whose floating-point numbers are of the type of the weights."""
+        """Return a batch with its floating-point tensors in the dtype of the weights."""
         if self.weights is None:
             return batch
         return map_tensors(batch, lambda t: t.to(self.weights) if t.is_floating_point() else t)
 
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Return what scales the loss, for float16 alone."""
+        """Return a GradScaler for float16, else None."""
         return torch.amp.GradScaler("cuda") if self.autocast == torch.float16 else None
 
 
 def _name_of(model: nn.Module) -> str:
-    """Return the name of a model's class; fully_shard puts a class of its own before it."""
+    """Return the name of the model's class, without the subclass that fully_shard adds."""
     kinds = type(model).__mro__
     return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
 

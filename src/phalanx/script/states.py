@@ -1,8 +1,8 @@
-"""Settings of optimizers and states of schedules as JSON has them, and back again.
+"""Encode optimizer settings and schedule states as JSON values, and check them on load.
 
-A checkpoint may be somebody else's, or damaged. So what comes back is compared with what this run
-has: the same names, and values of the same types. A state that could not be read again is refused
-before anything of it is written.
+A checkpoint may come from another person, or be damaged. So loaded values are compared with this
+run's: their names must exist here, and their types must match. A state that could not be loaded
+again is refused before it is written.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.errors import CheckpointError
 
 _COUNTS: Final = ("last_epoch", "_step_count")
-"""Steps of a schedule of torch: whole numbers that each of its states has."""
+"""Step counters in the state of each torch schedule; integers."""
 
 _OF_SCHEDULES: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-"""Settings that torch's schedules add to a parameter group; one may be made after the resume."""
+"""Settings that torch's schedules add to a group; a schedule may be made after the resume."""
 
 _RATES: Final = ("lr", *_OF_SCHEDULES)
 """Settings that are at least 0."""
 
 
 def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Put a schedule where it stood."""
+    """Check the saved state of a schedule, and load it into `scheduler`."""
     kind = type(scheduler).__name__
     try:
         state, own = decoded(saved), decoded(encoded(scheduler.state_dict(), kind))
         if type(scheduler).__module__.startswith("torch.optim."):
             _check_schedule(own, state)
-        # One of the user's own may have learned a name since; none may hide a method.
+        # The saved state of a user's own class may have further entries, but none that would
+        # overwrite a method.
         elif hidden := [name for name in state if name not in own and hasattr(scheduler, name)]:
             raise ValueError(f"it has the unknown entry {brief(hidden[0])}")
         scheduler.load_state_dict(state)
@@ -48,7 +49,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the settings of a parameter group."""
+    """Return the encoded settings of a parameter group, without its parameters."""
     own = {name: value for name, value in group.items() if name != "params"}
     return encoded(own, f"{what}, its settings")
 
@@ -56,7 +57,7 @@ def settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
 def load_settings(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
 ) -> None:
-    """Give a parameter group of an optimizer the settings that it had."""
+    """Check the saved settings of a parameter group, and restore them."""
     what = type(optimizer).__name__
     try:
         settings, own = decoded(saved), decoded(settings_of(group, what))
@@ -80,9 +81,9 @@ def load_settings(
 def _check_taken(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Refuse settings with which an optimizer cannot be made, or cannot step as it could before."""
+    """Refuse settings with which the optimizer cannot be made, or can no longer step."""
     kind: type[Any] = type(optimizer)
-    if kind.__module__.startswith("torch.optim."):  # whose arguments are settings
+    if kind.__module__.startswith("torch.optim."):  # its arguments are settings
         given = {n: settings[n] for n in inspect.signature(kind).parameters if n in settings}
         kind([nn.Parameter(torch.zeros(DRY_SHAPE))], **given)
     after = dry_state(optimizer, {**group, **settings})
@@ -91,7 +92,7 @@ def _check_taken(
 
 
 def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse the state of another schedule of torch."""
+    """Refuse a state that does not fit this torch schedule: names, counters and types."""
     if unknown := [name for name in saved if name not in own]:
         raise ValueError(f"it has the unknown entry {brief(unknown[0])}")
     for name in _COUNTS:
@@ -104,10 +105,10 @@ def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -> None:
-    """Refuse a value of another type than the one that this run has in its place.
+    """Refuse a saved value whose type differs from the type of this run's value.
 
-    A number may be whole or not. What this run has not set yet may be anything, or, of a setting, a
-    switch.
+    Integers and floats are interchangeable. Where this run has None, any value is accepted; for a
+    setting, only None or a bool.
     """
     if not _is_alike(own, saved, is_setting):
         raise ValueError(f"{what} is {brief(saved)}, and this run has {brief(own)}")
@@ -118,9 +119,9 @@ def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -
                 _check_alike(mine, theirs, f"{what}[{number}]", is_setting=is_setting)
         case dict(), dict():
             mine, theirs = cast("dict[Any, Any]", own), cast("dict[Any, Any]", saved)
-            if _COUNTS[0] in mine:  # of a schedule within a schedule
+            if _COUNTS[0] in mine:  # state of a nested schedule
                 _check_schedule(mine, theirs)
-            elif mine:  # whose names are the script's, or steps
+            elif mine:  # its keys are names of the script, or steps
                 usual = next(iter(mine.values()))
                 for name, value in theirs.items():
                     _check_alike(mine.get(name, usual), value, brief(name))
@@ -129,11 +130,11 @@ def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -
 
 
 def _is_alike(own: Any, saved: Any, is_setting: bool) -> bool:
-    """Return whether two values are of one type, whatever lies in them."""
+    """Return whether two values have compatible types; ignore the types of their items."""
     if own is None:
         return saved is None or isinstance(saved, bool) or not is_setting
     if saved is None:
-        return is_setting and isinstance(own, bool)  # left to torch where it was saved
+        return is_setting and isinstance(own, bool)  # None: left to torch in the saved run
     if isinstance(own, bool) or isinstance(saved, bool):
         return type(own) is type(saved)
     if isinstance(own, int | float):

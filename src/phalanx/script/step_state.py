@@ -1,10 +1,10 @@
-"""The states of a step that a script drives, and the calls that each of them refuses.
+"""The states of a step in a user's loop, and the calls that each state refuses.
 
-    IDLE --begin--> ACCUMULATING --complete--> WHOLE --begin, of the next step--> ACCUMULATING
+    IDLE --begin--> ACCUMULATING --complete--> WHOLE --begin the next step--> ACCUMULATING
       ^                  |                       |
-      +------ reset -----+-----------------------+       a backward that failed, or a resume
+      +------ reset -----+-----------------------+       after a failed backward, or a resume
 
-Optimizers step while the gradients are WHOLE, each of them once.
+Each optimizer may step once while the gradients are WHOLE.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phalanx.errors import ScriptError
 
 
 class State(enum.Enum):
-    """Of which batches the gradients are."""
+    """Which microbatches the current gradients include."""
 
     IDLE = "of none: no backward has begun a step"
     ACCUMULATING = "of some microbatches of a step, and not added up over the ranks yet"
@@ -23,12 +23,12 @@ class State(enum.Enum):
 
 
 class StepState:
-    """Where the step under way stands.
+    """State machine of the current step.
 
     Attributes:
-        state: of which batches the gradients are.
-        num_backwards: calls of `run.backward` that the step has had; 0 unless it is accumulating.
-        steps_done: steps that an optimizer has taken, those before a resume too.
+        state: which microbatches the current gradients include.
+        num_backwards: calls of `run.backward` in the current step; 0 unless it is ACCUMULATING.
+        steps_done: optimizer steps taken, including the steps before a resume.
     """
 
     def __init__(self, accumulation: int) -> None:
@@ -45,29 +45,29 @@ class StepState:
 
     @property
     def is_full(self) -> bool:
-        """Whether the step has all its backwards."""
+        """Whether the step has had `accumulation` calls of `run.backward`."""
         return self.num_backwards == self._accumulation
 
     def begin(self) -> None:
-        """Begin a step: its gradients are cleared."""
+        """Start a step, after its gradients were cleared."""
         self.state = State.ACCUMULATING
         self._stepped.clear()
 
     def complete(self) -> None:
-        """Note that the gradients are whole."""
+        """Record that the gradients of the step are complete and reduced."""
         self.num_backwards, self.state = 0, State.WHOLE
 
     def reset(self) -> None:
-        """Give up the step under way; the next backward begins one."""
+        """Abandon the current step; the next backward starts a new step."""
         self.num_backwards, self.state = 0, State.IDLE
 
     def note_step(self, optimizer: object) -> None:
-        """Note that an optimizer has stepped."""
+        """Record that `optimizer` has stepped; several optimizers count as one step."""
         self.steps_done += not self._stepped
         self._stepped.add(id(optimizer))
 
     def refuse_clip(self) -> None:
-        """Refuse to clip gradients that are not whole."""
+        """Refuse to clip unless the gradients are WHOLE."""
         if self.state is not State.WHOLE:
             raise ScriptError(
                 "clip: there are no gradients of a whole step; call it after the last run.backward "
@@ -75,7 +75,7 @@ class StepState:
             )
 
     def refuse_save(self, *, is_skipped: bool) -> None:
-        """Refuse to save gradients, which no checkpoint keeps."""
+        """Refuse a save that would lose gradients, because checkpoints do not store them."""
         is_unused = self.state is State.WHOLE and not self.is_used and not is_skipped
         if self.state is State.ACCUMULATING or is_unused:
             raise ScriptError(
@@ -84,7 +84,7 @@ class StepState:
             )
 
     def refuse_step(self, optimizer: object, *, has_gradients: bool) -> None:
-        """Refuse an optimizer's step whose gradients are not of the global batch."""
+        """Refuse an optimizer's step unless its gradients are new and of the global batch."""
         is_due = self.state is State.WHOLE and id(optimizer) not in self._stepped
         if self.state is State.ACCUMULATING:
             raise ScriptError(

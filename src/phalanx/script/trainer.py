@@ -1,4 +1,4 @@
-"""A job of one's own for the trainer: a module, what its loss is, data and an optimizer.
+"""The Trainer: a user's job, described by a module, an objective, data and an optimizer.
 
     def job() -> phalanx.Trainer:
         return phalanx.Trainer(build, SquaredError(), dataset, epochs=3)
@@ -6,8 +6,8 @@
     phalanx train --script my.py:job --strategy pp2,dp2       or job().train("pp2,dp2")
     phalanx verify --script my.py:job pp2,dp2                 or job().verify("pp2,dp2")
 
-The trainer calls the forward itself, so it runs every strategy, pipelines too; a loop of one's own
-(`phalanx.init`) runs dp, fsdp and tp.
+The trainer calls the forward itself, so it supports every strategy, including pipelines. A user's
+own loop (`phalanx.init`) supports dp, fsdp and tp.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def _adamw(parameters: Parameters) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunConfig):
-    """How a trainer is run, apart from what it trains; see `phalanx train --script --help`.
+    """Options of a trainer's run, such as its folder; see `phalanx train --script --help`.
 
     Attributes:
         out: folder of records and checkpoints.
-        resume: whether to resume from the latest checkpoint there.
-        device: what it is computed on, settled: "cpu" or "cuda".
+        resume: whether to resume from the latest checkpoint in `out`.
+        device: device to compute on; "auto" is resolved to "cpu" or "cuda".
     """
 
     out: Path
     resume: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.out, str):  # as many write it
+        if isinstance(self.out, str):  # accepted in place of a Path
             object.__setattr__(self, "out", Path(self.out))
         check_settings(self)
         object.__setattr__(self, "device", choose_device(self.device)[0])
@@ -77,31 +77,32 @@ class Options(RunConfig):
 
 @dataclass(frozen=True)
 class Trainer:
-    """A job: what to train, and how; all of it importable by name, or picklable.
+    """A training job; all its values must be importable by name, or picklable.
 
     Attributes:
-        build: returns the module with its first weights; torch's generator has been seeded.
-        objective: how a microbatch becomes a sum of losses, and how many samples or tokens it has.
-        data: a map-style or iterable dataset.
-        optimizer: makes an optimizer from the parameters, of any kind of torch.
-        scheduler: makes a schedule from the optimizer, stepped after each step; None: none.
-        validation: a dataset whose mean loss is measured; None: none.
-        collate: makes a batch of samples, as a DataLoader's.
-        batch_size: samples of the global batch of a step.
-        accumulation: microbatches into which each rank cuts its rows of them; pipelines need some.
+        build: function that returns the module with initial weights, after torch was seeded.
+        objective: computes the sum of losses of a microbatch, and its number of samples or tokens.
+        data: map-style or iterable dataset.
+        optimizer: function that makes a torch optimizer from the parameters.
+        scheduler: function that makes a schedule from the optimizer, stepped after each step; None
+            for no schedule.
+        validation: dataset whose mean loss is measured; None for no evaluation.
+        collate: function that makes a batch from samples, as a DataLoader's collate_fn.
+        batch_size: samples in the global batch of a step.
+        accumulation: microbatches per step on each rank; pipelines need several to be efficient.
         epochs: passes over the data.
-        steps: steps, in place of `epochs`.
-        max_norm: the gradient is scaled to this norm where it is larger; None or 0: never.
-        shuffle: whether each pass visits the samples in an order of its own.
-        drop_last: whether a pass leaves out its last batch if that is smaller than the others.
-        seed: of first weights, order and masks of dropout.
-        batch_norm: over what BatchNorm takes its statistics, see `Run.prepare`.
-        roles: patterns of module names to roles for tp, see docs/strategies.md.
-        unit: what the objective counts, for the records.
-        callbacks: called after steps and evaluations, by names; see `phalanx.Callback`. One with
-            `state_dict` is saved and resumed with the run.
-        log: called on the first rank with each record, its kind and its values, beside the run's
-            own files: a few lines bring them to any other logger.
+        steps: number of steps, used instead of `epochs` if given.
+        max_norm: largest gradient norm; larger gradients are scaled to it. None or 0: no clipping.
+        shuffle: whether each pass has a new random order of the samples.
+        drop_last: whether to skip the last batch of a pass if it is incomplete.
+        seed: seed of the initial weights, the order of samples and the dropout masks.
+        batch_norm: rows over which BatchNorm computes statistics, see `Run.prepare`.
+        roles: patterns of module names -> roles for tp, see docs/strategies.md.
+        unit: name of the unit that the objective counts, for the records.
+        callbacks: callbacks by name, called after steps and evaluations, see `phalanx.Callback`. A
+            callback with `state_dict` is saved and resumed with the run.
+        log: function called on the first rank with the kind and the values of each record, which
+            are also written to the run's files. Use it to connect another logger.
     """
 
     build: Callable[[], nn.Module]
@@ -128,13 +129,13 @@ class Trainer:
     def train(self, strategy: str | Strategy = "dp1", options: Options | None = None) -> Summary:
         """Train on as many processes of this host as the strategy needs.
 
-        `auto` is the fastest strategy that fits, on a rank for each GPU or core. A process that is
-        a rank of a job, as under torchrun, joins it instead. The result is the first rank's. A run
-        that fails before its first step leaves no folder behind.
+        `auto` selects the fastest strategy that fits, with one rank for each GPU or core. Under
+        torchrun this process joins the job instead of starting others. The result is the first
+        rank's. A run that fails before its first step removes its new folder.
 
         Raises:
-            PhalanxError: the strategy does not split the model, or the run went wrong.
-            Interrupted: a signal ended it; the step that it was at is saved.
+            PhalanxError: the strategy cannot split the model, or the run failed.
+            Interrupted: a signal ended the run; the step under way was finished and saved.
         """
         report_in_one_message()
         return self.start(strategy, options)
@@ -146,10 +147,10 @@ class Trainer:
         command: str = "",
         choice: Sequence[str] = (),
     ) -> Summary:
-        """Train as `train`.
+        """Train as `train` does.
 
-        `command` is the command line that resumes, but for the folder; `choice` says why the
-        strategy was chosen.
+        `command` is the command line that resumes the run, without the folder; `choice` are lines
+        on why the strategy was chosen.
         """
         options = options or Options(out=Path("runs") / "job")
         if strategy == AUTO:
@@ -171,14 +172,15 @@ class Trainer:
     def verify(
         self, strategy: str | Strategy, *, steps: int = 5, dtype: str = "float64"
     ) -> Verdict:
-        """Compare the job's own steps under a strategy with one process of plain PyTorch.
+        """Compare the job's steps under a strategy with one process of plain PyTorch.
 
-        In float64 it takes them as `train` does, saves, and resumes under another strategy. In a
-        narrower type the split alone is judged: AdamW steps on both sides, see verify/compare.py.
+        In float64 the steps run as in `train`, are saved, and resume under another strategy. With a
+        narrower `dtype` only the split is compared, with AdamW steps on both sides, see
+        verify/compare.py.
 
         Raises:
-            StrategyError: it does not split this module.
-            ConfigError: `build` makes no new module each time.
+            StrategyError: the strategy cannot split this module.
+            ConfigError: `build` does not make a new module in each call.
         """
         from phalanx.script import proof
         from phalanx.verify.harness import verify
@@ -218,17 +220,17 @@ class Trainer:
     def loader(
         self, data: Dataset[Any], *, shuffle: bool = False, drop_last: bool = False
     ) -> DataLoader[Any]:
-        """Return the global batches of a dataset."""
+        """Return a DataLoader over the global batches of a dataset."""
         return DataLoader(
             data, self.batch_size, shuffle or None, collate_fn=self.collate, drop_last=drop_last
         )
 
 
 def trainer_of(script: str) -> Trainer:
-    """Return the trainer that a script describes, as `my.py:job`.
+    """Return the trainer that the function of `script` makes, given as `my.py:job`.
 
     Raises:
-        ConfigError: there is no such file or function, or it returns something else.
+        ConfigError: the file or function does not exist, or does not return a trainer.
     """
     import importlib
     import sys
@@ -248,7 +250,7 @@ def trainer_of(script: str) -> Trainer:
             f"give the file another name, such as {path.stem.replace('.', '_')}.py"
         )
     check_python(path)
-    # Ranks import it by this name: what it holds is pickled by reference.
+    # Ranks import the module by this name, because its functions are pickled by reference.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -1,7 +1,7 @@
-"""A step that a script drives: its calls of `run.backward`, and the optimizers' steps that follow.
+"""A step of a user's loop: its calls of `run.backward`, and the optimizer steps that follow.
 
-The last backward of a step is the one that completes `accumulation`, or that ends a pass over the
-data; `step_state` has the states.
+The last backward of a step is the call that completes `accumulation`, or uses the last batch of a
+pass over the data. Module `step_state` defines the states of a step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from phalanx.train.clip import gradient_norm, scale_to
 
 
 class UserStep(StepState):
-    """The step under way of a prepared model.
+    """The current step of a prepared model.
 
     Attributes:
-        draw_watch: notices what the loop draws within the step.
-        replicas: compares what must be alike on all ranks.
-        parameters: those that optimizers know, by name; FSDP2 has gathered ones in the model while
-            a step is under way.
+        draw_watch: detects draws of the loop from torch's generators within the step.
+        replicas: compares the state that must be equal on all ranks.
+        parameters: parameters that optimizers update, by name; during a step, modules of FSDP2
+            have gathered parameters instead.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class UserStep(StepState):
         self._made = MadeGradients()
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
-        """Add up the gradients of the global batch's loss, see `Run.backward`."""
+        """Compute and reduce the gradients of the global batch's loss, see `Run.backward`."""
         check_sum(loss_sum, count)
         is_pass_over = self._reading.is_pass_over()
         self.draw_watch.look()
@@ -79,7 +79,7 @@ class UserStep(StepState):
             self._begin(loss_sum.detach())
         found = self._add_up(loss_sum.detach(), cast("float | Tensor", count))
         if self.num_backwards == 0:
-            # Most steps have as many samples in each call, so that nothing is left to correct.
+            # In most steps each call has the same count, and `_end` has nothing to correct.
             self._divisor = _nonzero(found[1] * self._accumulation)
         self.num_backwards += 1
         is_last = is_pass_over or self.is_full
@@ -92,7 +92,7 @@ class UserStep(StepState):
             if reducer is not None:
                 reducer.before_backward(reducer.parameters if is_last else ())
             (loss_sum.to(wide) / self._divisor.to(wide)).backward()
-        except BaseException as error:  # a script may catch it, and begin the step again
+        except BaseException as error:  # a script may catch it, and repeat the step
             self.reset()
             if reducer is not None and isinstance(error, Exception):
                 reducer.abandon()
@@ -109,12 +109,12 @@ class UserStep(StepState):
 
     @override
     def reset(self) -> None:
-        """Forget the step under way; the next backward begins one."""
+        """Abandon the current step; the next backward starts a new step."""
         super().reset()
         self._reading.forget()
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that there are."""
+        """Return the gradients that are not None."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def clip(self, max_norm: float, p: float) -> Tensor:
@@ -128,17 +128,17 @@ class UserStep(StepState):
         return norm
 
     def refuse_unused(self) -> None:
-        """Refuse to save gradients, which no checkpoint keeps, and weights that no step reaches."""
+        """Refuse a save with unused gradients, or with parameters replaced after `prepare`."""
         self._as_prepared.check("save")
         is_open = self.state is State.WHOLE and not self.is_used
         self.refuse_save(is_skipped=is_open and not self._is_finite())
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have each step of an optimizer checked, whoever calls it."""
+        """Register hooks on an optimizer that check each of its steps."""
 
         def before(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if any(callable(each) for each in (*args[1:], *kwargs.values())):
-                return  # the closure calls run.backward within the step
+                return  # a closure calls run.backward within the step
             if self.state is not State.ACCUMULATING:
                 self.draw_watch.look()
             gradients = self.gradients()
@@ -152,9 +152,9 @@ class UserStep(StepState):
         optimizer.register_step_post_hook(after)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the step."""
+        """Record the step, and prepare the checks that follow it."""
         self.note_step(optimizer)
-        if self.steps_done == 1:  # and not at the first save, which may come hours later
+        if self.steps_done == 1:  # now, because the first save may come hours later
             warn_of_state(optimizer)
         PULSE.stepping(self.steps_done)
         self.replicas.note_step()
@@ -163,14 +163,14 @@ class UserStep(StepState):
             self._reducer.after_step()
 
     def _begin(self, loss: Tensor) -> None:
-        """Clear what the step before has left, and see that all is as it was prepared."""
+        """Start a step: make the checks between steps, and clear the old gradients."""
         self._reading.check_stream(self.replicas.judge())
         if self.steps_done < 2 and self._reading.trained is None:
             self._check_own_batches(float(loss))
         self._as_prepared.check("backward")
         self._hooks.take(self._accumulation)
         self._num_begun += 1
-        if self._num_begun == 2:  # and not by the steps, of which a rank may have taken another
+        if self._num_begun == 2:  # not steps_done, which may differ between ranks
             warn_of_buffers(self._model, self._comm)
             self._reading.warn_of_others(self._comm)
         self._check_gradients()
@@ -184,14 +184,14 @@ class UserStep(StepState):
         self.replicas.check_end(where, self._name, self.steps_done)
 
     def _add_up(self, loss: Tensor, count: float | Tensor) -> Tensor:
-        """Return the loss and count of this microbatch, summed over the ranks."""
+        """Return the loss and count of this microbatch, summed over the data ranks."""
         reading = self._reading
         num_ahead = reading.num_ahead if self._accumulation > 1 else 0
         counts = {STEPS: self.steps_done, BATCHES: reading.num_batches, AHEAD: num_ahead}
         words = self.replicas.words(counts, reading.seen)
         found = torch.cat([torch.zeros_like(self._totals), words])
         found[1] = to_device(count, found.device) if isinstance(count, Tensor) else count
-        # The mean over no row, times 0 rows, is not a number.
+        # A mean over 0 rows, times 0 rows, is NaN.
         found[0] = torch.where(found[1] > 0, loss.double(), 0.0)
         self._comm.all_reduce(found, "data")
         self._totals += found[:2]
@@ -199,14 +199,14 @@ class UserStep(StepState):
         return found[:2]
 
     def _own_counts(self, count: float | Tensor) -> tuple[float | Tensor, ...]:
-        """Return what a script may take for the count of all ranks, and is not."""
+        """Return this rank's counts that a script may mistake for the count of all ranks."""
         if self._comm.size("data") == 1:
             return ()
         batch = self._reading.current
         return (count,) if batch is None else (count, len(batch.rows))
 
     def _end(self) -> None:
-        """Scale the gradients by what was not known when backward began."""
+        """Rescale the gradients to the step's total count, and call the script's hooks."""
         if self._accumulation > 1:
             factor = self._divisor / _nonzero(self._totals[1])
             for gradient in self.gradients():
@@ -216,7 +216,7 @@ class UserStep(StepState):
         self._made.note(self.gradients())
 
     def _is_finite(self) -> bool:
-        """Return whether there are gradients, all finite; else a scaler has left the step out."""
+        """Return whether there are gradients and all are finite; else a GradScaler skips."""
         gradients = [local_shard(gradient) for gradient in self.gradients()]
         sums = [gradient.sum(dtype=torch.float64).isfinite() for gradient in gradients]
         numbers = [len(sums), len(sums) - sum(map(bool, sums))]
@@ -231,7 +231,7 @@ class UserStep(StepState):
             parameter.grad = None
 
     def _check_gradients(self) -> None:
-        """Refuse to clear gradients that no step has used."""
+        """Refuse to clear gradients that no optimizer step has used."""
         left = self.gradients()
         if self.is_used:
             left = self._made.others(left)
@@ -246,11 +246,11 @@ class UserStep(StepState):
             )
 
     def _check_own_batches(self, loss: float) -> None:
-        """Refuse batches of no prepared loader that are the same on all ranks."""
+        """Refuse equal losses on all ranks if no prepared loader is read: batches are equal."""
         losses = gather_objects(loss)
         if self._comm.size("data") == 1 or len({repr(each) for each in losses}) > 1:
             return
-        if self.steps_done:  # the first may be alike: an output that begins with zeros
+        if self.steps_done:  # the first losses may be equal, if initial outputs are zeros
             raise ScriptError(
                 f"backward: the loss is {loss:g} on every rank, to the last bit, so each has the "
                 "same samples; give the DataLoader to run.prepare, which deals them out"
@@ -258,5 +258,5 @@ class UserStep(StepState):
 
 
 def _nonzero(total: Tensor) -> Tensor:
-    """Return a divisor: 1 where there is nothing to divide."""
+    """Return `total` as a divisor: 1 if it is 0."""
     return torch.where(total > 0, total, 1.0)

@@ -1,13 +1,13 @@
-"""An average of the weights beside the weights: exponential (EMA), or of all updates (SWA).
+"""Averages of the weights: exponential (EMA), or the mean over all updates (SWA).
 
     ema = run.average(0.999)             after run.prepare
     optimizer.step(); ema.update()
     with ema.applied():                  the model has the averaged weights inside
         validate(model)
 
-It is `torch.optim.swa_utils.AveragedModel` over shards: each rank averages what it holds of each
-parameter, so nothing is sent, and a checkpoint has the average as it has the weights. Buffers are
-the model's own.
+It is `torch.optim.swa_utils.AveragedModel` for shards: each rank averages its shard of each
+parameter without communication, and checkpoints store the average as they store the weights.
+Buffers are not averaged.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ class WeightAverage:
     """The average of a prepared model's weights.
 
     Attributes:
-        num_updates: weights that the average is of.
-        is_applied: whether the model has the average for its weights now.
+        num_updates: number of updates in the average.
+        is_applied: whether the model currently has the averaged weights.
     """
 
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], decay: float | None
     ) -> None:
-        """Begin without any weights; of `parameters`, shards, the trained ones are averaged."""
+        """Start with 0 updates; average the shards of the `parameters` with requires_grad."""
         check_arguments("average", decay=decay)
         self.num_updates = 0
         self.is_applied = False
         self._model = model
         self._weights = {name: p for name, p in parameters.items() if p.requires_grad}
         self._average = {name: p.detach().clone() for name, p in self._weights.items()}
-        # The types of torch's own functions are wider.
+        # Annotated, because torch's own type annotations are wider.
         self._combine: Callable[..., None] = (
             get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
         )
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights into the average; call it after each step of the optimizer.
+        """Add the current weights to the average; call it after each optimizer step.
 
-        The first call takes them as they are. It sends nothing.
+        The first call copies the weights. There is no communication.
 
         Raises:
             ScriptError: the average is applied.
@@ -71,12 +71,12 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Give the model the averaged weights inside, to evaluate or export them.
+        """Swap the averaged weights into the model inside the context, to evaluate or export.
 
-        The optimizer must not step inside. Before the first update the weights stay.
+        The optimizer must not step inside. Before the first update the weights are unchanged.
 
         Raises:
-            ScriptError: it is applied already.
+            ScriptError: the average is applied already.
         """
         if self.is_applied:
             raise ScriptError("average: applied() within applied()")
@@ -89,12 +89,12 @@ class WeightAverage:
             self.is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many updates there were, and the average: tensors by name, as shards."""
+        """Return the number of updates, and the average as shards by parameter name."""
         return {"num_updates": self.num_updates, "average": dict(self._average)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned.
+        """Load a result of `state_dict`.
 
         Raises:
             ScriptError: it is the average of another model.
@@ -115,7 +115,7 @@ class WeightAverage:
     def _swap(self) -> None:
         if self.num_updates == 0:
             return
-        free_gathered(self._model)  # else a forward would compute with what it has gathered before
+        free_gathered(self._model)  # else a forward would use weights it gathered before
         for average, weight in zip(*self._shards(), strict=True):
             kept = weight.clone()
             weight.copy_(average)

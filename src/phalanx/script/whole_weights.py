@@ -1,8 +1,8 @@
-"""The whole weights of a model that is split: out of it, into it, and where a script meets shards.
+"""Gather and load the whole weights of a split model, and detect misuse of shards in a script.
 
-A parameter under fsdp or tp is a DTensor, this rank's shard. Two lines of plain scripts do not know
-that: `torch.save(model.state_dict())` would write shards as if they were weights, and
-`model.load_state_dict(whole)` would end in an error of DTensor. Each gets a sentence here.
+A parameter under fsdp or tp is a DTensor, this rank's shard. Two lines of plain scripts fail with
+it: `torch.save(model.state_dict())` would write shards as if they were weights, and
+`model.load_state_dict(whole)` would raise an error of DTensor. Both raise a clear error here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ARITHMETIC: Final = re.compile(r"aten\.(add|sub|mul|div)_?\.")
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """Return the whole weights and buffers on the CPU; every rank calls this together.
 
-    What a module's `get_extra_state` returns is copied as this rank has it.
+    The result of a module's `get_extra_state` is copied from this rank.
     """
     return {name: _whole(value) for name, value in model.state_dict().items()}
 
@@ -51,7 +51,7 @@ def _whole(value: Any) -> Any:
 
 @torch.no_grad()
 def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
-    """Give a model the first rank's whole weights, or a checkpoint's; all ranks call this.
+    """Load the first rank's whole weights, or a checkpoint's, into a model; all ranks call this.
 
     Raises:
         ScriptError: the weights are not of this model.
@@ -59,7 +59,7 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
     """
     if isinstance(given, str | Path):
         return _load_checkpoint(Path(given), model)
-    # Asked with its variables, and before which FSDP2 frees what it has gathered.
+    # `keep_vars` returns the parameters themselves; FSDP2 first frees its gathered parameters.
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     problem = first_object(_problem(given, own) if comm.is_first else None)
     if problem is not None:
@@ -74,7 +74,7 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
             whole.copy_(given[name])
         comm.broadcast(whole, "job")
         if isinstance(tensor, DTensor):
-            # The same on all ranks, so that each cuts its own shard.
+            # All ranks have the same whole tensor, so each cuts its own shard.
             whole = distribute_tensor(
                 whole, tensor.device_mesh, tensor.placements, src_data_rank=None
             )
@@ -82,7 +82,7 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
 
 
 def _load_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Load the weights of a checkpoint, or of the latest of a run; all ranks call this."""
+    """Load the weights of a checkpoint, or of a run's latest one; all ranks call this."""
 
     def find() -> Path:
         if (folder / manifest.NAME).exists():
@@ -95,7 +95,7 @@ def _load_checkpoint(folder: Path, model: nn.Module) -> None:
 
 
 def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
-    """Say why weights are not of a model; None if they are."""
+    """Return why weights do not fit a model with the state `own`; None if they fit."""
     if not isinstance(given, Mapping):
         return (
             f"the state is a {type(given).__name__} on the first rank; expected what "
@@ -123,12 +123,12 @@ def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
 
 
 def of_shards(error: BaseException) -> ScriptError | None:
-    """Return a sentence for torch's error about shards that a script takes for whole tensors."""
+    """Return a ScriptError for torch's error on mixing shards and tensors; None for others."""
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None
     frames = traceback.extract_tb(error.__traceback__)
     callers = [f.filename for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
-    if callers and Path(callers[-1]).is_relative_to(_OURS):  # no line of the script is at fault
+    if callers and Path(callers[-1]).is_relative_to(_OURS):  # raised in Phalanx, not in the script
         return None
     if _ARITHMETIC.search(str(error)):
         return ScriptError(
@@ -147,7 +147,7 @@ def of_shards(error: BaseException) -> ScriptError | None:
 
 
 def guard_shards(model: nn.Module, strategy: str) -> None:
-    """Refuse shards that a script takes for whole weights, if the model has any."""
+    """Make a sharded model refuse to load whole weights, and its state_dict refuse pickling."""
     for module in model.modules():
         own = module.named_parameters(recurse=False)
         if names := [name for name, parameter in own if isinstance(parameter, DTensor)]:
@@ -162,10 +162,10 @@ def guard_shards(model: nn.Module, strategy: str) -> None:
 
 
 def read_whole_numbers() -> None:
-    """Have `item()`, `float()` and `bool()` of a DTensor add up what its ranks have of the number.
+    """Make `item()`, `float()` and `bool()` of a DTensor reduce its value over the ranks.
 
-    torch reads this rank's part of it, so that `parameter.grad.norm().item()` is the norm of a
-    shard. All ranks must read it, as they must for all else that is added up.
+    Without this torch returns this rank's partial value, so that `parameter.grad.norm().item()`
+    would be the norm of a shard. All ranks must make the call, because it is a collective.
     """
     # Private, and torch's only way to change an operation of DTensor;
     # tests/script/test_whole_weights.py pins it.
@@ -194,11 +194,11 @@ def _refuse_whole(
                 "has shards; call run.load_state_dict(state) with the weights of the whole model "
                 "on every rank, or load them before run.prepare"
             )
-    free_gathered(model)  # else the shards would go into what FSDP2 frees
+    free_gathered(model)  # else the shards would be copied to gathered tensors
 
 
 class _Shards(OrderedDict[str, Any]):
-    """A state_dict of shards, which no file may take for weights."""
+    """A state_dict of shards that refuses to be pickled, so that no file has shards as weights."""
 
     strategy = ""
 
@@ -222,5 +222,5 @@ def _as_shards(
         return None
     shards = _Shards(state_dict)
     shards.strategy = strategy
-    vars(shards).update(vars(state_dict))  # torch keeps versions of modules there
+    vars(shards).update(vars(state_dict))  # torch stores `_metadata` there
     return shards

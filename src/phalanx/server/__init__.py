@@ -1,1 +1,1 @@
-"""A parameter server: servers hold the weights, workers push gradients and pull weights."""
+"""A parameter server: servers store the weights, workers push gradients and pull weights."""

@@ -1,4 +1,4 @@
-"""Addresses of roles: which are reached from their own host alone, and which from nowhere."""
+"""Checks of addresses: whether an address is local to a host, and whether others can connect."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 from phalanx.errors import ConfigError
 
 MOST_PORT: Final = 65_535
-"""The last port of a host."""
+"""Largest port number."""
 
 
 def is_local(address: str) -> bool:
-    """Return whether an address is reached from its own host alone.
+    """Return whether an address can be reached only from its own host.
 
-    A name, such as localhost, counts as the number that this host knows it by.
+    A host name, such as localhost, is resolved on this host.
     """
     if not address.startswith("tcp://"):
         return address.startswith(("ipc://", "inproc://"))
@@ -24,10 +24,10 @@ def is_local(address: str) -> bool:
 
 
 def check_address(option: str, address: str) -> None:
-    """Refuse an address that stands for any host: others would get it as it is, and not reach it.
+    """Check that others can connect to an address, which is sent to them unchanged.
 
     Raises:
-        ConfigError: the host is 0.0.0.0, [::] or *; or there is no such port.
+        ConfigError: the host is 0.0.0.0, [::] or *, or the port is too large.
     """
     port = address.rpartition(":")[2]
     if port.isdecimal() and (len(port) > 5 or int(port) > MOST_PORT):
@@ -43,11 +43,11 @@ def check_address(option: str, address: str) -> None:
 
 
 def _number_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the number of the host of a TCP address; None if it has none."""
+    """Return the IP address of a TCP address; None if its host cannot be resolved."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
     try:
         if host.startswith("["):
             return ipaddress.ip_address(host.strip("[]"))
         return ipaddress.ip_address(socket.gethostbyname(host)) if host else None
-    except (OSError, ValueError):  # no number, and no name that this host knows
+    except (OSError, ValueError):  # neither an IP address nor a name that this host resolves
         return None

@@ -1,12 +1,12 @@
-"""A thread that says that its process is there, also while the process computes.
+"""A heartbeat thread, which sends also while the main thread of its process computes.
 
-Adam over a shard of some GB takes longer than a lease, and so does a step of a worker. The thread
-has a connection of its own. Its message carries no facts, so it may come before or after any other.
-Whatever stops the process stops the thread.
+Adam over a shard of a few GB takes longer than a lease, and so does a step of a worker. The thread
+has a separate connection. Its message has no state, so its order relative to other messages does
+not matter. If the process is stopped, so is the thread.
 
-A server that is at one message for `STUCK_S` (replica.py) falls silent, so that its backup takes
-over. A worker never does: its step may take any time, and launch/board.py reports one that stands
-still.
+A server whose loop spends more than `STUCK_S` on one message (replica.py) stops its heartbeats, so
+that its backup becomes primary. A worker never stops them: its step may take any time, and
+launch/board.py reports a worker that makes no progress.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Log
 
 BEAT_S: Final = 0.5
-"""How often a member of the job says that it is there, in seconds."""
+"""Interval between heartbeats of a member of the job, in seconds."""
 
 
 class Beats:
-    """Sends one message every `BEAT_S`."""
+    """A thread that sends one message every `BEAT_S`."""
 
     def __init__(
         self, secret: Secret, log: Log, message: WireMessage, whom: Callable[[], str],
         hear: Callable[[WireMessage], object] = lambda _: None,
     ) -> None:  # fmt: skip
-        """Begin; `whom` returns the address to send it to, or nothing; `hear` takes the answers."""
+        """Start; `whom` returns the current receiver's address or "", `hear` handles answers."""
         self._secret, self._log, self._message, self._whom = secret, log, message, whom
         self._hear = hear
         self._ended = threading.Event()
@@ -41,12 +41,12 @@ class Beats:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread, and wait for its end."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # weights go by another's thread
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its I/O thread sends no weights
         links: dict[str, Connection] = {}
         pause_s = TICK_S
         while not self._ended.wait(pause_s):

@@ -1,4 +1,4 @@
-"""What a worker does with the weights: create, push, pull, and read them."""
+"""A worker's operations on the servers' weights: create, push, pull, and read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from phalanx.server.wire import MOST_FRAME_BYTES
 
 
 class Client(Requests):
-    """A worker's view of the weights.
+    """A worker's client of the servers that store the weights.
 
     Attributes:
-        is_shared: whether weights of a server of this host are read from its memory.
-        sent_bytes, received_bytes: of gradients and weights, since the start.
-        placed: which server has which weights.
-        applied: updates that every server had applied when it was last asked for totals.
-        done: clocks of each slot that were pushed to all servers by the last answer.
+        is_shared: whether weights of a server on this host are read from its shared memory.
+        sent_bytes, received_bytes: bytes of gradients and weights since the start.
+        placed: placement of the weights on shards.
+        applied: updates that every server had applied at the last call of `totals`.
+        done: slot -> clock below which all its tasks were pushed to all servers, as last reported.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -42,10 +42,10 @@ class Client(Requests):
         self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES,
         tables: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
-        """Place weights over the servers: groups of these numbers of elements, then tables.
+        """Place weights on the servers: groups with `sizes` elements, then `tables` of 2-D shapes.
 
         Raises:
-            ConfigError: a server's part of a group is larger than a message may be.
+            ConfigError: a server's part of a group is larger than the largest message.
         """
         homes = self.map["homes"]
         self.placed = PlacedWeights(sizes, tables, dtype.itemsize, chunk_bytes, homes)
@@ -62,7 +62,11 @@ class Client(Requests):
         self, weights: Sequence[Tensor], rule: Settings, p: float, version: int = 0,
         kept: Sequence[Sequence[Tensor]] = (), steps: float = 0.0,
     ) -> None:  # fmt: skip
-        """Give the servers the first weights, and what an optimizer keeps of each after steps."""
+        """Initialize the servers with weights, and with optimizer state `kept` as of `steps` steps.
+
+        `weights` has a flat tensor of each group and table, `kept` its state tensors. `p` is the
+        exponent of the gradient norm.
+        """
         requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
             tensors = [self.placed.cut(shard, group, flat) for group, flat in enumerate(weights)]
@@ -85,9 +89,8 @@ class Client(Requests):
     ) -> int:  # fmt: skip
         """Push the gradient of a task, the mean over its tokens, computed with version `base`.
 
-        It is flat, and of each table a sparse tensor that is coalesced.
-        Returns when every server and its backup has it: the number of the update that it is in, of
-        an asynchronous kind.
+        `grads` has a flat tensor per group, then a coalesced sparse tensor per table. Return when
+        every server and backup has it; for asynchronous kinds the number of the update with it.
         """
         fields = {"clock": clock, "slot": slot, "base": base, "tokens": tokens, "loss": loss}
         fields |= {"rate": rate, "num_live": self.num_live, "is_save_due": is_save_due}
@@ -107,14 +110,14 @@ class Client(Requests):
     def totals(
         self, needed: int, idle: Callable[[], None] | None = None
     ) -> dict[int, list[list[float]]]:
-        """Wait until `needed` updates are complete; return the totals of the latest, by version.
+        """Wait until `needed` updates are complete; return totals of recent updates by version.
 
-        Of each what `Shard.totals` says of each shard. `idle` is called while this waits.
+        An entry has the totals of each shard, see `Shard.totals`. `idle` is called while waiting.
         """
         asked = WireMessage("totals", {"needed": needed})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked), idle)
         found: dict[int, list[list[float]]] = {}
-        for shard in range(self.num_shards):  # in this order all workers add up the same
+        for shard in range(self.num_shards):  # fixed order, so that all workers get equal sums
             for version, *numbers in replies[shard]["totals"]:
                 found.setdefault(int(version), []).append(numbers)
         self.applied = min(int(reply["version"]) for reply in replies.values())
@@ -130,12 +133,13 @@ class Client(Requests):
         recipes: Sequence[tuple[int, float, float | None]] = (),
         idle: Callable[[], None] | None = None,
     ) -> int:  # fmt: skip
-        """Copy the weights but tables, once they are of version `needed`, into flat tensors.
+        """Wait for version `needed` of the weights; copy them, except tables, into flat tensors.
 
-        The recipes, (version, rate, scale), say how updates are applied before that.
+        Servers first apply complete updates, according to recipes (version, learning rate, gradient
+        scale). `idle` is called while waiting.
 
         Returns:
-            The oldest version of a part.
+            The oldest version among the shards.
         """
         fields = {"needed": needed, "recipes": list(recipes), "shared": self.is_shared}
         asked = dict.fromkeys(range(self.num_shards), WireMessage("pull", fields))
@@ -149,7 +153,7 @@ class Client(Requests):
         return min(int(reply["version"]) for reply in replies.values())
 
     def pull_rows(self, table: int, rows: Tensor, target: Tensor, needed: int) -> None:
-        """Copy rows of a table, once they are of version `needed`, into the rows of `target`."""
+        """Wait for version `needed`; copy `rows` of a table into the same rows of `target`."""
         fields = {"needed": needed, "recipes": [], "shared": self.is_shared, "table": table}
         dealt = {shard: each for shard, *each in self.placed.places[table].deal(rows)}
         asked = {s: WireMessage("pull", fields, [there]) for s, (_, there) in dealt.items()}
@@ -168,9 +172,9 @@ class Client(Requests):
         self, asked: Mapping[int, WireMessage], read: Callable[[int, SharedView], bool],
         idle: Callable[[], None] | None = None,
     ) -> dict[int, WireMessage]:  # fmt: skip
-        """Return the answers to pulls, once `read` has read weights in memory of this host.
+        """Send pulls, call `read` for shards in this host's shared memory; return the answers.
 
-        Weights that change too often to be read are sent, this one time.
+        If a read fails, because weights change too often, this pull is repeated over the network.
         """
         replies, missed = self.ask(asked, idle), dict[int, WireMessage]()
         for shard, reply in replies.items():
@@ -185,7 +189,7 @@ class Client(Requests):
         return replies
 
     def _view(self, shard: int, where: Any) -> SharedView | None:
-        """Return the memory of a shard's server; None if it is on another host, or has gone."""
+        """Return a shard's shared memory; None if it is on another host or no longer exists."""
         try:
             if shard not in self._views or self._views[shard][0] != where:
                 view = SharedView(where, self.placed.sizes(shard), self._dtype)
@@ -195,9 +199,10 @@ class Client(Requests):
             return None
 
     def read(self, flats: Sequence[Sequence[Tensor]]) -> float | None:
-        """Fill of each group the flat weights and what the optimizer keeps; return its steps.
+        """Fill `flats`: of each group and table the weights and optimizer state; return Adam steps.
 
-        Moments are left alone where there are none yet, or others, which returns None.
+        Return None, with the state not complete, if a shard's optimizer has none yet, or has a
+        different number of state tensors.
         """
         due, has_kept = [len(each) - 1 for each in flats], True
         replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("read")))
@@ -211,7 +216,7 @@ class Client(Requests):
         return min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
 
     def lend(self, clock: int, flats: Sequence[Tensor]) -> None:
-        """Bring flat tensors, as many of each group, for a checkpoint of version `clock`."""
+        """Upload this worker's state, equally many flats per group, for a checkpoint at `clock`."""
         num = len(flats) // len(self.placed.numels)
         requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):
@@ -221,7 +226,7 @@ class Client(Requests):
         self.ask(requests)
 
     def lent(self, clock: int) -> list[list[Tensor]]:
-        """Return what each worker has brought for version `clock`, once all have."""
+        """Wait until all workers have called `lend` for `clock`; return the tensors of each."""
         asked = WireMessage("lent", {"clock": clock})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
         size = len(replies[0].tensors) // self.consistency.num_slots
@@ -235,9 +240,9 @@ class Client(Requests):
         return found
 
     def gradient(self, flats: Sequence[Tensor], needed: int) -> None:
-        """Fill flat tensors with the sum of the update that is next, each weighted by tokens.
+        """Wait until `needed` updates are complete; fill `flats` with the next update's gradient.
 
-        Waits until `needed` updates are complete.
+        It is the sum of gradients weighted by tokens, without tables.
         """
         asked = WireMessage("gradient", {"needed": needed})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
@@ -246,7 +251,7 @@ class Client(Requests):
                 deal([flat], parts)
 
     def ages(self) -> dict[int, int]:
-        """Return how many gradients were applied how many versions late, over all servers."""
+        """Return staleness in versions -> number of gradients applied, summed over all servers."""
         replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("stats")))
         counted: dict[int, int] = {}
         for reply in replies.values():

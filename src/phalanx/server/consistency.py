@@ -1,18 +1,18 @@
-"""How far apart workers may be, and when an update is due: the consistency of a job.
+"""The consistency model of a job: how stale weights may be, and when an update is applied.
 
-A clock is an iteration (Ho et al.'s word). Task (clock, slot) is the minibatch that worker `slot`
-of the job computes a gradient of in iteration `clock`; another worker may compute it in its place.
+A clock is an iteration (Ho et al.'s term). Task (clock, slot) is the gradient of the minibatch that
+worker `slot` of the job processes in iteration `clock`; another worker may compute it instead.
 Version v of the weights has v updates.
 
     ps        task c of a worker needs version c; update c is the sum of all tasks of clock c
-    ssp/S     the same, but task c needs version c - S: nobody is more than S clocks ahead of the
+    ssp/S     as ps, but task c needs version c - S: no worker is more than S clocks ahead of the
               slowest (Ho et al., More effective distributed ML via a stale synchronous parallel
-              parameter server, 2013; that an update is whole is Li et al.'s bounded delay, 2014).
-              S = 0 is `ps`.
+              parameter server, 2013; an update has all tasks of its clock, as in the bounded delay
+              of Li et al., 2014). S = 0 is `ps`.
     async     no worker waits; each task is an update
-    quorum/K  an update is K tasks, and those that come within a grace time; a worker waits until
-              its own is in one
-    local/H   as ps, of the difference that H steps of a worker's own make
+    quorum/K  an update is at least K tasks, and more that arrive within a grace time; a worker
+              waits until its task is applied
+    local/H   as ps, but a task is the change of the weights by H local steps of a worker
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 OPEN: Final = ("async", "quorum")
-"""The asynchronous kinds: an update is not tied to an iteration, but takes the gradients that have
-come."""
+"""The asynchronous kinds: an update takes the gradients that have arrived, of any iteration."""
 
 
 @dataclass(frozen=True)
 class Consistency:
-    """The consistency of a job.
+    """The consistency model of a job.
 
     Attributes:
-        kind: of `dp` in the strategy.
-        num_slots: tasks of a clock.
+        kind: kind of `dp` in the strategy.
+        num_slots: number of tasks per clock.
         option: S, K or H.
-        grace_s: how long an update that has its quorum waits for more, in seconds.
+        grace_s: time an update that has its quorum waits for more tasks, in seconds.
     """
 
     kind: str
@@ -43,7 +42,7 @@ class Consistency:
 
     @classmethod
     def of(cls, fields: Any) -> Consistency:
-        """Read what `vars` gives of one."""
+        """Create a Consistency from the dict that `vars` returned for another."""
         return cls(**fields)
 
     @property
@@ -53,22 +52,22 @@ class Consistency:
 
     @property
     def staleness(self) -> int:
-        """By how many versions a task's weights may be older than its clock."""
+        """Number of versions by which a task's weights may be older than its clock."""
         return self.option if self.kind == "ssp" else 0
 
     @property
     def num_local_steps(self) -> int:
-        """Steps that a worker takes for a task."""
+        """Number of local steps of a worker per task."""
         return self.option if self.kind == "local" else 1
 
     def needs(self, clock: int) -> int:
-        """Return the version that the weights of a task of `clock` have at least."""
+        """Return the minimum version of the weights for a task of `clock`."""
         return 0 if self.is_open else max(0, clock - self.staleness)
 
     def is_due(self, num_tasks: int, waited_s: float, num_workers: int) -> bool:
-        """Return whether tasks that wait are an update; the first of a quorum came `waited_s` ago.
+        """Return whether `num_tasks` pushed tasks, the first `waited_s` ago, complete an update.
 
-        Of a clock all tasks are needed, whoever computes them.
+        An update that belongs to a clock needs all tasks of the clock, whichever workers are live.
         """
         if not self.is_open:
             return num_tasks == self.num_slots

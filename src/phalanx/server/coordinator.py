@@ -1,11 +1,11 @@
-"""The coordinator: who is in the job, and which server holds which shard.
+"""The coordinator: it maintains the map of a job, which has its members and the holders of shards.
 
-It keeps both in a journal on disk (SQLite, write-ahead log) before anyone hears of it. Every change
-begins a new epoch. A coordinator begins a new term of the journal; an older one finds that at its
-next change, and ends, and members ignore a map of an older term. A server that is not heard of for
-`LEASE_S` while the coordinator listens (loop_clock.py) is lost: the backup of each shard that it
-held takes over, and another server becomes backup. A thread of a server says that the server is
-there (beats.py), its loop of which shards it has a copy.
+It writes the map to a journal on disk (SQLite, write-ahead log) before it sends the map to anyone.
+Every change starts a new epoch. A starting coordinator starts a new term of the journal: an older
+coordinator detects this at its next change, and exits, and members ignore maps of older terms. A
+server without a heartbeat for `LEASE_S`, counted while the coordinator listens (loop_clock.py), is
+lost: the backup of each shard becomes its primary, and another server becomes the backup. A
+server's heartbeat thread reports that it is alive (beats.py), its loop which shards it has copied.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from phalanx.server.role import Role, Settings
 from phalanx.server.tasks import LEASE_S
 
 PROTOCOL: Final = 2
-"""Of the messages; who speaks another is refused."""
+"""Version of the message protocol; members with another version are refused."""
 
 
 class Fenced(Exception):
-    """A later coordinator keeps the journal."""
+    """A later coordinator owns the journal."""
 
 
 class JournalError(PhalanxError):
@@ -40,7 +40,7 @@ class JournalError(PhalanxError):
 
 @contextmanager
 def _naming(path: Path) -> Generator[None]:
-    """Name the journal where SQLite cannot use it."""
+    """Convert SQLite errors inside the block to a JournalError with the journal's path."""
     try:
         yield
     except sqlite3.Error as error:
@@ -54,11 +54,11 @@ class JobJournal:
     """The state of a coordinator on disk.
 
     Attributes:
-        term: of this coordinator, one above the last.
+        term: term of this coordinator, the previous term plus 1.
     """
 
     def __init__(self, path: Path) -> None:
-        """Begin a term.
+        """Open or create the journal, and start a new term.
 
         Raises:
             JournalError: the file cannot be read or written.
@@ -80,18 +80,18 @@ class JobJournal:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether there is no file of its name any more."""
+        """Whether the journal's file no longer exists."""
         return not self._path.exists()
 
     def load(self) -> Settings | None:
-        """Return what was saved last."""
+        """Return the map that was saved last; None if there is none."""
         return self._read("job")
 
     def save(self, job: Settings) -> None:
-        """Keep a state; in a new file if the old one was deleted.
+        """Save a map; in a new file if the old one was deleted.
 
         Raises:
-            Fenced: a later coordinator has begun.
+            Fenced: a later coordinator has started, or the file was replaced.
             JournalError: the file cannot be written.
         """
         with _naming(self._path):
@@ -109,7 +109,7 @@ class JobJournal:
             self._file.execute("COMMIT")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def _read(self, name: str) -> Any:
@@ -122,11 +122,12 @@ class JobJournal:
 
 
 class Coordinator(Role):
-    """Keeps the map of a job.
+    """The role that maintains the map of a job.
 
-    The map has `term`, `epoch`, `homes` (weight by name of the first servers: chunks are placed
-    over them), `addresses` by name, `holders` (of each shard the primary, then its backup),
-    `since` (of each shard the epoch in which that backup became one) and `scheduler`.
+    The map has `term`, `epoch`, `homes` (name -> weight of the first servers, on which chunks are
+    placed), `addresses` by name, `incarnations` (name -> id of its process), `holders` (for each
+    shard its primary, then its backup), `since` (for each shard the epoch in which its backup was
+    assigned), `scheduler` (its address), `job` and `ended`.
     """
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
@@ -145,18 +146,18 @@ class Coordinator(Role):
         if self.map["job"] != job:
             raise WireError(f"the journal is of job {self.map['job']}, and this is job {job}")
         self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
-        self._scheduler_s = self.clock.now_s  # when it was heard of last
+        self._scheduler_s = self.clock.now_s  # time of its last heartbeat
         self._synced = set[tuple[int, str]]()
-        self._asked_s: dict[tuple[str, str], float] = {}  # for a name that another has
+        self._asked_s: dict[tuple[str, str], float] = {}  # first request for a name in use
         self._ended_s = 0.0
-        self._told = set[str]()  # servers, and the scheduler's address, that have heard of the end
+        self._told = set[str]()  # servers, and the scheduler's address, notified of the end
         self._change(f"term {self._journal.term} begins")
         if self.map["ended"]:
             self.log(f"the job of the journal {journal} has ended; a new job needs a new journal")
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
-        if message.kind == "alive":  # of one that is lost, or replaced, it changes nothing
+        if message.kind == "alive":  # ignored if the server is lost or replaced
             if self.map["incarnations"].get(message["name"]) == message["incarnation"]:
                 self._heard_s[message["name"]] = self.clock.now_s
             return
@@ -202,16 +203,16 @@ class Coordinator(Role):
         self._heard_s[name] = self.clock.now_s
         for shard, epoch in message["synced"]:
             if self.map["holders"][shard][1:] == [name] and epoch >= self.map["since"][shard]:
-                self._synced.add((int(shard), name))  # an older copy lacks what came since
+                self._synced.add((int(shard), name))  # an older copy lacks later operations
         self._balance()
         if self.map["ended"]:
             self._told.add(name)
 
     def _keep(self, name: str, incarnation: str) -> None:
-        """Keep a name for the process that has it, until that one is lost.
+        """Reserve a name for the process that has it, until that process is lost.
 
         Raises:
-            ValueError: it is not lost, though another process waits for the name for so long.
+            ValueError: the process is not lost, and another has waited for the name for 2 leases.
         """
         now_s, key = self.clock.now_s, (name, incarnation)
         if key not in self._asked_s:
@@ -220,7 +221,7 @@ class Coordinator(Role):
             raise ValueError(f"another process is {name} already; give each server its --name")
 
     def _balance(self) -> None:
-        """Give a server without a primary one of a server that has several, once it has a copy."""
+        """Promote a synced backup that is no primary, if the shard's primary has several shards."""
         holders = self.map["holders"]
         for shard, names in enumerate(holders):
             if len(names) == 2 and (shard, names[1]) in self._synced:
@@ -231,7 +232,7 @@ class Coordinator(Role):
                     self._change(f"shard {shard} moves to {names[1]}")
 
     def _place(self) -> None:
-        """Give every shard a primary and, where there is a server for it, a backup."""
+        """Assign each shard a primary, and a backup if there is another server for it."""
         homes, live = self.map["homes"], dict.fromkeys(self.map["addresses"], 1.0)
         if len(homes) < self._num_servers:
             return
@@ -249,7 +250,7 @@ class Coordinator(Role):
         self._synced.discard((shard, name))
 
     def _lose(self, lost: list[str]) -> None:
-        """Take servers out of the map; what they held is their backups'."""
+        """Remove lost servers from the map; synced backups become primaries of their shards."""
         for name in lost:
             self.map["addresses"].pop(name, None)
             self.map["incarnations"].pop(name, None)
@@ -270,7 +271,7 @@ class Coordinator(Role):
         super().tick()
         now_s = self.clock.now_s
         lost = [name for name, at_s in self._heard_s.items() if now_s - at_s > LEASE_S]
-        if self.map["ended"]:  # members hear of it at their next beat
+        if self.map["ended"]:  # members are notified at their next heartbeat
             self._ended_s = self._ended_s or now_s
             is_told = self._heard_s.keys() <= self._told.union(lost)
             if now_s - self._scheduler_s <= LEASE_S:
@@ -292,7 +293,7 @@ class Coordinator(Role):
         self.log(f"epoch {self.map['epoch']}: {why}; holders {self.map['holders']}")
 
     def _leave(self, why: str) -> None:
-        """End before the job does: another coordinator knows more of it."""
+        """Exit before the job ends, because another coordinator or journal is newer."""
         self.log(why)
         self.refusal, self.is_over = why, True
 

@@ -1,4 +1,4 @@
-"""Parameters as flat tensors, a tensor for each group of an optimizer: what servers hold."""
+"""Parameters in flat tensors, one per optimizer group, as servers store them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from phalanx.server.rule import KEPT
 
 
 class FlatParameters:
-    """The parameters of an optimizer's groups, each group one after the other in flat memory.
+    """The parameters of an optimizer's groups as views of one flat tensor per group.
 
     Attributes:
-        groups: the parameters, without those that are tables.
-        decays: the weight decay of each group.
-        weights: the memory that they are views of, a tensor for each group.
-        grads: likewise, for gradients to push.
-        names: what the optimizer keeps of each parameter, beside a number of steps.
+        groups: parameters of each group, without tables.
+        decays: weight decay of each group.
+        weights: flat tensor of each group, of which its parameters are views.
+        grads: flat tensor of each group for gradients to push.
+        names: names of the optimizer's state tensors of a parameter, without its step count.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, rule: str, tables: Collection[nn.Parameter] = ()
     ) -> None:
-        """Move the parameters of an optimizer, of that rule, to flat memory; tables stay."""
+        """Move the parameters of an optimizer of kind `rule`, except tables, to flat tensors."""
         self.names, self._has_steps = KEPT[rule], rule == "adamw"
         self.groups: list[list[nn.Parameter]] = []
         self.decays: list[float] = []
@@ -40,7 +40,7 @@ class FlatParameters:
             parameter.data = view
 
     def _views(self, flats: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with what has its shape in flat tensors."""
+        """Yield each parameter with its view, of its shape, in flat tensors."""
         for flat, group in zip(flats, self.groups, strict=True):
             pieces = flat.split([p.numel() for p in group])
             for parameter, piece in zip(group, pieces, strict=True):
@@ -48,7 +48,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Copy the parameters' gradients to flat memory; of one without, zeros."""
+        """Copy the parameters' gradients to `grads`; a missing gradient is zeros."""
         for parameter, view in self._views(self.grads):
             if parameter.grad is None:
                 view.zero_()
@@ -56,14 +56,14 @@ class FlatParameters:
                 view.copy_(parameter.grad)
 
     def give_gradients(self, flats: Sequence[Tensor]) -> None:
-        """Have the parameters' gradients be these."""
+        """Set the parameters' gradients to views of `flats`."""
         for parameter, view in self._views(flats):
             parameter.grad = view
 
     def moments(self) -> tuple[list[list[Tensor]], float]:
-        """Return what the optimizer keeps of each group, and its steps; nothing before one.
+        """Return copies of each group's state, flat, and the Adam steps; [] before the first step.
 
-        A parameter that it keeps nothing of, as one that was a table before, has zeros.
+        A parameter without state, such as one that was a table when it was saved, gets zeros.
         """
         held = [state for state in self._state.values() if state]
         if not self.names or not held:
@@ -81,7 +81,7 @@ class FlatParameters:
         return kept, steps
 
     def give_moments(self, kept: Sequence[Sequence[Tensor]], steps: float) -> None:
-        """Have the optimizer keep these."""
+        """Set the optimizer's state to views of `kept`, as of `steps` steps."""
         for number, name in enumerate(self.names):
             for parameter, view in self._views([of_group[number] for of_group in kept]):
                 self._state[parameter][name] = view

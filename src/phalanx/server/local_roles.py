@@ -1,4 +1,4 @@
-"""The roles of a job as threads of this process: for a proof on one host, and for tests."""
+"""The roles of a job as threads of this process, for `phalanx verify` and `show`, and for tests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class LocalRoles:
     """A coordinator, a scheduler and servers that run in this process.
 
     Attributes:
-        folder: of their sockets, their journal and their log.
-        meeting: where workers find them.
-        roles: they, by name.
+        folder: folder of the sockets, the journal and the log.
+        meeting: address and secret with which workers join.
+        num_servers: number of servers.
+        roles: name -> role.
     """
 
     folder: Path
@@ -37,11 +38,11 @@ class LocalRoles:
 
     @property
     def log(self) -> Path:
-        """The file that all roles write to."""
+        """The log file to which all roles write."""
         return self.folder / "log"
 
     def start(self, name: str) -> None:
-        """Start a role of `roles.names_of`."""
+        """Start a role, named as in `processes.names_of`."""
         roles = JobRoles("job", self.meeting, self.folder / "journal", self.num_servers)
         self.roles[name] = role = make_here(roles, name, self.folder, self.log)
         stop = threading.Event()
@@ -50,20 +51,20 @@ class LocalRoles:
         self._stops[name] = stop, thread
 
     def stop(self, name: str) -> None:
-        """End a role without a word to the others."""
+        """Stop a role without notifying the others."""
         stop, thread = self._stops.pop(name)
         stop.set()
         thread.join()
 
     def close(self) -> None:
-        """End all roles."""
+        """Stop all roles."""
         for name in list(self._stops):
             self.stop(name)
 
 
 @contextmanager
 def local_roles(num_servers: int = 2, faults: Faults | None = None) -> Generator[LocalRoles]:
-    """Run the roles of a job inside."""
+    """Run the roles of a job inside the block."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-ps-"))
     meeting = replace(meeting_of(folder, Secret.new()), faults=faults)
     made = LocalRoles(folder, meeting, num_servers)

@@ -1,6 +1,6 @@
-"""What a message is: a frame of JSON, and a frame for each tensor, whose bytes are not copied.
+"""The message format: a JSON frame, then a frame for each tensor, whose bytes are not copied.
 
-Nothing is pickled, and anything else is refused before anything is done with it.
+Nothing is pickled, and a message in any other format is refused before it is processed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_HEADER_BYTES: Final = 1 << 20
 MOST_FRAMES: Final = 1 << 14
 
 FRAME_BYTES: Final = 1 << 20
-"""Bytes of a frame of weights: one is encrypted while the one before is sent."""
+"""Bytes per frame of weights, small so that encrypting one frame overlaps sending the previous."""
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float64": torch.float64,
@@ -31,17 +31,17 @@ NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WireError(PhalanxError):
-    """Bytes that are no message."""
+    """Received bytes are not a valid message."""
 
 
 @dataclass(frozen=True)
 class WireMessage:
-    """What one end sends another.
+    """A message between two processes of a job.
 
     Attributes:
-        kind: what it is.
-        fields: values that JSON knows.
-        tensors: flat and contiguous, of a data type in `DTYPES`.
+        kind: kind of request or answer.
+        fields: JSON-serializable values by name.
+        tensors: flat contiguous tensors with a dtype in `DTYPES`.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class WireMessage:
         return self.fields[name]
 
     def text(self, name: str) -> str:
-        """Return a field that has to be text."""
+        """Return a field that must be a string; raise WireError if it is not."""
         found = self[name]
         if not isinstance(found, str):
             raise WireError(f"'{name}' of a message '{self.kind}' is no text")
@@ -62,27 +62,27 @@ class WireMessage:
 
 
 def encode(message: WireMessage) -> list[Any]:
-    """Return the frames of a message; the bytes of its tensors are not copied."""
+    """Encode a message as frames, without copying the bytes of its tensors."""
     shapes = [[NAMES[tensor.dtype], tensor.numel()] for tensor in message.tensors]
     header = {"kind": message.kind, "fields": dict(message.fields), "tensors": shapes}
     return [json.dumps(header).encode(), *(_bytes_of(tensor) for tensor in message.tensors)]
 
 
 def in_frames(flat: Tensor) -> Sequence[Tensor]:
-    """Cut a flat tensor into tensors of a frame each, see `num_frames`."""
+    """Cut a flat tensor into tensors of one frame each, see `num_frames`."""
     return flat.split(FRAME_BYTES // flat.itemsize)
 
 
 def num_frames(size: int, dtype: torch.dtype) -> int:
-    """Return how many frames a flat tensor of `size` elements is cut into."""
+    """Return the number of frames into which a flat tensor of `size` elements is cut."""
     return max(1, -(-size * dtype.itemsize // FRAME_BYTES))
 
 
 def decode(frames: Sequence[Any]) -> WireMessage:
-    """Return the message of some frames, whose tensors are views of them.
+    """Decode frames to a message, whose tensors are views of the frames.
 
     Raises:
-        WireError: they are no message.
+        WireError: the frames are not a valid message.
     """
     if not 1 <= len(frames) <= MOST_FRAMES:
         raise WireError(f"a message of {len(frames)} frames; expected 1 to {MOST_FRAMES}")
@@ -92,7 +92,7 @@ def decode(frames: Sequence[Any]) -> WireMessage:
     try:
         text = bytes(first).decode()
         header = json.loads(text)
-        if "\\u" in text:  # JSON lets half of a surrogate pair through, which no text can hold
+        if "\\u" in text:  # JSON accepts half a surrogate pair, which cannot be encoded
             json.dumps(header, ensure_ascii=False).encode()
         kind, fields, shapes = header["kind"], header["fields"], header["tensors"]
         sizes = [(DTYPES[name], size) for name, size in shapes]

@@ -1,4 +1,4 @@
-"""Which server has which part of the weights of a job, as a worker knows it."""
+"""The placement of a job's weights on shards, as a worker uses it to cut and join tensors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from phalanx.server.placement import WeightRange, chunks_of, place
 
 
 class PlacedWeights:
-    """Where the weights are: groups of elements, and tables.
+    """The placement of weights, which are flat groups of elements and tables, on shards.
 
     Attributes:
-        tables: shape of each table; they are the last groups.
-        num_flat: groups that are none.
-        numels: elements of each group.
-        places: of the rows of each table.
-        num_shards: parts that the weights are in.
+        tables: shape of each table; tables are the last groups.
+        num_flat: number of groups that are not tables.
+        numels: number of elements of each group.
+        places: placement of the rows of each table.
+        num_shards: number of shards.
     """
 
     def __init__(
         self, sizes: Sequence[int], tables: Sequence[Sequence[int]], itemsize: int,
         chunk_bytes: int, homes: Mapping[str, float],
     ) -> None:  # fmt: skip
-        """Place groups of these numbers of elements, and tables, over servers by their weight."""
+        """Place groups with `sizes` elements, and tables, on servers; `homes` is name -> weight."""
         self.tables, self.num_flat, self.num_shards = tables, len(sizes), len(homes)
         self.numels = [*sizes, *(rows * width for rows, width in tables)]
         widths = {len(sizes) + number: width for number, (_, width) in enumerate(tables)}
@@ -41,26 +41,26 @@ class PlacedWeights:
         ]
 
     def sizes(self, shard: int) -> list[int]:
-        """Return how many elements of each group a shard has."""
+        """Return the number of elements of each group on a shard."""
         return [sum(c.end - c.begin for c in chunks) for chunks in self._chunks[shard]]
 
     def parts(self, shard: int, flats: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the chunks of a shard in a flat tensor of each group but tables."""
+        """Return views of a shard's chunks of a flat tensor per group, without tables."""
         assert len(flats) == self.num_flat
         return [self.pieces(shard, group, flat) for group, flat in enumerate(flats)]
 
     def pieces(self, shard: int, group: int, flat: Tensor) -> list[Tensor]:
-        """Return the chunks of a shard in a flat tensor of a group, or of one element for a row."""
+        """Return views of a shard's chunks of a group's flat tensor, or of one element per row."""
         unit = self.numels[group] // max(1, flat.numel())
         chunks = self._chunks[shard][group]
         return [flat[chunk.begin // unit : chunk.end // unit] for chunk in chunks]
 
     def cut(self, shard: int, group: int, flat: Tensor) -> Tensor:
-        """Return the same, one after the other."""
+        """Return `pieces` concatenated."""
         return torch.cat(self.pieces(shard, group, flat) or [flat[:0]])
 
     def of_shards(self, table: int, grad: Tensor) -> list[list[Tensor]]:
-        """Return what each shard gets of the sparse gradient of a table, see row_gradient.py."""
+        """Return each shard's rows and values of a table's sparse gradient, see row_gradient.py."""
         rows, values = grad.indices()[0], grad.values()
         found = [[rows[:0], values[:0].view(-1)] for _ in range(self.num_shards)]
         for shard, which, there in self.places[table].deal(rows):
@@ -70,12 +70,12 @@ class PlacedWeights:
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the rows of a table are, which is cut into chunks of as many rows.
+    """The placement of the rows of a table, which is cut into chunks of equally many rows.
 
     Attributes:
-        chunk_rows: rows of a whole chunk.
-        shards: of each chunk, the shard that has it.
-        begins: of each chunk, its first row on that shard.
+        chunk_rows: rows per chunk; the last chunk may have fewer.
+        shards: shard of each chunk.
+        begins: index, on its shard, of each chunk's first row.
     """
 
     chunk_rows: int
@@ -84,7 +84,7 @@ class RowPlaces:
 
     @classmethod
     def of(cls, chunks: Sequence[Sequence[WeightRange]], width: int) -> RowPlaces:
-        """Read them off the chunks of each shard."""
+        """Create from the table's chunks on each shard; a row has `width` elements."""
         found: dict[int, tuple[int, int]] = {}
         num_rows = sum(chunk.end - chunk.begin for each in chunks for chunk in each) // width
         for shard, each in enumerate(chunks):
@@ -98,7 +98,7 @@ class RowPlaces:
         return cls(chunk_rows, places[:, 0], places[:, 1])
 
     def deal(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield for each shard that has some of these rows: which, and their numbers there."""
+        """Yield each shard that has any of `rows`, their positions in `rows`, and indices on it."""
         chunks = rows // self.chunk_rows
         shards, there = self.shards[chunks], self.begins[chunks] + rows % self.chunk_rows
         for shard in shards.unique().tolist():

@@ -1,10 +1,11 @@
-"""Which server holds which part of the weights: weighted rendezvous hashing of chunks.
+"""The placement of weights on servers by weighted rendezvous hashing of chunks.
 
-Every chunk goes to the server with the highest score, -w / ln h(server, chunk), of a hash h in
-(0, 1) and the server's weight w: servers get chunks in proportion to their weights, and where one
-comes or goes, only the chunks that it gets or had move (Thaler and Ravishankar, Using name-based
-mappings to increase hit rates, 1998; Schindelhauer and Schomaker, Weighted distributed hash tables,
-2005). All who know the servers compute the same placement, and none is sent.
+Each chunk is placed on the server with the highest score, -w / ln h(server, chunk), with a hash h
+in (0, 1) and the server's weight w: servers get chunks in proportion to their weights, and if a
+server joins or leaves, only the chunks that it gets or had move (Thaler and Ravishankar, Using
+name-based mappings to increase hit rates, 1998; Schindelhauer and Schomaker, Weighted distributed
+hash tables, 2005). Every process with the list of servers computes the same placement, so it is
+never sent.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from dataclasses import dataclass
 from typing import Final
 
 CHUNK_BYTES: Final = 1 << 20
-"""Bytes of a whole chunk."""
+"""Bytes of a full chunk."""
 
 CHUNK_ROWS: Final = 256
-"""Rows of a chunk of a table, at most: ids often lie in the order of their frequency, and the rows
-that most samples look up are to be on all servers."""
+"""Most rows in a chunk of a table: ids are often sorted by frequency, and small chunks distribute
+the most used rows over all servers."""
 
 
 @dataclass(frozen=True)
 class WeightRange:
-    """A range of the elements of a group of parameters, which lie one after the other."""
+    """A range of the elements of a group of parameters, which are concatenated."""
 
     group: int
     begin: int
@@ -36,9 +37,9 @@ def chunks_of(
     sizes: Sequence[int], itemsize: int, chunk_bytes: int = CHUNK_BYTES,
     widths: Mapping[int, int] | None = None,
 ) -> list[WeightRange]:  # fmt: skip
-    """Cut groups of these numbers of elements; only the last chunk of each may be smaller.
+    """Cut groups with `sizes` elements into chunks; only the last of each group may be smaller.
 
-    A group that has a width is a table, and cut between rows.
+    A group in `widths` is a table with rows of that width, and is cut between rows.
     """
     found: list[WeightRange] = []
     for group, size in enumerate(sizes):
@@ -51,7 +52,7 @@ def chunks_of(
 
 
 def ranked(key: str, weights: Mapping[str, float]) -> list[str]:
-    """Return the servers, the one that a key goes to first, and who follows where it is lost."""
+    """Return the servers for a key in order of preference: each is used if the ones before fail."""
     return sorted(weights, key=lambda name: (-_score(key, name, weights[name]), name))
 
 
@@ -64,7 +65,7 @@ def _score(key: str, name: str, weight: float) -> float:
 def place(
     chunks: Sequence[WeightRange], weights: Mapping[str, float]
 ) -> dict[str, list[WeightRange]]:
-    """Return the chunks of each server, in their order."""
+    """Return server name -> its chunks, in the order of `chunks`."""
     placed: dict[str, list[WeightRange]] = {name: [] for name in weights}
     for number, chunk in enumerate(chunks):
         placed[ranked(f"chunk {number}", weights)[0]].append(chunk)

@@ -22,13 +22,13 @@ from phalanx.server.wire import Log
 
 @dataclass(frozen=True)
 class JobRoles:
-    """What all roles of a job are made of.
+    """The parameters of all roles of a job.
 
     Attributes:
-        job: its name.
-        meeting: where they find the coordinator.
-        journal: file of the coordinator.
-        num_servers: servers that the coordinator waits for.
+        job: name of the job.
+        meeting: address of the coordinator, and the secret.
+        journal: path of the coordinator's journal.
+        num_servers: number of servers that the coordinator waits for.
     """
 
     job: str
@@ -37,7 +37,7 @@ class JobRoles:
     num_servers: int
 
     def make(self, kind: str, name: str, address: str, log: Log) -> Role:
-        """Make a coordinator, a scheduler or a server, which listens at an address."""
+        """Create a coordinator, a scheduler or a server that listens at `address`."""
         own = (name, self.meeting.secret, address, log, self.meeting.faults)
         if kind == "coordinator":
             return Coordinator(self.num_servers, self.job, self.journal, *own[1:])
@@ -46,22 +46,22 @@ class JobRoles:
 
 
 def names_of(num_servers: int) -> Sequence[str]:
-    """Return the roles of a job, the coordinator first."""
+    """Return the names of the roles of a job, the coordinator first."""
     return ["coordinator", "scheduler", *(f"server{number}" for number in range(num_servers))]
 
 
 def address_of(folder: Path, name: str) -> str:
-    """Return where a role of this host listens: at a socket in a folder of the job's own."""
+    """Return the address of a role on this host: a socket in the job's folder."""
     return f"ipc://{folder}/{name}"
 
 
 def meeting_of(folder: Path, secret: Secret) -> JobAddress:
-    """Return where the workers of this host find the job."""
+    """Return the address and secret with which workers on this host join the job."""
     return JobAddress(address_of(folder, "coordinator"), secret)
 
 
 def make_here(roles: JobRoles, name: str, folder: Path, log: Path) -> Role:
-    """Make a role of this host, with its socket in a folder, which writes a log."""
+    """Create a role on this host, with its socket in `folder`, that appends to a log file."""
 
     def note(line: str) -> None:
         with log.open("a") as file:
@@ -71,11 +71,11 @@ def make_here(roles: JobRoles, name: str, folder: Path, log: Path) -> Role:
 
 
 def serve(roles: JobRoles, name: str, folder: Path, log: Path) -> None:
-    """Be a role of this host until the job has ended."""
+    """Run a role on this host until the job has ended."""
     log.parent.mkdir(parents=True, exist_ok=True)
     role = make_here(roles, name, folder, log)
     role.log(f"process {os.getpid()}, at {role.address}")
-    PULSE.heed()  # it ends with the workers
+    PULSE.heed()  # a stop signal reaches this role through the workers, which end the job
     with PULSE.waiting(f"being the {name}"):
         role.run()
     if role.refusal:

@@ -1,8 +1,8 @@
-"""Shards of a server, and their copies: a backup has each operation before anyone hears of it.
+"""Primary-backup replication of shards: a backup has an operation before it is acknowledged.
 
-A primary sends its backup each operation that changes a shard, in order, and a new backup a copy of
-the whole first. An operation of an older epoch is refused, so that a primary that has been
-replaced, and does not know it, can acknowledge nothing.
+A primary sends its backup each operation that changes a shard, in order; a new backup first gets a
+copy of the shard. A backup refuses operations of an older epoch, so that a primary that has been
+replaced without knowing it cannot acknowledge a request.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from phalanx.server.shard import Shard
 from phalanx.server.wire import Connection
 
 AGAIN_S: Final = 1.0
-"""Seconds after which a primary asks for news of what a backup has not acknowledged, see
+"""Time after which a primary queries a backup about unacknowledged operations, in seconds, see
 [Note: Sent again] in requests.py."""
 
 STUCK_S: Final = 300.0
-"""Seconds for which a server may be at one message before it says no more that it is there, and its
-backup takes over; by default a worker waits twice as long for an answer."""
+"""Time a server may spend on one message, in seconds, before it stops its heartbeats, so that its
+backup becomes primary; by default a worker waits twice as long for an answer."""
 
 
 @dataclass
 class Backup:
-    """The backup of a shard that this server is the primary of.
+    """The backup of a shard whose primary is this server.
 
     Attributes:
-        name: of the server.
-        since: the epoch in which it became the backup.
-        link: to it.
-        has_copy: whether it has acknowledged its first copy.
-        sent: operations that it has not acknowledged, by number.
-        sent_s: when something was sent to it last.
-        waiting: what to do once it has an operation.
+        name: name of the backup's server.
+        since: epoch in which the server became the backup.
+        link: connection to the server.
+        has_copy: whether the server has acknowledged its first copy.
+        sent: index -> operation that the server has not acknowledged.
+        sent_s: time of the last message to the server, by `time.monotonic`.
+        waiting: (index of an operation, action to run once it is acknowledged), in order.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Backup:
 
 
 class HeldShards(Member):
-    """Holds shards as a primary or as a backup.
+    """A member that stores shards as a primary or as a backup.
 
     Attributes:
-        shards: held, by number.
+        shards: number -> shard that this server stores.
     """
 
     kind = "server"
@@ -74,7 +74,7 @@ class HeldShards(Member):
         self._is_stuck = False
         self.shards: dict[int, Shard] = {}
         self._backups: dict[int, Backup] = {}
-        self._synced: dict[int, int] = {}  # epoch of the copy, of each shard that this backs
+        self._synced: dict[int, int] = {}  # shard backed up here -> epoch of its copy
 
     @override
     def facts(self) -> Settings:
@@ -91,7 +91,7 @@ class HeldShards(Member):
             beats.close()
 
     def _beats_to(self) -> str:
-        """Return who hears that this server is there; nobody once its loop is stuck."""
+        """Return the receiver of heartbeats: the coordinator, or "" while the loop is stuck."""
         self._beat_clock.look()
         begun_s, now_s = self._begun_s, self._beat_clock.now_s
         if begun_s != self._seen_s:
@@ -106,17 +106,17 @@ class HeldShards(Member):
 
     @property
     def _holder(self) -> str:
-        """The name of this server among holders; none while the name is another process's.
+        """The name of this server in the map's holders, or "" while another process has the name.
 
-        Who waits for the name of a process that was killed, or comes back after another got its
-        name, holds nothing.
+        So a process holds no shards while it waits for the name of a killed process, or if it
+        resumes after another process got its name.
         """
         who = self.map.get("incarnations", {}).get(self.name, self.incarnation)
         return self.name if who == self.incarnation else ""
 
     @override
     def changed(self) -> None:
-        # A copy of a later epoch is of a map that is still to come.
+        # A copy of a later epoch belongs to a map that this server has not received.
         now = self.map["epoch"]
         self._synced = {s: e for s, e in self._synced.items() if e > now or self._counts(s, e)}
         for shard in list(self.shards):
@@ -133,17 +133,17 @@ class HeldShards(Member):
             if address is not None and due is not None:
                 self._backups[shard] = Backup(due, since, self.link(address), waiting=waiting)
                 self._copy(shard)
-            elif self.is_primary(shard):  # else a backup refused what waits
+            elif self.is_primary(shard):  # else drop the actions: workers retry at the new primary
                 for _, act in waiting:
                     act()
 
     def _counts(self, shard: int, epoch: int) -> bool:
-        """Return whether a copy sent in an epoch is one of a shard that this server backs now."""
+        """Return whether a copy sent in `epoch` belongs to this server's current role as backup."""
         is_backup = self._holder in self.map["holders"][shard][1:]
         return is_backup and epoch >= self.map["since"][shard]
 
     def _drop_backup(self, shard: int) -> deque[tuple[int, Callable[[], None]]]:
-        """Return what waited for a backup that is none any more."""
+        """Remove the backup of a shard, if any; return the actions that waited for it."""
         backup = self._backups.pop(shard, None)
         if backup is None:
             return deque()
@@ -151,7 +151,7 @@ class HeldShards(Member):
         return backup.waiting
 
     def _copy(self, number: int) -> None:
-        """Send the backup the whole of a shard."""
+        """Send a copy of a shard to its backup."""
         backup, shard = self._backups[number], self.shards.get(number)
         backup.sent_s = time.monotonic()
         if shard is not None:
@@ -165,10 +165,10 @@ class HeldShards(Member):
         holders = self.map.get("holders", [])
         return 0 <= number < len(holders) and holders[number][0] == self._holder
 
-    # What a backup gets.
+    # Replication.
 
     def begin(self, number: int) -> None:
-        """Send the backup of a shard that is new the whole of it."""
+        """Send a newly created shard to its backup, if there is one."""
         if number in self._backups:
             self._copy(number)
 
@@ -180,7 +180,7 @@ class HeldShards(Member):
                 self._ask_again(number, backup)
 
     def change(self, number: int, op: str, fields: Settings, tensors: Any = ()) -> None:
-        """Do an operation here, and send it to the backup."""
+        """Perform an operation on a shard, and send it to the backup."""
         shard = self.shards[number]
         perform(shard, op, fields, tensors)
         backup = self._backups.get(number)
@@ -192,7 +192,7 @@ class HeldShards(Member):
             backup.link.send(message)
 
     def after(self, number: int, act: Callable[[], None]) -> None:
-        """Act once the backup has all operations so far."""
+        """Call `act` once the backup has acknowledged all operations so far."""
         backup = self._backups.get(number)
         if backup is None or (backup.has_copy and not backup.sent):
             act()
@@ -215,11 +215,11 @@ class HeldShards(Member):
                 return
 
     def _take_word(self, number: int, backup: Backup, message: WireMessage) -> None:
-        """Take what a backup says of its copy."""
+        """Handle a backup's report on its copy: drop acknowledged operations, resend lost ones."""
         index = int(message.fields.get("index", -1))
         is_behind = message.kind == "at" and index < message["sent"]
         if message.kind == "gap" or (is_behind and index + 1 not in backup.sent):
-            backup.has_copy = False  # something was lost, or a new process is there
+            backup.has_copy = False  # operations were lost, or a new process has the name
             self._copy(number)
         elif message.kind in ("has", "at"):
             backup.has_copy = True
@@ -227,16 +227,16 @@ class HeldShards(Member):
                 del backup.sent[each]
             while backup.waiting and backup.waiting[0][0] <= index:
                 backup.waiting.popleft()[1]()
-            if is_behind:  # what was sent before the question, and is not there, is lost
+            if is_behind:  # operations sent before the query and not received are lost
                 for each in [each for each in backup.sent if each <= message["sent"]]:
                     backup.link.send(backup.sent[each])
 
     def back(self, peer: bytes, message: WireMessage) -> None:
-        """Do as a primary has done, if it still is one."""
+        """Handle a primary's copy, operation or query, unless the primary has been replaced."""
         number, epoch = int(message["shard"]), int(message["epoch"])
         is_old = epoch < self._synced.get(number, 0)
         if is_old or (epoch <= self.map["epoch"] and not self._counts(number, epoch)):
-            self.reply(peer, message, "fenced", shard=number)  # it has an old map, or is replaced
+            self.reply(peer, message, "fenced", shard=number)  # the sender's map is outdated
             return
         shard = self.shards.get(number)
         if message.kind == "where":
@@ -270,7 +270,7 @@ class HeldShards(Member):
 
 
 def perform(shard: Shard, op: str, fields: Settings, tensors: Any) -> None:
-    """Do an operation; the same on a primary and on its backup."""
+    """Perform an operation on a shard, identically on a primary and on its backup."""
     if op == "push":
         shard.push(fields, tensors)
     elif op == "apply":

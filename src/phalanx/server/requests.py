@@ -1,10 +1,10 @@
-"""Requests of a worker to its servers and its scheduler.
+"""Requests from a worker to its servers and its scheduler.
 
-A request that is not answered is sent to whoever holds the shard by then; requests may be answered
-twice, and change nothing the second time.
+An unanswered request is retried at the shard's current primary. Requests are idempotent: a server
+may receive and answer one twice, and the second changes nothing.
 
-[Note: Sent again] Weights may take long over a slow link, and sent twice they take twice as long.
-So one asks the same holder for news first: messages of a connection come in order, and the answer
+[Note: Sent again] Weights may take long over a slow link, and resending them doubles that time. So
+a worker first queries the same server: messages of a connection arrive in order, so the answer
 "resend" shows that the request, or its answer, is lost.
 """
 
@@ -33,32 +33,32 @@ from phalanx.server.unanswered import JobStopped, ended, known_so_far, lost, rep
 from phalanx.server.wire import Connection, Faults
 
 AGAIN_S: Final = 0.5
-"""Seconds after which one asks for news of a request, the first time; each time twice as many."""
+"""Time before the first retry of a request, in seconds; it doubles with each retry."""
 
 LONGEST_AGAIN_S: Final = 4.0
 
 LATE_S: Final = 20.0
-"""How long one waits for another worker before it names who that is, in seconds; each time twice
-as long."""
+"""Time a worker waits for other workers before it reports their names, in seconds; it doubles with
+each report."""
 
 ALONE_S: Final = 5 * LEASE_S
-"""How long a server of which nobody has a copy may be held for lost before the job ends, in
-seconds; it may have been stopped, or without the network."""
+"""Time a server without a backup may be lost before the job ends, in seconds; the server may come
+back, because it was stopped or disconnected."""
 
 SCHEDULER: Final = -1
-"""The scheduler, where a shard has its number."""
+"""Shard number that stands for the scheduler."""
 
 ASK_MAP: Final = WireMessage("map")
 
 
 @dataclass(frozen=True)
 class JobAddress:
-    """Where a job's processes find each other.
+    """The address and secret with which a job's processes find each other.
 
     Attributes:
-        coordinator: its address.
-        secret: of the job.
-        faults: what happens to messages, in a test.
+        coordinator: address of the coordinator.
+        secret: secret of the job.
+        faults: faults to inject into messages, for tests.
     """
 
     coordinator: str
@@ -70,13 +70,13 @@ class JobAddress:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether `phalanx train` has started all processes of the job."""
+        """Whether all processes of the job are on this host, started by `phalanx train`."""
         return self.coordinator.startswith("ipc://")
 
 
 @dataclass
 class _Asked:
-    """A request that is not answered yet."""
+    """An unanswered request."""
 
     shard: int
     message: WireMessage
@@ -86,12 +86,12 @@ class _Asked:
 
 
 def _are_of_others(waiting: Iterable[_Asked]) -> bool:
-    """Return whether what was asked is answered when other workers have pushed."""
+    """Return whether all waiting requests are answered when other workers push."""
     return all(each.message.kind == "totals" for each in waiting)
 
 
 def _is_met(known: Settings, address: str) -> bool:
-    """Return whether the coordinator at an address has met servers and a scheduler.
+    """Return whether the map of the coordinator at `address` has its servers and a scheduler.
 
     Raises:
         TrainingError: the job has ended.
@@ -102,14 +102,14 @@ def _is_met(known: Settings, address: str) -> bool:
 
 
 def holder(known: Settings, shard: int) -> str:
-    """Return the address of who answers requests of a shard; nothing if there is nobody."""
+    """Return the address of a shard's primary, or of the scheduler; "" if there is none."""
     if shard == SCHEDULER:
         return known["scheduler"]
     return known["addresses"].get(known["holders"][shard][0], "")
 
 
 def _look_after(shard: int, known: Settings, gone_s: dict[int, float], now_s: float) -> None:
-    """Give up a shard whose only holder has been lost for too long."""
+    """Raise an error if a shard's primary has been lost, without a backup, for `ALONE_S`."""
     if known["holders"][shard][0] in known["addresses"]:
         gone_s.pop(shard, None)
     elif now_s - gone_s.setdefault(shard, now_s) > ALONE_S:
@@ -117,13 +117,13 @@ def _look_after(shard: int, known: Settings, gone_s: dict[int, float], now_s: fl
 
 
 class Requests:
-    """A worker's connections.
+    """A worker's connections to the coordinator, the scheduler and the servers.
 
     Attributes:
-        worker: its number.
-        consistency: of the job.
-        map: what the coordinator said last.
-        num_live: workers that are there.
+        worker: number of this worker.
+        consistency: consistency model of the job.
+        map: latest map from the coordinator.
+        num_live: number of live workers, as the scheduler last reported.
     """
 
     def __init__(
@@ -134,9 +134,14 @@ class Requests:
         tasks: tuple[int, int],
         timeout_s: float = 600.0,
     ) -> None:
-        """Connect; the job has tasks of the clocks from tasks[0] until tasks[1].
+        """Connect, and wait until the job has its servers and a scheduler.
 
-        An answer may take `timeout_s`, in which a time that this process is stopped does not count.
+        Args:
+            meeting: address of the coordinator.
+            worker: number of this worker.
+            consistency: consistency model of the job.
+            tasks: first clock of the job's tasks, and the clock after the last.
+            timeout_s: longest wait for an answer, without time in which this process is stopped.
         """
         self.worker, self.consistency = worker, consistency
         self._meeting, self._timeout_s = meeting, timeout_s
@@ -170,17 +175,20 @@ class Requests:
         )
 
     def _hear_of_stop(self, answer: WireMessage) -> None:
-        """Note that the first worker was asked to end the job; a thread of its own calls this."""
+        """Store the signal by which worker 0 ended the job; called by the heartbeat thread."""
         if self.worker > 0 and not self._is_leaving:
             self._stop_signal = int(answer.fields.get("stop_signal", 0))
 
     @property
     def num_shards(self) -> int:
-        """Shards that the weights are in."""
+        """Number of shards of the weights."""
         return len(self.map["holders"])
 
     def ask_scheduler(self, kind: str, **fields: Any) -> WireMessage:
-        """Ask the scheduler, and note how many workers there are."""
+        """Send a request to the scheduler; return its answer, and update `num_live`.
+
+        With an asynchronous kind, a change of `num_live` is sent to the servers.
+        """
         asked = WireMessage(kind, {**self._own, **fields})
         reply = self.ask({SCHEDULER: asked})[SCHEDULER]
         before, self.num_live = self.num_live, int(reply["num_live"])
@@ -190,18 +198,18 @@ class Requests:
         return reply
 
     def leave(self) -> None:
-        """Say that this worker takes no more steps."""
+        """Notify the scheduler that this worker takes no more steps."""
         self._is_leaving, self._stop_signal = True, 0
         self.ask_scheduler("leave")
 
     def end(self) -> None:
-        """End the job: all roles leave."""
-        self._asked_map_s = 0.0  # so that it is sent at once, and again
+        """End the job, so that all its roles exit."""
+        self._asked_map_s = 0.0  # so that the request is sent immediately
         asked = WireMessage("end", {"q": next(self._numbers)})
         self._wait_for(lambda: bool(self.map.get("ended")), "the coordinator", asked)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Stop the heartbeats, and close the connections."""
         self._beats.close()
         self._unlink_all()
 
@@ -213,11 +221,13 @@ class Requests:
     def ask(
         self, asked: Mapping[int, WireMessage], idle: Callable[[], None] | None = None
     ) -> dict[int, WireMessage]:
-        """Send requests, one a shard; return the answers when all have come.
+        """Send requests, one per shard, and wait; return the answer of each shard.
+
+        `idle` is called while waiting.
 
         Raises:
-            JobStopped: a signal has ended the job, and no answer has to come.
-            TrainingError: a request is refused, or not answered for the job's timeout.
+            JobStopped: a signal to worker 0 has ended the job, so answers may never arrive.
+            TrainingError: a request is refused, or times out, or its shard is lost.
         """
         self._heed_stop()
         waiting: dict[int, _Asked] = {}
@@ -254,14 +264,14 @@ class Requests:
         return found
 
     def _heed_stop(self) -> None:
-        """Raise JobStopped if a signal has ended the job, and this worker has not left it."""
+        """Raise JobStopped if a signal has ended the job and this worker has not left it."""
         if self._stop_signal and not self._is_leaving:
             raise JobStopped(self._stop_signal)
 
     def _judge(
         self, number: int, waiting: dict[int, _Asked], found: dict[int, WireMessage]
     ) -> None:
-        """Take an answer: it may be that another server has to be asked."""
+        """Process an answer: store it in `found`, or retry if it is "moved" or "resend"."""
         reply, each = self._inbox.pop(number), waiting[number]
         if reply.kind == "refused":
             raise TrainingError(f"a server refuses '{each.message.kind}': {reply['why']}")
@@ -280,7 +290,7 @@ class Requests:
         self._known.add(each.shard)
 
     def _urge(self, waiting: dict[int, _Asked]) -> None:
-        """Ask for news of what was not answered for some time, by the latest map."""
+        """Retry requests that are unanswered for `again_s`, and refresh the map."""
         now_s = time.monotonic()
         for each in waiting.values():
             if now_s - each.sent_s > each.again_s:
@@ -304,7 +314,7 @@ class Requests:
             self._link(each.address).send(each.message)
 
     def _send_again(self, each: _Asked) -> None:
-        """Ask whether a request has come, see [Note: Sent again]."""
+        """Query whether a server has received a request, see [Note: Sent again]."""
         if each.shard == SCHEDULER or each.address != holder(self.map, each.shard):
             self._send(each)
         elif each.address:
@@ -338,7 +348,7 @@ class Requests:
                     self._inbox[number] = message
 
     def _unlink_gone(self) -> None:
-        """Close connections to addresses that nobody has any more."""
+        """Close connections to addresses that are no longer in the map."""
         live = {self._coordinator.address, self.map["scheduler"], *self.map["addresses"].values()}
         for address in self._links.keys() - live:
             link = self._links.pop(address)
@@ -346,7 +356,7 @@ class Requests:
             link.close()
 
     def _wait_for(self, is_so: Callable[[], bool], whom: str, asked: WireMessage = ASK_MAP) -> None:
-        """Ask the coordinator until something is so; the map is its answer."""
+        """Send `asked` to the coordinator, which answers with its map, until `is_so()`."""
         reported_s = self._clock.now_s
         until_s = reported_s + self._timeout_s
         while not is_so():

@@ -1,4 +1,4 @@
-"""What coordinator, servers and scheduler have in common: a loop over messages."""
+"""Base classes of coordinator, servers and scheduler: a message loop."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Faults, Listener, Log
 
 SILENT_S: Final = 10.0
-"""Seconds without an answer of the coordinator after which a member says so, each time."""
+"""Time without an answer from the coordinator between two reports of it in the log, in seconds."""
 
 MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError, OverflowError)
-"""What a message raises that says what it should not."""
+"""Exceptions that handling a malformed message may raise."""
 
 Settings = dict[str, Any]
 
 
 def no_answer(address: str) -> str:
-    """Say that the coordinator is silent, and why that may be."""
+    """Return a message that the coordinator is silent, with possible reasons."""
     return (
         f"the coordinator at {address} does not answer; it may not run, have another secret, or "
         "listen at an address of another kind: 127.0.0.1 is not encrypted, anything else is"
@@ -33,13 +33,14 @@ def no_answer(address: str) -> str:
 
 
 class Role:
-    """A process that answers messages, one after the other, until the job has ended.
+    """A process that handles messages one after another until the job has ended.
 
     Attributes:
-        name: in the job.
-        is_over: whether it is to end.
-        refusal: why it ends before the job, such as that the coordinator does not take it.
-        clock: the time for which it has listened.
+        name: name of the role in the job.
+        is_over: whether the loop must exit.
+        refusal: reason why the role exits before the job ends, such as a refusal by the
+            coordinator; empty if there is none.
+        clock: time for which the loop has listened.
     """
 
     def __init__(
@@ -55,23 +56,23 @@ class Role:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self.listener = Listener(self.context, secret, address, log, faults)
-        except zmq.ZMQError:  # nobody can listen there
+        except zmq.ZMQError:  # the address cannot be bound
             self.context.destroy(linger=0)
             raise
         self.is_over, self.refusal = False, ""
         self.clock = LoopClock()
-        self._begun_s = time.monotonic()  # when the loop began with what it is at
+        self._begun_s = time.monotonic()  # when the loop started its current work
         self._poller = zmq.Poller()
         self._poller.register(self.listener.socket, zmq.POLLIN)
         self._links: list[Connection] = []
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Address at which the role listens."""
         return self.listener.address
 
     def link(self, address: str) -> Connection:
-        """Return a connection to another role, by whose messages the loop wakes."""
+        """Return a new connection to another role, whose messages the loop handles."""
         own = (self.context, self.secret, address, self.log, self.faults)
         link = Connection(*own)
         self._poller.register(link.socket, zmq.POLLIN)
@@ -79,7 +80,7 @@ class Role:
         return link
 
     def unlink(self, link: Connection) -> None:
-        """Close such a connection."""
+        """Close a connection that `link` returned."""
         self._poller.unregister(link.socket)
         self._links.remove(link)
         link.close()
@@ -87,12 +88,12 @@ class Role:
     def reply(
         self, peer: bytes, request: WireMessage, kind: str, tensors: Any = (), **more: Any
     ) -> None:
-        """Answer a request, whose number goes with it."""
+        """Answer a request; the answer has the request's number."""
         fields = {"q": request.fields.get("q"), **more}
         self.listener.send(peer, WireMessage(kind, fields, tensors))
 
     def run(self, stop: threading.Event | None = None) -> None:
-        """Answer until the job has ended, or `stop` is set."""
+        """Run the loop until the job has ended or `stop` is set."""
         try:
             while not self.is_over and not (stop is not None and stop.is_set()):
                 self.turn()
@@ -100,7 +101,7 @@ class Role:
             self.close()
 
     def turn(self) -> None:
-        """Wait a tick for messages, answer all that there are, and do work that is due."""
+        """Wait up to a tick for messages, handle all that have arrived, and run `tick` if due."""
         self._poller.poll(round(TICK_S * 1000))
         for peer, message in self.listener.receive():
             self._begun_s = time.monotonic()
@@ -121,27 +122,27 @@ class Role:
             self.tick()
 
     def handle(self, peer: bytes, message: WireMessage) -> None:
-        """Do what a message asks for."""
+        """Handle a request from `peer`."""
         raise NotImplementedError
 
     def hear(self, link: Connection, message: WireMessage) -> None:
-        """Take a message of a connection of its own."""
+        """Handle a message from a connection that this role has opened."""
 
     def tick(self) -> None:
-        """Do work that is due by the clock."""
+        """Do periodic work."""
         self.clock.look()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all sockets."""
         self.listener.close()
         self.context.destroy(linger=200)
 
 
 class Member(Role):
-    """A role that the coordinator knows.
+    """A role that sends heartbeats to the coordinator and receives its map.
 
     Attributes:
-        map: what the coordinator said last.
+        map: latest map from the coordinator.
     """
 
     kind = "member"
@@ -155,7 +156,7 @@ class Member(Role):
         self._silent_s = 0.0
 
     def facts(self) -> Settings:
-        """Return what goes with a beat."""
+        """Return the fields that the role adds to its heartbeats."""
         return {}
 
     @override
@@ -171,7 +172,7 @@ class Member(Role):
             self._take(dict(message.fields))
 
     def _take(self, found: Settings) -> None:
-        """Take a map that is not older than the one there is."""
+        """Store a map unless it is older than the current map."""
         if (found["term"], found["epoch"]) < (self.map["term"], self.map["epoch"]):
             self.log(f"ignored a map of term {found['term']}, epoch {found['epoch']}")
             return
@@ -182,11 +183,11 @@ class Member(Role):
             self.changed()
 
     def changed(self) -> None:
-        """Do what follows from a new epoch."""
+        """React to a map of a new epoch."""
 
     @override
     def tick(self) -> None:
-        """Say now and then that this one is there, with its facts."""
+        """Send a heartbeat with this role's facts every `BEAT_S`."""
         super().tick()
         if time.monotonic() - self._beat_s > BEAT_S:
             self._beat_s = time.monotonic()

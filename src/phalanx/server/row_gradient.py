@@ -1,7 +1,7 @@
-"""The gradient of an embedding table, of the rows that a batch has looked up.
+"""The gradient of an embedding table, with only the rows that a batch has looked up.
 
-It is a sparse tensor of torch, coalesced. A message has two flat tensors in its place:
-the numbers of the rows on that server, ascending, and the rows, one after the other.
+It is a coalesced sparse tensor of torch. A message represents it by two flat tensors: the ascending
+indices of the rows on the receiving server, and the concatenated rows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def sparse_of(rows: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the sparse tensor of a table's shape that has these rows.
+    """Return a coalesced sparse tensor of a table's shape with `values` in `rows`.
 
     Raises:
-        ValueError: the rows are not ascending numbers of the table, or the values are not theirs.
+        ValueError: `rows` are not ascending row indices of the table, or `values` has another size.
     """
     num_rows, width = shape
     in_table = not len(rows) or (int(rows[0]) >= 0 and int(rows[-1]) < num_rows)
@@ -31,7 +31,7 @@ def sparse_of(rows: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def flat_parts(tensor: Tensor) -> list[Tensor]:
-    """Return what a message has of a tensor: itself, or the two parts of a sparse one."""
+    """Return the flat tensors of a message for `tensor`: itself, or rows and values if sparse."""
     if not tensor.is_sparse:
         return [tensor]
     return [tensor.indices()[0].contiguous(), tensor.values().reshape(-1)]

@@ -1,4 +1,4 @@
-"""How a server changes its weights by a gradient: the optimizers of a server."""
+"""The optimizers with which a server updates its weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KEPT: Final = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adagrad": ("sum",),
 }
-"""What each keeps for an element; adagrad, of tables, for a row."""
+"""Name of an optimizer -> its state tensors, with one number per element (adagrad: per row)."""
 
 
 class RowAdagrad(torch.optim.Optimizer):
-    """Adagrad of an embedding table by sparse gradients: one sum of squares for a row.
+    """Row-wise Adagrad of an embedding table with sparse gradients: one sum of squares per row.
 
-    sum_r += mean(g_r^2), then w_r -= lr g_r / (sqrt(sum_r) + eps), of each row r that the gradient
-    has (Duchi et al. 2011, by rows as in FBGEMM's EXACT_ROWWISE_ADAGRAD).
+    sum_r += mean(g_r^2), then w_r -= lr g_r / (sqrt(sum_r) + eps), for each row r in the gradient
+    (Duchi et al. 2011, row-wise as in FBGEMM's EXACT_ROWWISE_ADAGRAD).
     """
 
     def __init__(self, table: nn.Parameter, eps: float) -> None:
@@ -34,7 +34,7 @@ class RowAdagrad(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move the rows that the gradient, which is coalesced, has."""
+        """Update the rows in the gradient, which is coalesced."""
         for group in self.param_groups:
             for table in group["params"]:
                 state, grad = self.state[table], table.grad
@@ -48,14 +48,14 @@ class RowAdagrad(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """The optimizers of a shard, one for each of its weights."""
+    """The optimizers of a shard, one for each flat weight and each table."""
 
     def __init__(self, rule: Settings, flats: Sequence[Tensor], tables: Sequence[Tensor]) -> None:
-        """Make them for flat weights, and tables, which are matrices.
+        """Create an optimizer for each flat weight and each table, a matrix.
 
-        A rule has its `name` and the numbers that it needs: `decays`, of each flat weight, `betas`
-        and `eps` of adamw, `momentum`. For tables it has the name `tables`, and `tables_rate`, by
-        which their learning rate is a multiple of the others'.
+        A rule has the optimizer's `name` and hyperparameters: `decays`, one per flat weight,
+        `betas` and `eps` of adamw, `momentum`. For tables it has the optimizer's name `tables` and
+        `tables_rate`, the factor of their learning rate relative to the flat weights.
         """
         self._names = [rule["name"]] * len(flats) + [rule.get("tables")] * len(tables)
         decays = rule.get("decays", [0.0] * len(flats))
@@ -67,7 +67,7 @@ class Optimizers:
         self._rates = [1.0] * len(flats) + [own_rate] * len(tables)
 
     def step(self, grads: Sequence[Tensor], rate: float) -> None:
-        """Move the weights by a gradient of each."""
+        """Update each weight with its gradient, at learning rate `rate`."""
         for optimizer, own_rate, grad in zip(self._each, self._rates, grads, strict=True):
             (group,) = optimizer.param_groups
             group["lr"] = rate * own_rate
@@ -76,7 +76,7 @@ class Optimizers:
             group["params"][0].grad = None
 
     def restore(self, kept: Sequence[Sequence[Tensor]], steps: float) -> None:
-        """Have them keep what `kept` gave after steps."""
+        """Restore optimizer state that `kept` returned, as of `steps` steps."""
         for optimizer, name, parts in zip(self._each, self._names, kept, strict=False):
             if parts:
                 state = optimizer.state[optimizer.param_groups[0]["params"][0]]
@@ -85,13 +85,13 @@ class Optimizers:
                     state["step"] = torch.tensor(steps)
 
     def kept(self) -> list[list[Tensor]]:
-        """Return what they keep of each weight, in order; nothing before a step."""
+        """Return the state tensors of each weight, in order; an empty list before a first step."""
         pairs = zip(self._names, self._states(), strict=True)
         return [[state[key] for key in KEPT[name]] if state else [] for name, state in pairs]
 
     @property
     def steps(self) -> float:
-        """How many steps of Adam were taken."""
+        """Number of Adam steps taken; 0 for other optimizers."""
         return next((float(state["step"]) for state in self._states() if "step" in state), 0.0)
 
     def _states(self) -> list[Any]:

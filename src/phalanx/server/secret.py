@@ -1,4 +1,4 @@
-"""What all processes of a job know, and the proofs and keys that are made of it."""
+"""The secret of a job, and the proofs and keys derived from it."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from phalanx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Secret:
-    """What all processes of a job know, and nobody else.
+    """The secret that only the processes of a job have.
 
     Attributes:
-        key: of 32 bytes.
+        key: 32 random bytes.
     """
 
     key: bytes
 
     @classmethod
     def new(cls) -> Secret:
-        """Make a new one."""
+        """Create a random secret."""
         return cls(secrets.token_bytes(32))
 
     @property
     def job(self) -> str:
-        """The name of the job whose secret it is, which gives nothing of it away."""
+        """The name of the job, derived from the secret without revealing it."""
         return self.proof("job")[:16]
 
     def proof(self, who: str, *numbers: str) -> str:
-        """Return what shows that one knows the secret, by numbers of both ends."""
+        """Return an HMAC of `who` and nonces, which proves possession of the secret."""
         text = "\0".join((who, *numbers)).encode()
         return hmac.new(self.key, text, hashlib.sha256).hexdigest()
 
     def curve(self, who: str) -> tuple[bytes, bytes]:
-        """Return the public and the secret key of CURVE of one end."""
+        """Return the CURVE public and secret keys of one end of a connection, as z85 text."""
         made: bytes = z85.encode(hashlib.sha256(self.key + who.encode()).digest())
         return zmq.curve_public(made), made
 
 
 MOST_BYTES: Final = 1000
-"""Largest file of a secret that is read: a device has no end."""
+"""Most bytes read from a secret's file, because a device such as /dev/zero has no end."""
 
 
 def write_secret(path: Path) -> None:
-    """Make a secret, in a new file that its owner alone can read.
+    """Write a new random secret to a new file that only its owner can read.
 
     Raises:
-        ConfigError: there is a file already, or none can be made.
+        ConfigError: the file exists already, or cannot be created.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -66,10 +66,10 @@ def write_secret(path: Path) -> None:
 
 
 def read_secret(path: Path) -> Secret:
-    """Return the secret in a file.
+    """Read the secret in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: the file cannot be read, or does not have 32 hexadecimal bytes.
     """
     try:
         with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""A shard: a part of the weights, and all that decides how pushes change it.
+"""A shard of the weights, with its optimizers and the state of pending updates.
 
-It is a state machine: the same operations in the same order leave a primary and its backup with the
-same bits. A push is known by its task, (clock, slot), whoever sends it and however often: the
-second is acknowledged and changes nothing.
+It is a deterministic state machine: the same operations in the same order leave a primary and its
+backup bitwise equal. A push is identified by its task, (clock, slot), whichever worker sends it:
+a second push of a task is acknowledged and changes nothing.
 
 [Note: Order of a sum] The gradients of a clock are added in the order of their slots, in whatever
-order they come, so that a run computes the same to the bit each time. One that comes before
-gradients of lower slots waits.
+order they arrive, so that every run computes bitwise equal weights. A gradient that arrives before
+gradients of lower slots waits for them.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from phalanx.server.rule import Optimizers, Settings
 from phalanx.server.shared import IS_POSSIBLE, SharedTensors
 
 MOST_TOTALS: Final = 16
-"""Updates of which the totals are kept, for workers that ask late."""
+"""Number of updates whose totals are kept, for workers that request them late."""
 
 
 def in_order(of_slots: Mapping[int, float]) -> float:
-    """Return the sum over slots, see [Note: Order of a sum]."""
+    """Return the sum over slots in their order, see [Note: Order of a sum]."""
     return sum(of_slots[slot] for slot in sorted(of_slots))
 
 
 @dataclass
 class Pushed:
-    """What has come of one update.
+    """The gradients pushed so far for one pending update.
 
     Attributes:
-        tokens: weight of each task's gradient in the mean, by slot.
-        bases: version of the weights that each was computed with.
-        losses: sum of the losses of each.
-        total: the weighted sum of the gradients of the first slots.
-        num_added: how many slots those are.
-        waiting: gradients of later slots.
-        rates: of each, in updates that belong to no clock.
-        is_save_due: whether the first worker wants a checkpoint after it.
-        since_s: when the first came.
+        tokens: slot -> number of tokens, which is the weight of the task's gradient in the mean.
+        bases: slot -> version of the weights with which the gradient was computed.
+        losses: slot -> sum of the losses of the tokens.
+        total: sum, weighted by tokens, of the gradients of the first `num_added` slots.
+        num_added: number of slots in `total`.
+        waiting: slot -> gradient that waits for gradients of lower slots.
+        rates: slot -> learning rate, used by updates that do not belong to a clock.
+        is_save_due: whether worker 0 requests a checkpoint after the update.
+        since_s: time of the first push, by `time.monotonic`.
     """
 
     tokens: dict[int, float] = field(default_factory=dict[int, float])
@@ -65,14 +65,14 @@ class Pushed:
 
     @property
     def num_tokens(self) -> float:
-        """The tokens of all slots."""
+        """Number of tokens of all slots."""
         return in_order(self.tokens)
 
     def add(self, slot: int, tokens: float, grads: Sequence[Tensor], empty: list[Tensor]) -> None:
         """Add one gradient, the mean over its tokens, see [Note: Order of a sum].
 
-        `empty` is memory for the sum of a first one. `grads` has the chunks of each flat weight,
-        one after the other, and of each table what `row_gradient.flat_parts` gives.
+        `empty` is uninitialized memory for the sum, used if there is none yet. `grads` has the
+        chunks of each flat weight in order, then `row_gradient.flat_parts` of each table.
         """
         self.tokens[slot], self.waiting[slot] = tokens, list(grads)
         while self.num_added in self.waiting:
@@ -97,23 +97,23 @@ class Pushed:
 
 
 class Shard:
-    """A part of the weights.
+    """A shard of the weights, with its optimizers and the state of pending updates.
 
     Attributes:
-        spec: what it is made of: `dtype`, `rule`, `consistency` and `sizes` of the flat weights, of
-            which the last are tables, whose rows are as wide as `tables` says.
-        version: updates applied.
-        index: operations done, of those that change it.
-        ages: how many versions the weights had moved on when a gradient was applied, counted.
-        optimizers: of the weights, with what they keep of each.
-        lent: what workers have brought for a checkpoint of this version, by slot.
+        spec: `dtype`, `rule`, `consistency`, `sizes` of the weights, `tables` and `p`, the exponent
+            of the gradient norm. The last weights are tables, with rows of the widths `tables`.
+        version: number of updates applied.
+        index: number of operations performed that change the shard.
+        ages: staleness in versions -> number of gradients applied with it.
+        optimizers: optimizers of the weights, with their state.
+        lent: slot -> state that its worker has uploaded for a checkpoint of this version.
     """
 
     def __init__(
         self, spec: Settings, weights: Sequence[Tensor], kept: Sequence[Sequence[Tensor]] = (),
         version: int = 0, steps: float = 0.0,
     ) -> None:  # fmt: skip
-        """Begin with weights, and with what the optimizer keeps of each after `steps`."""
+        """Copy weights, and restore optimizer state `kept` of each weight as of `steps` steps."""
         self.spec = spec
         self.consistency = Consistency.of(spec["consistency"])
         self.version, self.index = version, 0
@@ -139,28 +139,28 @@ class Shard:
 
     @property
     def place(self) -> list[Any] | None:
-        """Where workers of this host find the weights."""
+        """Process, descriptor, boot id and mark by which workers on this host map the weights."""
         return None if self._memory is None else self._memory.place
 
-    # Operations.
+    # Operations, which change the shard.
 
     def has(self, clock: int, slot: int) -> bool:
         """Return whether a task has been pushed."""
         return clock < self.done[slot] or (clock, slot) in self.ahead
 
     def push(self, fields: Any, grads: Sequence[Tensor]) -> bool:
-        """Take the gradient of a task; False if it had come before."""
+        """Add the gradient of a task to its update; return False if it was pushed before."""
         clock, slot = int(fields["clock"]), int(fields["slot"])
         if self.has(clock, slot):
             return False
         for table, at in zip(self._tables, range(-2 * len(self._tables), 0, 2), strict=True):
-            sparse_of(grads[at], grads[at + 1], table.shape)  # refuses before anything has changed
+            sparse_of(grads[at], grads[at + 1], table.shape)  # raises before anything has changed
         self.ahead.add((clock, slot))
         while (self.done[slot], slot) in self.ahead:
             self.ahead.remove((self.done[slot], slot))
             self.done[slot] += 1
         update = self.open.setdefault(self.version if self.consistency.is_open else clock, Pushed())
-        # Of an open update the slots are numbered as they come.
+        # In an asynchronous update, slots are numbered in the order of arrival.
         number = len(update.tokens) if self.consistency.is_open else slot
         update.bases[number] = int(fields["base"])
         update.losses[number] = float(fields["loss"])
@@ -171,13 +171,13 @@ class Shard:
         return True
 
     def _no_sum(self) -> list[Tensor]:
-        """Return memory for a sum of gradients, of which nothing has come."""
+        """Return memory for a sum of gradients: uninitialized flats, and tables without rows."""
         flats = [torch.empty_like(flat) for flat in self.weights[: self._num_flat]]
         rows = torch.empty(0, dtype=torch.int64)
         return flats + [sparse_of(rows, table[:0], table.shape) for table in self._tables]
 
     def completed(self, num_workers: int = 1) -> int:
-        """Return how many updates could be applied now, those applied among them."""
+        """Return the version that the weights have once all complete updates are applied."""
         version = self.version
         while (update := self.open.get(version)) is not None:
             waited_s = time.monotonic() - update.since_s
@@ -187,10 +187,10 @@ class Shard:
         return version
 
     def totals(self) -> list[list[float]]:
-        """Return of the latest updates that are complete: version, tokens, loss, norm and wish.
+        """Return version, tokens, loss, norm and save request of each recent complete update.
 
-        The norm is the sum of |x|^p over this shard's summed gradient, or the largest |x|; the
-        wish is 1 where a checkpoint is due.
+        The norm is the sum of |x|^p over this shard's summed gradient, or max |x| for p = inf; the
+        save request is 1 if worker 0 requests a checkpoint, else 0.
         """
         for version in range(self.version, self.completed()):
             self._note(version)
@@ -211,9 +211,9 @@ class Shard:
             del self._totals[next(iter(self._totals))]
 
     def noted(self, version: int) -> list[float]:
-        """Return the totals of a complete update, which go with it to a backup.
+        """Return the totals of a complete update, which are sent to the backup with `apply`.
 
-        The worker that has it applied may have asked another server for them, who held this shard.
+        They are computed here if the worker got them from the shard's previous primary.
         """
         self._note(version)
         return self._totals[version]
@@ -221,10 +221,11 @@ class Shard:
     def apply(
         self, version: int, rate: float, scale: float | None, noted: list[float] | None = None
     ) -> bool:
-        """Apply the update that follows `version`; False if it has been.
+        """Apply the update that follows `version`; return False if it was applied before.
 
-        Its gradient, the mean over all tokens, is scaled; without a scale the weights are left.
-        A backup, which nobody asks for totals, gets those `noted`.
+        The gradient, the mean over all tokens, is multiplied by `scale`; None leaves the weights
+        unchanged. A backup gets the update's totals by `noted`, because workers do not request
+        totals from it.
         """
         if version != self.version:
             return False
@@ -246,7 +247,7 @@ class Shard:
         return True
 
     def close_open(self) -> None:
-        """Apply an asynchronous update; of k of N gradients, the learning rate is scaled by k/N."""
+        """Apply an asynchronous update; with k of N gradients the learning rate times k/N."""
         update = self.open[self.version]
         share = len(update.tokens) / self.consistency.num_slots
         self.apply(self.version, max(update.rates.values()) * share, 1.0)
@@ -254,34 +255,37 @@ class Shard:
     # Reading.
 
     def published(self) -> list[Tensor]:
-        """Return a copy of the weights but tables, as it stays while it is sent; one a version."""
+        """Return a copy of the weights without tables, made once a version, so that it is constant.
+
+        ZeroMQ sends its memory later, when the weights may have changed.
+        """
         if self._published is None or self._published[0] != self.version:
             flats = self.weights[: self._num_flat]
             self._published = self.version, [flat.clone() for flat in flats]
         return self._published[1]
 
     def rows(self, table: int, rows: Tensor) -> Tensor:
-        """Return a copy of rows of a table, one after the other.
+        """Return a flat copy of rows of a table.
 
         Raises:
-            IndexError: it has no such rows.
+            IndexError: a row is not in the table.
         """
         return self._tables[table][rows].view(-1)
 
     def gradient(self) -> list[Tensor]:
-        """Return the sum of the update that is next, weighted by tokens, but of tables."""
+        """Return the next update's gradient sum, weighted by tokens, without tables."""
         update = self.open.get(self.version)
         return [] if update is None else update.total[: self._num_flat]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the shared-memory file."""
         if self._memory is not None:
             self._memory.close()
 
-    # The whole of it, for a new backup.
+    # Serialization, for a new backup.
 
     def state(self) -> tuple[Settings, list[Tensor]]:
-        """Return all that a copy is made of."""
+        """Return fields and copied tensors from which `of_state` makes an equal shard."""
         kept, tensors = self.optimizers.kept(), [flat.clone() for flat in self.weights]
         fields: Settings = {
             "spec": self.spec, "version": self.version, "first": self.first, "index": self.index,
@@ -306,7 +310,7 @@ class Shard:
 
     @classmethod
     def of_state(cls, fields: Settings, tensors: Sequence[Tensor]) -> Shard:
-        """Make the copy."""
+        """Create a shard from the fields and tensors that `state` returned."""
         (weights, *kept), parts = split_parts(tensors, fields["spec"], fields["num_kept"])
         shard = cls(fields["spec"], weights, kept, fields["version"], fields["steps"])
         shard.first, shard.index = fields["first"], fields["index"]
@@ -333,10 +337,10 @@ class Shard:
 def split_parts(
     tensors: Sequence[Tensor], spec: Settings, num_kept: Sequence[int]
 ) -> tuple[list[list[Tensor]], Iterator[Tensor]]:
-    """Return the weights, then what optimizers keep of each; and the tensors that follow.
+    """Split tensors into the weights, the optimizer state of each weight, and an iterator of more.
 
     Raises:
-        ValueError: there are too few.
+        ValueError: there are too few tensors.
     """
     nums = [len(spec["sizes"]), *num_kept]
     if sum(nums) > len(tensors):
@@ -346,5 +350,5 @@ def split_parts(
 
 
 def _values(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the elements that gradients have."""
+    """Return the stored elements of dense and sparse gradients."""
     return [grad.values() if grad.is_sparse else grad for grad in grads]

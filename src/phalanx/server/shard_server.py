@@ -1,12 +1,13 @@
-"""A server: it answers workers.
+"""A server: it answers the requests of workers.
 
-push     the gradient of a task; acknowledged when the backup has it too
-totals   tokens, loss and norm of the updates that are complete; waits for one
-pull     the weights, once they are of a version; with the rate and the scale by which updates
-that are complete are to be applied first, which all workers work out alike; of a table, the rows
-that it asks for
-read     weights, and the moments that the optimizer keeps of them
-lend     what a worker keeps itself, for a checkpoint; `lent` gives the first worker all of it
+push     add the gradient of a task; acknowledged when the backup has it too
+totals   return tokens, loss and norm of complete updates, once a given one is complete
+pull     return the weights, or given rows of a table, once they have a given version; first apply
+         complete updates with the learning rate and gradient scale in the request, which are equal
+         on all workers
+read     return the weights and the optimizer state
+lend     store a worker's local state for a checkpoint; `lent` returns the state of all workers
+gradient, stats, live   return the next update's sum, return staleness, set the number of workers
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from phalanx.server.shard import Shard, split_parts
 
 
 class Server(HeldShards):
-    """Answers requests about shards; one that comes too early is answered later."""
+    """A server that answers requests for its shards; premature requests are parked."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._parked: dict[tuple[bytes, int], WireMessage] = {}
-        self._open = set[tuple[bytes, int]]()  # requests that will be answered
+        self._open = set[tuple[bytes, int]]()  # received requests that are not answered
         self._num_workers = 1 << 30
 
     @override
@@ -58,7 +59,7 @@ class Server(HeldShards):
     @override
     def changed(self) -> None:
         super().changed()
-        self._open.clear()  # what a backup was to acknowledge may be answered by none
+        self._open.clear()  # workers resend, as answers that waited for a backup may be lost
 
     def _init(self, peer: bytes, message: WireMessage, number: int) -> None:
         shard = self.shards.get(number)
@@ -73,13 +74,13 @@ class Server(HeldShards):
         self.after(number, lambda: self.reply(peer, message, "ok", version=shard.version))
 
     def _answer(self, peer: bytes, message: WireMessage, number: int) -> bool:
-        """Answer a request, or return False if it is too early.
+        """Answer a request, or return False if the request is premature.
 
-        A pull is too early while the weights lack updates that it needs: its worker would compute
-        with weights older than the job's staleness allows.
+        A pull is premature until the weights have the version that it needs, because its worker
+        would otherwise compute with weights staler than the job allows.
         """
         shard = self.shards.get(number)
-        if shard is None:  # it comes with the first worker, or is lost
+        if shard is None:  # not initialized by worker 0, or lost
             if message.fields.get("is_known"):
                 self.reply(peer, message, "empty")
             return bool(message.fields.get("is_known"))
@@ -117,7 +118,7 @@ class Server(HeldShards):
         return True
 
     def _report(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
-        """Answer a request that changes nothing."""
+        """Answer `read`, `stats`, or `live`, which may complete an asynchronous update."""
         if message.kind == "read":
             kept = shard.optimizers.kept()
             found = [*shard.weights, *(each for of_weight in kept for each in of_weight)]
@@ -163,7 +164,7 @@ class Server(HeldShards):
                 self._parked.pop(key, None)
 
     def _close_due(self, number: int) -> None:
-        """Apply an asynchronous update once it is due."""
+        """Apply the current asynchronous update if it is complete."""
         shard = self.shards[number]
         if shard.consistency.is_open and shard.completed(self._num_workers) > shard.version:
             self.change(number, "close", {"version": shard.version})

@@ -1,9 +1,9 @@
-"""Memory of a server that the workers of its host read, and cannot write.
+"""A server's weights in shared memory, which workers on its host can read but not write.
 
-It is a file without a name (memfd), which workers open by the number of the server's process, so
-nobody has to remove it after a crash. A word before the weights counts their changes,
-and is odd while they do: a reader that has met a change reads again (a seqlock). Weights are read
-so on Linux alone, on x86, which keeps the order of writes.
+The memory is an anonymous file (memfd) that workers open by the server's process id, so it needs no
+cleanup after a crash. A counter before the weights is incremented before and after each change, so
+it is odd during a change: a reader that finds an odd or changed counter reads again (a seqlock).
+This is used only on Linux on x86-64, which preserves the order of writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.comm.memory_file import memory_file
 _NAME: Final = "phalanx-weights"
 
 _HEAD: Final = 4096
-"""Bytes before the tensors: the number of changes."""
+"""Bytes before the tensors, for the counter of changes and the mark."""
 
 _NUM_TRIES: Final = 8
 
@@ -36,7 +36,7 @@ IS_POSSIBLE: Final = sys.platform == "linux" and platform.machine() in ("x86_64"
 
 
 def deal(flats: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Copy flat tensors, one after the other, into parts, likewise."""
+    """Copy the concatenation of `flats` into the concatenation of `parts`."""
     if parts:
         pieces, sizes = list(flats), [part.numel() for part in parts]
         if [piece.numel() for piece in pieces] != sizes:
@@ -45,17 +45,17 @@ def deal(flats: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 class SharedTensors:
-    """Tensors of one data type in memory that others may read."""
+    """Flat tensors of one dtype in shared memory that other processes can map read-only."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
         num_bytes = _num_bytes(sizes, dtype)
         number = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        # Once: closed a second time, the number would close whichever file has it by then.
+        # At most once: by a second close, the descriptor may belong to another file.
         self._close = weakref.finalize(self, os.close, number)
         os.ftruncate(number, num_bytes)
         memory = mmap.mmap(number, num_bytes)
         head = torch.frombuffer(memory, dtype=torch.int64, count=2)
-        # A closed file leaves its number to the next; nobody else gets this mark.
+        # A closed file's descriptor may be reused for another file; the mark is unique.
         head[1] = self._mark = secrets.randbits(62)
         self._changes = head[:1]
         flat = torch.frombuffer(memory, dtype=dtype, offset=_HEAD)
@@ -64,7 +64,7 @@ class SharedTensors:
 
     @contextmanager
     def changing(self) -> Generator[None]:
-        """Mark that the tensors change inside."""
+        """Mark the tensors as changing inside the block, so that readers retry."""
         self._changes += 1
         try:
             yield
@@ -72,20 +72,21 @@ class SharedTensors:
             self._changes += 1
 
     def close(self) -> None:
-        """Let go of the file; those who read it keep theirs."""
+        """Close the file; readers that have mapped it keep their mappings."""
         self._close()
 
 
 class SharedView:
-    """The tensors of a server of this host, to be read."""
+    """A read-only mapping of the tensors of a server on this host."""
 
     def __init__(
         self, place: Sequence[int | str], sizes: Sequence[int], dtype: torch.dtype
     ) -> None:
-        """Open the memory.
+        """Map the memory at `place`, see `SharedTensors.place`.
 
         Raises:
-            OSError: it is on another host, in another container, or of another user.
+            OSError: the server is on another host, in another container, or another user's, or has
+                replaced the memory.
         """
         process, number, boot, mark = place
         if boot != _boot():
@@ -94,7 +95,7 @@ class SharedView:
         where = int(process), int(number)
         with memory_file(*where, _NAME, num_bytes, is_written=False) as file:
             memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        with warnings.catch_warnings(action="ignore"):  # torch warns that nobody may write to it
+        with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
             raw = torch.frombuffer(memory, dtype=torch.uint8)
         self._changes, found = raw[:8].view(torch.int64), int(raw[8:16].view(torch.int64))
         if found != mark:
@@ -103,7 +104,7 @@ class SharedView:
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
 
     def read(self, targets: Sequence[Sequence[Tensor]]) -> bool:
-        """Copy each of the first tensors into its targets; False if it would not hold still."""
+        """Copy each of the first tensors to its targets; return False if changes interfered."""
 
         def copy() -> None:
             for tensor, parts in zip(self.tensors, targets, strict=False):
@@ -112,12 +113,12 @@ class SharedView:
         return self._holds_still(copy)
 
     def read_rows(self, number: int, rows: Tensor, out: Tensor) -> bool:
-        """Copy rows of a tensor, as wide as `out`, to it; False if it would not hold still."""
+        """Copy rows of a table to `out`, of equal width; return False if changes interfered."""
         table = self.tensors[number].view(-1, out.shape[1])
         return self._holds_still(lambda: torch.index_select(table, 0, rows, out=out))
 
     def _holds_still(self, copy: Callable[[], Any]) -> bool:
-        """Copy until nothing has changed meanwhile; False if that does not come."""
+        """Repeat `copy` until nothing changes meanwhile; return False after `_NUM_TRIES` tries."""
         for _ in range(_NUM_TRIES):
             before = int(self._changes)
             if before % 2 == 0:
@@ -132,5 +133,5 @@ def _num_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _boot() -> str:
-    """Return what no two hosts, nor one before and after a restart, have alike."""
+    """Return the boot id, which is unique to a host and changes when the host restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

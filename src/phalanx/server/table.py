@@ -1,4 +1,4 @@
-"""A worker's copy of an embedding table, of which it pulls the rows that a forward looks up."""
+"""A worker's copy of an embedding table, for which it pulls only the rows that a forward uses."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from phalanx.server.row_gradient import sparse_of
 
 
 class Table:
-    """An embedding table of a worker.
+    """A worker's copy of an embedding table.
 
     Attributes:
-        weight: the parameter; rows that no forward has looked up since `expire` are old.
+        weight: parameter; rows that no forward has looked up since `expire` are outdated.
     """
 
     def __init__(
         self, name: str, weight: nn.Parameter, modules: Sequence[nn.Module],
         pull: Callable[[Tensor, Tensor], None],
     ) -> None:  # fmt: skip
-        """Have each forward of the modules pull the rows of its ids, the first argument.
+        """Register hooks by which each forward of `modules` pulls the rows of its ids.
 
-        `pull` copies rows, whose numbers it is given, into a table. An id that is no row ends the
-        forward by a TrainingError.
+        The ids are the first argument. `pull(rows, table)` copies rows into a table. A forward with
+        an id that is not a row raises a TrainingError.
         """
         self.weight, self._name, self._pull = weight, name, pull
         self._is_here = torch.zeros(len(weight), dtype=torch.bool)
@@ -50,7 +50,7 @@ class Table:
             self._here.append(rows)
 
     def expire(self) -> None:
-        """Have each row pulled anew when it is looked up next."""
+        """Mark all rows as outdated, so that each is pulled at its next lookup."""
         for rows in self._here:
             self._is_here[rows] = False
         self._here.clear()
@@ -59,7 +59,7 @@ class Table:
         """Return the gradient, a coalesced sparse tensor.
 
         Raises:
-            TrainingError: it has rows that no forward has looked up.
+            TrainingError: the gradient is dense, so the table is used by more than lookups.
         """
         grad = self.weight.grad
         if grad is None:
@@ -73,19 +73,19 @@ class Table:
 
 
 class RowSums:
-    """What row-wise Adagrad keeps of each table, a number for each row, for a checkpoint.
+    """The state of row-wise Adagrad for a checkpoint: one number per row of each table.
 
     Attributes:
-        sums: of each table; nothing before the first checkpoint.
+        sums: sums of squares of each table; empty before the first checkpoint.
     """
 
     def __init__(self) -> None:
         self.sums: Sequence[Tensor] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return a dict with the sums."""
         return {"sums": self.sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Restore the sums that `state_dict` returned."""
         self.sums = state["sums"]

@@ -1,4 +1,4 @@
-"""The scheduler of a worker group: it hands out tasks, and watches who computes them."""
+"""The scheduler of a worker group: it assigns tasks to workers, and tracks who computes them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from phalanx.server.tasks import Tasks
 
 
 class TaskScheduler(Member):
-    """Answers workers.
+    """The role that answers workers' requests for tasks.
 
-    Nothing is kept on disk: after a restart it takes from the first worker that asks which tasks
-    there are, and from the workers, who say after each push what the servers have.
+    It stores nothing on disk: after a restart it learns the range of tasks from the first request,
+    and the finished tasks from workers, which report the servers' state after each push.
     """
 
     kind = "scheduler"
@@ -24,7 +24,7 @@ class TaskScheduler(Member):
         super().__init__(*args, **more)
         self._job = job
         self._tasks: Tasks | None = None
-        self._stop_signal = 0  # by which the first worker was asked to end the job
+        self._stop_signal = 0  # signal by which worker 0 ended the job, or 0
         self._facts: dict[str, Any] | None = None
 
     @override
@@ -48,7 +48,7 @@ class TaskScheduler(Member):
             tasks.beat(worker)
         elif message.kind != "stats":
             tasks.hear(worker)
-        for slot, done in message.fields.get("done", ()):  # what the servers have
+        for slot, done in message.fields.get("done", ()):  # tasks that all servers have
             for clock in range(tasks.done[slot], done):
                 tasks.finish(clock, slot)
         more: dict[str, Any] = {}

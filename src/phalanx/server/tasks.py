@@ -1,8 +1,8 @@
-"""Who computes which samples: a lost worker's tasks go to others, each is pushed once.
+"""The assignment of tasks to workers: other workers compute the tasks of a lost worker.
 
-A slot's own worker takes its tasks, one for each clock. Where it is not heard of for `LEASE_S`, or
-has left, whoever waits takes them. Where no worker waits for another (the asynchronous kinds), one
-that has finished its own slot helps the slot that is furthest behind.
+Each worker computes the tasks of its slot, one per clock. If a worker sends no heartbeat for
+`LEASE_S`, or has left, workers that wait compute its tasks. With the asynchronous kinds, where no
+worker waits for others, a worker that has finished its slot helps the slot that is furthest behind.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 LEASE_S: Final = 3.0
-"""How long a worker or a server may be silent before it is held for lost, in seconds for which the
-other side has listened."""
+"""Silence after which a worker or a server is considered lost, in seconds in which the observer
+listens."""
 
 _LEFT: Final = float("-inf")
 
@@ -23,11 +23,12 @@ class Tasks:
     """The tasks of a worker group.
 
     Attributes:
-        num_slots: workers, and tasks of a clock.
-        begin: first clock; `end` follows the last.
+        num_slots: number of workers, which is the number of tasks per clock.
+        begin: first clock.
+        end: clock after the last.
         is_open: whether the consistency is asynchronous, see `Consistency.is_open`.
-        clock: returns the seconds for which the scheduler has listened.
-        done: clocks below which a slot has nothing left, by slot.
+        clock: function that returns the seconds for which the scheduler has listened.
+        done: slot -> clock below which all its tasks are pushed.
     """
 
     num_slots: int
@@ -46,36 +47,36 @@ class Tasks:
             self.done.setdefault(slot, self.begin)
 
     def hear(self, worker: int) -> None:
-        """Note that a worker is there."""
+        """Record that a worker is live."""
         self._heard_s[worker] = self.clock()
 
     def beat(self, worker: int) -> None:
-        """Note that a worker is there that has not said that it leaves."""
+        """Record that a worker is live, unless it has left."""
         if self._heard_s.get(worker) != _LEFT:
             self.hear(worker)
 
     def leave(self, worker: int) -> None:
-        """Note that a worker has gone."""
+        """Record that a worker has left."""
         self._heard_s[worker] = _LEFT
 
     def is_lost(self, worker: int) -> bool:
-        """Return whether a worker has gone, or has not been heard of for too long."""
+        """Return whether a worker has left, or has been silent for `LEASE_S`."""
         return self.clock() - self._heard_s.get(worker, self._start_s) > LEASE_S
 
     @property
     def num_live(self) -> int:
-        """Workers that are there."""
+        """Number of live workers."""
         return sum(not self.is_lost(worker) for worker in range(self.num_slots))
 
     def late(self) -> list[tuple[int, int]]:
-        """Return whose tasks others wait for though they are there, and the clock of each."""
+        """Return (worker, clock) of live workers that have not pushed tasks of the oldest clock."""
         first = min(self.done.values())
         slots = [slot for slot, done in self.done.items() if done == first < self.end]
         of_slots = {self._taken.get((first, slot), slot) for slot in slots}
         return [(worker, first) for worker in sorted(of_slots) if not self.is_lost(worker)]
 
     def own(self, worker: int, clock: int) -> bool:
-        """Return whether a worker is to compute its task of a clock; if so it is taken."""
+        """Assign a worker its task of a clock; return False if it is done or assigned elsewhere."""
         task = (clock, worker)
         taken = self._taken.get(task, worker)
         if self._is_done(*task) or (taken != worker and not self.is_lost(taken)):
@@ -84,9 +85,10 @@ class Tasks:
         return True
 
     def help(self, worker: int, limit: int, *, is_through: bool) -> tuple[int, int] | None:
-        """Return a task of another that a worker is to compute, of a clock up to `limit`.
+        """Assign a worker a task of another slot, of a clock up to `limit`; None if there is none.
 
-        One that `is_through` its own slot also helps those who are there, where no worker waits.
+        Tasks of live workers are assigned only with asynchronous kinds, and only if the worker
+        `is_through`: has finished its slot.
         """
         order = sorted(range(self.num_slots), key=lambda slot: self.done[slot])
         for slot in order:
@@ -102,7 +104,7 @@ class Tasks:
         return None
 
     def finish(self, clock: int, slot: int) -> None:
-        """Note that a task is pushed."""
+        """Record that a task is pushed."""
         self._ahead.add((clock, slot))
         while (self.done[slot], slot) in self._ahead:
             self._ahead.remove((self.done[slot], slot))

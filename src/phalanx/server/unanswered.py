@@ -1,4 +1,4 @@
-"""What a worker says where it is not answered, or where its job has ended."""
+"""Errors and reports of a worker whose requests are not answered, or whose job has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.server.role import Settings, no_answer
 
 
 class JobStopped(TrainingError):
-    """A signal to the first worker has ended the job."""
+    """A signal to worker 0 has ended the job."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -18,7 +18,7 @@ class JobStopped(TrainingError):
 
 
 def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
-    """Name other workers whose tasks a worker has waited for, though they are there."""
+    """Report the live workers whose tasks `worker` has waited for; clocks is worker -> clock."""
     for other, clock in clocks.items():
         if other != worker:
             report(
@@ -28,7 +28,7 @@ def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
 
 
 def lost(known: Settings, shard: int) -> TrainingError:
-    """Return the error of a worker whose weights nobody has any more."""
+    """Return the error for a shard that was lost with its last copy."""
     return TrainingError(
         f"{known['holders'][shard][0]} was lost with its part of the weights, and no other server "
         "had a whole copy; resume from the last checkpoint; with --server.num-servers 2 or more "
@@ -37,7 +37,7 @@ def lost(known: Settings, shard: int) -> TrainingError:
 
 
 def unanswered(worker: int, kinds: Iterable[str], for_s: float) -> TrainingError:
-    """Return the error of a worker that has waited for an answer in vain."""
+    """Return the error of a worker whose requests have timed out."""
     words = ", ".join(sorted(set(kinds)))
     return TrainingError(
         f"worker {worker} has waited {for_s:g} s for an answer to {words}; the log of the servers "
@@ -46,7 +46,7 @@ def unanswered(worker: int, kinds: Iterable[str], for_s: float) -> TrainingError
 
 
 def ended(address: str) -> TrainingError:
-    """Return the error of a worker whose job has ended before it began."""
+    """Return the error of a worker that starts after its job has ended."""
     return TrainingError(
         f"the job of the coordinator at {address} has ended; a new job needs a coordinator with a "
         "new journal"
@@ -54,7 +54,7 @@ def ended(address: str) -> TrainingError:
 
 
 def known_so_far(known: Settings, address: str) -> str:
-    """Say what the coordinator at an address knows of, or that it is silent."""
+    """Describe the servers and scheduler that a coordinator has met, or that it is silent."""
     if known["epoch"] < 0:
         return no_answer(address)
     scheduler = "a scheduler" if known["scheduler"] else "no scheduler"

@@ -1,8 +1,8 @@
-"""Messages over ZeroMQ: who may send one, and what happens to bytes of anyone else.
+"""Authenticated messages over ZeroMQ.
 
-A listener takes messages only of peers that have shown by an HMAC over
-numbers of both sides that they know the job's secret, and names every other in its log. Between
-hosts the bytes are encrypted besides (CURVE), by keys that are made of the same secret.
+A listener accepts messages only from peers that have proved by an HMAC over nonces of both sides
+that they have the job's secret, and logs every other message or connection. Between hosts, messages
+are also encrypted (CURVE), with keys derived from the same secret.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from phalanx.server.message import WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
 
 MOST_FRAME_BYTES: Final = 1 << 28
-"""Bytes of a frame, at most."""
+"""Most bytes of a frame."""
 
 MOST_WAITING: Final = 1000
-"""Messages that wait at either end of a connection before its sender has to wait."""
+"""Most messages queued at each end of a connection; ZeroMQ then accepts no more."""
 
 MOST_GREETINGS: Final = 1024
-"""Peers that have not shown yet that they know the secret, at most; the oldest is forgotten."""
+"""Most unauthenticated peers whose nonces are stored; the oldest is dropped."""
 
 MOST_KNOWN: Final = 4096
-"""Peers that have shown it, at most; whoever was silent for longest greets again."""
+"""Most authenticated peers; the peer that was silent for longest must authenticate again."""
 
 HELLO_S: Final = 0.5
-"""Seconds after which an end that is not welcome yet greets again."""
+"""Time between two greetings of a connection that is not authenticated, in seconds."""
 
 
 _OPENED: Final = {int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)}
@@ -54,7 +54,10 @@ Log = Callable[[str], None]
 
 @dataclass
 class Faults:
-    """Loses, doubles and reorders messages of a socket, for tests of what follows from it."""
+    """Faults that tests inject: messages of a socket are dropped, doubled and reordered at random.
+
+    The rates `drop`, `double` and `reorder` are probabilities.
+    """
 
     drop: float = 0.0
     double: float = 0.0
@@ -66,11 +69,11 @@ class Faults:
         self._held: list[list[Any]] = []
 
     def of_socket(self) -> Faults:
-        """Return faults of the same kinds for another socket."""
+        """Return faults with the same rates and a new seed, for another socket."""
         return dataclasses.replace(self, seed=self._random.randrange(1 << 32))
 
     def passed(self, frames: list[Any]) -> list[list[Any]]:
-        """Return what to send in place of one message, now."""
+        """Return the messages to send now instead of the message `frames`."""
         chance = self._random.random()
         if chance < self.drop:
             return []
@@ -90,11 +93,11 @@ def _set_up(socket: zmq.Socket[bytes]) -> None:
 
 
 class Listener:
-    """The end that waits for others, such as a server's.
+    """The end of connections that peers connect to, such as a server's.
 
     Attributes:
-        address: where it listens.
-        num_refused: messages that it has not taken.
+        address: address at which it listens.
+        num_refused: number of refused messages and connections.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Listener:
         log: Log,
         faults: Faults | None = None,
     ) -> None:
-        """Listen at an address; encrypted unless it is reached from this host alone."""
+        """Listen at an address, with encryption unless only this host can reach it."""
         self._secret, self._log = secret, log
         self._faults = None if faults is None else faults.of_socket()
         self.socket = context.socket(zmq.ROUTER)
@@ -115,7 +118,7 @@ class Listener:
             public, own = secret.curve("listener")
             self.socket.curve_publickey, self.socket.curve_secretkey = public, own
             self.socket.curve_server = True
-        else:  # any domain, also one that nobody asks for, keeps out who speaks no ZMTP 3
+        else:  # any ZAP domain, even an unused one, excludes peers older than ZMTP 3
             self.socket.setsockopt(zmq.ZAP_DOMAIN, b"phalanx")
         self.socket.bind(address)
         self.address = bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")  # pyright: ignore[reportArgumentType]
@@ -124,7 +127,10 @@ class Listener:
         self._greeting = OrderedDict[bytes, tuple[str, str]]()
 
     def receive(self) -> list[tuple[bytes, WireMessage]]:
-        """Return what has come from peers that are known, each with its sender; never waits."""
+        """Return the messages that have arrived from authenticated peers, without waiting.
+
+        Each comes with its sender. Messages of other peers are answered by the greeting.
+        """
         found: list[tuple[bytes, WireMessage]] = []
         while self._monitor.poll(0):
             event: Any = recv_monitor_message(self._monitor)
@@ -145,22 +151,22 @@ class Listener:
                 self._refuse(str(error))
 
     def send(self, peer: bytes, message: WireMessage) -> None:
-        """Send to a peer, or nothing if it has gone."""
+        """Send a message to a peer; drop the message if the peer has disconnected."""
         frames = [peer, *encode(message)]
         for each in [frames] if self._faults is None else self._faults.passed(frames):
             try:
                 self.socket.send_multipart(each, zmq.NOBLOCK, copy=False)
-            except zmq.Again:  # it takes nothing; it asks again for what it misses
+            except zmq.Again:  # its queue is full; the peer retries its requests
                 self._log(f"a peer takes no message '{message.kind}'")
 
     def close(self) -> None:
-        """Let go of the address."""
+        """Stop listening."""
         self.socket.disable_monitor()
         self._monitor.close()
         self.socket.close()
 
     def _watch(self, event: int) -> None:
-        """Follow connections: one that ends before its handshake is of a stranger."""
+        """Track connection events; a connection that ends before its handshake is refused."""
         if event in _OPENED:
             self._num_begun += 1 if event == zmq.EVENT_ACCEPTED else -1
         elif event in _REFUSED or self._num_begun > 0:
@@ -172,7 +178,7 @@ class Listener:
         self._log(f"refused: {why}")
 
     def _greet(self, peer: bytes, message: WireMessage) -> None:
-        """Take a step of a greeting; say to anyone else that they are not known."""
+        """Handle a step of a peer's greeting; answer "who" to any other message."""
         reply = WireMessage("who")
         if message.kind == "hello":
             numbers = (message.text("number")[:64], secrets.token_hex(16))
@@ -199,10 +205,10 @@ class Listener:
 
 
 class Connection:
-    """The end that speaks to a listener.
+    """The end of a connection that connects to a listener.
 
     Attributes:
-        is_welcome: whether both ends have shown that they know the secret.
+        is_welcome: whether both ends have proved that they have the secret.
     """
 
     def __init__(
@@ -218,7 +224,7 @@ class Connection:
         self.address = address
         self.socket = context.socket(zmq.DEALER)
         _set_up(self.socket)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # else beats pile up for a listener that is gone
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # else heartbeats queue up while disconnected
         if not is_local(address):
             public, own = secret.curve("link")
             self.socket.curve_publickey, self.socket.curve_secretkey = public, own
@@ -231,7 +237,7 @@ class Connection:
         self._greet()
 
     def send(self, message: WireMessage) -> None:
-        """Send a message, or keep it until this end is welcome; one of the same number once."""
+        """Send a message, or queue it until `is_welcome`; the queue has each request once."""
         if self.is_welcome:
             self._send(message)
         else:
@@ -239,9 +245,9 @@ class Connection:
             self._greet()
 
     def receive(self) -> list[WireMessage]:
-        """Return what has come; never waits.
+        """Return the messages that have arrived, without waiting.
 
-        Messages of a listener that has not shown that it knows the secret are dropped.
+        Messages from a listener that has not proved that it has the secret are dropped.
         """
         found: list[WireMessage] = []
         while True:
@@ -261,11 +267,11 @@ class Connection:
                 self._log(f"refused: {error}")
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self.socket.close()
 
     def _send(self, message: WireMessage) -> bool:
-        """Return whether somebody is there to take a message; who asked asks again."""
+        """Send; return False if no listener accepts the message, which requests then retry."""
         frames = encode(message)
         for each in [frames] if self._faults is None else self._faults.passed(frames):
             try:
@@ -281,14 +287,14 @@ class Connection:
                 self._greeted_s = time.monotonic()
 
     def _answer(self, message: WireMessage) -> None:
-        if message.kind == "who":  # a new process listens there, or a message was lost
+        if message.kind == "who":  # the listener was restarted, or a message was lost
             self.is_welcome = False
             self._greet()
         elif message.kind == "challenge":
             numbers = (self._number, message.text("number"))
             due = self._secret.proof("listener", *numbers)
             if not hmac.compare_digest(message.text("proof").encode(), due.encode()):
-                return  # of an older greeting, or of somebody else: it is not answered
+                return  # the proof is from an older greeting, or from an impostor
             self._is_proven = True
             self._send(WireMessage("proof", {"proof": self._secret.proof("link", *numbers)}))
         elif self._is_proven:

@@ -1,1 +1,1 @@
-"""The training step and the loop around it; `job` comes before them, `report` after."""
+"""The training step and the training loop; `job` prepares a run, `report` records its results."""

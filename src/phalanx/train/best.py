@@ -1,4 +1,4 @@
-"""The best checkpoint of a run by a measure of its evaluations, and when there is none to come."""
+"""Track the best evaluation of a run by a measure, and stop early when it does not improve."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from phalanx.errors import ConfigError
 from phalanx.train.evaluate import Evaluation
 
 LOSS = "min:loss"
-"""What evaluations are judged by where nothing is said."""
+"""Measure by which evaluations are compared if `best` is not set."""
 
 
 @dataclass
 class Best:
-    """Judges evaluations, alike on all ranks.
+    """Tracks the best evaluation; the state is equal on all ranks.
 
     Attributes:
         measure: "min:loss", or "min:" or "max:" and the name of a metric.
-        patience: evaluations without a better one after which the run ends; None: it never does.
-        value: of the best evaluation; None before the first.
-        step: steps taken before it.
-        num_worse: evaluations since then.
-        judged: steps before the last one that was judged; a resumed run makes it again.
+        patience: evaluations without improvement after which the run ends; None: no early stop.
+        value: measure of the best evaluation; None before the first.
+        step: steps taken before the best evaluation.
+        num_worse: evaluations since the best one.
+        judged: steps taken before the latest evaluation that was compared; a resumed run repeats
+            that evaluation, which is then ignored.
     """
 
     measure: str
@@ -37,12 +38,12 @@ class Best:
     judged: int = -1
 
     def take(self, evaluation: Evaluation) -> bool:
-        """Judge an evaluation; return whether it is the best so far.
+        """Compare an evaluation with the best; return whether it is the best so far.
 
-        One that is not a number is never the best.
+        An evaluation whose measure is NaN is never the best.
 
         Raises:
-            ConfigError: the evaluation has no such measure.
+            ConfigError: the evaluation does not have the measure.
         """
         if evaluation.step <= self.judged:
             return False
@@ -64,10 +65,10 @@ class Best:
 
     @staticmethod
     def of(config: RunConfig) -> Best | None:
-        """Return what judges the evaluations of a run; None if nothing is asked.
+        """Return the tracker for the settings of a run; None if `best` and `patience` are unset.
 
         Raises:
-            ConfigError: the measure cannot be read.
+            ConfigError: the measure is not valid.
         """
         if config.best is None and config.patience is None:
             return None
@@ -76,23 +77,23 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether enough evaluations were worse to end the run."""
+        """Whether `patience` evaluations without improvement have passed, which ends the run."""
         return self.patience is not None and self.num_worse >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """Return where it stands, for a manifest."""
+        """Return the state to store in a manifest."""
         state = dataclasses.asdict(self)
         del state["patience"]
         return state
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Take up what `state` returned, unless it is of another measure."""
+        """Restore a result of `state`, unless it is of another measure."""
         if state is not None and state["measure"] == self.measure:
             for name, value in state.items():
                 setattr(self, name, value)
 
     def text(self) -> str:
-        """Return which evaluation is the best."""
+        """Describe the best evaluation, and whether the run ended early."""
         if self.value is None:
             return f"{self.measure} was never a number"
         end = f"; the run ended, as the {self.num_worse} evaluations since are no better"

@@ -1,4 +1,4 @@
-"""What a run calls after its steps and evaluations: a user's own code within the loop."""
+"""Callbacks and loggers: a user's code that a run calls after its steps and evaluations."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from phalanx.train.evaluate import Evaluation
 from phalanx.train.step import StepResult
 
 Log = Callable[[str, Mapping[str, Any]], object]
-"""Called on the first rank with each record of a run: its kind, such as "step", and its values."""
+"""Called on rank 0 with each record of a run: its kind, such as "step", and its values."""
 
 
 class Callback:
-    """Called on all ranks alike; a subclass overrides what it needs.
+    """Base class of callbacks, which are called on every rank; override the methods you need.
 
-    One with `state_dict` and `load_state_dict` is saved and resumed with the run, as
-    `Run.register` says.
+    A callback with `state_dict` and `load_state_dict` is saved and resumed with the run, see
+    `Run.register`.
     """
 
     def begin(self, model: nn.Module) -> None:
-        """Look at the model, which is split, before the first step and before a resume."""
+        """Receive the sharded model, before a checkpoint is loaded and before the first step."""
 
     def step(self, steps_done: int, result: StepResult) -> bool | None:
-        """Look at a step that has been taken; True ends the run after it, on all ranks."""
+        """Receive the result of a step; return True on any rank to end the run after the step."""
 
     def evaluation(self, evaluation: Evaluation) -> bool | None:
-        """Look at an evaluation; True ends the run, on all ranks."""
+        """Receive an evaluation; return True on any rank to end the run."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """Callbacks and a logger, called within a run.
+    """The callbacks and the logger of a run.
 
     Attributes:
-        callbacks: by names, under which checkpoints hold their states.
-        log: is given each record.
+        callbacks: callbacks by name; checkpoints store their states under these names.
+        log: logger, called with each record.
     """
 
     callbacks: Mapping[str, Callback] = field(default_factory=dict[str, Callback])
     log: Log | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be called.
+        """Check the types of the callbacks and the logger.
 
         Raises:
-            ConfigError: says what it is.
+            ConfigError: a callback is not a `Callback`, or the logger is not callable.
         """
         for name, callback in self.callbacks.items():
             if not isinstance(callback, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -71,7 +71,7 @@ class Called:
     """
 
     def __init__(self, extras: Extras, model: nn.Module) -> None:
-        """Have them look at the model."""
+        """Call `begin` of each callback, and register each callback that has a state."""
         extras.check()
         self._callbacks = extras.callbacks
         self.registered = Registered()
@@ -81,15 +81,15 @@ class Called:
                 self.registered.add(name, callback)
 
     def step(self, steps_done: int, result: StepResult) -> bool:
-        """Return whether one of any rank ends the run; all ranks call this together."""
+        """Return whether a callback of any rank ends the run; all ranks call this together."""
         return self._agreed(each.step(steps_done, result) for each in self._of("step"))
 
     def evaluation(self, evaluation: Evaluation) -> bool:
-        """Return whether one of any rank ends the run; all ranks call this together."""
+        """Return whether a callback of any rank ends the run; all ranks call this together."""
         return self._agreed(each.evaluation(evaluation) for each in self._of("evaluation"))
 
     def _of(self, method: str) -> list[Callback]:
-        """Return those that have a method of their own."""
+        """Return the callbacks whose class overrides `method`."""
         original = getattr(Callback, method)
         return [c for c in self._callbacks.values() if getattr(type(c), method) is not original]
 

@@ -1,4 +1,4 @@
-"""The mean loss of the validation data, and metrics beside it."""
+"""Compute the mean loss and further metrics on the validation data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measurement on data that is not trained on.
+    """The result of an evaluation on validation data.
 
     Attributes:
-        step: steps taken before it.
-        loss: mean over the tokens (or samples) of the data, for text in nats a token.
-        metrics: other measures, by name. Of text: `bits_per_byte`, loss in bits / bytes
-            of the predicted text, which compares across tokenizers.
+        step: steps taken before the evaluation.
+        loss: mean over the tokens (or samples) of the data; for text in nats a token.
+        metrics: further measures, by name. For text: `bits_per_byte`, loss in bits / bytes of the
+            predicted text, which is comparable across tokenizers.
     """
 
     step: int
@@ -34,9 +34,9 @@ class Evaluation:
 
 
 def evaluate(session: Session) -> Evaluation | None:
-    """Measure the validation loss, if there is such data; every rank calls this together.
+    """Return the evaluation on validation data, or None without; every rank calls this together.
 
-    Ranks may have fewer samples than others, or none: sums are added over the ranks, never means.
+    Sums are all-reduced, never means, because ranks may have different numbers of samples, or none.
     """
     batches = session.validation_batches()
     if batches is None:
@@ -53,10 +53,10 @@ def evaluate(session: Session) -> Evaluation | None:
     with said_if_long("evaluating"):
         for batch in batches:
             loss_sum = step.run.infer(batch, forward)
-            totals[0] += 0 if loss_sum is None else loss_sum  # the last stage of a pipeline has it
+            totals[0] += 0 if loss_sum is None else loss_sum  # only on the last pipeline stage
             totals[1] += step.objective.num_valid(batch)
             metrics.take(batch)
-    for module, is_training in modes.items():  # some may be frozen in eval()
+    for module, is_training in modes.items():  # a user may keep some in eval mode
         module.training = is_training
     comm.all_reduce(totals[:1], "loss")
     comm.all_reduce(totals[1:], "data")
@@ -66,7 +66,7 @@ def evaluate(session: Session) -> Evaluation | None:
 
 
 class _Metrics:
-    """Adds up what an objective measures beside its loss; see `Objective`."""
+    """Sums an objective's metrics over batches and ranks; see `Objective`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -74,12 +74,12 @@ class _Metrics:
         self._totals: dict[str, torch.Tensor] = {}
 
     def take(self, batch: Any) -> None:
-        """Measure a batch; every rank calls this together."""
+        """Add the metrics of a batch; every rank calls this together."""
         if self._sums_of is not None:
             self._session.step.run.infer(batch, self._forward)
 
     def _forward(self, batch: Any) -> torch.Tensor:
-        """Add the sums of a batch; of stages of a pipeline, the last comes to its end."""
+        """Add the metric sums of a batch; with a pipeline, only on the last stage."""
         session = self._session
         objective, device = session.step.objective, session.comm.device
         assert self._sums_of is not None
@@ -91,7 +91,7 @@ class _Metrics:
         return torch.zeros((), device=device)
 
     def values(self) -> dict[str, float]:
-        """Return the mean of each over all ranks; every rank calls this together."""
+        """Return the mean of each metric over all ranks; every rank calls this together."""
         if self._sums_of is None:
             return {}
         comm = self._session.comm

@@ -1,14 +1,14 @@
-"""Steps of a worker's own, whose difference is pushed after every H of them: `dp:local/H`, DiLoCo.
+"""The step of `dp:local/H`, DiLoCo: H local optimizer steps, then a push of the weight change.
 
 (Douillard et al., DiLoCo, arXiv 2311.08105, algorithm 1.)
 
-    round c    H steps of one process, from the same weights on each worker
-               push how far the weights have moved, in bfloat16 where they are float32
-               servers apply the mean by Nesterov momentum; pull where all have moved to
+    round c    H local steps on each worker, starting from the same weights
+               push the old weights minus the new, in bfloat16 where they are float32
+               servers apply the mean by Nesterov momentum; pull the new weights
 
 Each worker keeps the moments of its own AdamW, and servers keep the outer momentum. A checkpoint
-has both, so it is written at the end of a round: one that is due amid a round waits for it, and the
-first worker's push asks the others for their moments.
+has both, so it is written at the end of a round. A save that becomes due within a round waits for
+the end; the first worker's push then requests the other workers' moments.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from phalanx.train.step import StepResult
 
 
 class Rounds:
-    """What a checkpoint of `local` has beside weights and the first worker's moments.
+    """The state in a `local` checkpoint besides the weights and the first worker's moments.
 
     Attributes:
-        momentum: of the servers, of each group; nothing before the first round has ended.
-        moments: of each worker's optimizer: the two of each group, one group after the other.
-        steps: of those optimizers.
+        momentum: outer momentum of the servers for each parameter group; empty before the end of
+            the first round.
+        moments: for each worker, the two moments of each parameter group, group after group.
+        steps: step count of the workers' optimizers.
     """
 
     def __init__(self) -> None:
@@ -41,22 +42,22 @@ class Rounds:
         self.steps = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the attributes by name."""
         return {"momentum": self.momentum, "moments": self.moments, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Restore the attributes from a `state_dict`."""
         self.momentum, self.moments = state["momentum"], state["moments"]
         self.steps = float(state["steps"])
 
 
 class LocalStep(ServedStep):
-    """Takes the steps of one worker, and ends its rounds.
+    """The step of one worker, which exchanges the weight change at the end of each round.
 
     Attributes:
-        rounds: beside weights and moments, the state of a checkpoint.
-        is_save_due: whether this worker, the first, wants a checkpoint after the round.
-        is_save_agreed: whether all have heard so of the round that has just ended.
+        rounds: state in a checkpoint besides weights and moments.
+        is_save_due: whether the first worker requests a checkpoint at the end of the round.
+        is_save_agreed: whether all workers received that request in the round that just ended.
     """
 
     is_save_due = is_save_agreed = False
@@ -96,7 +97,7 @@ class LocalStep(ServedStep):
 
     @override
     def before_save(self) -> None:
-        """Bring this worker's moments to the servers; the first gets what all have brought."""
+        """Send this worker's moments to the servers; the first worker collects all workers'."""
         client, clock = self.client, self.steps_done // self.steps_a_task
         moments, steps = self.flat.moments()
         client.lend(clock, [flat for of_group in moments for flat in of_group])
@@ -118,7 +119,7 @@ class LocalStep(ServedStep):
 
     @property
     def is_round_over(self) -> bool:
-        """Whether the last step was a round's last."""
+        """Whether the latest step was the last of a round."""
         return self.steps_done % self.steps_a_task == 0
 
     @override
@@ -131,7 +132,7 @@ class LocalStep(ServedStep):
         return result
 
     def _exchange(self, clock: int) -> None:
-        """Push how far the weights have moved in this round, and pull where all have moved to."""
+        """Push the change of the weights in this round, and pull the updated weights."""
         client, loss, tokens = self.client, *self._sums.tolist()
         wire = torch.bfloat16 if self._begin[0].dtype == torch.float32 else self._begin[0].dtype
         moved = [(b - now).to(wire) for b, now in zip(self._begin, self.flat.weights, strict=True)]

@@ -1,4 +1,4 @@
-"""The training loop, the same for text and for any module: step, evaluate, save."""
+"""The training loop for text and for any module: step, evaluate, save."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from phalanx.train.step import StepResult
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that a signal has ended between two steps, with a checkpoint.
+    """The result of a run that a signal has ended between two steps, with a checkpoint.
 
     Attributes:
         signum: number of the signal.
-        words: how far it came, and how it is resumed.
+        words: message with the steps done and the command that resumes the run.
     """
 
     signum: int
@@ -41,7 +41,7 @@ class Stopped:
 
 
 class _Output(Console):
-    """The console of a rank, whose process ends as others do that write to a reader who left."""
+    """The console of a rank; on a broken pipe the process exits with READER_LEFT."""
 
     @override
     def on_broken_pipe(self) -> None:
@@ -52,7 +52,7 @@ class _Output(Console):
 
 
 def train(session: Session) -> Summary | Stopped:
-    """Train on this rank, with the others of the job."""
+    """Train on this rank, together with the other ranks of the job."""
     step = session.step
     PULSE.advice = functools.partial(how_to_resume, session.out, session.resume_command())
     logged = rank_log.kept(session.out, session.comm.rank)
@@ -66,13 +66,13 @@ def train(session: Session) -> Summary | Stopped:
         else:
             with PULSE.doing("the summary"):
                 outcome = summarize_run(records)
-    # Rank 0 writes for longer than the others, which may need its store until they have saved.
+    # Exit together: rank 0 writes longer than the others, and hosts the store by which they save.
     barrier()
     return outcome
 
 
 def how_to_resume(out: Path, command: str) -> str:
-    """Say which checkpoint of a run stands, and how to resume from it."""
+    """Return a message with the last checkpoint of a run, and the command to resume from it."""
     checkpoints = manifest.whole(out)
     if not checkpoints:
         return f"there is no checkpoint in {out} yet"
@@ -80,27 +80,27 @@ def how_to_resume(out: Path, command: str) -> str:
 
 
 class Watcher(Protocol):
-    """The loop notifies it of each step; it never drives the loop. Here it does nothing."""
+    """Observer that the loop notifies of steps and evaluations; does nothing by default."""
 
     @contextmanager
     def watching_data(self) -> Generator[None]:
-        """Watch how the data of a step comes."""
+        """Wrap the loading of a step's data."""
         yield
 
     @contextmanager
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
-        """Watch a step over this rank's microbatches."""
+        """Wrap a step over this rank's microbatches."""
         yield
 
     def keep(self, result: StepResult) -> None:
-        """Take the result of the step."""
+        """Receive the result of the step."""
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Take an evaluation, which has just been made."""
+        """Receive the latest evaluation; None without validation data."""
 
 
 def take_steps(session: Session, records: Watcher) -> int:
-    """Take all steps, evaluate and save; return the signal that ended them early, or 0."""
+    """Take all steps, evaluate and save; return the signal that stopped the loop early, or 0."""
     step, config, num_steps = session.step, session.config, session.num_steps
     pace = Pace(60 * config.save_every_minutes, session.is_first)
     is_over = session.best is not None and session.best.is_over
@@ -136,7 +136,7 @@ def take_steps(session: Session, records: Watcher) -> int:
 
 
 def _evaluate(session: Session, records: Watcher) -> tuple[bool, bool]:
-    """Evaluate; return whether it is the best so far, and whether the run is to end by it."""
+    """Evaluate; return whether it is the best so far, and whether it ends the run."""
     with PULSE.doing(f"evaluation after step {session.step.steps_done}"):
         records.evaluation(found := evaluate(session))
         if found is None:
@@ -148,7 +148,7 @@ def _evaluate(session: Session, records: Watcher) -> tuple[bool, bool]:
 
 @contextmanager
 def _checked(session: Session) -> Generator[None]:
-    """Compare the collectives of the ranks if the user asked for it."""
+    """Compare the collectives of the ranks if `debug_comm` is set."""
     config = session.config
     if not config.debug_comm:
         yield

@@ -1,4 +1,4 @@
-"""Say what a run is waiting for, where it waits for long."""
+"""Print notices on rank 0, for example of operations that take long."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from phalanx.launch.heartbeat import PULSE
 
 PATIENCE_S = 2.0
-"""How long a person waits without a word."""
+"""Seconds that an operation may take before a notice is printed."""
 
 
 @contextmanager
 def said_if_long(what: str) -> Generator[None]:
-    """Print `what` on rank 0 if the block takes longer than a person waits without a word."""
+    """Print `what` on rank 0 if the block takes longer than PATIENCE_S."""
     if dist.get_rank() != 0:
         yield
         return
@@ -31,17 +31,16 @@ def said_if_long(what: str) -> Generator[None]:
 
 
 def announce(line: str) -> None:
-    """Print a line, unless it is empty, on rank 0."""
+    """Print a line on rank 0, unless it is empty."""
     if line and dist.get_rank() == 0:
         _say(line)
 
 
 @contextmanager
 def compiling(is_asked: bool) -> Generator[None]:
-    """Run what compiles the blocks on its way, if they are to be compiled at all.
+    """Mark a block that compiles the model, if `is_asked`, so that ranks are not reported as hung.
 
-    The compiler runs other programs for minutes, in one place of the code. So ranks that stand
-    there are not reported as standing still.
+    The compiler may run subprocesses for minutes while the rank's stack does not change.
     """
     if not is_asked:
         yield
@@ -51,7 +50,7 @@ def compiling(is_asked: bool) -> Generator[None]:
 
 
 def _say(line: str) -> None:
-    # The display of a run takes over standard output, and prints what comes there above its bar; a
-    # console of our own would write to the terminal itself, within the line of the bar.
+    # The progress display of a run redirects standard output and prints it above its bar; another
+    # Console would write to the terminal directly, into the line of the bar.
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""The quantity to minimise: the sum of the losses of valid tokens, and their number.
+"""Training objectives: the sum of the losses of valid tokens, and the number of valid tokens.
 
-The loss of a step is one quotient, sum over valid tokens / valid tokens, of the *global* batch. So
-a model returns a sum and never a mean: a mean of means weighs a token by how empty its neighbours
-are.
+The loss of a step is one quotient over the *global* batch, loss sum / valid tokens. So a model
+returns a sum and never a mean: a mean of microbatch means would give a token more weight in a
+microbatch with fewer valid tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from phalanx.models.random import row_keys
 
 
 class Objective(Protocol):
-    """How a microbatch becomes a loss. An objective is pickled on its way to the ranks.
+    """Computes the loss of a microbatch. An objective is pickled to be sent to the ranks.
 
-    It may have a method more, which evaluations call in eval mode, once a batch:
+    An objective may have another method, which evaluations call once a batch, in eval mode:
 
         def metric_sums(self, model, microbatch) -> Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
-    It returns sums over the rows by the names of the metrics. A metric is the sum over all rows and
-    ranks / the sum of `num_valid`, or of the count that stands beside it. Its call of the model is
-    a second forward.
+    The method returns, by metric name, a sum over the rows, or a tuple of a sum and a count. The
+    metric is the sum over all rows and ranks, divided by the total of the count, or of `num_valid`
+    without a count. The method calls the model, so evaluations run a second forward.
     """
 
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
@@ -37,20 +37,20 @@ class Objective(Protocol):
         ...
 
     def num_valid(self, microbatch: Any) -> int | torch.Tensor:
-        """Return how many tokens (or samples: whatever the mean is over) are valid.
+        """Return the number of valid tokens, or of samples if the mean loss is over samples.
 
-        A 0-d tensor on the device of the microbatch spares a GPU a wait.
+        A 0-d tensor on the microbatch's device avoids a synchronization with the GPU.
         """
         ...
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """The objective of a `Decoder` over `Batch`es.
+    """Next-token cross-entropy of a `Decoder` on `Batch`es.
 
     Attributes:
-        seed: of the dropout masks.
-        dropout: the model's dropout probability; masks are keyed only where it is above 0.
+        seed: seed of the dropout masks.
+        dropout: the model's dropout probability; mask keys are computed only if it is above 0.
     """
 
     seed: int = 0
@@ -69,15 +69,16 @@ class NextToken:
         )
 
     def num_valid(self, microbatch: Batch) -> torch.Tensor:
-        """Return how many labels are not IGNORE."""
+        """Return the number of labels that are not IGNORE."""
         return (microbatch.labels_BT != IGNORE).sum()
 
 
 def check_build(where: str, build: Any) -> nn.Module:
-    """Return a module of `build`, which has to make a new one each time that it is called.
+    """Return a module made by `build`, after checking that each call makes a new module.
 
     Raises:
-        ConfigError: it is a module itself, or returns none, or one that it returned before.
+        ConfigError: `build` is a module itself, returns another type, or returns the same module
+            each time.
     """
     made = build if isinstance(build, nn.Module) else build()
     if not isinstance(made, nn.Module):

@@ -1,7 +1,7 @@
-"""AdamW with decay for matrices only, and a cosine learning rate after a linear warm-up.
+"""AdamW with weight decay for matrices only, and a cosine learning rate after a linear warm-up.
 
-AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. Cosine: the same authors,
-SGDR, 2017, without restarts.
+AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. Cosine: Loshchilov and
+Hutter, SGDR, 2017, without restarts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from phalanx.config import OptimizerConfig
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW on this rank's shards: it is elementwise, and a gradient is sharded as its parameter.
+    """AdamW on local shards: the update is elementwise, and gradients are sharded as parameters.
 
-    Given DTensors, PyTorch would derive that from the placements in each rank's first step, for a
-    tenth of a second of a small model on three axes. The moments are kept as DTensors.
+    With DTensors, PyTorch's first step would infer the sharding of each operation, which takes a
+    tenth of a second for a small model on three mesh axes. The moments are stored as DTensors.
     """
 
-    # Private, and what `step` takes its tensors from; tests/parallel/test_sharded.py pins it.
+    # Private; `step` gets its tensors from it. tests/parallel/test_sharded.py pins its behavior.
     def _init_group(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, group: dict[str, Any], *lists: list[torch.Tensor]
     ) -> bool:
@@ -34,9 +34,9 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """Return a fused AdamW over the trained parameters of `model`.
+    """Return a fused AdamW over the trainable parameters of `model`.
 
-    Vectors (norms and biases) do not decay. A parameter that is tied appears once.
+    Vectors (norms and biases) have no weight decay. A tied parameter appears once.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
@@ -54,7 +54,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of step `step` (the first is 0) of `num_steps`.
 
-    It rises in a line over the warm-up steps, is `config.lr` at their end, and falls by half a
+    The rate rises linearly over the warm-up steps, is `config.lr` at their end, and falls by half a
     cosine to `config.min_lr_ratio * config.lr` at the last step.
     """
     warmup = config.warmup_steps

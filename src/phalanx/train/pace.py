@@ -1,10 +1,10 @@
-"""Decide together, about once a second, whether to stop and whether a checkpoint is due by time.
+"""Agree over all ranks, about once a second, whether to stop and whether to save by time.
 
     step      1   2   3   4   5   6   7   8   9  10 ...
-    compare   x   x           x           x             about a second apart, by rank 0's clock
+    compare   x   x           x           x             about every second, by rank 0's clock
 
-Signals and clocks are each rank's own, but all ranks must stop and save after the same step. So
-they compare: at each comparison rank 0 says after how many steps the next one is.
+Each rank has its own signals and clock, but all ranks must stop and save after the same step. So
+they all-reduce: each time, rank 0 sets the number of steps until the next all-reduce.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from phalanx.comm.together import max_over_ranks
 from phalanx.launch.heartbeat import PULSE
 
 COMPARE_S = 1.0
-"""About how often the ranks compare, in seconds."""
+"""Approximate seconds between two comparisons of the ranks."""
 
 MAX_STEPS = 1000
 """Most steps between two comparisons."""
 
 
 class Pace:
-    """When to stop, and when to save by the clock; every rank makes one, and calls it alike.
+    """The agreement of all ranks on when to stop and when to save; all ranks make the same calls.
 
     Attributes:
-        stop_signal: the signal by which all ranks stop after this step, or 0.
-        is_save_due: whether the last checkpoint was begun so long ago that another is due.
+        stop_signal: number of the signal by which all ranks stop after this step, or 0.
+        is_save_due: whether the last save began at least `save_every_s` ago, so that a save is due.
     """
 
     def __init__(
         self, save_every_s: float, is_first: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin to count; rank 0's clock decides, and 0 is no bound between two checkpoints."""
+        """Start the clock, of which only rank 0's counts; `save_every_s` 0 disables timed saves."""
         self._is_first = is_first
         self._save_every_s = save_every_s
         self._clock = clock
@@ -42,11 +42,11 @@ class Pace:
         self.stop_signal, self.is_save_due = 0, False
 
     def saved(self) -> None:
-        """Note that a checkpoint was begun."""
+        """Record that a save has begun now."""
         self._saved_s = self._clock()
 
     def after_step(self, *, can_save: bool) -> None:
-        """Decide what all ranks do after this step; a save begins if rank 0 says that it can."""
+        """Update `stop_signal` and `is_save_due`; none is due if rank 0's `can_save` is False."""
         self.is_save_due = False
         self._steps_left -= 1
         if self._steps_left > 0:

@@ -1,9 +1,9 @@
-"""The data types of a run: what weights are kept in, and what the arithmetic is done in.
+"""The dtypes of a run: one for master weights, one for compute.
 
 Master weights, gradients and optimizer state are float32 (float64 under float64). Under bfloat16
-and float16 the layers cast weights where they use them, so the cast is in the model's own forward.
-float16 needs its loss scaled, or small gradients vanish (Micikevicius et al., Mixed Precision
-Training, 2018, section 3.2), and is for CUDA devices only.
+and float16, each layer casts its weights in its forward. float16 needs loss scaling, because small
+gradients would underflow (Micikevicius et al., Mixed Precision Training, 2018, section 3.2), and is
+for CUDA devices only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from phalanx.parallel.plan import Plan
 
 @dataclass(frozen=True)
 class Precision:
-    """The resolved data types of a run.
+    """The resolved dtypes of a run.
 
     Attributes:
-        master: data type of weights, gradients and optimizer state.
-        compute: data type of the arithmetic.
+        master: dtype of weights, gradients and optimizer state.
+        compute: dtype of the arithmetic.
         needs_scaler: whether the loss must be scaled.
     """
 
@@ -36,15 +36,15 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """The data type of the arithmetic, as in the configuration."""
+        """Name of the compute dtype, as in the configuration."""
         return str(self.compute).removeprefix("torch.")
 
 
 def resolve(name: str, device: str) -> Precision:
-    """Return the data types for the setting `name` on `device` ("cpu" or "cuda").
+    """Return the dtypes for the setting `name` on `device` ("cpu" or "cuda").
 
     Raises:
-        ConfigError: float16 on a CPU.
+        ConfigError: the setting is float16 and the device a CPU.
     """
     if name == "auto":
         name = "bfloat16" if has_fast_bfloat16(device) else "float32"
@@ -57,10 +57,10 @@ def resolve(name: str, device: str) -> Precision:
 
 
 def check_split(config: RunConfig, plan: Plan[Any]) -> None:
-    """Refuse to compile, scale or compress what a strategy has split otherwise.
+    """Check that compilation, loss scaling and gradient compression work with the strategy.
 
     Raises:
-        ConfigError: names the nearest setting that the strategy allows.
+        ConfigError: one does not; the message names the nearest setting that the strategy allows.
     """
     if config.compile and plan.uncompiled:
         raise ConfigError(
@@ -69,7 +69,7 @@ def check_split(config: RunConfig, plan: Plan[Any]) -> None:
         )
     check_compression(config.compress, plan.strategy, config.precision)
     if config.precision == "float16" and (num_stages := plan.strategy.pp.degree) > 1:
-        # Each rank's GradScaler lowers the scale for its own stage's overflow alone.
+        # A rank's GradScaler lowers its scale only when its own stage overflows.
         raise ConfigError(
             f"precision is float16, whose loss is scaled, and the stages of pp{num_stages} would "
             "not agree on the scale; the nearest is bfloat16"

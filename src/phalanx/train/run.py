@@ -1,4 +1,4 @@
-"""From a configuration to the summary of its run: start the processes, or join torchrun's."""
+"""Run a training configuration, in processes that this one or torchrun starts; return a summary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from phalanx.train.report.summary import Summary
 from phalanx.train.text import TextSession
 
 NOTHING = Extras()
-"""No callback, and no other logger."""
+"""No callbacks and no logger."""
 
 Outcome = TypeVar("Outcome", Summary, Summary | None)
 
@@ -48,13 +48,17 @@ def train(
     callbacks: Mapping[str, Callback] = MappingProxyType({}),
     log: Log | None = None,
 ) -> Summary:
-    """Train as `config` says: start the processes, or join those that torchrun started.
+    """Train by `config`: start the rank processes, or run as one of those that torchrun started.
 
-    `announce` is called once in the job, under torchrun by rank 0; `progress` now and then while
-    the data is prepared; for `callbacks` and `log` see `phalanx.Trainer`.
+    Args:
+        config: configuration of the run.
+        announce: called once with the job before its first step; under torchrun on rank 0.
+        progress: called repeatedly while the data is prepared.
+        callbacks: see `phalanx.Trainer`.
+        log: see `phalanx.Trainer`.
 
     Raises:
-        PhalanxError: the configuration, the data or the run is at fault.
+        PhalanxError: the configuration or data is invalid, or the run failed.
     """
     attach.report_in_one_message()
     slurm.adopt()
@@ -78,7 +82,7 @@ def run(
     progress: Progress | None = None,
     extras: Extras = NOTHING,
 ) -> Summary | None:
-    """Train as is settled; see `train`. A worker that is not the first has no summary."""
+    """Train by a checked request; see `train`. Return None in a worker other than worker 0."""
     if request.strategy.is_served and is_under_torchrun():
         raise ConfigError(
             f"strategy {request.strategy} starts its own workers and servers, on this host; leave "
@@ -101,11 +105,11 @@ def run(
 
 
 def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
-    """Start the ranks of a resolved job on this host and wait for the summary; see `run`.
+    """Start the ranks of a resolved job on this host, and return the summary; see `run`.
 
     Raises:
-        PhalanxError: the run is at fault.
-        Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
+        PhalanxError: the run failed.
+        Interrupted: a signal ended the run; a checkpoint was saved if there was time.
     """
     if job.strategy.is_served:
         return _start_served(job, extras)
@@ -117,10 +121,10 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
 
 
 def _start_served(job: Job, extras: Extras) -> Summary | None:
-    """Start workers and servers, or the one worker that is asked for."""
+    """Start the workers and servers of a job, or only worker `server.worker` if it is set."""
     from phalanx.train.served_run import check, run_served, run_worker
 
-    check(job)  # before there is a folder
+    check(job)  # before the folder is created
     job = claim(job)
     worker = job.config.server.worker
     advice = functools.partial(how_to_resume, job.out, _resume_by(job))
@@ -138,7 +142,7 @@ def _resume_by(job: Job) -> str:
 
 
 def train_rank(job: Job, extras: Extras = NOTHING) -> Summary | Stopped:
-    """Train on this rank, with the others of the job."""
+    """Train on this rank, together with the other ranks of the job."""
     return train_session(TextSession(job, extras))
 
 
@@ -149,13 +153,13 @@ def summary_of(
     config: RunConfig,
     advice: Callable[[], str],
 ) -> Summary:
-    """Start the ranks of a run on this host, or join them, and return the first rank's summary.
+    """Start the ranks of a run on this host, or run as a rank; return rank 0's summary.
 
-    `advice` says how the run is resumed; for the other arguments see `run_ranks`.
+    `advice` returns how to resume the run; for the other arguments see `run_ranks`.
 
     Raises:
-        PhalanxError: the run is at fault.
-        Interrupted: a signal ended it; it has saved a checkpoint if it was given the time.
+        PhalanxError: the run failed.
+        Interrupted: a signal ended the run; a checkpoint was saved if there was time.
     """
     with _explained(advice):
         outcomes: list[Summary | Stopped] = run_ranks(
@@ -176,17 +180,17 @@ def _say_starting(num_ranks: int) -> None:
 
 @contextmanager
 def _explained(advice: Callable[[], str]) -> Generator[None]:
-    """Say of an error of the ranks started inside how the run is resumed."""
+    """Add `advice()` on how to resume to an error of the ranks that are started inside."""
     try:
         yield
     except BaseException as error:
-        if is_under_torchrun():  # what ends the rank says it
+        if is_under_torchrun():  # the handler that ends the rank adds the advice
             raise
-        # The display of rank 0 hides the terminal's cursor; a rank that is ended leaves it so.
+        # Rank 0's display hides the terminal's cursor; a killed rank does not show it again.
         console = Console()
         if console.is_terminal:
             console.show_cursor(True)
-            console.print()  # what comes next does not continue in the line of the display
+            console.print()  # end the line of the display
         if isinstance(error, Interrupted):
             raise Interrupted(error.signum, advice()) from None
         if isinstance(error, TrainingError):
@@ -201,7 +205,7 @@ def _finished(outcome: Outcome | Stopped) -> Outcome:
 
 
 def _train_here(announce: Announce | None, extras: Extras, job: Job) -> Summary:
-    # A folder named after the time must have one name.
+    # The name of a new folder contains the time, so rank 0's name is used on all ranks.
     out = on_first_rank(lambda: claim(job).out, f"cannot write to {job.out}")
     job = dataclasses.replace(job, out=out)
     if announce is not None and dist.get_rank() == 0:

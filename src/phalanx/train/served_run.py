@@ -1,7 +1,7 @@
-"""A run whose workers exchange by parameter servers: each worker is a job of one process.
+"""Run a job with parameter servers; each worker is a torch.distributed job of one process.
 
-The first worker evaluates, saves, and keeps the records, as the first rank of any run does. One
-that is started again in place of a lost one takes from the servers how far the run is.
+Worker 0 evaluates, saves and writes the records, as rank 0 of any run does. A worker that is
+restarted in place of a lost one gets the number of finished steps from the servers.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from phalanx.train.text import TextSession, loader_of
 
 
 def consistency_of(job: Job) -> Consistency:
-    """Return the consistency that a job's strategy asks for."""
+    """Return the consistency model in a job's strategy."""
     dp = job.strategy.dp
     return Consistency(dp.kind, dp.degree, dp.option or 0, job.config.server.grace_s)
 
 
 def check(job: Job) -> None:
-    """Refuse what a run over parameter servers cannot do.
+    """Check that the settings work with parameter servers.
 
     Raises:
-        ConfigError: says which setting, and the nearest that can be.
+        ConfigError: a setting does not; the message names the nearest one that does.
     """
     config, consistency = job.config, consistency_of(job)
     if job.device == "cuda":
@@ -81,7 +81,7 @@ def check(job: Job) -> None:
 
 
 def _check_table(job: Job) -> None:
-    """Refuse to move an embedding by rows where all of them change."""
+    """Raise ConfigError if `server.table_rule` or `table_lr` does not fit the other settings."""
     server, strategy = job.config.server, job.strategy
     if server.table_rule is None and server.table_lr is not None:
         raise ConfigError(
@@ -104,7 +104,7 @@ def _check_table(job: Job) -> None:
 
 
 class NoSaver:
-    """Saves nothing: the first worker does."""
+    """The saver of workers other than worker 0: saves nothing."""
 
     is_writing = False
 
@@ -122,14 +122,14 @@ class NoSaver:
 
 
 class _Unwatched(Watcher):
-    """Keeps no records: the first worker does."""
+    """The watcher of workers other than worker 0: keeps no records."""
 
 
 class ServedSession(TextSession):
-    """A worker's part of a run.
+    """The session of one worker with parameter servers.
 
     Attributes:
-        client: of the servers.
+        client: client of the servers.
     """
 
     step: ServedStep
@@ -176,7 +176,7 @@ class ServedSession(TextSession):
         self.data_rank = self.worker
         if not self.is_first:
             self.saver = cast(Saver, NoSaver())
-        elif self._is_again(job.out / STARTED):  # in place of a worker that was lost
+        elif self._is_again(job.out / STARTED):  # restarted after worker 0 was lost
             self.saver = Saver(job.out, keep=job.config.keep_checkpoints)
         else:
             super()._claim(job)
@@ -191,7 +191,7 @@ class ServedSession(TextSession):
         return mark.exists() and mark.read_text() == self._meeting.coordinator
 
     def _consumed(self, steps: int) -> int:
-        """Return where in the stream the samples of a step begin."""
+        """Return the position in the sample stream after `steps` steps of the run."""
         done, consumed = self.job.done
         end = self.loader.end
         at = consumed + (steps - done) * self.job.batch.global_size
@@ -224,10 +224,10 @@ class ServedSession(TextSession):
     @property
     @override
     def may_stop(self) -> bool:
-        """Whether a signal may end this worker's part, see `Session.may_stop`.
+        """Whether a signal may stop this worker after the latest step, see `Session.may_stop`.
 
-        In `local/H` all wait for each other after a round: the first worker stops after one whose
-        end has been saved, and the others when they hear of that.
+        In `local/H` all workers wait for each other at the end of a round. So worker 0 stops only
+        after a round that was saved, and the other workers when worker 0 notifies them.
         """
         return not isinstance(self.step, LocalStep) or (self.is_first and self._is_round_saved)
 
@@ -281,25 +281,25 @@ STEPS: Final[dict[str, type[ServedStep]]] = {
     "quorum": OpenStep,
     "local": LocalStep,
 }
-"""The step of each kind of dp that is served."""
+"""Step class for each kind of dp with parameter servers."""
 
 MOST_AGAIN: Final = 100
-"""Processes that are started again in a run, at most."""
+"""Most restarts of processes in a run."""
 
 MOST_AGES: Final = 12
-"""Ages of gradients that the summary shows."""
+"""Most gradient ages (staleness, in versions) that the summary shows."""
 
 LOOK_S: Final = 0.05
-"""How often the first worker, which has ended, asks whether others train, in seconds."""
+"""Seconds between two polls of worker 0, when done, for workers that still train."""
 
 STARTED: Final = ".served"
-"""In the folder of a run whose first worker has begun."""
+"""File in the run folder that worker 0 writes at its start, with the coordinator's address."""
 
 
 def train_worker(
     job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
 ) -> Summary | Stopped | None:
-    """Train as one worker; the first returns what came of it, when all others have left."""
+    """Train as worker `worker`; worker 0 waits for the others, and returns the run's outcome."""
     try:
         session = ServedSession(job, worker, meeting, extras)
     except JobStopped as stopped:
@@ -331,7 +331,7 @@ def train_worker(
 
 
 def run_served(job: Job, extras: Extras, say_starting: Callable[[], None]) -> Summary | Stopped:
-    """Start the roles and the workers of a job on this host; return the first's outcome."""
+    """Start the servers and workers of a job on this host; return worker 0's outcome."""
     config, num_workers = job.config, job.strategy.num_ranks
     folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
     meeting = meeting_of(folder, Secret.new())
@@ -353,16 +353,16 @@ def run_served(job: Job, extras: Extras, say_starting: Callable[[], None]) -> Su
 def run_worker(
     job: Job, extras: Extras, say_starting: Callable[[], None]
 ) -> Summary | Stopped | None:
-    """Run one worker of a job whose roles others have started; only the first has an outcome."""
+    """Run one worker of a job whose servers run already; only worker 0 returns an outcome."""
     works: list[Work] = [(train_worker, (job, job.config.server.worker, _meeting(job), extras))]
     return _run_works(job, works, [], say_starting)
 
 
 def _meeting(job: Job) -> JobAddress:
-    """Return where the job's coordinator, which others have started, is found.
+    """Return the address and secret of the job's coordinator, which is started separately.
 
     Raises:
-        ConfigError: its address or the file of its secret is wrong.
+        ConfigError: the address or the secret file is not valid.
     """
     server = job.config.server
     assert server.coordinator is not None and server.secret, "they are checked with the settings"

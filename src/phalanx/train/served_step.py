@@ -1,12 +1,12 @@
-"""The step of a worker of a parameter server: the one step, whose gradients servers add up.
+"""The training step of a worker with parameter servers, which sum the workers' gradients.
 
-    ps, ssp/S      push the gradient, wait for the totals, say how it is to be applied, pull
+    ps, ssp/S      push the gradient, wait for the totals, send the update's rate and scale, pull
     async, quorum  clip the gradient by its own norm, push, pull
     local/H        see local_step.py
 
-Of an embedding table it pushes the rows that it has looked up, and pulls a row when it looks it up.
-While a worker waits it computes what a lost worker has left. Servers keep the moments of Adam; the
-worker's own optimizer has them while a checkpoint is written.
+For an embedding table, a worker pushes only gradient rows that it looked up, and pulls a row when a
+forward looks it up. A waiting worker computes tasks of lost workers. Servers hold the moments of
+Adam; the worker's own optimizer has them only while a checkpoint is written.
 
 [Note: Rates without a clock] An update of k of N workers moves the weights by k/N of the learning
 rate, so that the samples of a synchronous step move them as far as that step does.
@@ -36,23 +36,24 @@ from phalanx.train.optimizer import learning_rate
 from phalanx.train.step import Step, StepResult
 
 BatchOf = Callable[[int, int], Sequence[Any]]
-"""Returns the microbatches of a task, of a clock and a slot."""
+"""Returns the microbatches of the task (clock, slot)."""
 
 Recipe = tuple[int, float, float | None]
-"""Version, rate, and scale of the gradient, of an update; no scale leaves the weights."""
+"""Version, learning rate and gradient scale of an update; scale None skips the update."""
 
 HELP_S: Final = 0.25
-"""Seconds between two questions of a waiting worker for what others have left."""
+"""Seconds between two requests of a waiting worker for a task of a lost worker."""
 
 
 class ServedStep(Step):
-    """Takes the steps of one worker; the base of the three kinds.
+    """The step of one worker; base class of `ClockedStep`, `OpenStep` and `LocalStep`.
 
     Attributes:
-        client: of the servers.
-        version: of this worker's weights.
-        sums: beside weights and moments, the state of a checkpoint of tables.
-        batch_of: gives the samples of another's task; None where nobody is helped.
+        client: client of the servers.
+        version: version of this worker's weights.
+        sums: row-wise Adagrad state of embedding tables, filled for a checkpoint.
+        batch_of: returns the samples of another worker's task; None disables help.
+        steps_a_task: steps of a task, that is, between two pushes.
     """
 
     client: Client
@@ -65,7 +66,7 @@ class ServedStep(Step):
         self.sums = RowSums()
 
     def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
-        """Meet the servers, which the first worker gives the first weights; then pull."""
+        """Connect to the servers, initialize their weights if `is_first`, and pull the weights."""
         self.client, self.consistency, self.server = client, client.consistency, server
         self._helped_s, self._is_over = 0.0, False
         self.tables = self._find_tables()
@@ -80,13 +81,13 @@ class ServedStep(Step):
             first = (flats, self.rule(), self.config.clip_p)
             client.create(*first, self.steps_done // self.steps_a_task, kept, steps)
         client.pull(self.flat.weights, 0)
-        self._totals = client.totals(0)  # of what all have pushed and nobody is left to pull
+        self._totals = client.totals(0)  # updates that all pushed but no one applied
         clock = client.done[client.worker]
         self.steps_done = clock * self.steps_a_task
         self.pull(self.consistency.needs(clock))
 
     def _find_tables(self) -> list[Table]:
-        """Return the tables of the model whose gradients are sparse; one that is tied, once."""
+        """Return the embedding tables with sparse gradients; a tied one once."""
         found = sparse_tables(self.model)
         if found and self.server.table_rule is None:
             raise ConfigError(
@@ -111,22 +112,25 @@ class ServedStep(Step):
         self.client.pull_rows(table, rows, target, self.version)
 
     def pull(self, needed: int, idle: Callable[[], None] | None = None) -> None:
-        """Pull the weights, once they are of version `needed`, and rows when they are looked up."""
+        """Pull weights of at least version `needed`, and let lookups pull table rows again.
+
+        `idle` is called while this waits.
+        """
         self.version = self.client.pull(self.flat.weights, needed, self.recipes(), idle)
         for table in self.tables:
             table.expire()
 
     def recipes(self) -> list[Recipe]:
-        """Say how updates that are complete, and belong to a clock, are to be applied."""
+        """Return how servers shall apply complete updates that belong to a clock."""
         return []
 
     @property
     def inner_rule(self) -> str:
-        """The rule of this worker's own optimizer, which checkpoints hold."""
+        """Name of the update rule of this worker's own optimizer, which checkpoints store."""
         return self.server.rule
 
     def rule(self) -> dict[str, Any]:
-        """Return how servers change the weights."""
+        """Return the servers' update rule and its hyperparameters."""
         config, server = self.config, self.server
         numbers = {"betas": [config.beta1, config.beta2], "eps": config.eps}
         numbers |= {"momentum": server.momentum, "decays": self.flat.decays}
@@ -134,13 +138,13 @@ class ServedStep(Step):
         return {"name": server.rule, **numbers, "tables": server.table_rule, "tables_rate": rate}
 
     def kept(self) -> tuple[list[list[Tensor]], float]:
-        """Return what servers are to keep to begin with, which this optimizer then does not."""
+        """Return the servers' initial optimizer state and its steps; clear the local state."""
         kept = self.flat.moments()
         self.optimizer.state.clear()
         return kept
 
     def before_save(self) -> None:
-        """Have the optimizer keep what the servers do, as a checkpoint has it."""
+        """Copy the servers' weights and optimizer state to this worker, for a checkpoint."""
         names, num = self.flat.names, len(self.flat.weights)
         flats = [[flat, *(torch.empty_like(flat) for _ in names)] for flat in self.flat.weights]
         for weight in [table.weight.detach() for table in self.tables]:
@@ -152,13 +156,13 @@ class ServedStep(Step):
             self.sums.sums = [sums for of_table in flats[num:] for sums in of_table[1:]]
 
     def rate(self, clock: int) -> float:
-        """Return the learning rate of a clock."""
+        """Return the learning rate of the update of `clock`."""
         if self.num_steps is None:
             return float(self.optimizer.param_groups[0]["lr"])
         return learning_rate(self.config, clock, self.num_steps)
 
     def push(self, clock: int, slot: int, loss: Tensor, tokens: Tensor) -> int:
-        """Push what flat memory has of a task."""
+        """Push the gradients of a task in flat memory and tables; return the update's number."""
         num = float(tokens)
         numbers: dict[str, Any] = {"base": self.version, "tokens": num, "loss": float(loss) * num}
         grads = [*self.flat.grads, *(table.gradient() for table in self.tables)]
@@ -167,7 +171,7 @@ class ServedStep(Step):
     def take_task(
         self, clock: int, slot: int, microbatches: Sequence[Any]
     ) -> tuple[Tensor, Tensor]:
-        """Compute and push a task; return its loss and its tokens."""
+        """Compute and push the gradient of a task; return its loss and number of valid tokens."""
         before, self.steps_done = self.steps_done, clock
         try:
             loss, tokens = super().compute_gradients(microbatches)
@@ -180,16 +184,19 @@ class ServedStep(Step):
         return loss, tokens
 
     def of_samples_pushed(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Return loss and tokens of samples, for the records: another has pushed their gradient."""
+        """Return loss and valid tokens, for records; another worker has pushed the gradient."""
         found = super().compute_gradients(microbatches)
         self.optimizer.zero_grad()
         return found
 
     def finish_gradients(self) -> None:
-        """Do what a worker does with gradients of its own before it pushes them."""
+        """Process the gradients of a task before they are pushed; nothing by default."""
 
     def help(self, *, is_through: bool = False) -> None:
-        """Compute a task that a lost worker has left, if there is one."""
+        """Compute a task of a lost worker, if there is one; at most one request every HELP_S.
+
+        In an asynchronous kind, a worker that `is_through` its own tasks helps live workers too.
+        """
         now_s = time.monotonic()
         if self.batch_of is None or now_s - self._helped_s < HELP_S:
             return
@@ -205,7 +212,7 @@ class ServedStep(Step):
 
 
 class ClockedStep(ServedStep):
-    """Steps whose updates belong to a clock: `ps` and `ssp`."""
+    """The step of `ps` and `ssp`, where each update belongs to a clock."""
 
     _found: tuple[float, float, float] | None = None
 
@@ -219,14 +226,14 @@ class ClockedStep(ServedStep):
             self._totals = self.client.totals(self.consistency.needs(clock + 1), self.help)
         latest = max((v for v in self._totals if v <= clock), default=None)
         self._found = None if latest is None else self._of(latest)
-        if self._found is None:  # with staleness, before everyone has come so far
+        if self._found is None:  # with staleness, while no update is complete yet
             return made or self.of_samples_pushed(microbatches)
         num_valid, loss_sum, _ = self._found
         mean = torch.tensor(loss_sum / max(num_valid, 1), dtype=torch.float64)
         return mean, torch.tensor(int(num_valid))
 
     def _of(self, version: int) -> tuple[float, float, float]:
-        """Return tokens, sum of the losses, and norm of the mean gradient, of an update."""
+        """Return valid tokens, loss sum, and norm of the mean gradient of update `version`."""
         parts, p = self._totals[version], self.config.clip_p
         tokens, loss = parts[0][0], parts[0][1]
         powers = [each[2] for each in parts]
@@ -257,14 +264,14 @@ class ClockedStep(ServedStep):
 
 
 class OpenStep(ServedStep):
-    """Steps whose updates belong to no clock: `async` and `quorum`."""
+    """The step of `async` and `quorum`, where updates belong to no clock."""
 
     _made: tuple[Tensor, Tensor] | None = None
 
     @override
     def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         self._is_mine = bool(self.client.ask_scheduler("own", clock=self.steps_done)["is_mine"])
-        if not self._is_mine:  # another has helped; the records repeat what this one did last
+        if not self._is_mine:  # another worker computed it; the records repeat the last loss
             self.optimizer.zero_grad()
             self._made = self._made or self.of_samples_pushed(microbatches)
             return self._made
@@ -295,7 +302,7 @@ class OpenStep(ServedStep):
     @override
     def __call__(self, microbatches: Sequence[Any]) -> StepResult:
         result = super().__call__(microbatches)
-        if self.steps_done == self.num_steps:  # every task that is left is for all
+        if self.steps_done == self.num_steps:  # any worker may compute the remaining tasks
             while not self._is_over:
                 self._helped_s = 0.0
                 self.help(is_through=True)

@@ -1,4 +1,4 @@
-r"""What one rank trains with, whatever it trains: the loop and the records know only this.
+r"""The interface between the training loop and records, and the text or module that is trained.
 
         TextSession (train/text.py)        ModuleSession (script/session.py)
            a decoder on text                  a Trainer of any module
@@ -28,19 +28,19 @@ from phalanx.train.step import Step, StepResult
 
 
 class Session(ABC):
-    """A run on one rank; as a context it ends with the last checkpoint on the disk.
+    """A run on one rank; leaving its context waits for the last checkpoint.
 
     Attributes:
-        comm: the ranks.
-        strategy: how the work is split.
-        config: how the run is carried out.
+        comm: communicator of the job's ranks.
+        strategy: parallel strategy.
+        config: settings of the run.
         out: folder that the run writes to.
-        step: takes the steps.
-        saver: saves the checkpoints.
-        unit: what the mean loss is over: "tokens" or "samples", say.
+        step: the training step.
+        saver: saver of the run's checkpoints.
+        unit: unit over which the loss is averaged, such as "tokens" or "samples".
         called: the callbacks.
-        log: is given each record, if it is set.
-        best: judges the evaluations; None if they are not judged.
+        log: logger that is called with each record; None without one.
+        best: tracker of the best evaluation; None if the run does not track it.
     """
 
     comm: Ranks
@@ -56,15 +56,15 @@ class Session(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the job."""
+        """Whether this rank writes the records and messages of the job."""
         return self.comm.is_first
 
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run, those before a resume too."""
+        """Optimizer steps of the whole run, including those before a resume."""
 
-    # The steps: loop.py calls these on all ranks together.
+    # Methods for steps: loop.py calls them on all ranks together.
 
     @abstractmethod
     def next_microbatches(self) -> Sequence[Any]:
@@ -72,64 +72,62 @@ class Session(ABC):
 
     @contextmanager
     def stepping(self) -> Generator[None]:
-        """Look at the step that is taken inside."""
+        """Wrap a step."""
         yield
 
     @property
     def may_stop(self) -> bool:
-        """Whether a signal may end the run after the step that was taken last."""
+        """Whether a signal may end the run after the latest step."""
         return True
 
     def stepped(self) -> None:
-        """Do what follows a step, such as to move a schedule."""
+        """Run the actions that follow a step, such as stepping a learning-rate scheduler."""
         return
 
     @abstractmethod
     def validation_batches(self) -> Iterable[Any] | None:
-        """Return this rank's batches of the validation data, on its device; None if there is none.
+        """Return this rank's validation batches, on its device; None without validation data.
 
-        An iterator over them may yield as many as other ranks have.
+        Batches may have empty rows, so that all ranks have the same number of batches.
         """
 
     def scores(self, loss_sum: float) -> Mapping[str, float]:
-        """Return measures of an evaluation beside its mean loss, by name."""
+        """Return further measures of an evaluation by name, computed from its loss sum."""
         del loss_sum
         return {}
 
     @abstractmethod
     def begin_save(self, *, is_passing: bool = False) -> None:
-        """Begin to save a checkpoint, one that the next replaces if it `is_passing`.
-
-        The run continues meanwhile.
+        """Start to save a checkpoint in the background; for `is_passing` see `Manifest`.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the previous checkpoint could not be written.
         """
 
-    # The records: report/ asks these.
+    # Methods for records: report/ calls them.
 
     @property
     @abstractmethod
     def num_rows(self) -> int:
-        """Rows of the global batch that was taken last."""
+        """Rows of the latest global batch."""
 
     def num_units(self, result: StepResult) -> int:
-        """Return how many tokens or samples a step took over all ranks; see `unit`."""
+        """Return the tokens or samples of a step over all ranks; see `unit`."""
         return result.num_valid_tokens
 
     @property
     @abstractmethod
     def arithmetic(self) -> Arithmetic | None:
-        """The data type of the products; None where the first step has to show it."""
+        """Arithmetic of the matrix products; None if it must be observed in the first step."""
 
     @abstractmethod
     def flops(
         self, num_rows: int | None = None
     ) -> tuple[Flops | CountedFlops, Flops | None] | None:
-        """Return the FLOPs of a step of this number of rows, of a full global batch if None.
+        """Return the FLOPs of a step on `num_rows` rows, by default on a full global batch.
 
-        Those with causal and with full attention; of a module the counted ones alone. None if they
-        are not known.
+        The first value counts attention as causal, the second as full. For a module, the first is
+        the counted FLOPs and the second None. Return None if the FLOPs are not known.
         """
 
     @abstractmethod
@@ -137,7 +135,7 @@ class Session(ABC):
         """Return the settings of the run, for its records."""
 
     def remarks(self) -> list[str]:
-        """Return what a person should see before the first step, a line each."""
+        """Return notices to show before the first step, a line each."""
         return []
 
     @abstractmethod
@@ -146,26 +144,26 @@ class Session(ABC):
 
     @abstractmethod
     def planned(self) -> PlannedStep | None:
-        """Return a step of the run as the planner knows it; None if it cannot be counted."""
+        """Return the planner's description of a step; None if the planner cannot model it."""
 
     def served_text(self) -> str | None:
-        """Return what this worker sent servers, and how late; None without servers."""
+        """Describe this worker's server traffic and gradient staleness; None without servers."""
         return None
 
     def sample(self) -> str:
-        """Return text that the model writes; empty if it writes none. All ranks call this."""
+        """Return text that the model generates, or an empty string; all ranks call this."""
         return ""
 
     def companions(self) -> Mapping[str, Path]:
-        """Return files beside checkpoint and records, by name."""
+        """Return files of the run besides checkpoints and records, by name."""
         return {}
 
     @abstractmethod
     def resume_command(self, steps: int | None = None) -> str:
-        """Return the command, or the Python, that resumes the run; for this number of steps."""
+        """Return the command or Python code that resumes the run, up to `steps` steps if given."""
 
     def close(self) -> None:
-        """Let go of what the session has open beside its saver."""
+        """Close the resources of the session, except the saver."""
         return
 
     def __enter__(self) -> Self:
@@ -175,4 +173,4 @@ class Session(ABC):
         ends = ExitStack()
         ends.callback(self.close)
         ends.push(self.saver)
-        ends.__exit__(*error)  # the saver waits for less after an error of another rank
+        ends.__exit__(*error)  # the saver waits less if the error is a lost rank

@@ -1,11 +1,12 @@
 """One training step: forward and backward over the microbatches, reduce, clip, update.
 
-Loss law: each microbatch's sum of losses is divided by the valid tokens of the *global* batch,
-which the ranks count together before the first backward. Gradients are then summed, never averaged,
-so that accumulation, data ranks, uneven and empty ranks all give what one process gives.
+Loss law: each microbatch's sum of losses is divided by the number of valid tokens of the *global*
+batch, which is all-reduced before the first backward. Gradients are then summed, never averaged, so
+that the result equals one process's, for any accumulation, number of data ranks, and uneven or
+empty ranks.
 
-The host waits for a GPU once a step: when it reads the loss, the count of valid tokens and the norm
-together, which decide whether the weights change. Until then they stay on the device.
+The host waits for the GPU once a step: when it reads the loss, the number of valid tokens and the
+gradient norm in one transfer, to decide whether to update. Until then they stay on the device.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ TERMS: dict[str, Term] = {
     "clip": "optimizer",
     "optimizer": "optimizer",
 }
-"""Phase of the step -> term of the step ledger it is booked under."""
+"""Phase of the step -> term of the step ledger that its time counts toward."""
 
 SINGLE = Accumulate()
-"""The runner of one rank, which has nobody to sum gradients with."""
+"""The runner of a job of one rank, without a gradient reducer."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, the same on every rank.
+    """The result of one step, equal on every rank.
 
     Attributes:
         loss: sum over valid tokens / valid tokens of the global batch, in nats.
         grad_norm: norm of the full gradient before clipping.
-        learning_rate: of this step.
-        num_valid_tokens: in the global batch.
-        is_skipped: the weights were left alone, since the loss or the gradient was not finite.
+        learning_rate: learning rate of this step.
+        num_valid_tokens: valid tokens in the global batch.
+        is_skipped: whether the update was skipped, because the loss or gradient was not finite.
     """
 
     loss: float
@@ -67,11 +68,11 @@ class StepResult:
 
 
 class Step:
-    """Takes the steps of a model: batch -> loss -> gradients -> clip -> update.
+    """A model's training step, callable: batch -> loss -> gradients -> clip -> update.
 
     Attributes:
         steps_done: steps taken.
-        scaler: of the loss; one that is not enabled does nothing.
+        scaler: gradient scaler; a disabled one does nothing.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Step:
         scaler: torch.amp.GradScaler | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
-        """Make the step of a model; without `num_steps` the optimizer has its own rates."""
+        """Store the arguments; without `num_steps`, the optimizer's own learning rates are used."""
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
@@ -109,10 +110,11 @@ class Step:
         return self.apply_gradients(*self.compute_gradients(microbatches))
 
     def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Leave in each `.grad` the gradient of the global batch's loss.
+        """Set each `.grad` to the gradient of the global batch's loss.
 
         Returns:
-            The loss, and the valid tokens of the global batch; numbers on this rank's device.
+            The loss and the number of valid tokens of the global batch, 0-d tensors on this rank's
+            device.
         """
         device = self.comm.device
         num_valid = torch.zeros((), dtype=torch.int64, device=device)
@@ -131,23 +133,23 @@ class Step:
             return self.scaler.scale(summed / divisor)
 
         self.optimizer.zero_grad(set_to_none=True)
-        # Forward, backward and the sum over ranks: parallel/accumulate.py, pipeline/runtime.py.
+        # Forward, backward and gradient reduction: parallel/accumulate.py, pipeline/runtime.py.
         self.run(microbatches, forward, scale, self.phase)
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
         return loss, num_valid
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
-        """Clip, update the weights, and count the step; loss and tokens are of the global batch.
+        """Clip, update the weights, and count the step, given what `compute_gradients` returned.
 
         Raises:
             TrainingError: the loss or the gradient is not finite and `nonfinite` is "stop"; raised
-                on all ranks alike, before the weights change.
+                on every rank, before the weights change.
         """
         with self.phase("clip"):
             self.scaler.unscale_(self.optimizer)
             norm = self.norm(self.config.clip_p)
-            # `get_scale` would wait for the device.
+            # Read the scale by scaling 1: `get_scale` would synchronize once more.
             found = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
         is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
         if not is_finite and self.run.reducer is not None:
@@ -171,27 +173,27 @@ class Step:
         return StepResult(found.loss, found.norm, rate, int(found.num_valid), not is_finite)
 
     def update(self, norm: float | None) -> None:
-        """Change the weights by the gradient of this norm; leave them if it is not finite, None."""
+        """Clip the gradient, whose norm is `norm`, and step; do nothing if `norm` is None."""
         if norm is not None:
             if 0 < self.config.clip_norm < norm:
                 scale_to(self.gradients(), norm, self.config.clip_norm)
             self.optimizer.step()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that there are."""
+        """Return the gradients of all parameters that have one."""
         grads = [parameter.grad for parameter in self.model.parameters()]
         return [grad for grad in grads if grad is not None]
 
     def norm(self, p: float) -> torch.Tensor:
-        """Return the p-norm of the whole gradient; every rank calls this together."""
+        """Return the p-norm of the full gradient; every rank calls this together."""
         counted = [q.grad for q in self.model.parameters() if q not in self.run.replicas]
         return gradient_norm([grad for grad in counted if grad is not None], self.comm, p)
 
     @contextmanager
     def watched(self, watcher: Phase) -> Generator[None]:
-        """Notify `watcher` of each phase of the steps taken inside, by `with watcher(name):`.
+        """Wrap each phase of the steps taken inside in `with watcher(name):`.
 
-        The names are the keys of TERMS. Ledgers of bytes, memory and time are watchers.
+        The names are the keys of TERMS. The ledgers of bytes, memory and time are watchers.
         """
         self._watchers.append(watcher)
         try:
@@ -201,22 +203,23 @@ class Step:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Notify the watchers and a profiler that the phase `name` runs inside."""
+        """Enter the watchers, and a profiler range, for the phase `name` that runs inside."""
         with ExitStack() as stack, named(name):
             for watcher in self._watchers:
                 stack.enter_context(watcher(name))
             yield
 
     def _is_overflow(self, found: _Found) -> bool:
-        """Return whether a gradient is only too large for float16, as it is now and then.
+        """Return whether the gradient overflowed only because of the float16 loss scale.
 
-        The scaler then skips the step and scales less; below a scale of 1 it is not to blame.
+        The scaler then skips the step and lowers the scale. With a scale below 1, or a loss that is
+        not finite, scaling is not the cause.
         """
         return self.scaler.is_enabled() and found.scale >= 1 and math.isfinite(found.loss)
 
 
 class _Found(NamedTuple):
-    """What the host reads of a step before the weights change."""
+    """The values of a step that the host reads before the weights change."""
 
     loss: float
     norm: float
@@ -225,6 +228,6 @@ class _Found(NamedTuple):
 
 
 def _read(loss: torch.Tensor, *others: torch.Tensor) -> _Found:
-    """Bring numbers to the host in one transfer, which waits for all that was launched before."""
+    """Copy 0-d tensors to the host in one transfer, which waits for all kernels launched before."""
     wide = [number.to(loss.device, torch.float64) for number in (loss, *others)]
     return _Found(*torch.stack(wide).tolist())

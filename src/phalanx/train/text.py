@@ -1,4 +1,4 @@
-"""A run of a decoder on text on one rank: model, optimizer, data and what goes with them."""
+"""The session of a decoder on text: model, optimizer, data and checkpoints on one rank."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ from phalanx.train.session import Session
 from phalanx.train.step import Step, StepResult
 
 RECOMPILE_LIMIT = 64
-"""Graphs that a block may be compiled to."""
+"""Most graphs that a block may be compiled to."""
 
 
 class TextSession(Session):
-    """A resolved job on one rank; the job is the same on every rank.
+    """A session that trains a decoder on text by a resolved job, which is equal on every rank.
 
     Attributes:
         job: the resolved run.
-        precision: its data types.
-        plan: how the model is split.
-        model: it; its blocks may be compiled in place.
-        data_rank: whose samples it trains on.
-        loader: this rank's microbatches.
-        validation: the samples kept aside.
+        precision: resolved dtypes.
+        plan: plan that shards the model.
+        model: this rank's shard of the model; its blocks may be compiled in place.
+        data_rank: data-parallel rank, which selects the samples to train on.
+        loader: loader of this rank's microbatches.
+        validation: held-out samples.
     """
 
     unit = "tokens"
     step_type: type[Step] = Step
 
     def __init__(self, job: Job, extras: Extras | None = None) -> None:
-        """Build everything on this rank, and load the checkpoint that the job resumes.
+        """Build model, step, saver and loader; load the checkpoint if the job resumes from one.
 
         Raises:
             PhalanxError: the strategy, precision or checkpoint does not fit.
@@ -122,13 +122,13 @@ class TextSession(Session):
         return build_optimizer(model, self.job.config.optimizer)
 
     def _claim(self, job: Job) -> None:
-        """Keep others from saving to the folder of the run."""
+        """Create the saver, which locks the folder of the run."""
         self.saver = Saver(
             job.out,
             keep=job.config.keep_checkpoints,
             num_stages=self.comm.size("pp"),
         )
-        # Another run may have saved to it, and ended, since the job was resolved.
+        # Check again: another run may have saved there and ended since the job was resolved.
         on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
 
     def _keep_origin(self) -> None:
@@ -139,7 +139,7 @@ class TextSession(Session):
         self.best = Best.of(self.config)
 
     def _load(self) -> None:
-        """Load the checkpoint that the job resumes, if it resumes one."""
+        """Load the checkpoint from which the job resumes, if any."""
         self.step.steps_done = self.job.done[0]
         if self.job.start is None:
             return
@@ -193,7 +193,7 @@ class TextSession(Session):
 
     @override
     def begin_save(self, *, is_passing: bool = False) -> None:
-        scaler = self.step.scaler.state_dict() or None  # empty where it is not enabled
+        scaler = self.step.scaler.state_dict() or None  # empty if disabled
         done = (self.step.steps_done, self.loader.consumed)
         parts = self.called.registered.parts()
         about = manifest_of(
@@ -260,7 +260,8 @@ class TextSession(Session):
         prompt = job.config.prompt
         if prompt is None:
             prompt = opening(job.tokens, tokenizer)
-        # Each length of the text would be compiled anew; asking for it costs the compiler's import.
+        # Eager, because each text length would be compiled. `set_stance` imports the compiler, so
+        # it is called only if the run compiles.
         is_eager = torch.compiler.set_stance("force_eager") if job.config.compile else nullcontext()
         with said_if_long("the model writes a sample"), is_eager:
             return write_text(
@@ -287,31 +288,29 @@ class TextSession(Session):
 
 
 def _reserve(saver: Saver, step: Step, comm: Comm) -> None:
-    """Get the memory that checkpoints are copied to; it would be too late after the last step."""
+    """Reserve the saver's host memory before the first step, while the memory is still free."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free_bytes = free_memory_bytes("cpu") // num_here
-    if not next(step.model.parameters()).is_cuda:  # gradients and moments will lie there, too
+    if not next(step.model.parameters()).is_cuda:  # keep room for gradients and 2 moments
         free_bytes -= 3 * sum(local_shard(p).nbytes for p in step.model.parameters())
-    barrier()  # all of a host have looked before one takes what it may
+    barrier()  # all ranks of a host read the free memory before any rank allocates
     line = saver.reserve(step.model, step.optimizer, free_bytes)
     if line is not None and comm.is_first:
         Console().print(Text(line), soft_wrap=True)
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each block, once for each size of a microbatch; a model without blocks as one.
+    """Compile each block and a decoder's loss, or a model without blocks as a whole.
 
-    Of a decoder, the loss too, which is not one of the blocks.
-
-    A graph for any size may add up in another order than one for a fixed size, and which of them a
-    batch meets depends on what the process has computed before: a resumed run would not continue to
-    the bit. Sizes are few, but each comes with and without gradients and documents; beyond the
-    limit Dynamo would run uncompiled.
+    Each microbatch size gets its own graph (`dynamic=False`). A dynamic-shape graph may sum in
+    another order than a static one, and which of them Dynamo uses for a batch depends on earlier
+    batches, so a resumed run would not match bit for bit. There are few sizes, but each is compiled
+    with and without gradients and documents; beyond RECOMPILE_LIMIT, Dynamo would run eagerly.
     """
-    with suppress(ImportError):  # torch shows progress with tqdm where that is installed
+    with suppress(ImportError):  # torch shows progress with tqdm if it is installed
         from tqdm import tqdm
 
-        # Its own lock is a semaphore of the system, which a rank that leaves at once would leak.
+        # Replace tqdm's lock, a system semaphore, which a rank that exits abruptly would leak.
         cast(Any, tqdm).set_lock(threading.RLock())
     dynamo_config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
     dynamo_config.recompile_limit = RECOMPILE_LIMIT
@@ -323,7 +322,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:
-    """Return the loader of a data rank, from where the job begins."""
+    """Return the loader of a data-parallel rank, at the position where the job starts."""
     return Loader(
         job.samples,
         job.order,

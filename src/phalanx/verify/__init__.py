@@ -1,1 +1,1 @@
-"""Run a strategy beside one process and compare every number that training depends on."""
+"""Compare a strategy with one process, in every number on which training depends."""

@@ -1,7 +1,7 @@
-"""Batches to verify decoders with, made to be awkward, and how any batch is cut.
+"""Awkward batches for the verification of decoders, and the split of a batch into microbatches.
 
-Rows have documents of uneven lengths and labels that do not count, and in every second step all
-rows of the first data rank have none that count (if there are several ranks).
+Rows have documents of different lengths and labels that the loss ignores. In every second step all
+labels of the first data rank are ignored (if there are several data ranks).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def decoder_batches(
     num_data_ranks: int,
     seed: int = 0,
 ) -> list[Batch]:
-    """Return the global batch of each step, whose rows will be dealt to the data ranks.
+    """Return the global batch of each step, to be split by rows over the data ranks.
 
-    `num_rows` is of all steps, or of each.
+    `num_rows` is the number of rows of every step, or a sequence with the number of each step.
     """
     counts = [num_rows] * num_steps if isinstance(num_rows, int) else num_rows
     generator = torch.Generator().manual_seed(seed)
@@ -58,12 +58,12 @@ def decoder_batches(
 
 
 def rows_of(batch: Any, data_rank: int, num_data_ranks: int, accumulation: int) -> list[Tensor]:
-    """Return the rows of each microbatch of a data rank: every `num_data_ranks`-th, cut."""
+    """Return the row indices of each microbatch of a data rank: every `num_data_ranks`-th row."""
     rows = torch.arange(data_rank, count_rows(batch), num_data_ranks)
     return list(rows.tensor_split(accumulation))
 
 
 def split(batch: Any, data_rank: int, num_data_ranks: int, accumulation: int) -> list[Any]:
-    """Return the microbatches of a data rank, see `rows_of`."""
+    """Return the microbatches of a data rank, with the rows of `rows_of`."""
     microbatches = rows_of(batch, data_rank, num_data_ranks, accumulation)
     return [take_rows(batch, rows) for rows in microbatches]

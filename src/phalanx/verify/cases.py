@@ -1,4 +1,4 @@
-"""What `phalanx verify` runs: decoders of awkward shapes, each beside a plain one, and modules."""
+"""Cases of `phalanx verify`: decoders with awkward shapes, with plain references, and modules."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from phalanx.verify.record import Case
 from phalanx.verify.settings import VerifyConfig
 
 MOST_TOKENS = 1 << 24
-"""Most tokens of all steps: they are in memory at once, on one process too."""
+"""Most tokens of all steps together, because one process holds all of them in memory at once."""
 
 MOST_RANKS = 6
-"""Ranks that are started for an axis of three where the strategy has one of two."""
+"""Most ranks that are started when `with_three` widens an axis from two ranks to three."""
 
 
 def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
-    """Return small shapes which between them have every layer of our decoders.
+    """Return small shapes that together contain every kind of layer of `Decoder`.
 
-    Sizes are odd where the strategy allows it: tp divides heads and widths, Ulysses heads, and
-    beside fsdp some layouts want an even vocabulary.
+    Sizes are odd where the strategy allows it: tp divides heads and widths, Ulysses divides heads,
+    and with fsdp some layouts need an even vocabulary.
     """
     of_tp = strategy.tp.degree if strategy.tp.degree > 1 else 3
     by_heads = strategy.cp.degree if strategy.cp.kind == "ulysses" else 1
     unit = next(u for u in count(of_tp, of_tp) if 2 * u % (strategy.tp.degree * by_heads) == 0)
-    # Of a pipeline every stage has a block, and some have two; or as many as its cut says.
+    # Every stage of a pipeline has a block, and one has two, unless the cut sets the number.
     num_layers = 2 if strategy.pp.degree == 1 else num_stages(strategy) + 1
     num_layers = max(1, sum(strategy.cut) - 2) if strategy.cut else num_layers
     llama = ModelShape(
@@ -78,7 +78,7 @@ def splits(shape: ModelShape, strategy: Strategy) -> bool:
 
 
 def shapes_to_verify(config: VerifyConfig, strategy: Strategy) -> dict[str, ModelShape]:
-    """Return the preset that is asked for or the awkward shapes, in the sizes asked for."""
+    """Return the configured preset, or else the awkward shapes, with the configured sizes."""
     shapes = awkward_shapes(strategy)
     if config.model is not None:
         shapes = {config.model: shape_of(config.model)}
@@ -86,14 +86,14 @@ def shapes_to_verify(config: VerifyConfig, strategy: Strategy) -> dict[str, Mode
 
 
 def initial_decoder(shape: ModelShape, seed: int) -> Decoder:
-    """Return a float64 decoder with its first weights."""
+    """Return a float64 decoder with its initial weights."""
     model = Decoder(shape).to(torch.float64)
     model.initialize(seed)
     return model
 
 
 def awkward_decoder(shape: ModelShape, seed: int) -> Decoder:
-    """Return one whose norms and biases are no ones and zeros."""
+    """Return a float64 decoder with noise on its norms and biases, initially ones and zeros."""
     model = initial_decoder(shape, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def decoder_case(
     optimizer: OptimizerConfig,
     decoder: Callable[[ModelShape, int], Decoder] = awkward_decoder,
 ) -> Case:
-    """Return a case of `decoder(shape, seed)`, whose reference is a plain one."""
+    """Return a case of `decoder(shape, seed)`, whose reference is a `PlainDecoder`."""
     return Case(
         functools.partial(decoder, shape, seed),
         NextToken(seed, shape.dropout),
@@ -138,7 +138,7 @@ def decoder_case(
 
 
 def configured_cases(strategy: Strategy, config: VerifyConfig) -> dict[str, Case]:
-    """Return all that a configuration asks for: decoders, and modules as users have them."""
+    """Return all cases of a configuration: decoders, and modules such as users write."""
     shapes = shapes_to_verify(config, strategy)
     cases = {name: configured_case(shape, strategy, config) for name, shape in shapes.items()}
     if config.model is None:
@@ -148,13 +148,13 @@ def configured_cases(strategy: Strategy, config: VerifyConfig) -> dict[str, Case
 
 
 def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
-    """Return the microbatches of a step, and the rows of each step.
+    """Return the number of microbatches of a step, and the number of rows of each step.
 
-    If nothing is said, data ranks have uneven shares. The second step has more rows, in uneven
-    microbatches: sizes come and go. On one data rank the others are even, so that one microbatch
-    can be taken for another.
+    By default data ranks have unequal numbers of rows. The second step has more rows, in unequal
+    microbatches, so that sizes change between steps. On one data rank the microbatches of all other
+    steps are equal in size, so that a mix-up of two microbatches raises no shape error.
     """
-    # A pipeline is filled, runs and is emptied; elsewhere a microbatch has one before and after it.
+    # Enough to fill, run and drain a pipeline; otherwise 3: first, middle and last microbatch.
     accumulation = config.accumulation or (3 if strategy.pp.degree == 1 else strategy.pp.degree + 1)
     least = accumulation * strategy.data_ranks
     usual, more = 2 * least + (strategy.data_ranks > 1), 3 * least + 1
@@ -163,7 +163,7 @@ def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
 
 
 def check_sizes(config: VerifyConfig, strategy: Strategy) -> None:
-    """Refuse a model, or steps, too large for one process, which computes all of them as well."""
+    """Raise ConfigError if the model or the steps are too large for the reference's one process."""
     for name, shape in shapes_to_verify(config, strategy).items():
         load = Load(shape, Strategy(), 1, 1, config.seq_len, config.dtype, has_activations=False)
         check_fit(load, name, 1)
@@ -178,7 +178,7 @@ def check_sizes(config: VerifyConfig, strategy: Strategy) -> None:
 
 
 def configured_case(shape: ModelShape, strategy: Strategy, config: VerifyConfig) -> Case:
-    """Return the case of a decoder that is asked for, on awkward batches."""
+    """Return the case of a decoder with the configured settings, on awkward batches."""
     accumulation, num_rows = _sizes(strategy, config)
     batches = decoder_batches(
         shape, config.steps, num_rows, config.seq_len, strategy.data_ranks, config.seed
@@ -192,19 +192,19 @@ def configured_case(shape: ModelShape, strategy: Strategy, config: VerifyConfig)
 
 
 def with_three(strategy: Strategy) -> Strategy | None:
-    """Return the strategy with three ranks on an axis that has two, the innermost of data first.
+    """Return the strategy with one axis of two ranks widened to three, inner data axes first.
 
-    What two ranks send to each other has one order only; three show more.
+    Between two ranks every order of messages is the same; three ranks expose errors in the order.
 
     Returns:
-        None if an axis has more than two already, or none may have three.
+        The wider strategy; None if an axis already has more than two ranks, or none can have three.
     """
     if any(axis.degree > 2 for _, axis in strategy.axes()):
         return None
     axes = dict(reversed([*strategy.axes()]))
     for name in sorted(axes, key=lambda name: name not in AXIS_SETS["data"]):
         if axes[name].degree == 2:
-            with suppress(StrategyError):  # not every kind can arrange three
+            with suppress(StrategyError):  # some kinds of an axis do not allow three ranks
                 wider = strategy.with_degree(name, 3)
                 if wider.num_ranks <= MOST_RANKS:
                     return wider
@@ -212,11 +212,11 @@ def with_three(strategy: Strategy) -> Strategy | None:
 
 
 WIDTH = 6
-"""Features of a row."""
+"""Number of features of a row."""
 
 
 class Twice(nn.Module):
-    """Uses its weight twice, and drops in between; x[B, D] to a tensor like it."""
+    """Residual block that uses one weight twice, with dropout between; x[B, D] to y[B, D]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,12 +224,12 @@ class Twice(nn.Module):
         self.dropout = nn.Dropout(0.25)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x twice by one weight."""
+        """Add to x the result of two uses of one linear map."""
         return x + self.map(self.dropout(self.map(x).tanh()))
 
 
 class Reused(nn.Module):
-    """Blocks whose weight is used twice, between two maps; x[B, D] to y[B, 1]."""
+    """`Twice` blocks between two linear maps; x[B, D] to y[B, 1]."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Reused(nn.Module):
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all of it."""
+        """Apply the first map, the blocks and the last map."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -246,7 +246,7 @@ class Reused(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm, whose statistics are of all rows; x[B, D] to y[B, 1]."""
+    """BatchNorm, with statistics over all rows of the batch; x[B, D] to y[B, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,15 +255,15 @@ class Normed(nn.Module):
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all of it."""
+        """Apply the first map, BatchNorm, tanh and the last map."""
         return self.last(self.norm(self.first(x)).tanh())
 
 
 class SquaredError:
-    """Sum of the squares of what a module makes of rows less the sine of their sum."""
+    """Objective: squared error of a module's output, with the sine of each row's sum as target."""
 
     def loss_sum(self, model: nn.Module, microbatch: Tensor, step: int) -> Tensor:
-        """Return the sum over the rows."""
+        """Return the sum of the squared errors of the rows."""
         del step
         return (model(microbatch) - microbatch.sum(-1, keepdim=True).sin()).square().sum()
 
@@ -285,9 +285,9 @@ def _normed(seed: int) -> nn.Module:
 def module_cases(
     strategy: Strategy, config: VerifyConfig, num_rows: Sequence[int], accumulation: int
 ) -> dict[str, Case]:
-    """Return the modules that the strategy splits without roles, on batches of these rows.
+    """Return cases of modules that the strategy splits without roles, with `num_rows` per step.
 
-    BatchNorm takes each step's rows at once, which a pipeline and an accumulation do not.
+    The BatchNorm case takes each step's rows in one microbatch, and is left out with a pipeline.
     """
     if not strategy.has_whole_samples or strategy.cut:
         return {}
@@ -306,6 +306,6 @@ def module_cases(
     )
     blocks = functools.partial(_reused, num_stages(strategy) + 1, config.seed)
     found = {"reused": case(blocks, accumulation=accumulation)}
-    if strategy.pp.degree == 1 and not strategy.is_served:  # whose workers share no statistics
+    if strategy.pp.degree == 1 and not strategy.is_served:  # workers of servers share no statistics
         found["normed"] = case(functools.partial(_normed, config.seed), batch_norm="global")
     return found

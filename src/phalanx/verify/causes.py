@@ -1,4 +1,4 @@
-"""What a difference may come from: known patterns, in sentences."""
+"""Likely causes of differences, recognized by known patterns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.verify.reference import RankFacts
 def likely_causes(
     case: Case, strategy: Strategy, differences: Sequence[Difference], facts: Sequence[RankFacts]
 ) -> list[str]:
-    """Return the likely causes of the differences, the surest first."""
+    """Return the likely causes of the differences as sentences, the most certain first."""
     wrong = [d for d in differences if not d.passes]
     found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, case.accumulation)]
     is_keyed = case.dropout_seed is not None and strategy.has_whole_samples
@@ -39,7 +39,7 @@ def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Ite
 def _from_ratios(
     wrong: Sequence[Difference], strategy: Strategy, accumulation: int
 ) -> Iterator[str]:
-    """Recognise factors: a mean where a sum is due, or a sum that is done twice."""
+    """Recognize factors: a mean in place of a sum, or a sum that is done twice."""
     found = [
         (d.what, d.ratio)
         for d in wrong
@@ -69,7 +69,7 @@ def _from_ratios(
 
 
 def _from_modules(model: nn.Module, is_keyed: bool, is_global: bool) -> Iterator[str]:
-    """Name modules whose result depends on who else is in the batch, or on the rank's generator."""
+    """Name modules whose result depends on other rows of the batch, or on the rank's generator."""
     with_statistics: list[str] = []
     with_draws: list[str] = []
     for name, module in model.named_modules():
@@ -78,7 +78,7 @@ def _from_modules(model: nn.Module, is_keyed: bool, is_global: bool) -> Iterator
         kind = type(module).__name__
         is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
         if is_batch_norm and is_global:
-            continue  # its statistics are of all rows, or the fault is in how they are taken
+            continue  # its statistics are of all rows; an error in them is no fault of the module
         if is_batch_norm or getattr(module, "running_mean", None) is not None:
             with_statistics.append(f"{name} ({kind})")
         elif is_keyed and type(module) is nn.Dropout:

@@ -1,16 +1,17 @@
-"""Compare two records of a step, tensor by tensor, in the order in which the step makes them.
+"""Compare two records of a step, tensor by tensor, in the order in which the step computes them.
 
-The error of a tensor is max |a - b| / max |b|, with b from the reference. Where max |b| is small
-beside the largest gradient (or moment, or weight) of the whole model, that largest one times FLOOR
-divides instead: some gradients are zero but for rounding, such as of the bias of attention's
-keys, which softmax cancels.
+The error of a tensor is max |a - b| / max |b|, with b from the reference. The divisor is at least
+FLOOR times the largest gradient (or moment, or weight) of the whole model, because some gradients
+are zero except for rounding, such as the gradient of the bias of attention's keys, which softmax
+cancels.
 
-In float64 one limit holds for all. In narrower types the limit is a tensor's own: how far it moves
-when each weight of the reference moves by the type's epsilon (TTrace, arXiv 2506.09280, section 5),
-the most of several such moves. See `Beside` for what each step then begins with. Sums over many
-rows lose more than that on a CPU: torch adds the rows up in bfloat16 in the gradient of LayerNorm's
-weight, and the reference has all rows of a batch where a rank has some. So a tensor also passes if
-it lies as near to the same step in the next wider type.
+In float64 one limit applies to all tensors. In narrower types each tensor has its own limit: a
+multiple of its largest change when each weight of the reference is perturbed by the type's epsilon,
+over several perturbations (TTrace, arXiv 2506.09280, section 5). `Beside` describes the state from
+which each step then starts. On a CPU, sums over many rows can lose more than this limit: torch sums
+the rows of the gradient of LayerNorm's weight in bfloat16, and the reference sums all rows of a
+batch where a rank sums some. So a tensor also passes if it is within its limit of the same step
+in the next wider type.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from phalanx.verify.reference import ReferenceRun, StepRecord, Values
 from phalanx.verify.settings import STATE
 
 DTYPES = ("float64", "float32", "bfloat16")
-"""What `verify` can run in."""
+"""Data types in which `verify` can run."""
 
 _WIDER = {"bfloat16": "float32", "float32": "float64"}
 
 EXACT = 1e-10
-"""Largest relative error in float64: only the order of sums is left."""
+"""Largest relative error in float64, where only the order of summation differs."""
 
 FACTOR = 8.0
-"""How many times as far as under the perturbation a tensor may lie from the reference."""
+"""Largest error in narrower types, as a multiple of the change under the perturbations."""
 
 NUM_EPSILONS = 16.0
-"""Least limit in narrower types, in epsilons of the type relative to the largest element."""
+"""Smallest limit in narrower types, in epsilons of the type, relative to the largest element."""
 
 UPDATE_EPSILONS = 4.0
-"""Limit of an update whose inputs are the same on both sides, relative to the largest element."""
+"""Limit for an update with equal inputs on both sides, in epsilons of the largest element."""
 
 FLOOR = {"gradient": 1e-4, "first moment": 1e-4, "second moment": 1e-8, "weight": 1e-1}
 """Smallest divisor of an error, as a fraction of the largest magnitude in the whole model."""
@@ -56,13 +57,13 @@ class Difference:
 
     Attributes:
         step: number of the step, from 0.
-        quantity: one of QUANTITIES, or "first weight" or "validation loss".
-        name: name of the parameter, or p of the norm; empty for what there is one of.
-        error: relative error, infinite where one side is not finite or missing.
-        limit: the largest error that passes.
-        problem: the fault if it is no matter of size: "it is missing", "it is NaN, ...".
-        both: "NaN" or "infinite" where both sides are so in the same elements, which are equal.
-        ratio: the factor between the two sides where it is one for all elements, else None.
+        quantity: one of QUANTITIES, "first weight", "step counter", or STATE and a state's key.
+        name: name of the parameter, or p of the norm; empty for a quantity with one value.
+        error: relative error; infinite if one side is missing or not finite.
+        limit: largest error that passes.
+        problem: fault other than the size of the error: "it is missing", "it is NaN, ...".
+        both: "NaN" or "infinite" if both sides are so in the same elements, which count as equal.
+        ratio: factor between the two sides if it is the same for all elements, else None.
     """
 
     step: int
@@ -98,9 +99,9 @@ def compare_step(
     moved: Sequence[StepRecord] = (),
     dtype: torch.dtype = torch.float64,
 ) -> list[Difference]:
-    """Compare all quantities of one step with the reference; `moved` are the perturbed ones.
+    """Compare all quantities of one step with the reference.
 
-    In float64 there are none.
+    `moved` are the records of perturbed references, which set the limits; empty in float64.
     """
     rows: list[Difference] = []
     for quantity, expected in reference.items():
@@ -112,7 +113,7 @@ def compare_step(
 def compare_update(
     step: int, ours: StepRecord, reference: StepRecord, dtype: torch.dtype
 ) -> list[Difference]:
-    """Compare an update in a narrow type that has the same inputs on both sides."""
+    """Compare an optimizer update in a narrow type, given equal inputs on both sides."""
     limit = UPDATE_EPSILONS * torch.finfo(dtype).eps
     return [
         dataclasses.replace(row, limit=limit, ratio=row.ratio if row.error > limit else None)
@@ -131,7 +132,7 @@ def compare_values(
 ) -> list[Difference]:
     """Compare one quantity, gradients in the order of backward: the last parameters first.
 
-    Elements that are not finite are equal where both sides have the same there; `both` says so.
+    Equal non-finite elements of both sides count as equal, and are reported in `Difference.both`.
     """
     rows: list[Difference] = []
     largest = max((size_of(_wide(value)) for value in reference.values()), default=0.0)
@@ -165,12 +166,12 @@ def size_of(tensor: Tensor) -> float:
 
 
 def same(ours: Tensor, reference: Tensor) -> Tensor:
-    """Return where two tensors have the same element, NaN as well."""
+    """Return a mask of the elements that are equal in two tensors, or NaN in both."""
     return (ours == reference) | (ours.isnan() & reference.isnan())
 
 
 def _problem(ours: Tensor | None, reference: Tensor | None) -> str:
-    """Say why two tensors have no difference that could be measured; nothing if they have."""
+    """Return why the difference of two tensors cannot be measured, or "" if it can."""
     if reference is None:
         return "one process has none"
     if ours is None:
@@ -198,7 +199,7 @@ def limit_of(
 ) -> float:
     """Return the largest absolute error that passes.
 
-    `least` is the smallest magnitude that the least limit is relative to.
+    The limit is never below a fixed fraction of the largest element, or of `least` if larger.
     """
     movement = max((size_of(each.double() - reference.double()) for each in moved), default=0.0)
     relative = EXACT if dtype == torch.float64 else NUM_EPSILONS * torch.finfo(dtype).eps
@@ -207,7 +208,7 @@ def limit_of(
 
 
 def common_ratio(ours: Tensor, reference: Tensor) -> float | None:
-    """Return r where `ours` is r times the reference in every element, within a millionth."""
+    """Return r if `ours` is r times the reference in every element, within 1e-6, else None."""
     square = float((reference * reference).sum())
     if square == 0 or not math.isfinite(square):
         return None
@@ -221,19 +222,19 @@ PERTURBATIONS = (1, 2, 3)
 
 
 class Beside:
-    """The reference of a case, step by step beside the ranks.
+    """The reference of a case, which takes each step after the ranks have and compares the two.
 
-    In float64 it takes its own steps, and one limit holds for all of them.
+    In float64 the reference takes its own steps, and one limit applies to all steps.
 
-    In a narrower type two runs part by rounding alone: Adam's first step moves each weight by the
-    rate in the direction of its gradient's sign, however small the gradient, so one sign that turns
-    is twice the rate. There each step of the reference begins with the weights, buffers and moments
-    that the ranks began it with, and its update takes the gradients that the ranks made. Loss,
-    buffers and gradients may lie as far as several perturbed references' do; the update has
-    the same inputs on both sides, so that it agrees within a few epsilons.
+    In a narrower type two correct runs diverge by rounding alone: Adam's first step moves each
+    weight by the learning rate in the direction of its gradient's sign, so a tiny gradient whose
+    sign flips changes the weight by twice the rate. So each step of the reference starts from the
+    weights, buffers and moments from which the ranks started it, and its update uses the ranks'
+    gradients. The limits of loss, buffers and gradients come from perturbed references; the update
+    has equal inputs on both sides, so it agrees within a few epsilons.
 
     Attributes:
-        begin: what the step under way began with; None where the reference goes its own way.
+        begin: state from which the current step started; None if the reference takes its own steps.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -245,11 +246,11 @@ class Beside:
         self.begin: StepRecord | None = None
 
     def compare_first(self, weights: StepRecord) -> list[Difference]:
-        """Compare the first weights of the ranks."""
+        """Compare the initial weights of the ranks."""
         return compare_values(0, "first weight", weights["weight"], self._next["weight"])
 
     def compare(self, step: int, ours: StepRecord) -> list[Difference]:
-        """Compare what the ranks computed in a step."""
+        """Take a step of the reference, and compare it with the ranks' record `ours`."""
         if self._dtype == torch.float64:
             return compare_step(step, ours, next(self._steps))
         self.begin, self._next = self._next, ours
@@ -261,7 +262,7 @@ class Beside:
         return found + compare_update(step, ours, self._run.update(step, ours), self._dtype)
 
     def evaluated(self) -> tuple[Tensor, list[Tensor]]:
-        """Return what the last batch gives in `eval()`, and what it gives perturbed."""
+        """Return the output on the last batch in `eval()`, and the outputs of perturbed models."""
         if self._dtype == torch.float64:
             return self._run.evaluate(), []
         self.begin = self._next
@@ -274,7 +275,7 @@ class Beside:
     def _beside_wider(
         self, step: int, ours: StepRecord, rows: list[Difference]
     ) -> list[Difference]:
-        """Take the error from the step in the next wider type where it lets a difference pass."""
+        """Replace the errors that fail by errors against the next wider type, where these pass."""
         if all(row.passes for row in rows):
             return rows
         assert self.begin is not None
@@ -291,7 +292,7 @@ class Beside:
 
     @cached_property
     def _wider(self) -> ReferenceRun:
-        """The reference in the next wider type, of the same inputs."""
+        """The reference in the next wider type, with batches rounded to the case's type."""
         batches = [cast_batch(batch, self._dtype, self._device) for batch in self._case.batches]
         wider = dataclasses.replace(self._case, dtype=_WIDER[self._case.dtype], batches=batches)
         with torch.random.fork_rng(devices=()):
@@ -304,5 +305,5 @@ class Beside:
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """Return the difference that is farthest beyond its limit."""
+    """Return the difference with the largest error relative to its limit."""
     return max(differences, key=lambda each: each.error / each.limit if each.limit else each.error)

@@ -1,8 +1,8 @@
-"""Does this strategy of this model compute what one process computes?
+"""Check whether a model under a strategy computes the same numbers as on one process.
 
-Rank 0 computes each step of the reference (reference.py) and then, with the other ranks, the same
-step under the strategy; every loss, gradient, norm, moment and weight is compared. Where something
-differs, the step runs again, recorded, to find the module at fault (locate.py).
+All ranks compute each step under the strategy, and rank 0 also computes the step of the reference
+(reference.py); every loss, gradient, norm, moment and weight is compared. If a value differs, the
+step is repeated with recording, to find the module at fault (locate.py).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from phalanx.verify.settings import EVALUATION
 from phalanx.verify.verdict import Place, Sent, Verdict, Whereabouts, failed
 
 Report = Callable[[Verdict, float], None]
-"""Takes the verdict on a case, and how many seconds it took."""
+"""Function that receives the verdict on a case, and the time that the case took, in seconds."""
 
 WAIT_S = 3600.0
-"""How long ranks may wait for rank 0, which computes the reference."""
+"""Longest wait for rank 0, which computes the reference, in seconds."""
 
 
 def verify(
@@ -74,28 +74,30 @@ def verify(
     """Compare a strategy with one process on your own module and batches.
 
     Args:
-        build: importable function that returns a new module with the same first weights each time.
+        build: importable function that returns a new module, with equal initial weights each time.
         batches: the global batch of each step: tensors, in mappings, sequences or dataclasses,
             whose first dimension is the samples.
-        strategy: such as "dp2".
-        objective: how a microbatch becomes a sum of losses and a number of valid tokens.
-        accumulation: microbatches each rank cuts its rows into; one process never cuts.
-        dtype: of weights, arithmetic and batches: "float64", "float32" or "bfloat16".
+        strategy: strategy, such as "dp2".
+        objective: computes the sum of losses and the number of valid tokens of a microbatch.
+        accumulation: number of microbatches into which each rank splits its rows; the reference
+            does not split.
+        dtype: data type of weights, arithmetic and batches: "float64", "float32" or "bfloat16".
         optimizer: AdamW's settings; its defaults if None.
-        roles: patterns of module names to roles for tp, as {"layers.*.up": "column"}, for modules
+        roles: patterns of module names -> roles for tp, as {"layers.*.up": "column"}, for modules
             that docs/strategies.md does not name.
-        debug_comm: compare each collective of all ranks first, see docs/debugging.md.
-        device: "cpu" (gloo), or "cuda" (NCCL, one GPU a rank).
+        debug_comm: whether to compare each collective between ranks, see docs/debugging.md.
+        device: "cpu" (gloo), or "cuda" (NCCL, one GPU per rank).
         batch_norm: "global" if BatchNorm takes its mean and variance over the rows of all ranks.
-        dropout_seed: of masks that belong to the sample, not under tp; each process's own if None.
+        dropout_seed: seed of dropout masks that depend on the sample, not available with tp; if
+            None, each process draws its own masks.
 
     Returns:
-        The verdict; `verdict.is_equal` and `str(verdict)` say it all.
+        The verdict; see `verdict.is_equal` and `str(verdict)`.
 
     Raises:
-        ConfigError: a batch has too few rows, or `build` makes no new module each time.
-        StrategyError: the strategy is not built, or does not split this module.
-        CollectiveMismatch: under `debug_comm`, the ranks' calls differ.
+        ConfigError: a batch has too few rows, or `build` returns the same module twice.
+        StrategyError: the strategy is not available, or cannot split this module.
+        CollectiveMismatch: with `debug_comm`, the ranks' collective calls differ.
     """
     parsed = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
     require_built(parsed)
@@ -122,12 +124,12 @@ def compare_cases(
     debug_comm: bool = False,
     report: Report | None = None,
 ) -> list[Verdict]:
-    """Run cases on one start of the ranks, and where one differs, on one rank too.
+    """Run all cases (name -> case) on newly started ranks; run a case that differs on one rank too.
 
-    In a job that others have started, its ranks run them, and all call this together. The cases, by
-    what they are called, are on one device; see `verify` for the rest. A rank that dies ends all.
+    In an existing job, its ranks run the cases, and all of them call this together. All cases use
+    one device type; see `verify` for the other arguments. A rank that dies ends the run.
 
-    `report`, which must be importable, gets each verdict and its seconds on the first rank.
+    `report` must be importable; the first rank calls it with each verdict and its time in seconds.
     """
     for case in cases.values():
         check_rows(case, strategy.data_ranks)
@@ -143,13 +145,13 @@ def compare_cases(
         )[0]  # fmt: skip
     except RankFailed as failure:
         return [failed(str(strategy), failure)]
-    if strategy.num_ranks == 1 or is_under_torchrun():  # which has no rank to spare
+    if strategy.num_ranks == 1 or is_under_torchrun():  # a job can start no further process
         return verdicts
     return [_beside_one_process(verdict, cases[verdict.case]) for verdict in verdicts]
 
 
 def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
-    """Say of what differs whether one process of the trainer differs as well."""
+    """Add to a verdict that differs whether one process of the trainer differs too."""
     if verdict.first is None:
         return verdict
     alone = dataclasses.replace(case, accumulation=1)
@@ -188,7 +190,7 @@ def verify_case(
 ) -> Verdict:
     """Return the verdict on a case; every rank of `comm` calls this together.
 
-    `at` follows where this rank stands.
+    `at` tracks the module and phase in which this rank is.
     """
     differences, unequal, facts, entries, sent, begin = _compare_steps(case, strategy, comm, at)
     replicas = [f"step {each.step}: {each.what}" for each in unequal]
@@ -211,9 +213,10 @@ _Compared = tuple[
 def _compare_steps(
     case: Case, strategy: Strategy, comm: Ranks, at: Whereabouts | None
 ) -> _Compared:
-    """Compare step by step, to the end of the first that differs; all ranks return the same.
+    """Compare step by step, to the end of the first step that differs.
 
-    The last, with which the reference begins the step that differs, is rank 0's alone.
+    All ranks return the same values, except the last: the state from which the reference starts
+    the differing step, on rank 0 only.
     """
     run, at = SplitRun(case, strategy, comm), at or Whereabouts()
     at.follow(run.model)
@@ -244,7 +247,7 @@ def _compare_steps(
 def _compare_evaluation(
     case: Case, run: SplitRun, comm: Ranks, beside: Beside | None
 ) -> list[Difference]:
-    """Compare what the model gives in `eval()`; every rank calls this together."""
+    """Compare the model's output in `eval()`; every rank calls this together."""
     made = run.evaluate()
     expected, moved = broadcast_object(beside.evaluated() if beside else (torch.empty(0), []))
     if expected.ndim == 0:
@@ -265,8 +268,8 @@ def _compare_evaluation(
 
 
 def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry]) -> list[Sent]:
-    """Set what this rank sent in the last step beside what the strategy's account predicts."""
-    if not entries:  # one rank, or it stopped before the last step
+    """Return the bytes this rank sent in the last step, each with the strategy's prediction."""
+    if not entries:  # one rank, or the comparison ended before the last step
         return []
     own = [_microbatches(case, batch, strategy) for batch in case.batches]
     *before, sizes = ([size for size, _ in of_step] for of_step in own)
@@ -303,7 +306,7 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
 
 
 def _microbatches(case: Case, batch: Any, strategy: Strategy) -> list[tuple[tuple[int, int], Any]]:
-    """Return the first rank's microbatches of a global batch, each after its rows and positions."""
+    """Return ((rows, positions), microbatch) for each microbatch of the first rank of a batch."""
     microbatches = split(batch, 0, strategy.data_ranks, case.accumulation)
     shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
     sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Judge what the ranks of a run have done by what one process does: the verdict of every run."""
+"""Compare the history of a run on its ranks with the history of one process, for a verdict."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Value = TypeVar("Value")
 VALIDATION = "validation loss"
 
 _OF_ALL = ("loss", "norm", "learning rate", EVALUATION, VALIDATION)
-"""Quantities that no module has."""
+"""Quantities of the whole model or run, which belong to no module."""
 
 
 def judge(title: str, ranks: Sequence[History], expected: History) -> Verdict:
-    """Compare what the ranks of a run have done with what one process does.
+    """Compare the history of each rank of a run with the expected history of one process.
 
-    A run that begins with another state than expected is compared no further, and any other up to
-    the end of the first step that differs.
+    If the initial state of the run differs, nothing else is compared; otherwise the run is compared
+    to the end of the first step that differs.
     """
     ours = ranks[0]
     differences, unequal = list[Difference](), list[Place]()
@@ -50,23 +50,26 @@ def judge(title: str, ranks: Sequence[History], expected: History) -> Verdict:
 
 
 def to_locate(differences: Sequence[Difference]) -> Difference | None:
-    """Return the first difference; a validation loss only if no step differs, which says more."""
+    """Return the first difference in a step, or else the first differing validation loss."""
     wrong = [row for row in differences if not row.passes]
     in_steps = (row for row in wrong if row.quantity != VALIDATION)
     return next(in_steps, next(iter(wrong), None))
 
 
 def located(verdict: Verdict, find: Callable[[Difference], Place]) -> Verdict:
-    """Have `find` name the module at fault, where a step differs and nothing plainer is wrong."""
+    """Return the verdict with the place that `find` returns, if a step differs.
+
+    A verdict with `replicas`, or with a difference in the initial state, keeps its place.
+    """
     first = to_locate(verdict.differences)
-    is_step = any(row.quantity == "loss" for row in verdict.differences)  # else it begins so
+    is_step = any(row.quantity == "loss" for row in verdict.differences)  # else the initial state
     if first is None or first.quantity == VALIDATION or verdict.replicas or not is_step:
         return verdict
     return dataclasses.replace(verdict, place=find(first))
 
 
 def once(function: Callable[[], Value]) -> Value:
-    """Return what `function()` returns; in a job on rank 0, so that all ranks do the same next."""
+    """Return `function()`; in a job, call it only on rank 0 and return its result on all ranks."""
     if not dist.is_initialized():
         return function()
     try:
@@ -75,11 +78,11 @@ def once(function: Callable[[], Value]) -> Value:
         cause = error.__cause__
         if cause is None or isinstance(cause, PhalanxError | OSError):
             raise
-        raise cause from None  # a fault of the program keeps its traceback
+        raise cause from None  # an error of the program keeps its traceback
 
 
 def _compare(ranks: Sequence[History], expected: History) -> tuple[list[Difference], list[Place]]:
-    """Compare evaluations and steps in their order; return unequal ranks apart."""
+    """Compare evaluations and steps in order; return the differences, and the unequal ranks."""
     ours, differences = ranks[0], list[Difference]()
     for number in sorted({*ours.records, *ours.evaluations}):
         if number in ours.evaluations and number in expected.evaluations:
@@ -100,7 +103,7 @@ def _compare(ranks: Sequence[History], expected: History) -> tuple[list[Differen
 
 
 def _problems(title: str, ranks: Sequence[History], expected: History) -> Iterator[Place]:
-    """Yield the faults that need no arithmetic to be judged."""
+    """Yield faults other than numeric differences: of steps, rows, positions and evaluations."""
     for rank, history in enumerate(ranks):
         where = f"{title}, rank {rank}"
         pairs = {
@@ -129,7 +132,7 @@ def _problems(title: str, ranks: Sequence[History], expected: History) -> Iterat
 
 
 def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
-    """Return in what ranks differ that should be alike, roughly in the order of a step."""
+    """Return differences between ranks in values that must be equal, roughly in order of a step."""
     return [
         *_unequal_numbers(step, "the loss", [rank.numbers["loss"][""] for rank in facts]),
         *_lacking(step, facts),
@@ -145,7 +148,7 @@ def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
 
 
 def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Place]:
-    same = repr(numbers[0])  # unlike the number itself, NaN's equals NaN's
+    same = repr(numbers[0])  # unlike the numbers, the texts of two NaNs are equal
     odd = [rank for rank, number in enumerate(numbers) if repr(number) != same]
     if not odd:
         return []
@@ -154,7 +157,7 @@ def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Pla
 
 
 def _lacking(step: int, facts: Sequence[RankFacts]) -> Iterator[Place]:
-    # A stage of a pipeline holds some of the parameters.
+    # A rank is only compared for parameters that it has: a pipeline stage has some of them.
     held, trained = (
         [{name for kind, name, _ in rank.bits if kind == wanted} for rank in facts]
         for wanted in ("weight", "gradient")

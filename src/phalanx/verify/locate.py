@@ -1,9 +1,10 @@
 """Find the first module, in the order of the computation, at which a strategy goes wrong.
 
-The step that differs runs again on both sides, recorded. Whatever a module takes and gives is made
-after all it depends on, so the first tensor that differs, by the reference's order of time, has
-agreeing causes: if it is a result, its module is at fault, and if it is an argument, the module
-that called it, between its own modules. No run on the reference's inputs is needed for that.
+The step that differs is repeated on both sides, with the inputs and outputs of each module
+recorded. A tensor is computed after all tensors on which it depends, so every input of the first
+tensor that differs, in the reference's order, agrees. If this tensor is an output, its module is
+at fault; if it is an input, the calling module is, in its own code between its submodules. The
+strategy need not run on the reference's inputs for that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
 Expected = tuple[Event, float]
-"""A tensor of the reference, and how far another may lie from it."""
+"""A tensor of the reference, and the largest absolute error that passes."""
 
 Recorded = tuple[Recorder, Sequence[Tensor]]
 """A recorded step of a rank, and the rows of the global batch in each of its microbatches."""
@@ -41,14 +42,14 @@ Recorded = tuple[Recorder, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class RankGaps:
-    """What one rank has compared.
+    """Differences between one rank's recorded step and the reference.
 
     Attributes:
-        loss_rank: this rank's coordinate among those that make terms of one loss.
+        loss_rank: this rank's coordinate among the ranks whose losses are summed.
         called: names of the modules that were called.
-        gaps: (largest gap, its microbatch) of each tensor.
-        sums: of each number made in forward, over the microbatches: losses, which add up.
-        contribution: the gradient of the suspect that this rank made, before any reduction.
+        gaps: (largest absolute error, its microbatch) of each tensor.
+        sums: sum over the microbatches of each scalar of the forward, that is, of losses.
+        contribution: gradient of the suspect that this rank computed, before any reduction.
     """
 
     loss_rank: int
@@ -68,8 +69,8 @@ def locate(
 ) -> Place:
     """Return where a difference arises; every rank calls this together.
 
-    `record` runs on this rank again what differs, as `SplitRun` takes the steps if None. On rank 0
-    the reference begins that step with `begin`; its own steps lead there if None.
+    `record` repeats the differing step or evaluation on this rank; if None, a `SplitRun` does. On
+    rank 0 the reference starts that step from `begin`; if None, it takes all its own steps first.
     """
     step = first.step
     if first.quantity == "first weight":
@@ -92,8 +93,8 @@ def locate(
 def _expected(
     case: Case, first: Difference, device: torch.device, begin: StepRecord | None
 ) -> tuple[list[Expected], Tensor | None]:
-    """Record the reference where it differs; return what should be, and the suspect's gradient."""
-    # One after the other: a model may draw from torch's own generator.
+    """Record the reference's step; return the expected tensors, and the suspect's gradient."""
+    # The runs are sequential, because a model may draw from torch's global generator.
     (recorder, gradients), (moved, _) = (
         _of_reference(case, first, device, begin, seed) for seed in (0, 1)
     )
@@ -108,7 +109,7 @@ def _expected(
 def _of_reference(
     case: Case, first: Difference, device: torch.device, begin: StepRecord | None, seed: int
 ) -> tuple[Recorder, Mapping[str, Any]]:
-    """Record a step of the reference, or its evaluation; return the step's gradients too."""
+    """Record a step of the reference, or its evaluation; also return the gradients of the step."""
     run = ReferenceRun(case, device, perturbation=seed)
     recorder = Recorder(run.model)
     is_evaluation = first.quantity == EVALUATION
@@ -126,12 +127,12 @@ def _of_reference(
 
 
 def suspect_of(first: Difference) -> str | None:
-    """Return the parameter whose gradient is to be recorded before it is reduced, if any."""
+    """Return the parameter whose gradient is recorded before reduction; None unless one differs."""
     return first.name if first.quantity == "gradient" else None
 
 
 def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) -> Recorded:
-    """Take the steps of this rank up to what differs, and record that."""
+    """Take the steps of this rank up to the differing step or evaluation, and record that."""
     run = SplitRun(case, strategy, comm)
     recorder = Recorder(
         run.model,
@@ -167,9 +168,9 @@ def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:
 def _compare(
     recorded: Recorded, aligner: Aligner, comm: Ranks, expected: Sequence[Expected]
 ) -> RankGaps:
-    """Compare what was recorded on this rank with the reference's."""
+    """Compare the recorded tensors of this rank with the reference's."""
     recorder, rows = recorded
-    ours: defaultdict[Key, list[Event]] = defaultdict(list)  # an event a microbatch
+    ours: defaultdict[Key, list[Event]] = defaultdict(list)  # an event for each microbatch
     for event in recorder.events:
         ours[event.key].append(event)
     gaps: dict[Key, tuple[float, int]] = {}
@@ -189,7 +190,7 @@ def _compare(
 def _first_that_differs(
     expected: Sequence[Expected], found: Sequence[RankGaps], step: int, types: Mapping[str, str]
 ) -> Place | None:
-    before: Event | None = None  # what the model's own modules gave each other last
+    before: Event | None = None  # latest output, or input gradient, of a module called by the model
     for event, limit in expected:
         key, reference = event.key, event.tensor
         if not any(key.module in rank.called for rank in found):
@@ -211,7 +212,7 @@ def _first_that_differs(
 
 
 def _is_sent(before: Event, event: Event, found: Sequence[RankGaps]) -> bool:
-    """Return whether what one module gives the next is a message between stages of a pipeline."""
+    """Return whether a tensor between two modules is a message between pipeline stages."""
     is_given = event.caller == "" and event.key.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT)
     one, other = before.tensor, event.tensor
     is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -222,8 +223,8 @@ def _is_sent(before: Event, event: Event, found: Sequence[RankGaps]) -> bool:
 def _worst(
     key: Key, reference: Tensor, found: Sequence[RankGaps]
 ) -> tuple[float, int | None, int | None]:
-    """Return the largest gap of a tensor, its rank and its microbatch."""
-    # Ranks that hold the same tokens have the same sum.
+    """Return the largest absolute error of a tensor, its rank and its microbatch."""
+    # Ranks with the same tokens have the same sum, so it is counted once for each `loss_rank`.
     if sums := {rank.loss_rank: rank.sums[key] for rank in found if key in rank.sums}:
         total = torch.tensor(sum(sums.values()), dtype=torch.float64)
         return gap(total, reference), None, None
@@ -232,7 +233,7 @@ def _worst(
 
 
 def _blame(event: Event, types: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the module at fault, and what of it differs, in words."""
+    """Return the module at fault, and the differing tensor in words."""
     module, caller = event.key.module, event.caller
     own = _named(module, types)
     outer = "what calls the model" if caller is None else _named(caller, types)
@@ -261,10 +262,11 @@ def _outside(
     limit: float,
     types: Mapping[str, str],
 ) -> Place:
-    """Name the fault where all modules agree, forward and backward.
+    """Return the fault outside all modules, if all their tensors agree, forward and backward.
 
-    What the ranks made of a gradient adds up if it is off by at most `limit`, relative to it.
-    `gradients` are the reference's, and what all ranks make of it while modules read copies.
+    `limit` is the largest relative error at which the sum of the ranks' contributions to a gradient
+    agrees. `gradients` are the reference's gradient of the suspect, and the strategy's when each
+    module reads copies of its inputs.
     """
     agree = "every module's outputs and gradients agree"
     of_no_module = {

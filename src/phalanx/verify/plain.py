@@ -1,7 +1,7 @@
-"""A decoder written anew, in plain PyTorch: what `models.decoder` must compute.
+"""An independent decoder in plain PyTorch, as the reference for `models.decoder`.
 
-Modules, parameters and the arguments of each forward have the names that `Decoder` gives, so that
-its weights can be loaded and each module compared with its own. All arithmetic is written here.
+Modules, parameters and forward arguments have the same names as in `Decoder`, so that its weights
+can be loaded and modules compared one by one. All arithmetic is implemented here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEVELS = 1 << 16
 
 
 class Norm(nn.Module):
-    """x over its root mean square, or LayerNorm."""
+    """RMSNorm or LayerNorm."""
 
     def __init__(self, width: int, shape: ModelShape) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if shape.norm == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise over the last dimension, in at least float32."""
+        """Normalize over the last dimension, in at least float32."""
         wide = x.double() if x.dtype == torch.float64 else x.float()
         if self.bias is not None:
             wide = wide - wide.mean(-1, keepdim=True)
@@ -47,7 +47,7 @@ class Norm(nn.Module):
 
 
 class Dropout(nn.Module):
-    """The mask of element (row, position, feature) is SplitMix64 of its place, as uint64."""
+    """Dropout whose mask bits are SplitMix64 of (row, position, feature), in uint64 arithmetic."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -61,10 +61,11 @@ class Dropout(nn.Module):
 
 
 class Masks:
-    """Has each nn.Dropout of a module draw masks that belong to the sample, written anew.
+    """Independent implementation of dropout masks keyed by sample, for each nn.Dropout of a model.
 
-    An element's mask is SplitMix64 of (seed, module, step, row, how often the module has run on the
-    batch, place in the row). Without a seed, or where a tensor has other rows, torch draws.
+    An element's mask is SplitMix64 of (seed, module, step, row, number of earlier calls of the
+    module on the batch, place in the row). Without a seed, or if the first dimension of a tensor
+    is not the batch's rows, torch draws the mask.
     """
 
     def __init__(self, model: nn.Module, seed: int | None) -> None:
@@ -78,7 +79,7 @@ class Masks:
                 module.forward = drop
 
     def begin(self, step: int, rows: Tensor) -> None:
-        """Begin a forward on these rows, counted in the order of the samples."""
+        """Start a forward on these rows, numbered in the order of the samples."""
         self._step, self._rows = step, rows
         self._calls.clear()
 
@@ -126,7 +127,7 @@ def _split_mix(stream: np.ndarray[Any, Any], index: Any) -> np.ndarray[Any, Any]
 
 
 class Attention(nn.Module):
-    """Attention to the positions that it is given."""
+    """Grouped-query attention with a given mask."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(heads, shape.hidden, shape.bias is True)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, sees: Tensor) -> Tensor:
-        """Map x[B, T, D] to a tensor like it; `sees[B, 1, T, T]` says who looks at whom."""
+        """Map x[B, T, D] to y[B, T, D]; `sees[B, 1, T, T]` is True where a query sees a key."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.norms == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -164,7 +165,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU, GEGLU, or GELU without a gate; GELU in its tanh form."""
+    """SwiGLU, GEGLU, or GELU without a gate; GELU in the tanh approximation."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(shape.ffn, shape.hidden, has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x to a tensor like it."""
+        """Map x[B, T, D] to y[B, T, D]."""
         if self.kind == "gelu":
             return self.down(F.gelu(self.up(x), approximate="tanh"))
         gate = self.gate(x)
@@ -199,7 +200,7 @@ class Block(nn.Module):
         self.mlp_output_norm = Norm(shape.hidden, shape) if after else None
 
     def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:
-        """Map x to a tensor like it."""
+        """Map x[B, T, D] to y[B, T, D]."""
         mixed = self.attention(_normed(self.attention_norm, x), angles, sees)
         x = x + self.dropout(_normed(self.attention_output_norm, mixed), keys, 1)
         fed = self.mlp(_normed(self.mlp_norm, x))
@@ -219,7 +220,7 @@ class Head(nn.Module):
         self.weight = None if shape.tied else nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor, labels: Tensor | None, tied: Tensor | None) -> Tensor:
-        """Return the sum over the tokens that count; without labels, the logits."""
+        """Return the sum of the losses over valid tokens; without labels, the logits."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None
         logits = F.linear(x, weight)
@@ -230,7 +231,7 @@ class Head(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """See `models.decoder.Decoder`."""
+    """Reference implementation of `models.decoder.Decoder`."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -273,7 +274,7 @@ class PlainDecoder(nn.Module):
         return self.shape.window is not None and (every is None or layer % every != every - 1)
 
     def _sees(self, layer: int, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """Return which positions each position looks at, [B, T, T]."""
+        """Return the attention mask, [B, T, T], True where a query position sees a key position."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         distance = places[:, None] - places
         sees = distance >= 0
@@ -337,9 +338,9 @@ class PlainNextToken:
 
 
 def plain_batch(file: TokenFile, samples: Any, rows: Any, corpus: CorpusConfig) -> Batch:
-    """Return samples of a file: T tokens each, and the token that follows each.
+    """Return a batch of samples of a file: T tokens each, with the next tokens as labels.
 
-    With a document mask, positions begin anew where the separator stands, but in its first place.
+    With a document mask, positions restart at 0 at each separator that is not the first token.
     """
     text, length = file.map(), corpus.seq_len
     tokens, positions, documents = (np.zeros((len(samples), length), np.int64) for _ in range(3))

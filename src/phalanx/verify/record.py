@@ -1,4 +1,4 @@
-"""Run a few steps on the ranks of a job and write down all that training depends on."""
+"""Run a few steps on the ranks of a job, and record all values on which training depends."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ if TYPE_CHECKING:
 
 
 def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
-    """Return the sum of the losses of a batch, as an evaluation takes it."""
+    """Return the sum of the losses of a batch, as in an evaluation."""
     return objective.loss_sum(model, batch, 0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case to run, see `harness.verify`; every field can be pickled.
+    """A case to run, with the arguments of `harness.verify`; every field can be pickled.
 
     Attributes:
-        dropout_seed: of masks that belong to the sample, which nn.Dropout draws on both sides; it
-            draws from the process's generator if None.
-        reference: another build and objective for the reference, with the same names of parameters;
-            the case's own if None.
-        infer: what to compare in `eval()` after the last step, of (objective, model, batch): a sum
-            over the rows, or a tensor whose first dimension they are.
-        training: how the reference updates its weights, in place of `optimizer`.
+        dropout_seed: seed of masks keyed by sample, which nn.Dropout draws on both sides; if None,
+            it draws from the process's generator.
+        reference: other build function and objective for the reference, with equal parameter names;
+            if None, the case's own.
+        infer: function of (objective, model, batch) whose result in `eval()` after the last step is
+            compared: a sum over the rows, or a tensor with the rows as first dimension.
+        training: optimizer of the reference, in place of `optimizer`; if None, AdamW.
     """
 
     build: Callable[[], nn.Module]
@@ -81,12 +81,12 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The data type as torch has it."""
+        """The data type as a torch.dtype."""
         return getattr(torch, self.dtype)
 
 
 class Witness:
-    """Takes down steps, whoever takes them; every rank calls its methods together."""
+    """Recorder of the values of steps; every rank calls its methods together."""
 
     def __init__(self, comm: Comm) -> None:
         self.history = History()
@@ -98,7 +98,7 @@ class Witness:
         held: Mapping[str, Mapping[str, Tensor]],
         numbers: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Take down quantities of a step, beside those noted already."""
+        """Add quantities of a step to the history: tensors (`held`) and numbers."""
         facts = self.history.facts.setdefault(step, RankFacts())
         record = self.history.records.setdefault(step, {})
         for quantity, tensors in held.items():
@@ -112,7 +112,7 @@ class Witness:
 
 
 class StepWitness(Witness):
-    """Takes down what a `Step` computes."""
+    """Recorder of the values that a `Step` computes."""
 
     def __init__(self, step: Step, comm: Comm | None = None) -> None:
         super().__init__(comm or step.comm)
@@ -120,19 +120,19 @@ class StepWitness(Witness):
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Take down gradients and norms before they are clipped, and the rates of the update."""
+        """Record gradients and norms before clipping, and the learning rates before the update."""
         step = self.step
         if name == "clip":
             norms = {f"{p:g}": float(step.norm(p)) for p in NORMS}
             self.note(step.steps_done, {"gradient": gradients_of(step.model)}, {"norm": norms})
-        if name == "optimizer" and step.num_steps is None:  # a schedule of the user's sets them
+        if name == "optimizer" and step.num_steps is None:  # the user's scheduler sets the rates
             groups = enumerate(step.optimizer.param_groups)
             rates = {str(number) if number else "": float(group["lr"]) for number, group in groups}
             self.note(step.steps_done, {}, {"learning rate": rates})
         yield
 
     def keep(self, result: StepResult) -> None:
-        """Take down the step that has just been taken."""
+        """Record the step that has ended."""
         config = self.step.config
         numbers = {"loss": {"": result.loss}, "norm": {f"{config.clip_p:g}": result.grad_norm}}
         if self.step.num_steps is not None:
@@ -140,16 +140,16 @@ class StepWitness(Witness):
         self.note(self.step.steps_done - 1, self.held(), numbers)
 
     def held(self) -> dict[str, dict[str, Tensor]]:
-        """Return buffers, what the optimizer keeps, and weights."""
+        """Return buffers, optimizer state and weights, by quantity and name."""
         model = self.step.model
         return {"buffer": dict(model.named_buffers()), **state_of(model, self.step.optimizer)}
 
 
 class SplitRun:
-    """The steps of a case on this rank, split."""
+    """The steps of a case on this rank, under a strategy."""
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
-        # It warns, once a layout, that it gathers a weight axis by axis; here that is as good.
+        # DTensor warns, once per layout, that it gathers a weight axis by axis: no problem here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._case, self._comm = case, comm
         self.ledger = Ledger(comm)
@@ -165,12 +165,12 @@ class SplitRun:
             masks=None if seed is None else Masks(seed, self._place),
             pp_rank=comm.coord("pp"),
         )
-        # Before the optimizer takes the parameters.
+        # Before the optimizer is built, because this replaces parameters.
         self.runner = self.plan.build(comm)
         optimizer = build_optimizer(self.model, case.optimizer)
         given = (self.model, optimizer, case.objective, case.optimizer)
         more: dict[str, Any] = {"num_steps": len(case.batches), "run": self.runner}
-        more["nonfinite"] = "skip"  # a step that is not finite is compared and named
+        more["nonfinite"] = "skip"  # so that a step that is not finite is compared and reported
         self._served: ServedCase | None = None
         if strategy.is_served:
             from phalanx.verify.served_case import ServedCase  # it needs pyzmq
@@ -181,14 +181,14 @@ class SplitRun:
             self._step = Step(*given, comm=comm, **more)
 
     def close(self) -> None:
-        """End what was started for the steps; every rank calls this together."""
+        """Stop the parameter servers, if any; every rank calls this together."""
         if self._served is not None:
             self._served.close()
 
     def evaluate(self, phase: Phase = no_phase) -> Tensor | None:
-        """Return what this rank's rows of the last batch give in `eval()`; all call this.
+        """Return `case.infer` of this rank's rows of the last batch in `eval()`; all call this.
 
-        None on ranks that do not hold the last stage of a pipeline.
+        None on ranks that do not have the last stage of a pipeline.
         """
         case, comm, model = self._case, self._comm, self.model
         moved = cast_batch(case.batches[-1], case.torch_dtype, comm.device)
@@ -204,22 +204,22 @@ class SplitRun:
 
     @property
     def evaluated_rows(self) -> Tensor:
-        """The rows of the last batch that `evaluate` takes on this rank."""
+        """Indices of the rows of the last batch that `evaluate` uses on this rank."""
         rank, num_ranks, _ = self._shard
         return rows_of(self._case.batches[-1], rank, num_ranks, 1)[0]
 
     def rows(self, step: int) -> list[Tensor]:
-        """Return the rows of the global batch that are in each microbatch of this rank."""
+        """Return the row indices in the global batch of each microbatch of this rank."""
         return rows_of(self._case.batches[step], *self._shard)
 
     def _place(self) -> MaskPosition:
-        """Return where the forward under way stands."""
+        """Return the step, the rows and the call counts of the current forward, to key masks."""
         number, step = self.runner.microbatch, self._step.steps_done
         calls = self._dropout_calls.setdefault(number, {})
         return MaskPosition(step, self.rows(step)[number], calls)
 
     def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
-        """Take the steps one by one, each watched by `phase`; every rank does so together."""
+        """Take the steps one by one, with `phase` around each phase; all ranks do so together."""
         case, step = self._case, self._step
         witness = StepWitness(step, self._comm)
         for number, batch in enumerate(case.batches):
@@ -237,7 +237,7 @@ class SplitRun:
 
 
 def check_rows(case: Case, num_data_ranks: int) -> None:
-    """Refuse a batch with fewer rows than microbatches."""
+    """Raise ConfigError if a batch has fewer rows than microbatches."""
     for step, batch in enumerate(case.batches):
         num_rows, least = count_rows(batch), num_data_ranks * case.accumulation
         if num_rows < least:
@@ -253,12 +253,12 @@ def owner(parameter: str) -> str:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients that there are, by the names of their parameters."""
+    """Return the gradients that exist, by the names of their parameters."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return what an optimizer keeps, and the weights, by quantity and names of the parameters."""
+    """Return the optimizer state and the weights, by quantity and parameter name."""
     named = dict(model.named_parameters())
     states = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
     counts = {name: state["step"] for name, state in states.items() if "step" in state}
@@ -270,7 +270,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 
 def bits_of(quantity: str, tensors: Mapping[str, Tensor]) -> dict[BitsKey, str]:
-    """Return a hash of each shard of this rank."""
+    """Return a hash of this rank's shard of each tensor."""
     found: dict[BitsKey, str] = {}
     for name, tensor in tensors.items():
         shard, offset = shard_of(tensor)
@@ -284,11 +284,11 @@ def _bytes_of(shard: Tensor) -> bytes:
 
 
 def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
-    """Return copies on the CPU on rank 0, and nothing of use elsewhere; every rank calls this.
+    """Return full copies on the CPU on rank 0, an empty dict elsewhere; every rank calls this.
 
-    Rank 0 holds what all ranks bring at once, besides what it makes of it.
+    Rank 0 has the gathered shards of all ranks in memory together with the full tensors.
     """
-    parts: dict[str, Any] = {}  # shape and type of the whole, where the shard is in it, its bytes
+    parts: dict[str, Any] = {}  # full shape, dtype, slices of the shard, bytes of the shard
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         if isinstance(tensor, DTensor) and (is_fused(tensor) or not tensor.is_floating_point()):
@@ -302,7 +302,7 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
     for of_rank in gather_on_first(parts):
         for name, (shape, dtype, place, data) in of_rank.items():
             if name not in full:
-                # What no rank brings stays NaN, which is equal to no number.
+                # Elements that no rank sends stay NaN, so that a comparison fails.
                 nothing = math.nan if dtype.is_floating_point else 0
                 full[name] = torch.full(shape, nothing, dtype=dtype)
             part = full[name][place]
@@ -311,7 +311,7 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
 
 
 def _brings(tensor: Tensor, comm: Comm) -> bool:
-    """Return whether this rank is the first of its stage that holds its shard."""
+    """Return whether this rank is the first replica of its shard, among the ranks of its stage."""
     shards: set[str] = set()
     if isinstance(tensor, DTensor):
         assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is still owed"

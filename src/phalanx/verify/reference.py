@@ -1,8 +1,9 @@
-"""The reference: a training step in plain PyTorch, which shares no code with `train.step`.
+"""The reference: a training step in plain PyTorch that shares no code with `train.step`.
 
-One process takes each global batch at once. The loss law, the norm, clipping, the schedule and the
-masks of dropout are written anew, AdamW is torch's own, and a decoder is `PlainDecoder`. So a fault
-that a strategy and one process of our trainer have in common is found too.
+One process computes each global batch at once. The loss normalization, the norm, clipping, the
+learning-rate schedule and the dropout masks are implemented again here, AdamW is torch's, and the
+decoder is `PlainDecoder`. So an error common to all strategies of the trainer, one process
+included, is found too.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ if TYPE_CHECKING:
     from phalanx.verify.record import Case
 
 NORMS = (1.0, 2.0, math.inf)
-"""The p of the norms that are compared, whichever of them clips."""
+"""Values of p of the norms that are compared, whichever norm is used for clipping."""
 
 
 MOMENTS = {"first moment": "exp_avg", "second moment": "exp_avg_sq"}
-"""AdamW's moments, and what torch calls them."""
+"""AdamW's moments -> their keys in torch's optimizer state."""
 
 Values = Mapping[str, Tensor | float]
-"""A quantity of one step, by the names of the parameters; of norms by p, of the loss by ""."""
+"""Values of one quantity of a step, by parameter name; norms by p; a single value by ""."""
 
 StepRecord = Mapping[str, Values]
-"""What one step computed: `loss`, `buffer`, `gradient` and `norm` before clipping, `learning rate`,
+"""Quantities of one step: `loss`, `buffer`, `gradient` and `norm` before clipping, `learning rate`,
 both moments and `weight`.
 
-Tensors are full and on the CPU; quantities stand in the order in which a step makes them.
+Tensors are full and on the CPU; quantities are in the order in which a step computes them.
 """
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a job of one's own updates its weights; AdamW's settings say it if there is none.
+    """Optimizer, scheduler and clipping of a user's `Trainer`, for the reference.
 
     Attributes:
-        optimizer: makes one from the parameters.
-        scheduler: makes one from the optimizer, stepped after each step.
-        max_norm: the gradient is scaled to this 2-norm where it is larger; 0: never.
-        pieces: microbatches that one process cuts a batch into; BatchNorm takes each by itself.
+        optimizer: creates the optimizer from the parameters.
+        scheduler: creates the scheduler from the optimizer; it is stepped after each step.
+        max_norm: largest 2-norm of the gradient, to which a larger one is scaled; 0: no clipping.
+        pieces: number of microbatches of a batch on one process; BatchNorm takes each separately.
     """
 
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -61,13 +62,10 @@ class Training:
 
 
 class ReferenceRun:
-    """The reference, step by step."""
+    """The reference run of a case, which takes steps in plain PyTorch."""
 
     def __init__(self, case: Case, device: torch.device, *, perturbation: int = 0) -> None:
-        """Build the model.
-
-        Of `perturbation` see `begin_from`.
-        """
+        """Build the model and the optimizer; for `perturbation` see `begin_from`."""
         self._case = case
         self._device = device
         self._dtype: torch.dtype = getattr(torch, case.dtype)
@@ -83,18 +81,18 @@ class ReferenceRun:
         self._masks = Masks(self.model, case.dropout_seed)
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
-        """Take the steps one by one; `phase` surrounds each forward, as in the trainer."""
+        """Take the steps one by one, with `phase("forward")` around each forward."""
         for step in range(len(self._case.batches)):
             made = self.compute(step, phase)
             yield {**made, **self.update(step, made)}
 
     def compute(self, step: int, phase: Phase = no_phase) -> StepRecord:
-        """Make the gradients of a step; return what comes before the update."""
+        """Compute the gradients of a step; return the quantities that precede the update."""
         batch = self._case.batches[step]
         moved = cast_batch(batch, self._dtype, self._device)
         num_valid = int(self._objective.num_valid(moved))
         self.model.zero_grad(set_to_none=True)
-        # Rows of a job count on from step to step, others begin anew.
+        # With `training`, rows are numbered across all steps, otherwise from 0 in each step.
         own, batches = self._case.training, self._case.batches
         first = sum(count_rows(each) for each in batches[:step]) if own else 0
         loss = torch.zeros((), dtype=torch.float64)
@@ -115,7 +113,10 @@ class ReferenceRun:
         }
 
     def update(self, step: int, made: StepRecord) -> StepRecord:
-        """Clip the gradients that there are and step the optimizer; `made` has their norms."""
+        """Clip the gradients and step the optimizer; `made` has their norms and the loss.
+
+        Skip both if the loss or the 2-norm is not finite.
+        """
         settings, own = self._case.optimizer, self._case.training
         numbers = [made["loss"][""], made["norm"]["2"]]
         groups = self._optimizer.param_groups
@@ -134,30 +135,30 @@ class ReferenceRun:
         return {"learning rate": rates, **self._kept(), "weight": weights}
 
     def _kept(self) -> StepRecord:
-        """Return what the optimizer keeps of each parameter, by quantity."""
+        """Return the optimizer state of each parameter, by quantity."""
         states = {n: self._optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
         kept: dict[str, Values] = {} if self._case.training else {what: {} for what in MOMENTS}
         return {**kept, **{q: _copied(of) for q, of in kept_by(states).items()}}
 
     @torch.no_grad()
     def evaluate(self, phase: Phase = no_phase) -> Tensor:
-        """Return what the case makes of its last batch in `eval()`, see `Case.infer`."""
+        """Return `Case.infer` of the last batch in `eval()`."""
         moved = cast_batch(self._case.batches[-1], self._dtype, self._device)
         with evaluating(self.model), phase("forward"):
             return self._case.infer(self._objective, self.model, moved).cpu()
 
     def state(self) -> StepRecord:
-        """Return copies of the buffers, of what the optimizer keeps, and of the weights."""
+        """Return copies of the buffers, the optimizer state and the weights."""
         weights, buffers = self.model.named_parameters(), self.model.named_buffers()
         copied = {"buffer": _copied(dict(buffers)), **self._kept()}
         return {**copied, "weight": _copied(dict(weights))}
 
     @torch.no_grad()
     def begin_from(self, state: StepRecord, perturbation: int = 0) -> None:
-        """Set weights, buffers and moments to their values after a step, or to `state`'s.
+        """Set weights, buffers and moments to `state`, such as the record of a step.
 
-        Above 0, `perturbation` is the seed by which each weight moves by at most the data type's
-        epsilon, relative to itself.
+        A `perturbation` above 0 is the seed of a random relative change of each weight by plus or
+        minus the data type's epsilon.
         """
         for name, tensor in {**state["weight"], **state["buffer"]}.items():
             held = self.model.get_parameter if name in state["weight"] else self.model.get_buffer
@@ -175,7 +176,7 @@ class ReferenceRun:
             _perturb(self.model, perturbation)
 
     def take_gradients(self, gradients: Values) -> None:
-        """Have the next update take these, in place of what the model has made."""
+        """Replace the gradients of the model by `gradients`, for the next update."""
         for name, parameter in self.model.named_parameters():
             given = gradients.get(name)
             parameter.grad = None if given is None else torch.as_tensor(given).to(parameter)
@@ -187,7 +188,7 @@ class ReferenceRun:
 
 
 def kept_by(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """Return what an optimizer keeps, by quantity and name, but for its counts of steps."""
+    """Return the optimizer state, by quantity and parameter name, without step counters."""
     names = {key: quantity for quantity, key in MOMENTS.items()}
     found: dict[str, dict[str, Tensor]] = {}
     for name, state in states.items():
@@ -199,13 +200,13 @@ def kept_by(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Tens
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Return the model in training mode; one that is already, with the modes of its modules."""
+    """Put the model into training mode, unless it is; then its modules keep their modes."""
     return model if model.training else model.train()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Put a model into `eval()` inside, and its modules back into their modes after."""
+    """Put a model into `eval()` inside the block, and restore the mode of each module after."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     yield
@@ -214,14 +215,14 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 
 def norm_of(tensors: list[Tensor], p: float) -> float:
-    """Return the p-norm of all tensors taken as one vector, in float64."""
+    """Return the p-norm of all tensors as one vector, computed in float64."""
     if math.isinf(p):
         return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0)
     return float(sum(float(t.double().abs().pow(p).sum()) for t in tensors)) ** (1 / p)
 
 
 def rate_at(settings: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Return the learning rate: a line up over the warm-up, then half a cosine down."""
+    """Return the learning rate: linear warm-up, then half-cosine decay to the minimum."""
     warmup = settings.warmup_steps
     warmup = min(200, num_steps // 10) if warmup is None else warmup
     if step < warmup:
@@ -263,17 +264,17 @@ if TYPE_CHECKING:
     from phalanx.verify.record import Case
 
 BitsKey = tuple[str, str, tuple[int, ...]]
-"""Quantity, name of the parameter, and where the shard begins."""
+"""Quantity, name of the parameter, and offset of the shard."""
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank holds after a step, small enough to compare between all ranks.
+    """Values of one rank after a step, small enough to compare between all ranks.
 
     Attributes:
-        numbers: the loss, norms by p and learning rates, as this rank knows them.
+        numbers: loss, norms by p, and learning rates on this rank.
         bits: hash of each shard of this rank.
-        nonfinite: names of the parameters whose gradient is not finite here.
+        nonfinite: names of the parameters whose gradient shard on this rank is not finite.
     """
 
     numbers: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
@@ -283,19 +284,19 @@ class RankFacts:
 
 @dataclass
 class History:
-    """What a run has done; full tensors are the first rank's alone.
+    """Recorded values of a run; only the first rank has full tensors.
 
     Attributes:
-        begin: weights, buffers and the optimizer's state before a step, by its number.
-        records: of each step, by its number.
-        facts: what ranks must agree on, by the number of the step.
-        evaluations: validation losses, by the steps done.
+        begin: weights, buffers and optimizer state before a step, by the step's number.
+        records: record of each step, by its number.
+        facts: values that must be equal on all ranks, by the number of the step.
+        evaluations: validation losses, by the number of completed steps.
         evaluated: sum of the losses of the last batch in eval mode.
         rows: positions in the data of the rows of each step, by its number.
-        consumed: position in the data at each evaluation, by the steps done; text alone has it.
-        idle: modules that an evaluation has left in eval mode.
-        is_kept: whether all evaluations left the weights as they were.
-        dtypes: data types by what they are of; text alone has it.
+        consumed: position in the data at each evaluation, by completed steps; only for text.
+        idle: names of the modules that an evaluation left in eval mode.
+        is_kept: whether no evaluation changed the weights.
+        dtypes: kind of tensor -> names of its data types; only for text.
     """
 
     begin: dict[int, StepRecord] = field(default_factory=dict[int, StepRecord])
@@ -313,10 +314,10 @@ class History:
 def reference_history(
     case: Case, start: int, every: int, validate: Callable[[nn.Module], float | None]
 ) -> History:
-    """Take all steps of a case in plain PyTorch, and return those from `start` on.
+    """Take all steps of a case in plain PyTorch, and return the history from step `start` on.
 
-    Evaluations stand after `every` steps, and after the last; `validate` returns the mean loss of
-    the validation data, or None without.
+    Evaluations take place when the number of completed steps is a multiple of `every`, and at the
+    end; `validate` returns the mean loss of the validation data, or None without such data.
     """
     run, history = ReferenceRun(case, torch.device("cpu")), History()
     steps, position, last = run.steps(), 0, len(case.batches)

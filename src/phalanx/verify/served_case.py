@@ -1,7 +1,7 @@
-"""The steps of a case over parameter servers, which run as threads of the first rank.
+"""The steps of a case with parameter servers, which run as threads of the first rank.
 
-What the servers sum and keep is brought back after each step, so that it is compared as under any
-other strategy.
+After each step, the summed gradients, weights and moments are copied from the servers to the
+workers, so that they are compared as under any other strategy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.train.step import Step, StepResult
 
 
 class ServedCase:
-    """One rank's part of the steps of a case over servers."""
+    """One rank's client of the servers for a case; on rank 0, the servers too."""
 
     def __init__(self, strategy: Strategy, rank: int, num_steps: int) -> None:
         """Start the servers on rank 0, and connect; every rank calls this together."""
@@ -34,27 +34,27 @@ class ServedCase:
         self._client = Client(meeting, rank, consistency, (0, num_steps))
 
     def step(self, *args: Any, **more: Any) -> Step:
-        """Return what takes the steps, of the arguments of `Step`."""
+        """Return a step over the servers, built from the arguments of `Step`."""
         self._step = _Witnessed(*args, **more, comm=Alone())
         self._step.join(self._client, ServerConfig(), is_first=self._rank == 0)
         return self._step
 
     def close(self) -> None:
-        """End the servers; every rank calls this together."""
+        """Disconnect from the servers and stop them; every rank calls this together."""
         self._client.close()
         barrier()
         self._open.close()
 
 
 class _Witnessed(ClockedStep):
-    """Brings gradients and moments of each step back."""
+    """Step that copies the servers' gradients, weights and moments back to the worker."""
 
     def compute_gradients(self, microbatches: Any) -> tuple[torch.Tensor, torch.Tensor]:
         made = super().compute_gradients(microbatches)
         flats = [torch.empty_like(flat) for flat in self.flat.weights]
         self.client.gradient(flats, self.steps_done + 1)
         self.flat.give_gradients([flat / made[1].clamp(min=1) for flat in flats])
-        barrier()  # the first that pulls has the sum applied
+        barrier()  # the first pull applies the sum, so all ranks read the gradient before it
         return made
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:

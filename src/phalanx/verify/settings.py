@@ -1,4 +1,4 @@
-"""What `phalanx verify` may be given; no torch."""
+"""Settings of `phalanx verify`; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from phalanx.config import CorpusConfig, OptimizerConfig, ShapeConfig, TrainConf
 from phalanx.config.fields import Positional, Range, Use
 
 SEQ_LEN = 17
-"""Tokens of a sample, if nothing is said; a run takes as many more as equal shards need."""
+"""Default number of tokens of a sample; a training run rounds it up to equal position shards."""
 
 
 EVALUATION = "eval output"
-"""What the model gives in `eval()` after the last step: its output, or a sum of losses."""
+"""Quantity: result in `eval()` after the last step, the model's output or a sum of losses."""
 
 STATE = "optimizer's"
-"""What the name of a quantity that only one kind of optimizer keeps begins with."""
+"""Prefix of the names of quantities for optimizer state other than AdamW's moments."""
 
 QUANTITIES = (
     "loss",
@@ -30,7 +30,7 @@ QUANTITIES = (
     EVALUATION,
     "validation loss",
 )
-"""What verify compares of a step, and after the last."""
+"""Quantities that verify compares in each step, and after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class VerifyConfig:
     shape: VerifyShape = field(default_factory=VerifyShape)
     """Sizes and layers that replace the shape's."""
     optimizer: OptimizerConfig = field(
-        # A rate by which weights move far, and a limit that every step's gradient is cut to.
+        # A rate high enough to change weights clearly; a limit low enough to clip every step.
         default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=0)
     )
     """AdamW, the learning rate and clipping."""
@@ -120,7 +120,7 @@ class VerifyTrainConfig(TrainConfig):
     )
     """How text becomes samples."""
     optimizer: OptimizerConfig = field(
-        # No warm-up: in the middle of a run, half a cosine is where a line is.
+        # No warm-up, so that the schedule in the middle of a run is a half cosine.
         default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.2, warmup_steps=0)
     )
     """AdamW, the learning rate and clipping."""

@@ -1,9 +1,9 @@
-"""Record what every module takes and gives, forward and backward, and align it with the reference.
+"""Record inputs, outputs and their gradients for every module, and align them with the reference.
 
-The reference takes the global batch at once; a rank has other rows of it, under cp other positions,
-and under tp other positions or features too. So each rank cuts out of the reference's tensor the
-shard that it should have, by the order of cp and the layout of tp, and compares that. Nothing has
-to be gathered, and the rank is known.
+The reference computes the global batch at once; a rank has some of its rows, under cp some of its
+positions, and under tp some of the positions or features. So each rank slices from the reference's
+tensor the shard that it should have, by cp's order of positions and tp's layout, and compares this
+shard. No tensor is gathered, and the rank with the fault is found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx.verify.compare import same
 
 
 class Kind(Enum):
-    """What a recorded tensor is to its module."""
+    """Role of a recorded tensor for its module."""
 
     INPUT = auto()
     OUTPUT = auto()
@@ -43,11 +43,11 @@ class Kind(Enum):
 
 
 class Key(NamedTuple):
-    """Which tensor of which call of which module.
+    """Identifies a tensor by its module, the call of the module, and its role in the call.
 
     Attributes:
         call: number of the module's call in one forward of the model.
-        slot: where it stands among the arguments or results, as "[0][1]".
+        slot: path of the tensor in the arguments or results, such as "[0][1]".
     """
 
     module: str
@@ -58,10 +58,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """A copy of a tensor at the time it was made.
+    """A copy of a tensor at the time of its module's call, or of its gradient in backward.
 
     Attributes:
-        caller: module whose forward made the call; None if the model itself was called.
+        caller: name of the module whose forward made the call; None for a call of the model itself.
     """
 
     key: Key
@@ -74,10 +74,10 @@ class Recorder:
     """Hooks on every module of a model that record the step after `restart`.
 
     Attributes:
-        events: what was recorded, in the order of time.
-        is_on: whether the step at work is recorded.
-        contribution: the gradient of the parameter `suspect` that this rank itself made.
-        gradient: what the step makes of it on all ranks, while modules read copies.
+        events: recorded tensors, in order of time.
+        is_on: whether the current step is recorded.
+        contribution: gradient of the parameter `suspect` from this rank, before reduction.
+        gradient: reduced gradient of `suspect` in a step in which modules read copies.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Recorder:
         copies: bool = True,
         suspect: str | None = None,
     ) -> None:
-        """Set the hooks.
+        """Register the hooks.
 
         Args:
-            model: after it was split.
-            runner: knows which microbatch is at work; there is one alone if None.
-            copies: modules get copies of what they read, which they may overwrite; tp knows its
-                placeholders by where they lie, so there it is views.
-            suspect: parameter whose gradient is to be recorded before it is reduced.
+            model: model, already split by the strategy.
+            runner: source of the number of the current microbatch; if None, there is only one.
+            copies: whether modules read copies of their inputs, so that in-place writes do no harm;
+                False gives views, for tp, which identifies its placeholders by their addresses.
+            suspect: name of the parameter whose gradient is recorded before reduction.
         """
         self._model = model
         self.events: list[Event] = []
@@ -117,10 +117,10 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Follow the phases of a step."""
+        """Track a phase of the step; reset the call counts at a forward."""
         if name == "forward":
             self._calls.clear()
-            self._stack.clear()  # what a stage of a pipeline has left in the midst
+            self._stack.clear()  # a pipeline stage leaves its forward early, with entries left
         if name == "clip" and self.is_on and self._copies and self._suspect is not None:
             suspect = dict(self._model.named_parameters()).get(self._suspect)
             if suspect is not None and suspect.grad is not None:
@@ -132,7 +132,7 @@ class Recorder:
             self._is_forward = False
 
     def restart(self) -> None:
-        """Begin to record a step."""
+        """Start to record."""
         self.is_on = True
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class Recorder:
         return output
 
     def _pass(self, values: Any, *kinds: Kind) -> Any:
-        """Record what the module on the stack takes or gives, and have its gradients recorded."""
+        """Record inputs or outputs of the module on the stack, and register their gradients."""
         name, call = self._stack[-1]
         caller = self._stack[-2][0] if len(self._stack) > 1 else None
         named, form = tree_flatten_with_path(values)
@@ -166,7 +166,7 @@ class Recorder:
         return tree_unflatten(leaves, form)
 
     def _noter(self, key: Key, caller: str | None) -> Callable[[Tensor], None]:
-        """Return what records a tensor; nothing while a forward runs again for backward."""
+        """Return a function that records a tensor; it does nothing in a recomputed forward."""
         if not (self.is_on and self._is_forward):
             return lambda tensor: None
         microbatch = 0 if self._runner is None else self._runner.microbatch
@@ -178,14 +178,14 @@ class Recorder:
         return note
 
     def _watch_suspect(self, module: str) -> None:
-        """Note the suspect's gradients as autograd makes them, before any reduction.
+        """Hook the suspect parameter, to record its gradients from autograd before any reduction.
 
-        What reads it is its owner, or, where the embedding is the output projection too, the model.
+        The parameter is read by its owner, or by the model if the embedding is tied to the output.
         """
         owner = (self._suspect or "").rpartition(".")[0]
         if self._suspect is None or module not in ("", owner):
             return
-        # Not before: what fsdp has gathered is another parameter.
+        # Looked up at each call, because fsdp replaces the parameter by a gathered one.
         parameter = dict(self._model.named_parameters()).get(self._suspect)
         if parameter is not None and id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
@@ -198,7 +198,7 @@ class Recorder:
 
 
 class _Tap(Function):
-    """x as one of its readers sees it, so that the gradient of this use alone is known."""
+    """Identity on x for one use of x, to record the gradient of this use alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, note: Callable[[Tensor], None], copies: bool) -> Tensor:
@@ -213,13 +213,13 @@ class _Tap(Function):
 
 @dataclass(frozen=True)
 class Aligner:
-    """Cuts a rank's shard out of the reference's tensors.
+    """Slices a rank's shard from the reference's tensors.
 
     Attributes:
-        num_rows: of the global batch.
-        layout: of tp, if any.
-        roles: of the modules that have one under tp.
-        order: of the positions under cp, if any.
+        num_rows: number of rows of the global batch.
+        layout: tp's layout of activations; None without tp.
+        roles: module name -> role under tp, for modules that have a role.
+        order: cp's order of positions; None without cp.
         context_rank: this rank's coordinate on cp.
     """
 
@@ -230,16 +230,16 @@ class Aligner:
     context_rank: int = 0
 
     def pair(self, event: Event, reference: Tensor, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return this rank's tensor and the same shard of the reference's, without padding.
+        """Return this rank's tensor and the same shard of the reference's, both without padding.
 
         Returns:
-            None where no layout makes the one out of the other.
+            The pair; None if no layout maps the reference's shape to this rank's.
         """
         key, local = event.key, event.tensor
         is_input = key.kind in (Kind.INPUT, Kind.INPUT_GRADIENT)
-        # A mask may be of booleans on one side, and of numbers added to the scores on the other.
+        # A mask may be boolean on one side, and numbers to add to the scores on the other.
         is_other_kind = local.is_floating_point() != reference.is_floating_point()
-        # Under tp a column map is given a placeholder: its product was made before.
+        # Under tp the input of a column map is a placeholder: its product is already computed.
         if is_other_kind or (is_input and self.roles.get(key.module) == "column"):
             return None
         for of_rows in self._of_rows(reference, rows):
@@ -258,7 +258,7 @@ class Aligner:
         yield reference
 
     def _of_positions(self, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a tensor as this rank of cp should have it, and where that is no padding."""
+        """Yield possible cp shards of a tensor for this rank, with masks of valid positions."""
         if self.order is not None and full.ndim > 1:
             length = full.shape[1]
             num_held = self.order.held(length)
@@ -269,7 +269,7 @@ class Aligner:
         yield full, torch.ones((), dtype=torch.bool).expand(full.shape)
 
     def _specs(self, module: str, is_input: bool) -> Sequence[Spec]:
-        """Return the ways in which a module's tensor may be split, the likeliest first."""
+        """Return the possible tp layouts of a module's tensor, the most likely first."""
         full = Spec("B T D")
         if self.layout is None:
             return [full]
@@ -296,7 +296,7 @@ class Aligner:
 
 
 def gap(ours: Tensor, reference: Tensor) -> float:
-    """Return max |a - b|, infinite if something is not finite on one side."""
+    """Return max |a - b|; infinite if non-finite elements differ, or integers differ at all."""
     if ours.numel() == 0:
         return 0.0
     if not ours.is_floating_point():

@@ -1,8 +1,8 @@
-"""Verify a training run: first weights, data, evaluation, saving and resuming.
+"""Verify a training run: initial weights, data, evaluation, saving and resuming.
 
-A run takes all its steps in the loop of `phalanx train`, and saves in the middle and at the end. A
-second run resumes from the middle, under another strategy and with another global batch. Plain
-PyTorch takes the same steps on one process. A third run is in a narrow data type.
+The first run takes its steps in the loop of `phalanx train`, and saves in the middle and at the
+end. A second run resumes from the middle, with another strategy and another global batch size.
+Plain PyTorch takes the same steps on one process. A third run uses a narrow data type.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from phalanx.verify.verdict import Place, Verdict, failed
 from phalanx.verify.witness import SessionWitness, find, take_down
 
 STEPS = 2
-"""Steps after which the first run saves and the second resumes; each ends after twice as many."""
+"""Step at which the first run saves and the second resumes; both end after 2 * STEPS steps."""
 
 NARROW = ("float32", "bfloat16")
-"""Precisions that the third run may have; bfloat16 stands for the others."""
+"""Precisions that the third run may have; bfloat16 replaces any other."""
 
 NARROW_ERROR = 5e-3
-"""Largest relative error of the losses of the narrow run, beside float64."""
+"""Largest relative error of the losses of the narrow run, compared with float64."""
 
 
 def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> list[Verdict]:
-    """Take the runs, each on new processes, up to the first that differs.
+    """Perform the runs in order, each on new processes, until one differs; return their verdicts.
 
-    In a job that others have started, its ranks take them, and all call this together.
+    In an existing job, its ranks perform the runs, and all of them call this together.
     """
     if strategy.is_served:
         raise StrategyError(
@@ -81,12 +81,12 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
 
 
 def train_rank(job: Job) -> History:
-    """Train on this rank, and return what happened."""
+    """Train on this rank, and return the recorded history."""
     return take_down(functools.partial(TextSession, job), _TextWitness)
 
 
 def find_on_rank(job: Job, case: Case, first: Difference) -> Place:
-    """Take the run again on this rank, and find the module at which a step goes wrong."""
+    """Repeat the run on this rank, and return the place at which a step goes wrong."""
     return find(functools.partial(TextSession, job), _rows, case, first)
 
 
@@ -96,17 +96,17 @@ def _rows(session: TextSession, microbatches: Sequence[Batch]) -> list[Tensor]:
 
 
 class _TextWitness(SessionWitness):
-    """Takes down positions in the text and data types too."""
+    """Session recorder that also records positions in the text and data types."""
 
     session: TextSession
 
     def __init__(self, session: TextSession) -> None:
         super().__init__(session, _rows)
-        for block in session.model.blocks:  # other stages' are never called
+        for block in session.model.blocks:  # blocks of other pipeline stages are never called
             block.register_forward_hook(self._note_output)
 
     def keep(self, result: StepResult) -> None:
-        """Take down the step that has just been taken."""
+        """Record the step that has ended."""
         super().keep(result)
         state = state_of(self.session.model, self.step.optimizer)
         kept = {
@@ -118,7 +118,7 @@ class _TextWitness(SessionWitness):
             self.history.dtypes[what] = {str(tensor.dtype) for tensor in tensors.values()}
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Take down an evaluation, and what it leaves."""
+        """Record an evaluation, its effects on the model, and the position in the text."""
         super().evaluation(evaluation)
         self.history.consumed[self.step.steps_done] = self.session.loader.consumed
 
@@ -128,7 +128,7 @@ class _TextWitness(SessionWitness):
 
 
 def _on_ranks(function: Any, job: Job, *args: Any) -> list[Any]:
-    """Return what `function(job, *args)` returns on each rank."""
+    """Return the results of `function(job, *args)` on all ranks."""
     return run_ranks(
         function, job.strategy.num_ranks, job, *args, device=job.device,
         threads=job.config.threads, timeout_s=job.config.timeout_s,
@@ -136,7 +136,7 @@ def _on_ranks(function: Any, job: Job, *args: Any) -> list[Any]:
 
 
 def _judged(jobs: Sequence[Job]) -> Verdict:
-    """Take the last of the runs, compare it, and find the module at fault where that can be."""
+    """Perform the run of the last job, compare it, and locate the module at fault if possible."""
     job = jobs[-1]
     before = "".join(f", resumed from {job.strategy}" for job in jobs[:-1])
     title = f"training {job.strategy}{before}"
@@ -160,7 +160,7 @@ def _judged(jobs: Sequence[Job]) -> Verdict:
 
 
 def case_of(jobs: Sequence[Job]) -> Case:
-    """Return the steps of the last job, and before them the steps of the job that it resumes."""
+    """Return a case with the steps of the last job, after the steps of the job that it resumes."""
     shape, config = jobs[0].shape, jobs[0].config
     batches = list(_batches(jobs))
     case = decoder_case(shape, batches, config.seed, config.optimizer, initial_decoder)
@@ -168,7 +168,7 @@ def case_of(jobs: Sequence[Job]) -> Case:
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
-    """Yield the global batch of each step, by the law of the stream: one position after another."""
+    """Yield the global batch of each step: consecutive positions of the data order."""
     position = 0
     for step in range(2 * STEPS):
         job = jobs[min(step // STEPS, len(jobs) - 1)]
@@ -194,7 +194,7 @@ def _validation_loss(job: Job, model: nn.Module) -> float | None:
 
 
 def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
-    """Check the data types of a narrow run, and that its losses are near float64's."""
+    """Check the data types of a narrow run, and compare its losses with float64's."""
     wrong: list[Place] = []
     for what, found in ours.dtypes.items():
         is_output = what == "output of a block"
@@ -218,8 +218,8 @@ def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
 def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConfig:
     """Return the settings of the first run, and write its text into `folder`.
 
-    Settings hold as they are given, but for the length of the run, its data and what it reads and
-    writes. Sizes that are not given are small.
+    Given settings are kept, except for precision, the length of the run, its data, and what it
+    loads and saves. Model sizes that are not given are small.
     """
     num_lines = max(300, 4 * given.corpus.seq_len)
     lines = (f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(num_lines))
@@ -236,7 +236,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
         "steps": 2 * STEPS,
         "epochs": None,
         "precision": "float64",
-        "nonfinite": "skip",  # a step that is not finite is compared and named
+        "nonfinite": "skip",  # so that a step that is not finite is compared and reported
         "out": str(folder / "first"),
         "resume": None,
         "init": None,
@@ -262,12 +262,12 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
 
 
 def _sizes(given: TrainConfig, strategy: Strategy) -> ShapeConfig:
-    """Return the sizes that are given, and for the others small and awkward ones."""
+    """Return the given model sizes, with small and awkward sizes for those not given."""
     shape, sizes = awkward_shapes(strategy)["llama"], dataclasses.asdict(given.shape)
     small = ["num_layers", "hidden", "num_heads", "ffn"]
     if given.shape.hidden is None or given.shape.num_heads is None:
         small.append("head_dim")
-    if given.model is None:  # else a preset says how many heads share a key
+    if given.model is None:  # otherwise the preset sets the number of key-value heads
         small += ["tied", "dropout"]
         small += ["num_kv_heads"] if given.shape.num_heads is None else []
     for name in small:
@@ -281,7 +281,7 @@ def _sizes(given: TrainConfig, strategy: Strategy) -> ShapeConfig:
 def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> TrainConfig:
     """Return the settings of the run that resumes the first run's checkpoint.
 
-    It has another strategy and another global batch.
+    The strategy and the global batch size differ from the first run's.
     """
     return dataclasses.replace(
         config,
@@ -293,14 +293,14 @@ def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> Tra
 
 
 def other_strategy(strategy: Strategy) -> Strategy:
-    """Return a strategy of as many ranks that splits otherwise, for the run that resumes."""
+    """Return a strategy with as many ranks but another split, for the run that resumes."""
     if strategy.fsdp.degree > 1:
         return Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
     return Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
 
 
 def narrow_run(config: TrainConfig, precision: str) -> TrainConfig:
-    """Return the settings of the first run in the narrow data type that is asked for."""
+    """Return the settings of the first run in `precision`, or in bfloat16 if it is not narrow."""
     chosen: Any = precision if precision in NARROW else "bfloat16"
     return dataclasses.replace(
         config, precision=chosen, out=str(Path(config.out or "").with_name("narrow"))

@@ -1,6 +1,6 @@
-"""What `verify` says: whether a strategy computes what one process computes, where not, and why.
+"""Verdict of `verify`: whether a strategy and one process agree; if not, where and why they differ.
 
-A run that dies says in which module each rank stood.
+For a run that dies, the verdict names the failed rank and the module that it was in.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from phalanx.verify.settings import QUANTITIES
 
 @dataclass(frozen=True)
 class Place:
-    """Where the first difference arises.
+    """Place at which the first difference arises.
 
     Attributes:
-        module: name of the module at fault; "" is the model itself, outside its modules; None is
-            outside the model.
-        what: what differs there, in words.
-        step: number of the step, from 0; None where it is in the words.
-        rank: the rank whose tensor is farthest off, where that is known.
-        microbatch: its microbatch.
+        module: name of the module at fault; "" is the model itself, outside its submodules; None
+            is outside the model.
+        what: description of the difference.
+        step: number of the step, from 0; None if `what` contains the step, or there is none.
+        rank: rank with the largest error, if known.
+        microbatch: microbatch of this error, if known.
     """
 
     module: str | None
@@ -54,10 +54,10 @@ class Sent:
 
     Attributes:
         counted: bytes of the full tensors, by the ledger.
-        predicted: the same, by the strategy's own account; None if it has no account of this, as of
-            what a stage of a user's own module sends.
-        is_exact: a difference is an error; for modules of the user's own it is a remark, as they
-            may run a block twice, or not at all.
+        predicted: bytes of the full tensors, by the strategy's own account; None if the account
+            lacks this collective, as for messages between stages of a user's module.
+        is_exact: whether a difference is an error; not for modules of the user, which may run a
+            block twice, or not at all.
     """
 
     phase: str
@@ -77,19 +77,19 @@ class Sent:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a strategy computes what one process computes.
+    """Result of the comparison of a strategy with one process.
 
     Attributes:
-        strategy: its text.
-        differences: everything compared, in the order of the computation, up to the end of the
-            first step in which something differs.
-        replicas: in what ranks differ that should hold the same bits, in words.
-        sent: what rank 0 sent in the last step, beside what was predicted.
-        entries: what the ledger counted of that.
-        place: where the first difference arises, if something differs and it was looked for.
-        causes: what it may come from, in sentences.
-        case: what was run, in words; empty where there is only one.
-        failure: the traceback of the rank that failed first; empty if the run came to its end.
+        strategy: name of the strategy, or title of the run.
+        differences: all comparisons, equal ones included, in the order of the computation, up to
+            the end of the first step that differs.
+        replicas: differences between ranks that must have the same bits, and faults of the run.
+        sent: bytes that rank 0 sent in the last step, with the predictions.
+        entries: the ledger's entries for these bytes.
+        place: place of the first difference, if there is one and it was located.
+        causes: likely causes, in sentences.
+        case: name of the case; empty if there is only one.
+        failure: traceback of the rank that failed first; empty if the run finished.
     """
 
     strategy: str
@@ -109,12 +109,12 @@ class Verdict:
 
     @property
     def wrong_bytes(self) -> list[Sent]:
-        """What was sent otherwise than predicted, where the prediction is exact."""
+        """Collectives whose bytes differ from a prediction that is exact."""
         return [row for row in self.sent if row.is_exact and row.counted != row.predicted]
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything agrees."""
+        """Whether the run finished and all values, replicas and exact predictions agree."""
         is_whole = not self.failure and not self.wrong_bytes
         return is_whole and self.first is None and not self.replicas
 
@@ -146,7 +146,7 @@ class Verdict:
         )
 
     def _not_finite(self) -> str:
-        """Say what both sides have that is not finite, which is no fault of the split."""
+        """Return a phrase about values that are not finite on both sides, or ""."""
         rows = [row for row in self.differences if row.both]
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         return (
@@ -154,7 +154,7 @@ class Verdict:
         )
 
     def details(self) -> list[str]:
-        """Return where it differs and why, in lines."""
+        """Return lines with the place of the difference, replicas, bytes, causes and traceback."""
         lines = [] if self.place is None else [f"where: {self.place}"]
         lines += [f"ranks: {line}" for line in self.replicas[:3]]
         lines += [f"bytes: {row}" for row in self.wrong_bytes[:3]]
@@ -163,11 +163,11 @@ class Verdict:
 
 
 MARK = "verify stood at "
-"""What the note on an error begins with; JSON follows."""
+"""Prefix of the note that `Whereabouts` adds to an error; JSON follows."""
 
 
 class Whereabouts:
-    """Follows the modules and phases of a case on this rank."""
+    """Context manager that tracks the current step, phase and module of a case on this rank."""
 
     def __init__(self, case: str = "") -> None:
         self.case = case
@@ -179,21 +179,21 @@ class Whereabouts:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Note on an error, if it is no user's to mend, where the rank stands."""
+        """Add a note with the current place to an error that is not a PhalanxError."""
         if error is not None and not isinstance(error, PhalanxError):
             at = {"case": self.case, "step": self.step, "phase": self._phase}
             at["module"] = self._stack[-1] if self._stack else None
             error.add_note(MARK + json.dumps(at))
 
     def follow(self, model: nn.Module) -> None:
-        """Follow the modules of a model that has been split."""
+        """Register hooks that track the modules of a model that has been split."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(self._leave)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Follow the phases of a step; the last one stays where an error leaves it."""
+        """Track a phase of the step; after an error the phase stays set."""
         self._phase = name
         self._stack.clear()
         yield
@@ -208,7 +208,7 @@ class Whereabouts:
 
 
 def failed(strategy: str, failure: RankFailed) -> Verdict:
-    """Return the verdict on a run that died, with the module and rank."""
+    """Return the verdict on a run that died, with the rank that failed and its module."""
     lines = failure.traceback.rstrip().splitlines()
     notes = [line for line in lines if line.startswith(MARK)]
     at = json.loads(notes[0].removeprefix(MARK)) if notes else {}

@@ -1,4 +1,4 @@
-"""Train on a rank in the loop of `phalanx train`, and take down what happens."""
+"""Train on a rank in the loop of `phalanx train`, and record steps and evaluations."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from phalanx.verify.trace import Recorder
 from phalanx.verify.verdict import Place, Whereabouts
 
 Rows = Callable[[Any, Sequence[Any]], Sequence[Tensor]]
-"""Returns where the rows of each of a session's microbatches, which it took last, stand in the
-data."""
+"""Function of (session, its latest microbatches) -> positions in the data of each one's rows."""
 
 
 class SessionWitness(StepWitness, Watcher):
-    """Takes down what the loop does with a session, in place of a run's records."""
+    """Watcher of the loop that records the steps and evaluations of a session."""
 
     def __init__(self, session: Session, rows: Rows) -> None:
         super().__init__(session.step)
@@ -43,7 +42,7 @@ class SessionWitness(StepWitness, Watcher):
 
     @contextmanager
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
-        """Note the microbatches of a step."""
+        """Record the rows of a step, and modules that are no longer in training mode."""
         self._note_idle()
         self.last = microbatches
         rows = self._rows(self.session, microbatches)
@@ -51,12 +50,12 @@ class SessionWitness(StepWitness, Watcher):
         yield
 
     def keep(self, result: StepResult) -> None:
-        """Take down the step that has just been taken."""
+        """Record the step that has ended."""
         super().keep(result)
         self._weights = self._bits_of_weights()
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Take down an evaluation, and what it leaves."""
+        """Record an evaluation, and whether it changed module modes or weights."""
         if evaluation is not None:
             self.history.evaluations[evaluation.step] = evaluation.loss
             self._note_idle()
@@ -69,14 +68,14 @@ class SessionWitness(StepWitness, Watcher):
         self.history.idle += sorted(self._training - self._in_training())
 
     def _bits_of_weights(self) -> dict[Any, str]:
-        # The shards: a model of FSDP2 may have gathered parameters.
+        # From the optimizer, which has the shards: a model under FSDP2 may have full parameters.
         groups = enumerate(self.step.optimizer.param_groups)
         named = {f"{at}.{n}": p for at, group in groups for n, p in enumerate(group["params"])}
         return bits_of("weight", {name: p.detach() for name, p in named.items()})
 
 
 def take_down(session: Callable[[], Session], witness: Callable[[Any], SessionWitness]) -> History:
-    """Train on this rank, with the others of the job, and return what happened."""
+    """Train on this rank, together with the other ranks, and return the recorded history."""
     with Whereabouts() as at, session() as run:
         at.follow(run.step.model)
         seen = witness(run)
@@ -103,7 +102,7 @@ def evaluate(session: Session, microbatches: Sequence[Any], phase: Phase = no_ph
 
 
 def find(session: Callable[[], Session], rows: Rows, case: Case, first: Difference) -> Place:
-    """Train again on this rank, and find the module at which it goes wrong."""
+    """Repeat the training on this rank, and return the place at which it goes wrong."""
     with session() as run:
         strategy, comm = run.strategy, run.comm
         found = _record(run, rows, case, first)
@@ -122,7 +121,7 @@ def _record(run: Session, rows: Rows, case: Case, first: Difference) -> Recorded
 
 
 class _Pointer(Watcher):
-    """Has one step of the loop recorded."""
+    """Watcher of the loop that records the modules' tensors in the step of a difference."""
 
     def __init__(self, run: Session, rows: Rows, first: Difference) -> None:
         copies, suspect = run.strategy.tp.degree == 1, suspect_of(first)
@@ -133,7 +132,7 @@ class _Pointer(Watcher):
 
     @contextmanager
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
-        """Record a step if it is the one."""
+        """Record the step if it is the one that differs."""
         self.last = microbatches
         if self._run.step.steps_done == self._first.step:
             self.rows = self._rows_of(self._run, microbatches)

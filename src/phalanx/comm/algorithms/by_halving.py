@@ -1,10 +1,11 @@
 """Recursive halving and doubling: few steps, and no more bytes than a ring.
 
-With P a power of two, ranks r and r XOR d exchange: halves of the tensor, then quarters, and so on;
-back, they double what they have (Thakur, Rabenseifner, Gropp 2005). An all-reduce so takes 2 log2 P
-steps and 2 (P-1)/P of the tensor. With any other P a rank sends to r - d and receives from r + d,
-and the last step moves the rest: 2 ceil(log2 P) steps, as many bytes (Bruck et al., Efficient
-algorithms for all-to-all communications, 1997; Traff, arXiv 2410.14234, 2024).
+If P is a power of two, ranks r and r XOR d exchange halves of the tensor, then quarters, and so on
+(halving), and later double the part they have (Thakur, Rabenseifner, Gropp 2005). An all-reduce
+takes 2 log2 P steps, and each rank sends 2 (P-1)/P of the tensor. For any other P a rank sends to
+r - d and receives from r + d, and the last step moves the rest: 2 ceil(log2 P) steps with the same
+number of bytes (Bruck et al., Efficient algorithms for all-to-all communications, 1997; Traff,
+arXiv 2410.14234, 2024).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps
 
 
 def all_gather(num_ranks: int) -> Steps:
-    """Double what each rank has."""
+    """All-gather by doubling the number of chunks on each rank in every step."""
     return steps_of("all-gather", map(list, _doublings(num_ranks)))
 
 
 def reduce_scatter(num_ranks: int) -> Steps:
-    """Halve what each rank still reduces."""
+    """Reduce-scatter by halving the number of chunks that each rank still reduces."""
     return backward(all_gather(num_ranks), "reduce-scatter", reduces=True)
 
 
@@ -41,7 +42,7 @@ def reduce(num_ranks: int, root: int) -> Steps:
 
 
 def all_to_all(num_ranks: int) -> Steps:
-    """Send chunks at an odd distance from home by 1, then by twos, by fours: log2 P steps."""
+    """Send each chunk by the powers of two that sum to its distance: ceil(log2 P) steps."""
     ranks, spans = range(num_ranks), (1 << bit for bit in range((num_ranks - 1).bit_length()))
     return steps_of(
         "all-to-all",

@@ -1,8 +1,8 @@
-"""Hierarchical collectives: inside each host, then across the hosts, then inside again.
+"""Hierarchical collectives: inside each host, then across hosts, then inside each host again.
 
-One rank a host, its leader, speaks to other hosts: so 2 (H-1)/H of the tensor crosses the slow link
-of each of H hosts in an all-reduce, whatever number of ranks a host has. Inside, a tree; across, a
-ring.
+Only one rank per host, the leader, communicates with other hosts: so in an all-reduce 2 (H-1)/H of
+the tensor crosses the slow link of each of H hosts, however many ranks a host has. Inside a host a
+tree is used. Across hosts, broadcast, reduce, scatter and gather use a tree, and the others a ring.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reduce_scatter(num_ranks: int, host_size: int) -> Steps:
 
 
 def broadcast(num_ranks: int, root: int, host_size: int) -> Steps:
-    """Broadcast among leaders, the root one of them, then inside each host."""
+    """Broadcast among leaders, with the root as leader of its host, then inside each host."""
     hosts = _hosts(num_ranks, host_size)
     pieces = cut(num_ranks, len(hosts))
     across = by_tree.broadcast(len(hosts), root // host_size)
@@ -52,7 +52,7 @@ def reduce(num_ranks: int, root: int, host_size: int) -> Steps:
 
 
 def scatter(num_ranks: int, root: int, host_size: int) -> Steps:
-    """Scatter the chunks of whole hosts among leaders, then inside each host."""
+    """Scatter the chunks of each host to its leader, then inside each host."""
     hosts = _hosts(num_ranks, host_size)
     across = among(by_tree.scatter(len(hosts), root // host_size), _leaders(hosts, root), hosts)
     return across + _inside(by_tree.scatter, hosts, root, own_chunks=True)
@@ -75,7 +75,7 @@ def _leaders(hosts: Sequence[range], root: int = 0) -> list[int]:
 def _inside(
     collective: Rooted, hosts: Sequence[range], root: int = 0, *, own_chunks: bool = False
 ) -> Steps:
-    """Run a collective on each host, from or to its leader, with all chunks or its ranks' own."""
+    """Run a collective rooted at the leader on each host, on all chunks or only its ranks' own."""
     num_ranks = hosts[-1].stop
     return side_by_side(
         among(

@@ -1,8 +1,8 @@
-"""Collectives round a ring: a rank sends to the next one alone, and receives from the one before.
+"""Ring collectives: each rank sends only to the next rank and receives only from the previous one.
 
-Each link carries one chunk a step, so a rank sends 2 (P-1)/P of the tensor for an all-reduce, the
-least that there is (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009), in
-2 (P-1) steps: P - 1 of the reduce-scatter, and P - 1 of the all-gather.
+Each link carries one chunk per step, so in an all-reduce a rank sends 2 (P-1)/P of the tensor, the
+minimum (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009), in 2 (P-1) steps: P - 1
+for the reduce-scatter and P - 1 for the all-gather.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps
 
 
 def all_gather(num_ranks: int, way: int = 1) -> Steps:
-    """Hand on what came in the step before; `way` is 1, or -1 for the other way round."""
+    """Send the rank's chunk, then forward received ones; `way` is 1, or -1 to reverse the ring."""
     ranks = range(num_ranks)
     return steps_of(
         "all-gather",
@@ -29,7 +29,7 @@ def all_gather(num_ranks: int, way: int = 1) -> Steps:
 
 
 def reduce_scatter(num_ranks: int) -> Steps:
-    """Reduce what comes into the own chunk, and hand it on; chunk r ends on rank r."""
+    """Reduce each received chunk into the local one, and forward it; chunk r ends on rank r."""
     return backward(all_gather(num_ranks, way=-1), "reduce-scatter", reduces=True)
 
 
@@ -39,7 +39,7 @@ def all_reduce(num_ranks: int) -> Steps:
 
 
 def broadcast(num_ranks: int, root: int) -> Steps:
-    """Hand the chunks on one after the other, so that all links are busy at once."""
+    """Pipeline the chunks along the ring from the root, so that all links are busy at once."""
     chain = [(root + distance) % num_ranks for distance in range(num_ranks)]
     return steps_of(
         "broadcast",
@@ -55,12 +55,12 @@ def broadcast(num_ranks: int, root: int) -> Steps:
 
 
 def reduce(num_ranks: int, root: int) -> Steps:
-    """Collect the chunks one after the other."""
+    """Pipeline the chunks along the ring toward the root, and reduce them on every rank."""
     return backward(broadcast(num_ranks, root), "reduce", reduces=True)
 
 
 def scatter(num_ranks: int, root: int) -> Steps:
-    """Send the chunk with the longest way first; the others hand it on."""
+    """Send the chunk of the farthest rank first; ranks between forward it."""
     chain = [(root + distance) % num_ranks for distance in range(num_ranks)]
     last = num_ranks - 1
     return steps_of(
@@ -77,12 +77,12 @@ def scatter(num_ranks: int, root: int) -> Steps:
 
 
 def gather(num_ranks: int, root: int) -> Steps:
-    """Collect chunks, the nearest first."""
+    """Forward chunks toward the root; the nearest rank's chunk arrives first."""
     return backward(scatter(num_ranks, root), "gather", reduces=False)
 
 
 def all_to_all(num_ranks: int) -> Steps:
-    """Hand on all that is not for the rank itself."""
+    """Forward every received chunk that is not for the rank itself."""
     ranks = range(num_ranks)
     return steps_of(
         "all-to-all",

@@ -1,7 +1,8 @@
-"""Collectives down and up a binomial tree: in each step twice as many ranks have it.
+"""Binomial tree collectives: in each step of a broadcast the number of ranks with data doubles.
 
-ceil(log2 P) steps each way, with the whole tensor in each; so they suit small tensors (Thakur,
-Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005).
+Each direction takes ceil(log2 P) steps, and a broadcast or reduce sends the full tensor in each; so
+trees suit small tensors (Thakur, Rabenseifner, Gropp, Optimization of collective communication
+operations in MPICH, 2005).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps
 
 
 def broadcast(num_ranks: int, root: int) -> Steps:
-    """Send the tensor to half a tree away, then a quarter, and so on."""
+    """Send the tensor to the rank half the tree away, then a quarter of the tree, and so on."""
     whole = range(num_ranks)
     return steps_of(
         "broadcast",
@@ -24,12 +25,12 @@ def broadcast(num_ranks: int, root: int) -> Steps:
 
 
 def reduce(num_ranks: int, root: int) -> Steps:
-    """Reduce pairs, then pairs of pairs."""
+    """Reduce within pairs of ranks, then pairs of pairs, up to the root."""
     return backward(broadcast(num_ranks, root), "reduce", reduces=True)
 
 
 def scatter(num_ranks: int, root: int) -> Steps:
-    """Send the chunks of the other half of the tree, then of the other quarter."""
+    """Send the other half of the tree its chunks, then the other quarter, and so on."""
     return steps_of(
         "scatter",
         (
@@ -51,7 +52,7 @@ def scatter(num_ranks: int, root: int) -> Steps:
 
 
 def gather(num_ranks: int, root: int) -> Steps:
-    """Collect the chunks of the own half of each subtree."""
+    """Send the collected chunks of each subtree up to its parent, ending at the root."""
     return backward(scatter(num_ranks, root), "gather", reduces=False)
 
 
@@ -71,7 +72,7 @@ def reduce_scatter(num_ranks: int) -> Steps:
 
 
 def _spans(num_ranks: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield how far a step sends, and the distances from the root of the ranks that send."""
+    """Yield for each step the distance of its sends, and the senders' distances from the root."""
     span = 1 << max(0, num_ranks - 1).bit_length() >> 1
     while span:
         yield span, [at for at in range(0, num_ranks, 2 * span) if at + span < num_ranks]

@@ -1,4 +1,4 @@
-"""Which collective is written by which algorithm: the one table, and the lists that it gives."""
+"""Catalogue of algorithms, the collectives each implements, and the list of steps of each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ALGORITHMS: Final[Mapping[str, ModuleType]] = {
     "direct": direct,
     "hierarchical": by_host,
 }
-"""Name of an algorithm -> the functions of its collectives. `hierarchical/4` has 4 ranks a host."""
+"""Name of an algorithm -> module of its collectives; `hierarchical/4` means 4 ranks per host."""
 
 ROOTED: Final = ("broadcast", "scatter", "gather", "reduce")
-"""Collectives with a root; its rank is their second argument."""
+"""Collectives with a root rank, which is the second argument of their functions."""
 
 COLLECTIVES: Final = (
     *ROOTED,
@@ -34,22 +34,22 @@ COLLECTIVES: Final = (
 
 
 def list_steps(collective: str, algorithm: str, num_ranks: int, root: int = 0) -> Steps:
-    """Return what each rank does.
+    """Return the steps of a collective, with the messages of all ranks.
 
     Args:
         collective: one of COLLECTIVES.
         algorithm: one of ALGORITHMS, such as "ring" or "hierarchical/4".
         num_ranks: P, at least 1.
-        root: the rank from which or to which a collective of ROOTED goes.
+        root: root rank of a collective in ROOTED; ignored for others.
 
     Raises:
-        ConfigError: there is no such algorithm, or it has no such collective.
+        ConfigError: the algorithm does not exist, or does not implement the collective.
     """
     return _listed(collective, algorithm, num_ranks, root if collective in ROOTED else 0)
 
 
 def algorithms_of(collective: str) -> list[str]:
-    """Return the algorithms that a collective is written by."""
+    """Return the names of the algorithms that implement a collective."""
     name = _function(collective)
     return [algorithm for algorithm, module in ALGORITHMS.items() if hasattr(module, name)]
 
@@ -78,5 +78,5 @@ def _listed(collective: str, algorithm: str, num_ranks: int, root: int) -> Steps
 
 
 def _function(collective: str) -> str:
-    """Return the function of a collective; a barrier is an all-gather that nobody reads."""
+    """Return the function name of a collective; a barrier is an all-gather with unused output."""
     return "all_gather" if collective == "barrier" else collective.replace("-", "_")

@@ -1,7 +1,8 @@
-"""Direct collectives: each rank sends to each other at once, so that there is one step each way.
+"""Direct collectives: each rank sends to all other ranks at once, in one step per direction.
 
-P - 1 messages a rank and step, which small jobs and full meshes of links bear; as many bytes as a
-ring where the tensor is cut, and P - 1 times the tensor from the root of a broadcast.
+A rank sends P - 1 messages per step, which suits small jobs and fully connected ranks. If the
+tensor is cut into chunks, a rank sends as many bytes as in a ring; the root of a broadcast sends
+P - 1 times the tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def broadcast(num_ranks: int, root: int) -> Steps:
 
 
 def reduce(num_ranks: int, root: int) -> Steps:
-    """Send the tensor to the root, which reduces rank by rank."""
+    """Send the tensor to the root, which reduces the tensors one at a time."""
     return backward(broadcast(num_ranks, root), "reduce", reduces=True)
 
 
@@ -27,12 +28,12 @@ def scatter(num_ranks: int, root: int) -> Steps:
 
 
 def gather(num_ranks: int, root: int) -> Steps:
-    """Send the own chunk to the root."""
+    """Send this rank's chunk to the root."""
     return backward(scatter(num_ranks, root), "gather", reduces=False)
 
 
 def all_gather(num_ranks: int) -> Steps:
-    """Send the own chunk to every other rank."""
+    """Send this rank's chunk to every other rank."""
     ranks = range(num_ranks)
     pairs = ((rank, other) for rank in ranks for other in ranks if other != rank)
     return steps_of(
@@ -41,7 +42,7 @@ def all_gather(num_ranks: int) -> Steps:
 
 
 def reduce_scatter(num_ranks: int) -> Steps:
-    """Send every other rank its chunk, which it reduces rank by rank."""
+    """Send every other rank its chunk; the receiver reduces the chunks one at a time."""
     return backward(all_gather(num_ranks), "reduce-scatter", reduces=True)
 
 

@@ -1,13 +1,14 @@
 """Run the steps of a collective on this rank, over point-to-point messages.
 
 All messages of a step are one batch (`torch.distributed.batch_isend_irecv`), so that NCCL runs them
-side by side. A rank takes part in the steps that name it, and nobody waits for a whole step to end.
+concurrently. A rank takes part only in steps that include it, and ranks do not synchronize between
+steps.
 
-[Note: Order] NCCL knows no tags and matches the messages of two ranks by their order alone; and a
-rank that waits for one collective takes no step of another. So the collectives of a rank run one
-after the other, in the order of their calls, over whatever groups: to wait for one completes those
-before it. One that is called with `async_op` begins its first step at once if none is before it,
-and takes the others when it, or a later one, is waited for, as in MPI.
+[Note: Order] NCCL has no tags and matches the messages of two ranks only by their order, and a rank
+that waits for one collective runs no steps of another. So the collectives of a rank run one after
+another in the order of their calls, across all groups: waiting for a collective first completes the
+collectives before it. A collective called with `async_op` starts its first step at once if no other
+is running, and runs the remaining steps when it, or a later one, is waited for, as in MPI.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from phalanx.comm.join import connect
 from phalanx.errors import ConfigError, nearest
 
 TAG: Final = 2**30 - 1
-"""Of the messages of collectives over gloo, which a user's own messages do not use."""
+"""Tag of the collectives' messages over gloo, which must not be used for a user's messages."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 
@@ -41,14 +42,14 @@ REDUCTIONS: Final[Mapping[str, Combine]] = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
 }
-"""Name of a reduction -> how a rank adds what comes in to its own; avg divides at the end."""
+"""Name of a reduction -> function that combines two tensors; avg is a sum, divided at the end."""
 
 
 def combine_of(reduction: str, dtype: torch.dtype) -> Combine:
-    """Return how two tensors of a type are reduced.
+    """Return the function that reduces two tensors of `dtype`.
 
     Raises:
-        ConfigError: there is no such reduction, or the type has no bits to combine.
+        ConfigError: the reduction does not exist, or is bitwise and `dtype` is not integer or bool.
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(
@@ -64,15 +65,15 @@ def combine_of(reduction: str, dtype: torch.dtype) -> Combine:
 
 
 class Chunks(Protocol):
-    """What a rank holds of a collective."""
+    """The chunks of a collective on this rank."""
 
     def __getitem__(self, chunks: range) -> Tensor:
-        """Return consecutive chunks as one tensor of one dimension, which is written to as well."""
+        """Return consecutive chunks as a one-dimensional tensor, which the caller may write."""
         ...
 
 
 class Flat:
-    """The chunks of one tensor, nearly equal in size."""
+    """The chunks of one flat tensor, which are nearly equal in size."""
 
     def __init__(self, flat: Tensor, num_chunks: int) -> None:
         self.flat = flat
@@ -83,10 +84,10 @@ class Flat:
 
 
 class Passing:
-    """The chunks of an all-to-all: given, for this rank, or made when they pass through."""
+    """The chunks of an all-to-all: from this rank, to this rank, and buffers for forwarded ones."""
 
     def __init__(self, given: Tensor, output: Tensor, rank: int) -> None:
-        """Hold rows: row s of `given` is for rank s, row r of `output` comes from rank r."""
+        """Use row s of `given` as the chunk to rank s, row r of `output` as the one from rank r."""
         num_ranks = len(given)
         self._rows = {s * num_ranks + rank: output[s] for s in range(num_ranks)}
         self._rows |= {rank * num_ranks + s: given[s] for s in range(num_ranks) if s != rank}
@@ -101,11 +102,11 @@ class Passing:
 
 
 class Collective(dist.Work):
-    """A collective under way on this rank; its tensors must be left alone until `wait`.
+    """A running collective on this rank; its tensors must not be used before `wait`.
 
     Attributes:
-        steps: what all ranks do.
-        num_done: the steps that this rank has taken.
+        steps: steps of all ranks.
+        num_done: number of steps that this rank has completed.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Collective(dist.Work):
         combine: Combine = torch.add,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare a collective; `finish` is called once all steps are done."""
+        """Prepare a collective on the chunks `held`; `finish` is called after the last step."""
         super().__init__()
         self.steps = steps
         self.num_done = 0
@@ -125,7 +126,7 @@ class Collective(dist.Work):
         self._works: list[dist.Work] = []
 
     def begin(self) -> Collective:
-        """Take the place after all others, and begin if there are none."""
+        """Enqueue this collective, and start its first step if no other is running."""
         if self._group not in _CONNECTED:
             _CONNECTED.add(self._group)
             connect(self._group, fully=True)
@@ -136,7 +137,7 @@ class Collective(dist.Work):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete this collective and those before it; gloo's own timeout holds."""
+        """Complete this collective and all before it; the timeout is the group's."""
         while self in _UNDER_WAY:
             first = _UNDER_WAY[0]
             for _ in first.remaining():
@@ -150,7 +151,7 @@ class Collective(dist.Work):
         return self not in _UNDER_WAY
 
     def remaining(self) -> Iterator[CollectiveStep]:
-        """Take the steps that are left, one at a time, and yield each when it is done."""
+        """Run the remaining steps one at a time, and yield each when it is complete."""
         while self.num_done < len(self.steps):
             if not self._works:
                 self._begin_step()
@@ -164,7 +165,7 @@ class Collective(dist.Work):
             yield self.steps[self.num_done - 1]
 
     def _begin_step(self) -> None:
-        """Begin to send and receive what the next step has for this rank."""
+        """Start this rank's sends and receives of the next step."""
         if self.num_done == len(self.steps):
             return
         rank, group = self._group.rank(), self._group
@@ -188,13 +189,13 @@ class Collective(dist.Work):
 
 
 def drain() -> None:
-    """Complete the collectives that are under way, see [Note: Order]."""
+    """Complete all running collectives, see [Note: Order]."""
     if _UNDER_WAY:
         _UNDER_WAY[-1].wait()
 
 
 _UNDER_WAY: deque[Collective] = deque()
-"""Of this rank, in the order of the calls."""
+"""Running collectives of this rank, in the order of their calls."""
 
 _CONNECTED: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose ranks are all connected, see comm/join.py; at its first use a group does it."""
+"""Groups in which all pairs of ranks are connected (comm/join.py), by their first collective."""

@@ -1,18 +1,19 @@
-"""The steps of a collective as data: who sends which chunks to whom, and what the receiver does.
+"""The steps of a collective as data: sender, receiver, chunks and reduction of each message.
 
-A rank has a tensor in P chunks, one for each of P ranks; an all-to-all has P x P, of which chunk
-r P + s goes from rank r to rank s. All messages of a step run side by side, and a rank sends what
-it held when the step began. The same list is run (running.py), counted, and printed.
+A tensor is cut into P chunks, one for each of P ranks; an all-to-all has P x P chunks, and chunk
+r P + s goes from rank r to rank s. All messages of a step run concurrently, and a rank sends the
+values that it had when the step started. The same list is run (running.py), counted, and printed.
 
     all-gather by a ring of 3        step 1         step 2
     rank 0 holds chunk 0             0 --0--> 1     0 --2--> 1
     rank 1 holds chunk 1             1 --1--> 2     1 --0--> 2
     rank 2 holds chunk 2             2 --2--> 0     2 --1--> 0
 
-[Note: Backward] A broadcast hands a tensor down a tree of ranks. Read from its end, each receiver a
-sender, it collects along the same tree: a reduce, if receivers add. So a list in which every rank
-receives each chunk once at most also gives its counterpart: a broadcast the reduce, a scatter the
-gather, an all-gather the reduce-scatter (Chan et al., Collective communication, 2007, section 3).
+[Note: Backward] A broadcast sends a tensor down a tree of ranks. The reversed list, with senders
+and receivers exchanged, collects along the same tree: it is a reduce if receivers add. So if every
+rank receives each chunk at most once, the reversed list is the dual collective: of a broadcast the
+reduce, of a scatter the gather, of an all-gather the reduce-scatter (Chan et al., Collective
+communication, 2007, section 3).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ class Move(NamedTuple):
     """One message of a step.
 
     Attributes:
-        chunks: consecutive ones, sent as one message.
-        is_reduced: whether the receiver reduces them into its own; else it keeps them as they are.
+        source: rank that sends.
+        target: rank that receives.
+        chunks: consecutive chunks, sent as one message.
+        is_reduced: whether the receiver reduces the chunks into its own; else it copies them.
     """
 
     source: int
@@ -37,7 +40,7 @@ class Move(NamedTuple):
 
 
 class CollectiveStep(NamedTuple):
-    """Messages that run side by side; `part` names the half of the algorithm that they are of."""
+    """Messages that run concurrently; `part` is the part of the algorithm, such as "all-gather"."""
 
     part: str
     moves: tuple[Move, ...]
@@ -47,7 +50,7 @@ Steps = tuple[CollectiveStep, ...]
 
 
 def runs_of(numbers: Iterable[int]) -> list[range]:
-    """Return the runs of consecutive numbers."""
+    """Split numbers into maximal runs of consecutive numbers."""
     runs = list[range]()
     for number in sorted(numbers):
         begin = runs.pop().start if runs and runs[-1].stop == number else number
@@ -56,18 +59,18 @@ def runs_of(numbers: Iterable[int]) -> list[range]:
 
 
 def moves_of(source: int, target: int, chunks: Iterable[int]) -> list[Move]:
-    """Return a move for each run of consecutive chunks."""
+    """Return one move from `source` to `target` for each run of consecutive chunks."""
     return [Move(source, target, run) for run in runs_of(chunks)]
 
 
 def steps_of(part: str, moves: Iterable[Iterable[Move]]) -> Steps:
-    """Return steps of one part, without those in which nothing moves."""
+    """Return a step of `part` for each list of moves, without empty steps."""
     listed = (CollectiveStep(part, tuple(each)) for each in moves)
     return tuple(step for step in listed if step.moves)
 
 
 def backward(steps: Steps, part: str, *, reduces: bool) -> Steps:
-    """Return the counterpart of a list, see [Note: Backward]; receivers reduce if it `reduces`."""
+    """Return the dual of a list, see [Note: Backward]; receivers reduce if `reduces`."""
     return steps_of(
         part,
         (
@@ -78,13 +81,13 @@ def backward(steps: Steps, part: str, *, reduces: bool) -> Steps:
 
 
 def cut(size: int, num_parts: int) -> list[range]:
-    """Return consecutive ranges of nearly one size, some perhaps empty."""
+    """Cut range(size) into consecutive ranges of nearly equal size; some may be empty."""
     bounds = [size * part // num_parts for part in range(num_parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def among(steps: Steps, ranks: Sequence[int], chunks: Sequence[range]) -> Steps:
-    """Return the list of ranks 0, 1, ... and their chunks as one of `ranks` and their `chunks`."""
+    """Map the ranks 0, 1, ... of a list to `ranks`, and its chunks 0, 1, ... to `chunks`."""
     return tuple(
         CollectiveStep(
             part,
@@ -103,7 +106,7 @@ def among(steps: Steps, ranks: Sequence[int], chunks: Sequence[range]) -> Steps:
 
 
 def side_by_side(lists: Iterable[Steps]) -> Steps:
-    """Return one list of several whose ranks are all different."""
+    """Merge lists with disjoint ranks, so that their steps run concurrently."""
     merged = list[CollectiveStep]()
     for several in itertools.zip_longest(*lists):
         present = [step for step in several if step is not None]

@@ -1,4 +1,4 @@
-"""Which compressor a run has: as asked, or what the link between its ranks makes fastest."""
+"""Selection of the gradient compressor: as configured, or the fastest one measured (`auto`)."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ COMPRESSORS: Final[Mapping[str, Callable[[Comm], Compressor]]] = {
 }
 
 MEASURED: Final = ("bf16", "int8")
-"""What `auto` measures beside float32: all values arrive but for a rounding."""
+"""Compressors that `auto` compares with float32: those that only round values."""
 
 PROBE: Final = 1 << 20
-"""Values of the bucket that `auto` measures with."""
+"""Number of values in the bucket that `auto` measures."""
 
 ROUNDS: Final = 3
-"""How often `auto` times each way, in turns; the least counts."""
+"""Number of timings of each candidate, which alternate; `auto` uses the shortest."""
 
 LEAST_GAIN: Final = 1.2
-"""How many times faster than float32 a compressor has to be for `auto` to take it."""
+"""Smallest speedup over float32 for which `auto` selects a compressor."""
 
 
 def check_compression(
     compression: Compression, strategy: Strategy, precision: str, setting: str = "compress"
 ) -> None:
-    """Refuse a compressor of gradients that no bucket of dp would use.
+    """Check that the strategy and the precision of a run allow gradient compression.
 
     Raises:
-        ConfigError: names what the strategy or the precision lacks.
+        ConfigError: the strategy has no buckets of dp, or the precision is float16.
     """
     if compression in ("none", "auto"):
         return
@@ -72,9 +72,9 @@ def compress(
     *,
     is_resumed: bool = False,
 ) -> str:
-    """Have a reducer compress as asked, and return what there is to say of it, perhaps nothing.
+    """Set the compressor of a reducer, and return a message to report; it may be empty.
 
-    Every rank of the job calls this together.
+    All ranks of the job must call this together.
     """
     is_allowed = reducer is not None and _has_buckets(strategy) and precision != "float16"
     if reducer is None or compression == "none" or (compression == "auto" and not is_allowed):
@@ -95,15 +95,15 @@ def compress(
 
 
 def fastest(times_s: Mapping[str, float]) -> str:
-    """Return the fastest way; float32, unless another is `LEAST_GAIN` times as fast."""
+    """Return the fastest candidate; float32 unless the speedup is at least `LEAST_GAIN`."""
     name = min(times_s, key=times_s.__getitem__)
     return name if times_s[name] * LEAST_GAIN <= times_s["float32"] else "float32"
 
 
 def measured(comm: Comm) -> dict[str, float]:
-    """Return the seconds in which each way sums a bucket over dp, of the slowest rank of the job.
+    """Return the seconds that each candidate takes to sum a bucket over dp on the slowest rank.
 
-    Every rank of the job calls this together, and all get the same.
+    All ranks of the job must call this together, and all get the same result.
     """
     flat = torch.ones(PROBE, device=comm.device)
     ways: dict[str, Callable[[], object]] = {"float32": lambda: comm.all_reduce(flat, AXIS, "max")}
@@ -111,13 +111,14 @@ def measured(comm: Comm) -> dict[str, float]:
         compressor = COMPRESSORS[name](comm)
         ways[name] = lambda it=compressor: it.start(0, flat.fill_(1), [flat]).wait()
     rounds = [[_seconds(way, comm) for way in ways.values()] for _ in range(1 + ROUNDS)]
-    times_s = torch.tensor(rounds[1:], device=comm.device).amin(0)  # the first connects the ranks
+    # The first round also sets up connections, so it does not count.
+    times_s = torch.tensor(rounds[1:], device=comm.device).amin(0)
     comm.all_reduce(times_s, "job", "max")
     return dict(zip(ways, times_s.tolist(), strict=True))
 
 
 def _seconds(way: Callable[[], object], comm: Comm) -> float:
-    comm.all_reduce(torch.zeros(1, device=comm.device), "job").cpu()  # which waits for a GPU too
+    comm.all_reduce(torch.zeros(1, device=comm.device), "job").cpu()  # a barrier, also for GPUs
     begun_s = time.perf_counter()
     way()
     if comm.device.type == "cuda":

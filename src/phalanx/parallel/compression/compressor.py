@@ -1,12 +1,13 @@
-"""What sums a bucket of gradients over dp in fewer bytes: the interface.
+"""The interface of gradient compressors, which sum buckets of gradients over dp in fewer bytes.
 
-[Note: Error feedback] Each rank keeps what compression has cut off a bucket, and adds it to the
-same bucket of the next step. So what was cut off arrives later: over steps the sum of all that has
-arrived differs from the exact sum by one step's error, and the mean error tends to 0 (Seide et al.,
-1-Bit SGD, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019). The error is
-of one rank, as large as the gradients in float32, and is no part of a checkpoint: a resumed run
-begins without. So does the step after one that is skipped, whose errors are of gradients that no
-weight took. The error of a parameter that no rank used in a step is sent in that step, and lost.
+[Note: Error feedback] Each rank stores the compression error of a bucket, and adds the error to the
+same bucket in the next step. Errors are thus sent one step later: the sum of all compressed
+gradients over the steps differs from the exact sum by one step's error, and the mean error tends to
+0 (Seide et al., 1-Bit SGD, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD,
+2019). Each rank has its own error, as large as the gradients in float32. Errors are not in
+checkpoints: a resumed run starts with zero errors. So does the step after a skipped step, because
+the skipped gradients never reached the weights. The error of a parameter that no rank used in a
+step is sent in that step, and lost.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
 
 AXIS: Final = "dp"
-"""The axis over which gradients are compressed, the outermost, and so the slowest."""
+"""The axis over which gradients are compressed: the outermost axis, with the slowest links."""
 
 
 class Compressor(ABC):
-    """Sums buckets of gradients over the ranks of dp, with a loss that error feedback returns."""
+    """Lossy sum of gradient buckets over the ranks of dp, with error feedback."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
     def start(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> Pending:
-        """Begin to overwrite a bucket with its sum over the axes of gradients.
+        """Start to overwrite a bucket with its sum over all axes that reduce gradients.
 
-        All ranks of dp call this, and wait for what it returns, in one order.
+        All ranks of dp must call this, and wait for the returned `Pending`, in the same order.
 
         Args:
-            number: of the bucket, the same in each step.
+            number: number of the bucket, the same in each step.
             flat: the bucket, one-dimensional.
-            parts: the gradients in it, views of `flat`.
+            parts: the gradients in the bucket, as views of `flat`.
         """
         for axis in self.comm.axes_of("grad"):
             if axis != AXIS:
@@ -48,13 +49,13 @@ class Compressor(ABC):
 
     @abstractmethod
     def _start(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> Pending:
-        """Begin to overwrite a bucket with its sum over dp."""
+        """Start to overwrite a bucket with its sum over dp."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop the errors, of gradients that no step has used."""
+        """Drop the stored errors, after a step whose gradients were not used."""
 
 
 def keep_finite(error: Tensor) -> None:
-    """Drop the error of what overflowed, in place: it would spoil all steps to come."""
+    """Replace non-finite errors by 0 in place, because they would make all later steps invalid."""
     torch.nan_to_num_(error, 0.0, 0.0, 0.0)

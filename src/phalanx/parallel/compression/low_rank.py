@@ -1,17 +1,17 @@
-"""PowerSGD: the sum of the gradients of a matrix, as a product of two narrow matrices.
+"""PowerSGD: the summed gradient of a matrix, approximated by a product of two narrow matrices.
 
-Of M[m, n], the gradient of a rank and its error, all ranks compute
+With M[m, n], a rank's gradient plus its error from the previous step, the ranks compute
 
-    P = sum_dp M Q          all-reduce of m x r;  P is then made orthonormal
+    P = sum_dp M Q          all-reduce of m x r;  P is then orthonormalized
     Q = sum_dp M.T P        all-reduce of n x r
-    M <- P Q.T              the error is M - P (M.T P).T, of each rank's own M
+    M <- P Q.T              the error is M - P (M.T P).T, with each rank's own M
 
-and begin the next step with this Q (Vogels et al., PowerSGD, 2019, algorithms 1 and 2). A rank
-sends r (m + n) of m n values. Gradients without two dimensions, and those that this does not make
-smaller, are summed as they are, with the first all-reduce.
+and start the next step with this Q (Vogels et al., PowerSGD, 2019, algorithms 1 and 2). A rank
+sends r (m + n) instead of m n values. Gradients with fewer than two dimensions, and gradients that
+would not become at least twice as small, are summed uncompressed in the first all-reduce.
 
-Every rank computes the orthonormal P from the same sum. Ranks on processors of one kind get the
-same bits, and their replicas stay equal.
+Every rank orthonormalizes the same sum P. Ranks on processors of the same kind get equal bits, so
+their replicas stay equal.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from phalanx.comm.pending import Pending
 from phalanx.parallel.compression.compressor import AXIS, Compressor, keep_finite
 
 RANK: Final = 4
-"""Columns of the narrow matrices, r."""
+"""Number of columns of the narrow matrices, r."""
 
 
 @dataclass
 class _Matrix:
-    """A gradient of two dimensions or more, seen as M[m, n], between two steps.
+    """Compressor state of a gradient with two or more dimensions, viewed as M[m, n].
 
     Attributes:
-        error: [m, n], what was cut off; while a step is under way, M.
-        q: [n, r].
+        error: [m, n], the error of the last step; during a step, M.
+        q: [n, r], the matrix Q of the last step.
     """
 
     error: Tensor
@@ -48,7 +48,7 @@ class _Matrix:
 
 
 class LowRankSum(Compressor):
-    """Sums buckets as the head of this file says."""
+    """Sum of gradient buckets by PowerSGD; see the module docstring."""
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
@@ -105,7 +105,7 @@ class LowRankSum(Compressor):
 
 
 def _is_wide(part: Tensor) -> bool:
-    """Return whether two narrow matrices are half as large as a gradient, or less."""
+    """Return whether the two narrow matrices are at most half as large as a gradient."""
     if part.ndim < 2:
         return False
     m, n = part.shape[0], math.prod(part.shape[1:])
@@ -113,12 +113,12 @@ def _is_wide(part: Tensor) -> bool:
 
 
 def _first_q(like: Tensor) -> Tensor:
-    """Return a random matrix of a shape, the same on all ranks."""
+    """Return a random matrix with the shape of `like`, the same on all ranks."""
     generator = torch.Generator().manual_seed(len(like))
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
 def _joined(parts: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """Return parts in one message of float32."""
+    """Concatenate `parts` into one flat float32 message; it may be empty."""
     empty = flat.new_empty(0, dtype=torch.float32)
     return torch.cat([empty, *(part.reshape(-1).float() for part in parts)])

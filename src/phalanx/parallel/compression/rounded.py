@@ -1,15 +1,15 @@
-"""Gradients rounded to bfloat16, or to int8 by blocks, and summed in two hops.
+"""Gradients rounded to bfloat16, or to int8 in blocks, and summed in two hops.
 
     each rank    rounds its bucket, and sends slice s to rank s            all-to-all
-    rank s       adds up slice s of all ranks in float32, in their order
-                 rounds the sum, and sends it to all                       all-gather
+    rank s       sums slice s of all ranks in float32, in rank order
+                 rounds the sum, and sends it to all ranks                 all-gather
 
-A value is so rounded twice, however many ranks there are: a ring would round partial sums N - 1
-times (as in the compressed all-reduce of 1-bit Adam, Tang et al., 2021, section 4.2). All ranks
-read the same bytes, so replicas stay equal to the bit. Both roundings have error feedback.
+A value is thus rounded twice for any number of ranks, as in the compressed all-reduce of 1-bit Adam
+(Tang et al., 2021, section 4.2); a ring would round partial sums N - 1 times. All ranks read the
+same bytes, so replicas stay bitwise equal. Both roundings have error feedback.
 
-A rank sends 2 (N-1)/N bytes a parameter in int8, and twice as many in bfloat16; float32 takes four
-times as many. A block of `BLOCK` values has one scale, its largest value / 127, in four bytes more.
+A rank sends 2 (N-1)/N bytes a parameter in int8, 4 (N-1)/N in bfloat16, and 8 (N-1)/N in float32.
+In int8, each block of `BLOCK` values adds a scale of four bytes: its largest absolute value / 127.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from phalanx.comm.pending import Pending
 from phalanx.parallel.compression.compressor import AXIS, Compressor, keep_finite
 
 BLOCK: Final = 1024
-"""Values of a block of int8, which has one scale."""
+"""Number of int8 values that have one scale."""
 
 CHUNK: Final = 128 * BLOCK
-"""Values that are rounded at a time: they stay in the cache of a core."""
+"""Number of values that are rounded at a time, small enough for the cache of a core."""
 
 
 class Code(ABC):
-    """A smaller form of float32 values, as bytes."""
+    """A compact encoding of float32 values as bytes."""
 
     @abstractmethod
     def num_bytes(self, size: int) -> int:
-        """Return the bytes of as many values, a multiple of `BLOCK`."""
+        """Return the number of bytes for `size` values; `size` is a multiple of `BLOCK`."""
 
     @abstractmethod
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write values to bytes, and leave in `values` the error."""
+        """Encode `values` into the bytes of `out`, and overwrite `values` with the error."""
 
     @abstractmethod
     def add(self, given: Tensor, total: Tensor) -> None:
-        """Add the values of bytes to `total`."""
+        """Decode the bytes `given`, and add the values to `total`."""
 
 
 class Bf16(Code):
@@ -67,9 +67,9 @@ class Bf16(Code):
 
 
 class Int8(Code):
-    """Values in 255 steps between the largest of their block and its negative.
+    """Values quantized to 255 levels between plus and minus the largest magnitude in their block.
 
-    A block that has a value which is not finite comes out not finite.
+    A block with a non-finite value decodes to non-finite values.
     """
 
     @override
@@ -86,7 +86,7 @@ class Int8(Code):
             strict=True,
         ):
             scale.copy_(rows.abs().amax(1, keepdim=True)).div_(127)
-            # A block of zeros has the scale 0, and any step but 0 makes zeros of it.
+            # A block of zeros has the scale 0; the clamp avoids 0 / 0.
             code.copy_((rows / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round_())
             rows.addcmul_(code.to(rows.dtype), scale, value=-1)
 
@@ -103,14 +103,14 @@ class Int8(Code):
 
     @staticmethod
     def _parts(given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes[blocks, BLOCK] and scales[blocks, 1] of bytes, which are blocks + scales."""
+        """Split bytes, blocks before scales, into codes[blocks, BLOCK] and scales[blocks, 1]."""
         num_blocks = len(given) // (BLOCK + 4)
         codes, scales = given.split([BLOCK * num_blocks, 4 * num_blocks])
         return codes.view(torch.int8).view(-1, BLOCK), scales.view(torch.float32).view(-1, 1)
 
 
 class RoundedSum(Compressor):
-    """Sums buckets as the head of this file says."""
+    """Sum of gradient buckets rounded by a `Code`; see the module docstring."""
 
     def __init__(self, comm: Comm, code: Code) -> None:
         super().__init__(comm)

@@ -1,1 +1,1 @@
-"""Context parallelism: the positions of each sample over ranks, and what attention sends."""
+"""Context parallelism: positions of each sample split over ranks, and attention across ranks."""

@@ -1,7 +1,7 @@
-"""What attention sends under context parallelism, said before any process starts.
+"""Predicted communication of attention under context parallelism.
 
-Like the traffic of tp (parallel/tensor/account.py) it is counted by running attention, forward and
-backward, on tensors of the meta device over a communicator that counts.
+As for tp (parallel/tensor/account.py), attention runs forward and backward on meta tensors over a
+communicator that counts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from phalanx.parallel.context.ulysses import Ulysses
 from phalanx.parallel.split import Target, entries_of, phases_of
 
 Shape = tuple[int, int, int, int, int]
-"""Rows, positions, query heads, key heads and their width, of one rank."""
+"""Numbers of rows, positions, query heads and key heads of one rank, and the width of a head."""
 
 
 def traffic(
     target: Target, attention: Ring | Ulysses, microbatches: Sequence[tuple[int, int]]
 ) -> list[Entry]:
-    """Return what the first rank of cp sends over it in one step."""
+    """Return the communication of the first rank of cp over cp in one step."""
     strategy, skeleton = target.strategy, target.skeleton
     num_ranks = strategy.cp.degree
     num_blocks = sum(len(names) for names in skeleton.blocks.values())
@@ -42,7 +42,7 @@ def traffic(
 
 
 def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
-    """Return what a rank has of a microbatch where it attends: tp splits it too."""
+    """Return the shape of one rank's queries and keys in attention, after the split by tp."""
     shape = target.skeleton.shape
     assert shape is not None, "cp splits a decoder"
     (rows, positions, num_heads), (_, _, num_groups) = (
@@ -53,9 +53,9 @@ def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
 
 
 def _of_two_positions(shape: Shape) -> tuple[Shape, int]:
-    """Return one row of two positions, a chunk each, and how often the shape has it.
+    """Return the shape of one row of two positions, one in each chunk, and a factor for bytes.
 
-    All that is sent is as many times as large, in as many calls.
+    Attention on `shape` makes the same number of calls, with that factor times the bytes.
     """
     rows, positions, heads, groups, width = shape
     if positions % 2:
@@ -67,7 +67,7 @@ def _of_two_positions(shape: Shape) -> tuple[Shape, int]:
 def _entries(
     kind: type[Ring] | type[Ulysses], num_ranks: int, shape: Shape, dtype: torch.dtype
 ) -> list[Entry]:
-    """Return what attention sends of one microbatch."""
+    """Return the communication of attention in one block for one microbatch."""
     comm = Counting({"cp": num_ranks})
     rows, positions, num_heads, num_groups, width = shape
     q_BTHK, k_BTGK, v_BTGK = (

@@ -1,19 +1,21 @@
-"""Attention to some of the keys, and how what several such parts give becomes the whole.
+"""Attention to a subset of the keys, and the merge of several subsets into full attention.
 
-Softmax over all keys follows from softmax over parts of them, each with the log-sum-exp of its
-scores (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135, section
-3.1). With o, l of one part and o', l' of another
+Softmax over all keys follows from softmax over subsets of the keys, each with the log-sum-exp of
+its scores (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135,
+section 3.1). With outputs o, o' and log-sum-exps l, l' of two subsets, the merged output is
 
     L = log(exp l + exp l'),   O = exp(l - L) o + exp(l' - L) o'
 
-and backward needs of the whole only L and delta = sum(dO * O) for each query:
+Backward needs from the merged result only L and delta = sum(dO * O) for each query:
 
     p = exp(s - L),  dv = p^T dO,  ds = p * (dO v^T - delta),  dq = ds k,  dk = ds^T q
 
-Scores are made for a block of queries at a time, and only against keys that some query of the block
-may look at. Sums are in float32, of float64 in float64. Everything is plain PyTorch, on any device.
+Scores are computed for one block of queries at a time, and only for keys that some query of the
+block attends to. Sums are in float32 (float64 for float64 inputs). The code is plain PyTorch, for
+any device.
 
-Suffixes: see models/decoder.py; t is a block of queries, S are keys, R = H / G queries a key head.
+Suffixes: see models/decoder.py; t is a block of queries, S are keys, and R = H / G is the number of
+query heads for each key head.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ import torch
 from torch import Tensor
 
 _MOST_SCORES = 1 << 26
-"""Scores of one row of the batch that are held at a time."""
+"""Largest number of scores of one row of the batch that are held at a time."""
 
 _MOST_QUERIES, _LEAST_QUERIES = 256, 16
-"""Queries of a block: no more, and no fewer where scores would be too many."""
+"""Largest number of queries in a block, and the smallest to which `_MOST_SCORES` may reduce it."""
 
 
 class Chunk(NamedTuple):
     """Consecutive positions of a row.
 
     Attributes:
-        here: where they stand in a tensor that holds them.
-        first: the first of them in the row.
+        here: index range of the positions in this rank's tensor.
+        first: first position, counted in the full row.
     """
 
     here: slice
@@ -47,13 +49,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a query looks at: the keys of its document, and none after it if causal.
+    """The attention mask: a query attends to the keys of its document, if causal up to itself.
 
     Attributes:
-        is_causal: whether the positions after a query are hidden from it.
-        starts_BT: where in its row the document of each query that is here begins; None where a row
-            holds one document.
-        ends_BT: where it ends; only asked for where attention is not causal.
+        is_causal: whether positions after a query are masked.
+        starts_BT: first position, in the full row, that each of this rank's queries attends to; the
+            start of its document or window. None for the start of the row.
+        ends_BT: end of the document of each query, in the full row; only used if not causal.
     """
 
     is_causal: bool = True
@@ -62,10 +64,10 @@ class Sight:
 
 
 class _Block(NamedTuple):
-    """Queries of one row of the batch, and the keys that any of them looks at.
+    """A block of queries of one row of the batch, and the keys that any of them attends to.
 
     Attributes:
-        hidden_tS: which keys are hidden from which of the queries; None if none is.
+        hidden_tS: True where the key is masked for the query; None if no key is.
     """
 
     row: int
@@ -75,11 +77,11 @@ class _Block(NamedTuple):
 
 
 class Mixed:
-    """What queries have taken of the values so far.
+    """Running attention output of queries, over the keys processed so far.
 
     Attributes:
-        o_BTHK: the values mixed, in float32 or float64.
-        lse_BTH: the log-sum-exp of the scores; -inf where a query has seen no key.
+        o_BTHK: attention output, in float32 or float64.
+        lse_BTH: log-sum-exp of the scores; -inf for a query without any key so far.
     """
 
     def __init__(self, q_BTHK: Tensor) -> None:
@@ -96,7 +98,7 @@ class Mixed:
         keys: Chunk,
         sight: Sight,
     ) -> None:
-        """Let the queries of one chunk look at the keys of another."""
+        """Attend from one chunk of queries to one chunk of keys, and merge the result."""
         num_groups = k_BSGK.shape[2]
         for block in _blocks(q_BTHK, queries, keys, sight):
             at = block.row, block.queries
@@ -118,13 +120,13 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Backward:
-    """What backward knows of the queries of this rank.
+    """Backward state of this rank's queries.
 
     Attributes:
-        q_BTHK, do_BTHK: queries, and the gradient of what they have mixed.
-        lse_BTH: over all keys.
+        q_BTHK, do_BTHK: queries, and the gradient of the attention output.
+        lse_BTH: log-sum-exp of the scores over all keys.
         delta_BTH: sum over K of do * o.
-        dq_BTHK: the gradient of the queries so far, in float32 or float64.
+        dq_BTHK: accumulated gradient of the queries, in float32 or float64.
     """
 
     q_BTHK: Tensor
@@ -135,7 +137,7 @@ class Backward:
 
     @classmethod
     def of(cls, q_BTHK: Tensor, o_BTHK: Tensor, lse_BTH: Tensor, do_BTHK: Tensor) -> Backward:
-        """Begin backward, given what forward has mixed."""
+        """Return the initial state, given the output of forward and its gradient; dq is zeros."""
         delta_BTH = (do_BTHK.to(lse_BTH.dtype) * o_BTHK).sum(-1)
         dq_BTHK = torch.zeros_like(
             q_BTHK, dtype=lse_BTH.dtype, memory_format=torch.contiguous_format
@@ -152,7 +154,7 @@ class Backward:
         keys: Chunk,
         sight: Sight,
     ) -> None:
-        """Add what the queries of one chunk make of the gradients of the keys of another."""
+        """Add the gradients of one (query chunk, key chunk) pair to dq, `dk_BSGK` and `dv_BSGK`."""
         q_BTHK, num_groups = self.q_BTHK, k_BSGK.shape[2]
         scale = q_BTHK.shape[3] ** -0.5
         for block in _blocks(q_BTHK, queries, keys, sight):
@@ -171,18 +173,18 @@ class Backward:
 
 
 def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: Sight) -> Iterator[_Block]:
-    """Yield the blocks of queries that look at any of the keys."""
+    """Yield the blocks of queries that attend to any of the keys."""
     num_rows, _, num_heads, _ = q_BTHK.shape
     num_keys = keys.here.stop - keys.here.start
     size = max(_LEAST_QUERIES, min(_MOST_QUERIES, _MOST_SCORES // (num_heads * num_keys)))
     last = queries.here.stop
     rows, starts = range(num_rows), range(queries.here.start, last, size)
-    if q_BTHK.is_meta:  # nothing is computed, and no block is larger than the last two of a row
+    if q_BTHK.is_meta:  # only peak memory counts: no block is larger than the last two of a row
         rows, starts = rows[:1], starts[-2:]
     for row in rows:
         for start in starts:
             here = slice(start, min(start + size, last))
-            first = queries.first + start - queries.here.start  # in the row
+            first = queries.first + start - queries.here.start  # position in the full row
             seen = _seen(row, here, first, keys, num_keys, sight)
             if seen.start < seen.stop:
                 yield _Block(
@@ -194,10 +196,11 @@ def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: Sight) -> Iterat
 
 
 def _seen(row: int, here: slice, first: int, keys: Chunk, num_keys: int, sight: Sight) -> slice:
-    """Return which of the keys any query of a block looks at.
+    """Return the range of the keys that any query of a block attends to.
 
-    Documents stand in the order of the row, so the first query has the first start, and the last
-    the last end. A GPU is not asked, and waited for, where they are: there all keys are taken.
+    Documents are in row order, so the first query has the smallest start, and the last query has
+    the largest end. If starts and ends are on a GPU, they are ignored here, because reading them
+    would make the host wait; the mask still applies.
     """
     begin, end = keys.first, keys.first + num_keys
     if sight.is_causal:
@@ -218,7 +221,7 @@ def _hidden(
     sight: Sight,
     device: torch.device,
 ) -> Tensor | None:
-    """Return which of the keys of a block are hidden from which of its queries, None if none is."""
+    """Return the mask of a block, True where a key is masked for a query; None if no key is."""
     num_queries, num_keys = here.stop - here.start, seen.stop - seen.start
     is_cut = sight.is_causal and first_key + num_keys - 1 > first
     if not is_cut and sight.starts_BT is None:
@@ -235,7 +238,7 @@ def _hidden(
 
 
 def _scores(q_GNK: Tensor, k_GSK: Tensor, hidden_tS: Tensor | None) -> Tensor:
-    """Return the scores, in float32 or float64, -inf where a key is hidden; N is R times t."""
+    """Return the scores, in float32 or float64, -inf where a key is masked; N is R times t."""
     scores_GNS = (q_GNK @ k_GSK.mT).to(torch.promote_types(q_GNK.dtype, torch.float32))
     scores_GNS *= q_GNK.shape[2] ** -0.5
     if hidden_tS is not None:
@@ -244,7 +247,7 @@ def _scores(q_GNK: Tensor, k_GSK: Tensor, hidden_tS: Tensor | None) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Return 0 in place of -inf, so that exp(-inf - lse) is 0 there."""
+    """Replace -inf by 0, so that exp(-inf - lse) is 0 instead of NaN."""
     return lse.masked_fill(lse == -math.inf, 0)
 
 
@@ -253,7 +256,7 @@ def _by_head(x_SGK: Tensor) -> Tensor:
 
 
 def _grouped(x_tHK: Tensor, num_groups: int) -> Tensor:
-    """Return the queries of each key head one below the other, [G, R t, K]."""
+    """Return [t, H, ...] with the R query heads of each key head stacked, as [G, R t, ...]."""
     return x_tHK.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 

@@ -1,12 +1,12 @@
-"""Which positions of a row each rank of cp holds.
+"""Assignment of the positions of a row to the ranks of cp.
 
-A row is cut into equal chunks, and a rank holds some of them:
+A row is cut into equal chunks, and each rank holds some of them:
 
     in line    rank r holds chunk r of N
-    zig-zag    rank r holds chunks r and 2N - 1 - r of 2N: one that sees little under a causal mask
-               and one that sees much, so that all ranks have the same to compute
+    zig-zag    rank r holds chunks r and 2N - 1 - r of 2N: under a causal mask one attends to few
+               keys and the other to many, so that all ranks have the same amount of work
 
-A row whose length the chunks do not divide is padded at its end.
+A row is padded at its end to a multiple of the number of chunks.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PositionOrder:
-    """Which chunks of a row each rank holds.
+    """Assignment of the chunks of a row to ranks.
 
     Attributes:
-        chunks: of each rank, in the order of the row; as many for each.
+        chunks: chunk numbers of each rank, in row order; every rank has the same number of chunks.
     """
 
     chunks: tuple[tuple[int, ...], ...]
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in a row."""
+        """Number of chunks in a row."""
         return sum(map(len, self.chunks))
 
     def padded(self, length: int) -> int:
-        """Return the least length, no less than `length`, that the chunks divide."""
+        """Return `length` rounded up to a multiple of the number of chunks."""
         return -(-length // self.num_chunks) * self.num_chunks
 
     def held(self, length: int) -> int:
-        """Return how many positions of a row of `length` each rank holds, padding included."""
+        """Return the number of positions of a row that each rank holds, with padding."""
         return self.padded(length) // len(self.chunks)
 
     def positions(self, rank: int, num_held: int, device: torch.device | None = None) -> Tensor:
-        """Return which positions of the padded row a rank holds that holds `num_held`, [T]."""
+        """Return the `num_held` positions of the padded row that a rank holds, int64 [T]."""
         size = num_held // len(self.chunks[rank])
         parts = [
             torch.arange(chunk * size, (chunk + 1) * size, device=device)
@@ -50,13 +50,13 @@ class PositionOrder:
         return torch.cat(parts)
 
     def places(self, num_held: int, device: torch.device | None = None) -> Tensor:
-        """Return the index of each position of the padded row in all ranks' positions in turn."""
+        """Return the index of each position of the padded row in the all-gathered positions."""
         ranks = range(len(self.chunks))
         return torch.cat([self.positions(rank, num_held, device) for rank in ranks]).argsort()
 
 
 def in_line(num_ranks: int) -> PositionOrder:
-    """Return the order in which rank r holds the r-th part of a row."""
+    """Return the order in which rank r holds chunk r of N."""
     return PositionOrder(tuple((rank,) for rank in range(num_ranks)))
 
 

@@ -1,22 +1,23 @@
-"""Context parallelism by a ring: keys and values travel, queries stay.
+"""Ring attention for context parallelism: keys and values circulate, queries stay.
 
-Idea      A rank holds 1/N of the positions. Attention alone reads others, so blocks of keys and
-          values go round: each rank has every block once, lets its queries look at it, and hands it
-          on while it does. What the blocks give is merged by the log-sum-exp of their scores
-          (Liu, Zaharia, Abbeel, Ring Attention, 2023, arXiv 2310.01889, section 3; partial.py).
-          Under a causal mask the first positions see little and the last much. So a row is 2N
-          chunks and rank r holds chunks r and 2N - 1 - r (zig-zag): of every block but its own it
-          computes two of four pairs of chunks, and of its own one and two halves.
-Layout    x[B, T_cp, D]  q[B, T_cp, H, K]  k, v[B, T_cp, G, K]; weights whole
-Forward   for hop in N: send k, v to the next rank; o, lse += q against this block; take the next
-Backward  k, v go round again. p = exp(q k^T - lse) is made again, dq stays, and dk, dv follow their
-          block: a rank adds its terms and hands them on, until they are home.
-Cost      With S = 2 B T/N G K elements, keys and values of one rank, it sends (N-1) S forward and
-          (N-1) S backward, and (N-1) S of gradients in float32 or float64. It holds two blocks at a
-          time, and in backward up to four of gradients. Nothing here grows with T^2: scores are
-          made for 256 queries at a time.
-Limits    Any N, any number of heads. 2N divides T, or rows are padded. Each hop is a message of
-          S elements, which at few positions takes longer to start than its products take.
+Idea      A rank holds 1/N of the positions. Only attention reads other ranks' positions, so blocks
+          of keys and values circulate: each rank receives every block once, attends to it with its
+          queries, and meanwhile sends it to the next rank. The results are merged by the
+          log-sum-exp of their scores (Liu, Zaharia, Abbeel, Ring Attention, 2023,
+          arXiv 2310.01889, section 3; partial.py). Under a causal mask the first positions attend
+          to few keys and the last to many. So a row is 2N chunks and rank r holds chunks r and
+          2N - 1 - r (zig-zag): for each block of another rank it computes two of the four pairs of
+          chunks, and for its own block one full pair and two half pairs (the diagonal).
+Layout    x[B, T_cp, D]  q[B, T_cp, H, K]  k, v[B, T_cp, G, K]; weights are replicated
+Forward   for hop in N: send k, v to the next rank; o, lse += q with this block; receive the next
+Backward  k, v circulate again. p = exp(q k^T - lse) is recomputed, dq stays, and dk, dv follow
+          their block: each rank adds its terms and sends them on, until they reach their owner.
+Cost      With S = 2 B T/N G K elements, keys and values of one rank, a rank sends (N-1) S forward
+          and (N-1) S backward, and (N-1) S of gradients in float32 or float64. A rank holds two
+          blocks at a time, and in backward up to four blocks of gradients. No memory grows with
+          T^2: scores are computed for 256 queries at a time.
+Limits    Any N, any number of heads. T is padded to a multiple of 2N. Each hop is a message of S
+          elements; with few positions its latency exceeds the time of the products.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from phalanx.parallel.context.positions import PositionOrder, zig_zag
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention of this rank's queries to the keys of all ranks of cp; called as `attend` is.
+    """Attention of this rank's queries to the keys of all ranks of cp, called like `attend`.
 
     Attributes:
-        comm: of the job, or one that counts.
-        is_causal: whether a query looks at no position after it.
+        comm: communicator of the job, or a counting one.
+        is_causal: whether positions after a query are masked.
     """
 
     comm: Comm
@@ -52,7 +53,7 @@ class Ring:
 
     @property
     def order(self) -> PositionOrder:
-        """Which positions each rank holds."""
+        """Assignment of positions to ranks."""
         return zig_zag(self.comm.size("cp"))
 
     def __call__(
@@ -65,8 +66,8 @@ class Ring:
     ) -> Tensor:
         """Return softmax(q k^T / sqrt(K)) v over the keys of all ranks, a tensor like q_BTHK.
 
-        All are this rank's positions, in zig-zag order. So is where documents begin; where they end
-        counts in the full rows.
+        q, k, v and the starts in `documents` are at this rank's positions, in zig-zag order; the
+        ends in `documents` are of the full rows.
         """
         assert self.is_causal or window is None
         num_rows, num_held = q_BTHK.shape[:2]
@@ -87,7 +88,7 @@ class Ring:
         starts_BT: Tensor | None,
         ends_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return what the queries mix of the values, like q_BTHK, and lse_BTH over all keys."""
+        """Return the attention output, like q_BTHK, and its log-sum-exp lse_BTH over all keys."""
         mixed, sight = Mixed(q_BTHK), Sight(self.is_causal, starts_BT, ends_BT)
         for hop in self._hops(torch.stack((k_BTGK, v_BTGK))):
             for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
@@ -97,22 +98,22 @@ class Ring:
     def backward(
         self, state: Backward, k_BTGK: Tensor, v_BTGK: Tensor, sight: Sight
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v of this rank, in the data type of each."""
+        """Return the gradients of this rank's q, k and v, each in the dtype of its tensor."""
         kv = torch.stack((k_BTGK, v_BTGK))
         own: Tensor | None = None
         arriving: Pending | None = None
         for number, hop in enumerate(self._hops(kv)):
             d_kv = torch.zeros_like(kv, dtype=state.dq_BTHK.dtype)
-            # On the meta device nothing is computed, and no hop holds more than the third.
+            # On the meta device only peak memory counts, and no hop holds more than the third.
             is_computed = number < 3 or not kv.is_meta
             for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]) if is_computed else ():
                 state.add(hop.kv[0], hop.kv[1], d_kv[0], d_kv[1], queries, keys, sight)
             if own is None:
-                own = d_kv  # of this rank's own block, which stays
+                own = d_kv  # gradients of this rank's own block, which are not sent
                 continue
             if arriving is not None:
                 d_kv += arriving.wait()
-                arriving = None  # before the next is made: it holds two blocks
+                arriving = None  # free its two blocks before the next shift allocates one
             arriving = self._shift(d_kv, torch.empty_like(d_kv))
         assert own is not None
         if arriving is not None:
@@ -121,7 +122,7 @@ class Ring:
         return state.dq_BTHK.to(state.q_BTHK.dtype), d_k_BTGK, d_v_BTGK
 
     def pairs(self, source: int, num_held: int) -> Iterator[tuple[Chunk, Chunk]]:
-        """Yield this rank's chunks of queries, each with the chunks of `source`'s keys it sees.
+        """Yield pairs (query chunk of this rank, key chunk of rank `source`) with unmasked scores.
 
         Each rank holds `num_held` positions.
         """
@@ -133,7 +134,7 @@ class Ring:
                     yield queries, keys
 
     def _hops(self, kv: Tensor) -> Iterator[_Hop]:
-        """Yield the block of every rank, this one's first; the next is on its way meanwhile."""
+        """Yield the block of every rank, this rank's first, and receive the next one meanwhile."""
         num_ranks, rank = self.comm.size("cp"), self.comm.coord("cp")
         other = torch.empty_like(kv) if num_ranks > 1 else kv
         for distance in range(num_ranks):
@@ -144,10 +145,10 @@ class Ring:
                 kv, other = coming.wait(), kv
 
     def _shift(self, tensor: Tensor, received: Tensor) -> Pending:
-        """Begin to send a contiguous tensor to the next rank, and to receive the one before's."""
+        """Start to send a contiguous tensor to the next rank and receive the previous rank's."""
         comm, rank, num_ranks = self.comm, self.comm.coord("cp"), self.comm.size("cp")
         after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-        # NCCL runs one after the other: ranks that all sent first would wait for each other.
+        # NCCL runs them in order: if all ranks sent first, they would deadlock.
         if rank % 2 == 0:
             sending = comm.send_start(tensor, "cp", after)
             return _Shift(tensor, sending, comm.recv_start(received, "cp", before))
@@ -155,28 +156,28 @@ class Ring:
         return _Shift(tensor, comm.send_start(tensor, "cp", after), receiving)
 
     def _ends(self, ends_BN: Tensor, positions_BT: Tensor) -> Tensor:
-        """Return where the document of each query ends."""
+        """Return the end of each query's document, as a position in the full row."""
         positions_BT = positions_BT.contiguous()
         number_BT = torch.searchsorted(ends_BN.contiguous(), positions_BT, right=True)
         return ends_BN.gather(1, number_BT.clamp_(max=ends_BN.shape[1] - 1))
 
 
 class _Hop(NamedTuple):
-    """Whose keys and values are here, [2, B, T, G, K]."""
+    """A block of keys and values, [2, B, T, G, K], and the rank `source` that owns it."""
 
     source: int
     kv: Tensor
 
 
 class _Shift(Pending):
-    """A block that goes, and one that comes; the first lives until both are through."""
+    """A pending send and receive of a block; keeps the sent block alive until both complete."""
 
     def __init__(self, sent: Tensor, sending: Pending, receiving: Pending) -> None:
         super().__init__(sent)
         self._sending, self._receiving = sending, receiving
 
     def wait(self) -> Tensor:
-        """Return what has come."""
+        """Wait for both, and return the received block."""
         self._sending.wait()
         return self._receiving.wait()
 

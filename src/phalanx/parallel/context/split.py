@@ -1,9 +1,9 @@
-"""The axis cp of a strategy on a decoder: positions are cut where a forward begins.
+"""The `Split` of axis cp on a decoder: inputs are cut by position at the start of a forward.
 
-Labels are shifted before, so the positions of a row may lie anywhere: tokens, labels, positions and
-documents are all cut alike, and the rest of the forward runs as it would on shorter rows. Only
-three things know better: attention, which fetches the keys of other ranks; dropout, whose masks
-belong to the positions of the full row; and logits, which are gathered where no labels are given.
+Labels are shifted beforehand, so positions may be distributed in any order: tokens, labels,
+positions and documents are cut in the same way, and the rest of the forward runs as on shorter
+rows. Only three parts differ: attention, which reads the keys of other ranks; dropout, whose masks
+depend on positions in the full row; and logits, which are gathered if no labels are given.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ KINDS: dict[str, type[Ring] | type[Ulysses]] = {"ring": Ring, "ulysses": Ulysses
 
 
 class ContextSplit(Split):
-    """Context parallelism of the kind that the strategy names.
+    """Context parallelism of the kind that the strategy selects.
 
     Raises:
-        StrategyError: the model is no decoder of ours, or has heads that Ulysses cannot deal out.
+        StrategyError: the model is not a `Decoder`, or its heads cannot be divided for Ulysses.
     """
 
     axis = "cp"
-    compiles = False  # attention waits for other ranks in the middle of a block
+    compiles = False  # attention communicates in the middle of a block
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -51,28 +51,28 @@ class ContextSplit(Split):
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
-        """Return the shape of what lies along the positions that a rank holds."""
+        """Return `shape` with the positions that one rank holds; tables are not split."""
         if part == "table":
             return shape
         num_rows, length, size = shape
         return num_rows, attention_of(strategy).order.held(length), size
 
     def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
-        """Return the rows, and the positions that a rank holds."""
+        """Return the rows of the microbatch, and the number of positions that one rank holds."""
         num_rows, length = microbatch
         return num_rows, self.attention.order.held(length)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return what attention sends."""
+        """Return the communication of attention."""
         return account.traffic(self.target, self.attention, microbatches)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Cut what the forward is given, and set what attends and where dropout is."""
+        """Cut the forward's inputs, and replace attention and the positions of dropout."""
         apply(model, comm, attention_of(self.target.strategy, comm))
 
 
 def attention_of(strategy: Strategy, comm: Comm | None = None) -> Ring | Ulysses:
-    """Return what attends; without the ranks of a job, what says how it would."""
+    """Return the attention of a strategy; without `comm`, one for planning that only counts."""
     return _planned(strategy) if comm is None else KINDS[strategy.cp.kind](comm)
 
 
@@ -82,7 +82,7 @@ def _planned(strategy: Strategy) -> Ring | Ulysses:
 
 
 def check(target: Target) -> None:
-    """Refuse a model that cp cannot split."""
+    """Raise a StrategyError for a model that cp cannot split."""
     model, strategy = target.skeleton.model, target.strategy
     name = str(Strategy(cp=strategy.cp))
     if not isinstance(model, Decoder):
@@ -103,7 +103,7 @@ def check(target: Target) -> None:
 
 
 def _nearest(num_heads: int, degree: int) -> str:
-    """Return the nearest degree that divides the heads, the smaller of two; else a ring."""
+    """Return the strategy with the nearest degree that divides the heads, or else a ring."""
     legal = [n for n in range(2, num_heads + 1) if num_heads % n == 0]
     if not legal:
         return str(Strategy(cp=Axis(degree, "ring")))
@@ -111,7 +111,7 @@ def _nearest(num_heads: int, degree: int) -> str:
 
 
 def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
-    """Split the positions that a decoder is given over the ranks of cp, in place."""
+    """Split a decoder's inputs by position over the ranks of cp; changes the decoder in place."""
     assert isinstance(model, Decoder)
     positions = functools.partial(attention.order.positions, comm.coord("cp"))
     for module in model.modules():
@@ -136,7 +136,7 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
         cut = functools.partial(cut_positions, attention=attention, comm=comm)
         here_BT = cut(tokens_BT)
-        with batch_scope(BatchShape(*here_BT.shape)):  # for tp, whose rows are these
+        with batch_scope(BatchShape(*here_BT.shape)):  # tp splits the microbatch that cp leaves
             out = own(
                 here_BT,
                 None if labels_BT is None else cut(labels_BT, padding=IGNORE),
@@ -152,7 +152,7 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
 
 
 def cut_positions(x_BT: Tensor, attention: Ring | Ulysses, comm: Comm, padding: int = 0) -> Tensor:
-    """Return this rank's positions of x_BT, in their order."""
+    """Return this rank's positions of x_BT, padded first, in the order of `attention`."""
     order, length = attention.order, x_BT.shape[1]
     padded_BT = F.pad(x_BT, (0, order.padded(length) - length), value=padding)
     positions_T = order.positions(comm.coord("cp"), order.held(length), x_BT.device)
@@ -165,7 +165,10 @@ def cut_documents(
     attention: Ring | Ulysses,
     comm: Comm,
 ) -> Documents | None:
-    """Return where documents begin for what attends: a ring its own queries, Ulysses all."""
+    """Return documents as `attention` needs them: starts of this rank's queries for a ring.
+
+    Ulysses gets the starts of all positions. Both get ends of the full, padded rows.
+    """
     if not isinstance(documents, tuple):
         documents = documents_of(documents, tokens_BT.device)
     if documents is None:
@@ -178,7 +181,7 @@ def cut_documents(
 
 
 def _gathered(logits_BTV: Tensor, attention: Ring | Ulysses, comm: Comm) -> Tensor:
-    """Return the logits of all positions of the padded row, on every rank."""
+    """All-gather the logits of all positions of the padded row on every rank."""
     if torch.is_grad_enabled():
         raise StrategyError(
             "cp: each rank has other positions, so a loss is the sum of what the ranks make of "

@@ -1,1 +1,1 @@
-"""Pipelines: the blocks of a model in stages, one rank after another."""
+"""Pipeline parallelism: the layers of a model as stages on different ranks."""

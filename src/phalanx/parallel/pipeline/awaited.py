@@ -1,16 +1,16 @@
-"""What the layers of another stage give in a forward, of which a stage needs no number.
+"""Awaited tensors: outputs of another stage's layers, with known shape but without known values.
 
-A stage runs the forward of the whole model, and what comes before its first layer computes on what
-absent layers give. Shapes, data types and devices of that are known; numbers are not, and the first
-layer takes what was received in their place. So it is followed where they go:
+A stage runs the forward of the full model, so the code before its first layer runs on outputs of
+absent layers. Shapes, dtypes and devices of these outputs are known, their values are not; the
+first layer receives the real activation instead. So awaited tensors are tracked:
 
-    before the first layer    tensors made of them are not known either, whatever their data type: a
-                              mask, an index; where the host reads them, or a shape depends on them,
-                              the model cannot be cut there
-    from the first layer on   the tensor that this layer takes is what was received, also for those
-                              who use it afterwards; of others nothing may be computed
+    before the first layer    results computed from awaited tensors are awaited too, whatever their
+                              dtype, such as a mask or an index; if the host reads their values, or
+                              a shape depends on the values, the model cannot be cut there
+    from the first layer on   the input of this layer is the received activation, also in later code
+                              that uses the same tensor; other awaited tensors cannot be used
 
-A result that needs only the shape, the data type or the device, as of `zeros_like`, is known.
+A result that depends only on shape, dtype or device, as of `zeros_like`, is not awaited.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ _CREATE = frozenset(
     "empty_like full_like ones_like rand_like randint_like randn_like zeros_like new_empty "
     "new_empty_strided new_full new_ones new_zeros".split()
 )
-"""Operators that read no number of their first argument."""
+"""Operators that do not read the values of their first argument."""
 
 _BY_INDEX = frozenset(["index", "masked_select"])
-"""Operators the shape of whose result depends on all arguments but the first."""
+"""Operators whose result shape depends on the values of all arguments except the first."""
 
 _READ = frozenset(["tolist", "numpy", "__array__", "__dlpack__"])
-"""Methods that bring numbers to the host past the dispatcher."""
+"""Methods that copy values to the host without a call of the dispatcher."""
 
 _SHOW = frozenset(["__repr__", "__str__", "__format__"])
-"""Methods that show numbers, which nothing computes with."""
+"""Methods that print values; they are allowed, since no computation uses the text."""
 
 
 class Awaited(Tensor):
-    """A tensor that depends on what an absent layer gives; its floating-point numbers are NaN.
+    """A tensor that depends on an absent layer's output; its floating-point values are NaN.
 
     Attributes:
-        check: raises an error where an operator of some name may not run on it; called with
-            whether its numbers are read.
-        received: what stands in its place, once the first layer of the stage has taken it.
+        check: called with the name of an operator and whether it reads values; raises an error if
+            the operator must not run on the tensor.
+        received: the received activation that replaces this tensor, set when the first layer of the
+            stage takes it as its input.
     """
 
     check: Callable[[str, bool], None]
@@ -63,7 +64,7 @@ class Awaited(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch, and have what depends on the awaited arguments be awaited."""
+        """Run a torch function, and make results that depend on awaited arguments awaited."""
         name = getattr(func, "__name__", str(func))
         args = tree_map(received_for, args)
         kwargs = cast(dict[str, Any], tree_map(received_for, kwargs or {}))
@@ -71,7 +72,7 @@ class Awaited(Tensor):
         awaited = next((leaf for leaf in leaves if isinstance(leaf, Awaited)), None)
         if awaited is None:
             return func(*args, **kwargs)
-        # Torch's own, by which the default of this method runs a function.
+        # The default implementation of `__torch_function__` uses this context as well.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             if name in _SHOW:
                 return func(*args, **kwargs)
@@ -80,7 +81,7 @@ class Awaited(Tensor):
                 check(name, True)
             with _Follow(leaves, check) as follow:
                 result = func(*args, **kwargs)
-            for leaf in leaves:  # what was written into
+            for leaf in leaves:  # arguments that the function has written
                 if follow.has(leaf) and not isinstance(leaf, Awaited):
                     if type(leaf) is not Tensor or leaf._is_view():  # pyright: ignore[reportPrivateUsage]
                         check(name, True)
@@ -94,7 +95,7 @@ class Awaited(Tensor):
 
 
 def await_(tensor: Tensor, check: Callable[[str, bool], None]) -> Awaited:
-    """Make a tensor, in place, one that is awaited; see `Awaited` for `check`."""
+    """Turn a tensor into an `Awaited`, in place; see `Awaited` for `check`."""
     tensor.__class__ = Awaited
     assert isinstance(tensor, Awaited)
     tensor.check, tensor.received = check, None
@@ -102,14 +103,14 @@ def await_(tensor: Tensor, check: Callable[[str, bool], None]) -> Awaited:
 
 
 def received_for(value: Any) -> Any:
-    """Return what was received in place of an awaited tensor; else the value itself."""
+    """Return the received activation that replaces an awaited tensor; any other value as it is."""
     if isinstance(value, Awaited) and value.received is not None:
         return value.received
     return value
 
 
 class _Follow(TorchDispatchMode):
-    """Follows awaited numbers through the operators that a function is made of."""
+    """Dispatch mode that tracks awaited tensors through the operators of one torch function."""
 
     supports_higher_order_operators = True
 
@@ -124,15 +125,15 @@ class _Follow(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code as it is."""
+        """Return True: do not intercept operators of compiled code."""
         return True
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether a tensor depends on awaited numbers."""
+        """Return whether a tensor depends on awaited values, found by its storage."""
         return _storage(tensor) in self._storages
 
     def _add(self, tensor: Tensor) -> None:
-        self._kept.append(tensor)  # so that its storage is nobody else's
+        self._kept.append(tensor)  # a reference, so that no other tensor reuses its storage
         self._storages.add(_storage(tensor))
 
     def _any(self, values: Any) -> bool:
@@ -161,27 +162,31 @@ def _storage(tensor: Tensor) -> int:
 
 
 def absent(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor without numbers, of which a gradient is asked for if of `like` one is."""
+    """Return a placeholder tensor on the device of `like`: NaN, or zeros of a non-float dtype.
+
+    A placeholder of a floating-point or complex dtype requires a gradient if `like` does.
+    """
     if not (dtype.is_floating_point or dtype.is_complex):
         return like.new_zeros(shape, dtype=dtype)
     nothing = like.new_full((), math.nan, dtype=dtype).requires_grad_(like.requires_grad)
-    return nothing.expand(shape).clone()  # what follows may change it in place
+    return nothing.expand(shape).clone()  # a copy, because later code may write it in place
 
 
 class StandIn(Function):
-    """A tensor on the memory of another, with its gradient.
+    """An identity whose result aliases the memory of its input, and passes the gradient through.
 
-    It is no view, so that what follows may change it in place, as it may what a layer returns.
+    The result is not an autograd view, so that later code may write it in place, as it may write a
+    layer's output.
     """
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
-        """Return a tensor like `received`."""
+        """Return a new tensor on the memory of `received`."""
         given = received.new_empty(0)
         given.data = received.detach()
         return given
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        """Return the gradient of `received`."""
+        """Return the gradient of the result, which is the gradient of `received`."""
         return grad_outputs[0]

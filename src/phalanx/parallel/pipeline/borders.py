@@ -1,4 +1,4 @@
-"""What the stages of any module send, found by running a copy of it on shapes alone."""
+"""Sizes of the messages between the stages of any module, found by a run on the meta device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from phalanx.parallel.pipeline.stage import Outline
 from phalanx.parallel.skeleton import copied_on_meta
 
 Microbatch = tuple[int, int]
-"""Rows and positions."""
+"""Rows and positions of a microbatch."""
 
 RunOnShapes = Callable[[nn.Module, Microbatch], object]
-"""Runs a module on the meta device as an objective does, on a microbatch of that size."""
+"""Runs a module on the meta device as the objective does, on a microbatch of that size."""
 
 
 class Border(NamedTuple):
-    """What a stage sends the next of a microbatch.
+    """The messages from a stage to the next one for a microbatch.
 
     Attributes:
-        nbytes: of the activation, and of its gradient.
-        outline: that is sent before it where it is new.
+        nbytes: bytes of the activation, which equal the bytes of its gradient.
+        outline: outline that is sent before the activation if it is new.
     """
 
     nbytes: int
@@ -37,13 +37,13 @@ class Borders:
     """The borders between the stages of a chain."""
 
     def __init__(self, model: nn.Module, chain: CutChain, run: RunOnShapes) -> None:
-        """Copy the model, which is not run itself."""
+        """Copy the model to the meta device; `run` runs only the copy."""
         (self._copy,) = copied_on_meta((model,))
         self._chain, self._run = chain, run
         self.after = functools.cache(self._after)
 
     def _after(self, microbatch: Microbatch) -> list[Border] | None:
-        """Return the border after each stage but the last; None if the model cannot run so."""
+        """Return the border after each stage but the last; None if the run on `meta` fails."""
         names = [self._chain.names(stage) for stage in range(len(self._chain.cut))]
         forms = dict[str, Form]()
         given = dict[int, Tensor]()  # stage -> its input
@@ -69,7 +69,7 @@ class Borders:
                 )
                 for stage in range(1, len(names))
             ]
-        except Exception:  # whatever a module does with numbers, which there are none of
+        except Exception:  # any error of a module that needs values, which `meta` does not have
             return None
         finally:
             for handle in handles:

@@ -1,7 +1,7 @@
-"""The modules of a chain within their model: a `Passed` replaces each that other ranks have.
+"""The modules of a chain in their model; a placeholder `Passed` replaces modules of other ranks.
 
-Parameters go with their modules, but for a weight that the first and the last stage read: it keeps
-its name on the ranks of both.
+The parameters of a replaced module are removed with it, except a weight that the first and the last
+stage read: it keeps its name on the ranks of both.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from phalanx.parallel.pipeline.stage import Absent
 
 
 class Passed(Absent):
-    """Stands for a module of another stage than that at work.
+    """Placeholder for a module outside of the running stage.
 
-    It has the attributes of the module, parameters on the meta device: a model may ask for the
-    data type of its first layer. None of them is registered.
+    It has the attributes of the module, with parameters on the meta device, because a model may
+    read, for example, the dtype of its first layer. None of the parameters is registered.
     """
 
     def __init__(self, of: nn.Module, call: Callable[[Sequence[Any]], Any]) -> None:
@@ -33,12 +33,12 @@ class Passed(Absent):
         self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass by, or leave the forward."""
+        """Call the function given to the constructor: it returns a stand-in or ends the forward."""
         return self._call([*args, *kwargs.values()])
 
 
 def _outline(of: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module without any number that it holds."""
+    """Return the attributes of a module, with parameters on the meta device and child outlines."""
     own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
     parameters = of.named_parameters(recurse=False)
     own |= {name: torch.empty_like(each, device="meta") for name, each in parameters}
@@ -46,12 +46,12 @@ def _outline(of: nn.Module) -> dict[str, Any]:
 
 
 class Chain:
-    """The modules of the links of a chain.
+    """The modules of the links of a chain, and their placeholders.
 
     Attributes:
         stage_of: name of a module of a link -> its stage.
-        modules: by these names, as far as they are here.
-        tied: name of the weight of the first and the last stage, if there is one.
+        modules: name -> module, for the modules on this rank.
+        tied: name of the weight that the first and the last stage read, or None.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Chain:
         tied: str | None,
         call_absent: Callable[[str, Sequence[Any]], Any],
     ) -> None:
-        """Find the modules; one that is absent runs `call_absent` on its name and arguments."""
+        """Collect the modules; a placeholder calls `call_absent` with its name and arguments."""
         self.stage_of = stage_of
         self.modules = {name: model.get_submodule(name) for name in stage_of}
         self._model = model
@@ -73,7 +73,7 @@ class Chain:
         self.tied = tied
 
     def keep(self, here: Sequence[int], *, holds_tied: bool) -> None:
-        """Replace in the model, in place, what the stages `here` do not run."""
+        """Replace the modules outside of the stages `here` by placeholders, in place."""
         tied = None if self.tied is None else self._model.get_parameter(self.tied)
         gone = {name for name, stage in self.stage_of.items() if stage not in here}
         self._remove_other_names(gone)
@@ -81,7 +81,7 @@ class Chain:
             self._put(name, self._absent[name])
         if self.tied is not None and tied is not None and holds_tied:
             self._hold(tied, self.tied, here)
-        # Modules of other ranks go, parameters and all.
+        # Drop the references, so that the modules of other ranks and their parameters are freed.
         self.modules = {name: m for name, m in self.modules.items() if name not in gone}
 
     def names(self, stage: int) -> list[str]:
@@ -89,13 +89,13 @@ class Chain:
         return [name for name, of in self.stage_of.items() if of == stage]
 
     def weights(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters of a stage that is here."""
+        """Return the parameters of a stage of this rank."""
         found = [p for name in self.names(stage) for p in self.modules[name].parameters()]
         return list(dict.fromkeys(found))
 
     @contextmanager
     def others_absent(self, stage: int) -> Generator[None]:
-        """Have the modules of the other stages be absent, those that are here too."""
+        """Replace the modules of all stages but `stage` by placeholders, until exit."""
         others = [name for name in self.modules if self.stage_of[name] != stage]
         for name in others:
             self._put(name, self._absent[name])
@@ -106,7 +106,7 @@ class Chain:
                 self._put(name, self.modules[name])
 
     def _hold(self, parameter: nn.Parameter, name: str, here: Sequence[int]) -> None:
-        """Register a parameter by its name in a module that is absent here."""
+        """Register the tied weight under its name in a placeholder, if its module is absent."""
         (link,) = (n for n in self.stage_of if name.startswith(f"{n}."))
         if self.stage_of[link] in here:
             return
@@ -120,7 +120,7 @@ class Chain:
         module.register_parameter(own, parameter)
 
     def _find_paths(self) -> dict[str, list[str]]:
-        """Return all names of the module of each link, those in other links left out."""
+        """Return link module -> all its names in the model, except names within another link."""
         paths = {name: [name] for name in self.stage_of}
         name_of = {module: name for name, module in reversed(self.modules.items())}
         for path, module in self._model.named_modules(remove_duplicate=False):
@@ -132,7 +132,10 @@ class Chain:
         return any(f"{path}.".startswith(f"{name}.") for name in self.stage_of)
 
     def _remove_other_names(self, gone: set[str]) -> None:
-        """Remove the modules within absent links where they have another name, in no link."""
+        """Replace modules of absent links that also have a name outside of links, in place.
+
+        A call by such a name raises an error.
+        """
         here = {m for n, each in self.modules.items() if n not in gone for m in each.modules()}
         link_of = {m: n for n in gone for m in self.modules[n].modules()}
         removed: list[str] = []

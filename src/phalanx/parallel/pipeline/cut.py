@@ -1,4 +1,4 @@
-"""The stages and the schedule of a strategy on a decoder. No torch."""
+"""The schedule of a strategy, and its cut of a decoder or chain into stages; without torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from phalanx.strategy import Axis, Strategy
 
 
 def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
-    """Return the schedule of a strategy, as its ranks run it: of its kind, or from its file.
+    """Return the schedule that the ranks of a strategy run, built from its kind or its file.
 
-    The operators of other axes than dp, and recomputation, make both gradients of a layer at once:
-    beside these a backward is whole.
+    A backward is not divided into I and W if the strategy has axes other than pp and dp, or
+    recomputation, because their operators compute both gradients of a layer at once.
 
     Raises:
-        StrategyError: the file has no legal schedule of as many microbatches.
+        StrategyError: the file has no valid schedule for `num_microbatches`.
     """
     others = {name for name, axis in strategy.axes() if axis.degree > 1}.difference(("pp", "dp"))
     is_split = not others and strategy.recompute.kind == "none"
@@ -44,10 +44,12 @@ def _schedule(pp: Axis, path: str, num_microbatches: int, is_split: bool) -> Sch
 
 
 def strategy_facts(strategy: Strategy) -> dict[str, str]:
-    """Return what must be the same of a strategy on every rank, each of which reads its file.
+    """Return the facts of a strategy that must be equal on all ranks: its text, its file's hash.
+
+    Every rank reads the schedule file by itself, so the files may differ.
 
     Raises:
-        StrategyError: the file has no legal schedule.
+        StrategyError: the file has no valid schedule.
     """
     facts = {"strategy": str(strategy)}
     if path := strategy.schedule:
@@ -57,13 +59,13 @@ def strategy_facts(strategy: Strategy) -> dict[str, str]:
 
 
 def num_stages(strategy: Strategy) -> int:
-    """Return how many stages a strategy cuts a model into."""
+    """Return the number of stages into which a strategy cuts a model."""
     return schedule_of(strategy, 1).num_stages
 
 
 @functools.lru_cache
 def cut_of(strategy: Strategy, shape: ModelShape) -> tuple[range, ...]:
-    """Return the links of each stage: 0 is the embedding, then come the blocks, then the head.
+    """Return the links of each stage of a decoder: link 0 is the embedding, then blocks, then head.
 
     Raises:
         StrategyError: see `cut_chain`.
@@ -73,12 +75,13 @@ def cut_of(strategy: Strategy, shape: ModelShape) -> tuple[range, ...]:
 
 
 def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[range, ...]:
-    """Return the links of each stage of a chain: those that the strategy names, or the best cut.
+    """Return the links of each stage of a chain: the strategy's cut, or else the best one.
 
-    Each link has a cost; `layers` are their words for a message.
+    `costs` has the cost of each link; `layers` describes the links in error messages.
 
     Raises:
-        StrategyError: there are more stages than links, or the strategy names other numbers.
+        StrategyError: there are more stages than links, or the strategy's cut has another number of
+            stages or links.
     """
     stages, num_links = num_stages(strategy), len(costs)
     if stages > num_links:
@@ -105,20 +108,20 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
 
 @functools.lru_cache(maxsize=1 << 10)
 def _best_of(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
-    """Return the best cut, which strategies of one model ask for again and again."""
+    """Return the best cut; cached, because many strategies of one model need the same cut."""
     return tuple(partition(costs, num_stages))
 
 
 def ranges_of(cut: Sequence[int]) -> tuple[range, ...]:
-    """Return the links of stages of this number of links each."""
+    """Return the range of links of each stage, given the number of links of each stage."""
     ends = [0, *itertools.accumulate(cut)]
     return tuple(map(range, ends, ends[1:]))
 
 
 def chain_flops(shape: ModelShape) -> list[float]:
-    """Return the FLOPs a token, forward and backward, of embedding, each block and head.
+    """Return the FLOPs per token, forward and backward, of the embedding, each block, and the head.
 
-    Products alone count, as in account/flops.py; attention is causal, over rows of
+    Only matrix products count, as in account/flops.py; attention is causal, over rows of
     `shape.max_seq_len`.
     """
     queries, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -1,6 +1,6 @@
-"""The links of a module that is a chain of others, and what of the module is in none.
+"""The links of a module that is a chain of submodules, and the parts of it outside of any link.
 
-A link is one module or several that stay in one stage; see modules.py for how they run.
+A link is one submodule, or several that always share a stage; modules.py runs them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.strategy import Strategy
 
 Links = Sequence[Sequence[str]]
-"""Names of the modules of each link of a chain; the modules of a link are always in one stage."""
+"""Names of the modules of each link of a chain; all modules of a link are in one stage."""
 
 
 @dataclass(frozen=True)
 class CutChain:
-    """A model as a chain that is cut into stages.
+    """A model as a chain of links, cut into stages.
 
     Attributes:
-        links: of the model.
-        cut: the links of each stage.
-        tied: the weight that the first and the last stage read, if there is one.
+        links: the links of the model, in order.
+        cut: range of links of each stage.
+        tied: the weight that both the first and the last stage read, or None.
     """
 
     links: Links
@@ -41,10 +41,10 @@ class CutChain:
 
 
 def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
-    """Return the chain of a model, cut by a strategy.
+    """Return the chain of a model, cut into the stages of a strategy.
 
     Raises:
-        StrategyError: the model is no chain, or not one that can be cut so.
+        StrategyError: the model is no chain, or its chain does not allow this cut.
     """
     if skeleton.shape is not None:
         tied = next(w for w in skeleton.weights if w.name == "embedding.weight")
@@ -76,10 +76,11 @@ def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
 
 
 def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain:
-    """Return the chain of a module of these links, cut into these stages.
+    """Return the chain of a model with the given links and cut; find its tied weight.
 
     Raises:
-        StrategyError: two stages read one parameter, and they are not the first and the last.
+        StrategyError: several stages read one parameter and are not the first and the last, or
+            more than one parameter is read by several stages.
     """
     chain, ends = CutChain(links, cut, None), {0, len(cut) - 1}
     names, tied = [chain.names(stage) for stage in range(len(cut))], list[Weight]()
@@ -97,22 +98,23 @@ def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain
 
 
 def _is_read(weight: Weight, modules: Iterable[str]) -> bool:
-    """Return whether one of some modules holds a parameter."""
+    """Return whether one of the named `modules` contains the parameter."""
     return any(name.startswith(f"{module}.") for name in weight.names for module in modules)
 
 
 def links_of(model: nn.Module) -> Links:
-    """Return the links of a module: what it names as its `chain`, or what its form shows.
+    """Return the links of a module, from its attribute `chain` or from its structure.
 
-    A `chain` is a list of names of submodules, in the order in which they run, each the input of
-    the next; or lists of names, for several that make one link. The links of an nn.Sequential are
-    its elements. Of another module they are the modules before its one ModuleList, each element of
-    the list, and the modules after it, in the order of registration. Modules without parameters and
-    running statistics, as far as no link names them, run in every stage.
+    A `chain` lists names of submodules in the order in which they run, each one the input of the
+    next; a list of names in it is one link of several modules. The links of an nn.Sequential are
+    its elements. The links of any other module are the modules before its only ModuleList (as one
+    link), each element of the list, and the modules after it (as one link), in the order of
+    registration. Modules that are in no link, without parameters and running statistics, run in
+    every stage.
 
     Raises:
-        StrategyError: the module is none of these, or it has parameters or running statistics in
-            no link.
+        StrategyError: the module has none of these forms, or has parameters or running statistics
+            outside of its links.
     """
     given: Any = getattr(model, "chain", None)
     if isinstance(given, list | tuple):
@@ -127,7 +129,7 @@ def links_of(model: nn.Module) -> Links:
 
 
 def _around_the_list(model: nn.Module) -> list[list[str]]:
-    """Return the modules before the blocks of a module, each block, and the modules after them."""
+    """Return the links: modules before the only list of blocks, each block, modules after it."""
     blocks = [name for name, _ in blocks_of(model)]
     lists = {name.rpartition(".")[0] for name in blocks}
     if len(lists) != 1:
@@ -159,20 +161,20 @@ def _around_the_list(model: nn.Module) -> list[list[str]]:
 
 
 def _running(module: nn.Module) -> list[str]:
-    """Return the names of the modules in a module that have running statistics."""
+    """Return the names of the submodules that have running statistics."""
     statistics = ((n, getattr(m, "running_mean", None)) for n, m in module.named_modules())
     return [name for name, mean in statistics if mean is not None]
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children of a module by name, one that has two names twice."""
-    # `named_children` leaves the second name out. Private, and the way to all.
+    """Return (name, child) of a module's children; a child with two names appears twice."""
+    # `named_children` omits the second name. Private, and the only way to get all names.
     children = module._modules  # pyright: ignore[reportPrivateUsage]
     return [(name, child) for name, child in children.items() if child is not None]
 
 
 def _check(model: nn.Module, links: Links) -> None:
-    """Refuse links that are not the model's, and parameters that are in none."""
+    """Refuse links with unknown or repeated names, and parameters outside of all links."""
     modules = dict(model.named_modules(remove_duplicate=False))
     named = [name for link in links for name in link]
     for name in named:
@@ -188,7 +190,7 @@ def _check(model: nn.Module, links: Links) -> None:
                 f"pp: the `chain` of {type(model).__name__} names '{name}' twice, or a module that "
                 "it is in; expected each once"
             )
-    # By what they are: a module may have a name outside of the chain, too.
+    # Compare modules and not names, because a module may also have a name outside of the chain.
     held = {module for name in named for module in modules[name].modules()}
     parameters = {parameter for module in held for parameter in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
@@ -207,10 +209,10 @@ def _check(model: nn.Module, links: Links) -> None:
 
 
 def cost_of(link: Sequence[nn.Module]) -> int:
-    """Return what a link costs for each of its inputs: its parameters but of tables.
+    """Return the relative cost of a link: its number of parameters, without embedding tables.
 
-    It is in proportion to the FLOPs of linear maps. Convolutions and attention are not seen; the
-    cut of a strategy can be given.
+    The number is proportional to the FLOPs of linear layers. It ignores the reuse of weights by
+    convolutions, and attention; for such models a strategy can name the cut.
     """
     modules = {module for each in link for module in each.modules()}
     return sum(
@@ -222,26 +224,26 @@ def cost_of(link: Sequence[nn.Module]) -> int:
 
 
 class LooseBuffers:
-    """The buffers of a model that checkpoints have and that are in no link."""
+    """The persistent buffers of a model outside of all links, which stages must not change."""
 
     def __init__(self, model: nn.Module, links: Iterable[nn.Module]) -> None:
-        """Find them, in the modules that are not within `links`."""
+        """Collect the persistent buffers of modules outside of `links`."""
         held = {module for link in links for module in link.modules()}
         self._model_name = type(model).__name__
         self._found: list[tuple[str, nn.Module, str]] = []
         for path, module in model.named_modules():
             if module not in held:
-                # Private, and all that says which are in a checkpoint.
+                # Private, and the only record of which buffers are in the state dict.
                 own = module._buffers.keys() - module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
                 self._found += [(f"{path}.".lstrip("."), module, name) for name in sorted(own)]
 
     def states(self) -> dict[str, tuple[int, int]]:
-        """Return of each buffer what changes when it does."""
+        """Return for each buffer its identity and version, which change with the buffer."""
         buffers = {f"{prefix}{name}": getattr(m, name) for prefix, m, name in self._found}
         return {n: (id(b), b._version) for n, b in buffers.items() if b is not None}
 
     def check(self, before: dict[str, tuple[int, int]]) -> None:
-        """Refuse buffers that have changed since `states` was asked."""
+        """Refuse buffers that have changed since `states` returned `before`."""
         for name, state in self.states().items():
             if state != before.get(name):
                 raise StrategyError(

@@ -1,19 +1,20 @@
-"""Lower a schedule: all that a rank does in a step as one list, of which the runtime is a loop.
+"""Lower a schedule to one list of actions for each rank, which the runtime runs in a loop.
 
-An action has a text form, stage, operation, and microbatch, as in torch.distributed.pipelining:
+The text form of an action is stage, operation, and microbatch, as in torch.distributed.pipelining:
 
-    2F0 2B0 2I0 2W0   computes (schedule.py); one that takes what another rank sends waits for it
-    2SEND_F0          begins to send the output of stage 2 to the rank of stage 3
-    3RECV_F0          begins to receive it there
-    2SENT_F0          returns when it has been received, and releases it
-    3SEND_B0 2RECV_B0 3SENT_B0   the same for its gradient, from stage 3 to stage 2
-    2REDUCE0          the next backward of stage 2 is its last: its gradients are reduced
+    2F0 2B0 2I0 2W0   computes (schedule.py); a compute waits for the tensor that it receives
+    2SEND_F0          starts to send the output of stage 2 to the rank of stage 3
+    3RECV_F0          starts to receive that output on the rank of stage 3
+    2SENT_F0          waits until the send has ended, and frees the sent tensor
+    3SEND_B0 2RECV_B0 3SENT_B0   the same for the gradient, from stage 3 to stage 2
+    2REDUCE0          the next backward of stage 2 is its last in the step and reduces its gradients
 
-Stages of one rank send each other nothing.
+Between two stages of the same rank there are no messages.
 
-[Note: Receives of a pipeline] What one rank sends another passes a queue of its own ([Note: One-way
-groups] in comm/meshes.py): the receives have to begin in the order of the sends. A compute may need
-what was sent later first, as with chunks. So its receive comes with all that are before it:
+[Note: Receives of a pipeline] All messages from one rank to another use one queue ([Note: One-way
+groups] in comm/meshes.py), so receives must start in the order of the sends. With chunks, a compute
+may need a message before messages that were sent earlier. So the receives of all earlier messages
+are listed before its receive:
 
     rank 0 computes and sends    a ------> b ------> c
                                  |         |         |
@@ -22,9 +23,9 @@ what was sent later first, as with chunks. So its receive comes with all that ar
     rank 1 computes                        b    a    c
     rank 1's list                RECV a  RECV b  b  a  RECV c  c
 
-A receive stands as late as it can, right before the compute that waits for it: the header of an
-activation holds the host up (sizes.py). A sent tensor is kept until the sender knows that it has
-been received, which a message shows that its receiver computed later:
+A receive is listed as late as possible, right before the compute that needs it, because the host
+blocks on the header of an activation (sizes.py). A sent tensor is kept until the sender has proof
+of its receipt: a message that the receiver computed after it used the tensor.
 
     rank 0   F0 SEND_F0 F1 SEND_F1 RECV_B0 SENT_F0 B0     rank 1 computed F0 before it sent B0
 """
@@ -48,13 +49,16 @@ _OTHER_END: Final[dict[Op, Op]] = {
 
 
 def lower(schedule: Schedule, rank: int) -> tuple[Action, ...]:
-    """Return all actions of a rank, in order, of a schedule that lacks none of its computes."""
+    """Return all actions of a rank, in order; the schedule must list all computes."""
     listed = schedule.written[rank] if schedule.written else _with_messages(schedule, rank)
     return tuple(_with_reductions(tuple(_with_ends_of_sends(schedule, rank, listed))))
 
 
 def send_after(action: Action, last_stage: int) -> Action | None:
-    """Return the send of what a compute makes, if another stage takes it."""
+    """Return the send of a compute's result to the next stage; None if no stage takes the result.
+
+    A backward sends to the previous stage.
+    """
     op, stage, microbatch = action
     if op == "F" and stage < last_stage:
         return Action("SEND_F", stage, microbatch)
@@ -64,7 +68,7 @@ def send_after(action: Action, last_stage: int) -> Action | None:
 
 
 def receive_before(action: Action, last_stage: int) -> Action | None:
-    """Return the receive of what a compute takes, if another stage makes it."""
+    """Return the receive of a compute's input; None if no other stage makes the input."""
     op, stage, microbatch = action
     if op == "F" and stage > 0:
         return Action("RECV_F", stage, microbatch)
@@ -74,17 +78,17 @@ def receive_before(action: Action, last_stage: int) -> Action | None:
 
 
 def other_stage(message: Action) -> int:
-    """Return the stage at the other end of a send or a receive."""
+    """Return the stage at the other end of a message: the receiver's of a send, or the reverse."""
     return message.stage + (1 if message.op in ("SEND_F", "SENT_F", "RECV_B") else -1)
 
 
 def other_end(message: Action) -> Action:
-    """Return the receive of a send, or the send of a receive."""
+    """Return the receive that matches a SEND or SENT, or the send that matches a receive."""
     return Action(_OTHER_END[message.op], other_stage(message), message.microbatch)
 
 
 def messages_of(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """Yield the receive and the send that a compute has on its rank: those to other ranks."""
+    """Yield the receive and the send of a compute, unless both stages are on one rank."""
     last, rank_of = schedule.num_stages - 1, schedule.rank_of
     for message in (receive_before(action, last), send_after(action, last)):
         if message is not None and rank_of[other_stage(message)] != rank_of[action.stage]:
@@ -92,7 +96,7 @@ def messages_of(schedule: Schedule, action: Action) -> Iterator[Action]:
 
 
 def _with_messages(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yield a rank's computes with sends and receives, see [Note: Receives of a pipeline]."""
+    """Yield a rank's computes, sends and receives, see [Note: Receives of a pipeline]."""
     coming: dict[int, Iterator[Action]] = {}
     begun: set[Action] = set()
     for action in schedule.orders[rank]:
@@ -110,7 +114,7 @@ def _with_messages(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 
 def _receives_from(schedule: Schedule, source: int, rank: int) -> Iterator[Action]:
-    """Yield the receives of what `source` sends a rank, in the order of its sends."""
+    """Yield the receives of all messages from `source` to `rank`, in the order of the sends."""
     for action in schedule.orders[source]:
         for send in messages_of(schedule, action):
             if send.op in SENDS and schedule.rank_of[other_stage(send)] == rank:
@@ -120,8 +124,8 @@ def _receives_from(schedule: Schedule, source: int, rank: int) -> Iterator[Actio
 def _with_ends_of_sends(
     schedule: Schedule, rank: int, listed: Iterable[Action]
 ) -> Iterator[Action]:
-    """Yield a rank's list with the end of each send, as soon as it is known."""
-    # Of each forward, and each backward of an input: where it stands in its rank's order.
+    """Yield a rank's actions with a SENT for each send, as soon as receipt is certain."""
+    # (is forward, stage, microbatch) -> index of the forward or backward in its rank's order.
     position = {
         (action.op == "F", action.stage, action.microbatch): at
         for order in schedule.orders
@@ -130,7 +134,7 @@ def _with_ends_of_sends(
     }
 
     def at_other_end(message: Action) -> tuple[int, int]:
-        """Return the rank and the position of the compute that makes or takes a message."""
+        """Return rank and index of the compute at the other end, which makes or takes a message."""
         stage = other_stage(message)
         at = position[message.op.endswith("F"), stage, message.microbatch]
         return schedule.rank_of[stage], at
@@ -156,7 +160,7 @@ def _end_of(send: Action) -> Action:
 
 
 def _with_reductions(listed: tuple[Action, ...]) -> Iterator[Action]:
-    """Yield a rank's list with the reduction of each stage, before its last backward."""
+    """Yield a rank's actions with a REDUCE before the last backward of each stage."""
     last = {action.stage: at for at, action in enumerate(listed) if action.op in ("B", "W")}
     for at, action in enumerate(listed):
         if last.get(action.stage) == at:

@@ -1,8 +1,8 @@
-"""Cut a chain of modules by the time that each link takes, not by its FLOPs.
+"""Cut a chain of modules by the measured time of each link, instead of its FLOPs.
 
-FLOPs know nothing of what a link does beside matrix products, nor of how fast those are at its
-sizes. So the links run alone, one after the other on what the one before has made, forward and
-backward, and the cut whose slowest stage is the fastest is found for their times.
+FLOPs ignore operators other than matrix products, and the speed of products at the sizes of a link.
+So the links run one after another, each on the output of the one before, forward and backward, and
+the measured times determine the cut whose slowest stage is fastest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from phalanx.strategy import Strategy
 def link_times(
     stages: Stages, forward: Callable[[], Tensor], num_rounds: int
 ) -> list[tuple[float, float]]:
-    """Return the median seconds of forward and of backward of each link, of `num_rounds` rounds.
+    """Return the median seconds of forward and of backward of each link, over `num_rounds` rounds.
 
-    One round more goes before, in which buffers are made. The stages are of one link each, all of
-    them here, and `forward` is as `Stages.run` takes it: in the end a sum of losses.
+    One untimed round runs before, to allocate buffers. `stages` has one link in each stage, and all
+    stages on this rank. `forward`, as for `Stages.run`, returns a sum of losses.
     """
     stages.prepare()
     rounds = [_one_round(stages, forward) for _ in range(1 + num_rounds)][1:]
@@ -38,7 +38,7 @@ def link_times(
 
 
 def with_best_cut(strategy: Strategy, times: Sequence[float]) -> Strategy:
-    """Return the strategy with the best cut of links that take so long."""
+    """Return the strategy with the best cut for links with these `times`, in seconds."""
     best = partition(times, num_stages(strategy))
     return dataclasses.replace(strategy, cut=tuple(len(links) for links in best))
 

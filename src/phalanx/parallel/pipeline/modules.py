@@ -1,21 +1,21 @@
-"""The stages of any module that is a chain of others: nn.Sequential, a decoder of transformers.
+"""The stages of any module that is a chain of submodules: nn.Sequential, a transformers decoder.
 
-A forward of the whole module runs, and a stage is cut out of it. Here stage 1 of three is at work:
+The forward of the full module runs, but computes only one stage. Here stage 1 of three runs:
 
     |------- stage 0 -------|   |------ stage 1 ------|   |-------- stage 2 -------|
     embedding ---> block 0 -----> block 1 ---> block 2 -----> block 3 ---> norm, head ---> loss
     Passed [1]     Passed [1]     runs [2]     runs           Passed [3]   not reached
        |              |             ^             |             |
-       +-- no number -+             |             +-- output ---+---> _Left, to `run`
-                                what was received
+       +-- no value --+             |             +-- output ---+---> _Left, to `run`
+                              received tensor
 
-[1] Modules before the stage (`Passed`) return a tensor of the shape and the data type that the real
-    one has, which the outline brings with the received tensor. Its numbers are not known: what the
-    model computes of it between modules is followed (awaited.py).
-[2] The first module of the stage takes what was received in place of its first argument (`_enter`).
+[1] Placeholders (`Passed`) of earlier modules return a tensor with the shape and dtype of the real
+    output, which the outline sent with the received tensor describes. Its values are unknown, so
+    computations of the model between modules are tracked (awaited.py).
+[2] The first module of the stage gets the received tensor as its first argument (`_enter`).
 [3] The first module after the stage gets the stage's output as its argument, and raises `_Left`
-    with it. That passes the rest of the forward and of the objective, which are written for one
-    process, and `run` catches it.
+    with it, which `run` catches. So the rest of the forward and of the objective, which are written
+    for one process, is skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from phalanx.parallel.pipeline.stage import Stages
 
 
 class _Left(BaseException):
-    """A forward is left here: it has made the input of the next stage."""
+    """Ends a forward that has computed the input of the next stage, `output`."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class _Left(BaseException):
 
 
 class ModuleStages(Stages):
-    """The stages of a module, see above."""
+    """The stages of a module; see the docstring of this file."""
 
     def __init__(self, model: nn.Module, chain: CutChain, here: Sequence[int]) -> None:
-        """Replace in `model`, in place, what the stages `here` do not run."""
+        """Replace the modules outside of the stages `here` by placeholders, in place."""
         super().__init__(chain.cut, here)
         self._model = model
         stage_of = {name: s for s in range(self.num_stages) for name in chain.names(s)}
@@ -88,7 +88,7 @@ class ModuleStages(Stages):
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         for name, module in self._chain.modules.items():
             module.register_forward_hook(functools.partial(self._note_output, name))
-        # Before and after the hooks of fsdp, which look at parameters.
+        # Run before, and after, the hooks of fsdp, which call `parameters`.
         self._model.register_forward_pre_hook(self._begin, prepend=True)
         self._model.register_forward_hook(self._leave)
 
@@ -130,7 +130,7 @@ class ModuleStages(Stages):
         return [name for name, of in self._chain.stage_of.items() if of < stage]
 
     def _run_until_left(self, *args: Any, **kwargs: Any) -> Any:
-        """Be the forward of the model: what fsdp does before and after it is done here too."""
+        """Replacement of the model's forward; it returns normally, so that hooks of fsdp run."""
         try:
             return self._run_whole(*args, **kwargs)
         except _Left as left:
@@ -138,7 +138,7 @@ class ModuleStages(Stages):
             return left.output
 
     def _parameters(self, named: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Be `parameters` of the model; an objective would find the parameters of one stage."""
+        """Replacement of the model's `parameters`; an objective may not call it in a pipeline."""
         if self._is_in_objective and not self._is_in_forward:
             raise StrategyError(
                 f"pp: the objective reads the parameters of {type(self._model).__name__}, of which "
@@ -148,7 +148,10 @@ class ModuleStages(Stages):
         return named(*args, **kwargs)
 
     def _warn_of_kept(self, stage: int) -> None:
-        """Warn, once, of what a stage keeps for an objective that runs on another."""
+        """Warn, once, of tensors with a gradient graph that a module stores as attributes.
+
+        An objective that reads them runs on the last stage, where they are missing.
+        """
         for name in () if self._warned else self._chain.names(stage):
             for path, module in self._chain.modules[name].named_modules(prefix=name):
                 for key, value in vars(module).items():
@@ -196,7 +199,7 @@ class ModuleStages(Stages):
             )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Let the first module that runs of a stage take what the stage has received."""
+        """Replace the first argument of a stage's first module by the received tensor."""
         values = [*args, *kwargs.values()]
         if self._waits:
             self._waits = False
@@ -207,7 +210,7 @@ class ModuleStages(Stages):
             received = StandIn.apply(self._received)
             if isinstance(values[0], Awaited):
                 values[0].received = received
-        else:  # it runs once more; in backward, where it is recomputed
+        else:  # the module runs again, for example recomputed in backward
             received = received_for(values[0]) if values else None
         if args:
             return (received, *args[1:]), kwargs
@@ -215,9 +218,9 @@ class ModuleStages(Stages):
         return (args, kwargs) if first is None else (args, {**kwargs, first: received})
 
     def _give(self, name: str) -> Any:
-        """Return what an absent module gives, without its numbers.
+        """Return a stand-in for the output of an absent module, with its form but without values.
 
-        The first module of a stage takes what was received in the place of what comes to it.
+        If the form is unknown, the output is one tensor like the received one.
         """
         stage, received = self._chain.stage_of[name], self._received
         if received is None:
@@ -229,7 +232,7 @@ class ModuleStages(Stages):
         return tuple(given) if is_tuple else given[0]
 
     def _recomputed(self, stage: int) -> StrategyError:
-        """Return the error of a recomputation that needs another stage, which is not at work."""
+        """Return the error of a recomputation that needs a stage other than the running one."""
         return StrategyError(
             f"pp: {type(self._model).__name__} recomputes layers of several stages together, of "
             f"which stage {stage} is another rank's or has ended; recompute each layer by itself, "
@@ -237,7 +240,10 @@ class ModuleStages(Stages):
         )
 
     def _check_use(self, stage: int, operator: str, is_read: bool) -> None:
-        """Refuse an operator on what an absent stage gives, or on what was made of it."""
+        """Refuse an operator on an awaited tensor of `stage`, if it needs values or comes too late.
+
+        After the stage's first module has run, every use of such a tensor is too late.
+        """
         model = type(self._model).__name__
         if self._received is None:
             raise self._recomputed(stage)
@@ -256,7 +262,7 @@ class ModuleStages(Stages):
 
 
 def _odd_parts(output: Any) -> str:
-    """Say what a tuple has beside tensors and None."""
+    """Return text that names the first part of a tuple that is neither a tensor nor None."""
     if type(output) not in (tuple, list):
         return ""
     odd = next(part for part in output if not isinstance(part, Tensor | None))
@@ -264,7 +270,7 @@ def _odd_parts(output: Any) -> str:
 
 
 def _check_border(name: str, args: Sequence[Any]) -> None:
-    """Refuse a link that takes more from the one before than one tensor can carry."""
+    """Refuse a link whose input from the previous stage is more than one floating-point tensor."""
     first, *others = args or [None]
     if not (isinstance(first, Tensor) and first.is_floating_point()):
         raise StrategyError(

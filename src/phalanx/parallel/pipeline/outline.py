@@ -1,7 +1,7 @@
-"""The forms of what the layers of a chain give, as numbers that one stage sends the next.
+"""Forms of layer outputs, encoded as integers that one stage sends to the next.
 
-Of each layer: 1 if it gives a tuple and 0 if not, how many parts, and of each part its data type,
-dimensions and sizes; None has the data type -1. An unknown form has no parts.
+For each layer: 1 for a tuple or else 0, the number of parts, and for each part its dtype, number of
+dimensions and sizes; a part that is None has the dtype -1. An unknown form has no parts.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 from phalanx.parallel.pipeline.stage import Outline
 
 _KINDS = tuple(each for each in vars(torch).values() if isinstance(each, torch.dtype))
-"""Data types that an outline has the number of: all of torch, the same on all ranks."""
+"""All dtypes of torch, in an order that is equal on all ranks; an outline has the index."""
 
 _NONE = -1
 
 
 class Like(NamedTuple):
-    """The data type and the shape of a tensor."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
 
 
 class Form(NamedTuple):
-    """What a layer gives: a tensor, or several in a tuple, of which some may be None."""
+    """Form of a layer's output: one tensor, or a tuple of tensors and None."""
 
     is_tuple: bool
     parts: tuple[Like | None, ...]
 
 
 def form_of(output: Any) -> Form | None:
-    """Return the form of an output; None if it has other values than tensors and None."""
+    """Return the form of an output; None if it contains values other than tensors and None."""
     is_tuple = type(output) in (tuple, list)
     parts = cast("Iterable[Any]", output if is_tuple else [output])
     found = [Like(p.dtype, p.shape) if isinstance(p, Tensor) else p for p in parts]
@@ -45,7 +45,7 @@ def form_of(output: Any) -> Form | None:
 
 
 def write(names: Iterable[str], forms: Mapping[str, Form]) -> Outline:
-    """Return the numbers of what layers give."""
+    """Encode the forms of the layers `names` as an outline."""
     numbers: list[int] = []
     for name in names:
         is_tuple, parts = forms.get(name, Form(False, ()))
@@ -57,7 +57,7 @@ def write(names: Iterable[str], forms: Mapping[str, Form]) -> Outline:
 
 
 def read(names: Iterable[str], outline: Outline) -> dict[str, Form]:
-    """Return what layers give, as far as it is known."""
+    """Decode the outline of the layers `names`; layers of unknown form are left out."""
     numbers, found = iter(outline), dict[str, Form]()
     for name in names:
         is_tuple, count = next(numbers, 0), next(numbers, 0)

@@ -1,8 +1,9 @@
-"""Where to cut a chain of layers, so that the slowest stage is as fast as it can be; no torch.
+"""Cut a chain of layers into stages so that the slowest stage is as fast as possible; no torch.
 
-A pipeline is as fast as its slowest stage. The optimum is exact: the best cut of the first n layers
-into s stages is the best cut of the first k into s - 1, and layers k to n as the last, for the best
-k (the linear partition problem; Skiena, The Algorithm Design Manual, section 10.7).
+A pipeline is as fast as its slowest stage. The result is the exact optimum: the best cut of the
+first n layers into s stages is the best cut of the first k into s - 1 stages, plus layers k to n as
+the last stage, for the best k (the linear partition problem; Skiena, The Algorithm Design Manual,
+section 10.7).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from phalanx.errors import StrategyError
 def partition(costs: Sequence[float], num_stages: int) -> list[range]:
     """Return the layers of each stage, in order; every stage has at least one.
 
-    Of the cuts whose slowest stage is equally fast, it is the most even: it has the least sum of
-    squares.
+    If several cuts have an equally fast slowest stage, the result is the most even one, with the
+    smallest sum of squared stage costs.
 
     Args:
-        costs: forward and backward of each layer, in FLOPs or seconds, at least 0.
-        num_stages: at least 1.
+        costs: forward and backward cost of each layer, in FLOPs or seconds, at least 0.
+        num_stages: number of stages, at least 1.
 
     Raises:
         StrategyError: there are fewer layers than stages.
@@ -40,15 +41,15 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
 def _slowest(upto: Sequence[float], num_stages: int) -> float:
     """Return the cost of the slowest stage of the best cut.
 
-    It is the cost of some range of layers: the least with which stages, each filled as far as that
-    allows, come to the end. A cut of fewer stages can always be cut further.
+    It is the cost of some range of layers: the smallest limit with which greedily filled stages
+    reach the last layer. A cut with fewer stages can always be cut further.
     """
     num_layers = len(upto) - 1
 
     def suffices(most: float) -> bool:
         begin = 0
         for _ in range(num_stages):
-            # The last layer that costs no more, by the same difference that costs are.
+            # The longest stage within the limit; the same difference as in `costs` rounds equally.
             end = bisect_right(upto, most, begin, key=lambda there: there - upto[begin]) - 1
             if end == num_layers:
                 return True
@@ -60,12 +61,12 @@ def _slowest(upto: Sequence[float], num_stages: int) -> float:
 
 
 def _most_even(upto: Sequence[float], num_stages: int, most: float) -> list[range]:
-    """Return the cut of least sum of squares whose stages cost at most `most`; there is one.
+    """Return the cut with the smallest sum of squares whose stages cost at most `most`.
 
-    `upto` has the cost of the layers before each, and of all.
+    Such a cut must exist. `upto[n]` is the cost of the first n layers.
     """
     num_layers = len(upto) - 1
-    # Number of layers -> value and stages of the best cut of that many of the first.
+    # n -> sum of squares and stages of the best cut of the first n layers.
     best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
     for stage in range(num_stages):
         found: dict[int, tuple[float, list[range]]] = {}
@@ -82,11 +83,11 @@ def _most_even(upto: Sequence[float], num_stages: int, most: float) -> list[rang
 
 
 def stage_costs(costs: Sequence[float], stages: Sequence[range]) -> list[float]:
-    """Return the cost of each stage."""
+    """Return the cost of each stage, the sum of its layers' costs."""
     return [sum(costs[layer] for layer in layers) for layers in stages]
 
 
 def imbalance(costs: Sequence[float], stages: Sequence[range]) -> float:
-    """Return slowest / mean of the stages, at least 1."""
+    """Return the cost of the slowest stage divided by the mean stage cost, at least 1."""
     of_stages = stage_costs(costs, stages)
     return max(of_stages) * len(of_stages) / sum(of_stages)

@@ -1,8 +1,8 @@
-"""Run the list of a pipeline schedule on this rank.
+"""Run this rank's actions of a pipeline schedule.
 
-The runner of a step over pipelines, as accumulate.py is without: a loop over the actions of the
-lowered list (lowering.py), forward and backward of each microbatch, stage by stage. What a stage
-makes goes to the next on this rank as it is, or passes a send and a receive.
+`Pipeline` is the runner of a step with pp, as `Accumulate` (accumulate.py) is without pp. It loops
+over the lowered actions (lowering.py): forwards and backwards of microbatches in the rank's stages,
+sends, receives and reductions. A tensor between two stages of one rank is passed without a copy.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from phalanx.parallel.reduce import GradientReducer
 
 
 class Pipeline(Runner):
-    """The runner of the stages of one rank.
+    """The runner of a rank's pipeline stages.
 
     Attributes:
-        stages: of this rank.
-        weights: parameters of each of them.
+        stages: the stages of this rank.
+        weights: stage of this rank -> its parameters.
         rank_of: stage -> rank.
-        sizes: of what the ranks send each other.
+        sizes: shapes and dtypes of the activations that ranks exchange.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Pipeline(Runner):
         reducer: GradientReducer | None = None,
         replicas: Sequence[nn.Parameter] = (),
     ) -> None:
-        """Run stages by the schedules that `schedule_of` has for a number of microbatches."""
+        """Prepare `stages`; `schedule_of` returns the schedule for a number of microbatches."""
         super().__init__(reducer, replicas)
         self.stages, self.comm = stages, comm
         self._schedule_of = schedule_of
@@ -65,7 +65,7 @@ class Pipeline(Runner):
         self.rank_of = schedule_of(1).rank_of
         self.sizes = Sizes(comm, are_fixed=stages.has_fixed_sizes)
         stages.prepare()
-        # Once all axes have split the model: what fsdp gathers has other parameters for a while.
+        # Read now, when all axes have split the model: a gathered fsdp group has other parameters.
         self.weights = {stage: stages.weights(stage) for stage in stages.here}
 
     @override
@@ -96,7 +96,7 @@ class Pipeline(Runner):
         return output
 
     def _list(self, num_microbatches: int) -> tuple[Action, ...]:
-        """Return what this rank does in a step of this number of microbatches."""
+        """Return this rank's lowered actions for a step of `num_microbatches`; cached."""
         if num_microbatches not in self._lists:
             schedule = self._schedule_of(num_microbatches)
             self._lists[num_microbatches] = lower(schedule, self.comm.coord("pp"))
@@ -105,17 +105,17 @@ class Pipeline(Runner):
 
 @dataclass
 class _Step:
-    """The microbatches of one step on their way through this rank's stages.
+    """The state of one step on this rank: the tensors of its microbatches.
 
     Attributes:
-        values: tensors for a later compute or send, by RECEIVE, one that stays on this rank
-            too.
-        outlines: of the activations among them.
+        values: receive -> the tensor or pending receive for a later compute or send; a tensor that
+            stays on this rank is stored under the receive that would match its send.
+        outlines: receive -> outline of the activation in `values`.
         kept: stage and microbatch -> input and output of a forward, until its backward.
-        weight_work: likewise, what an I leaves to its W.
-        sending: what has been sent, until it has been received.
-        unreduced: stages of this rank whose gradients are not whole yet.
-        last: parameters that the next backward reaches for the last time.
+        weight_work: stage and microbatch -> inputs of W that I has left, until W.
+        sending: receive -> the pending sends that it matches, until SENT.
+        unreduced: stages of this rank whose last backward of the step has not begun.
+        last: parameters that the next backward reaches for the last time in the step.
     """
 
     runner: Pipeline
@@ -136,7 +136,7 @@ class _Step:
         self.unreduced = set(self._stages.here)
 
     def run(self, action: Action) -> None:
-        """Do one action of the list."""
+        """Run one action."""
         match action.op:
             case "F":
                 self.forward(action)
@@ -153,7 +153,7 @@ class _Step:
                 self.reduce(action)
 
     def forward(self, action: Action) -> None:
-        """Run a stage on a microbatch."""
+        """Run the forward of a stage on a microbatch, and store its output."""
         _, stage, number = action
         received = None
         if (receive := receive_before(action, self._last_stage)) is not None:
@@ -171,7 +171,7 @@ class _Step:
         self.kept[stage, number] = received, output
 
     def backward(self, action: Action) -> None:
-        """Run the backward of a stage or a pass of it."""
+        """Run the full backward (B) of a stage, or the pass for its input (I) or weights (W)."""
         op, stage, number = action
         at = stage, number
         trained = [weight for weight in self.runner.weights[stage] if weight.requires_grad]
@@ -184,7 +184,7 @@ class _Step:
         receive = receive_before(action, self._last_stage)
         gradient = None if receive is None else self.take(receive)
         received, output = self.kept.pop(at)
-        if not output.requires_grad:  # a first stage that is not trained
+        if not output.requires_grad:  # a first stage whose parameters are all frozen
             self.weight_work[at] = ()
         elif op == "B":
             output.backward(gradient)
@@ -196,12 +196,12 @@ class _Step:
             self.values[other_end(send)] = _gradient_of(received, stage)
 
     def take(self, receive: Action) -> Tensor:
-        """Return what a receive brings, once it is there."""
+        """Return the tensor of a receive; wait until it has arrived."""
         found = self.values.pop(receive)
         return found.wait() if isinstance(found, Pending) else found
 
     def send(self, action: Action) -> None:
-        """Begin to send what a stage has made, an activation behind its header."""
+        """Start to send a stage's activation, after its header, or a gradient."""
         receive, stage = other_end(action), other_stage(action)
         target, tensor = self.runner.rank_of[stage], self.values.pop(receive)
         assert isinstance(tensor, Tensor), "a sent tensor was made here"
@@ -214,7 +214,7 @@ class _Step:
         begun.append(self.runner.comm.send_start(tensor.contiguous(), "pp", target))
 
     def receive(self, action: Action) -> None:
-        """Begin to receive what another rank sends."""
+        """Start to receive an activation or a gradient; for an activation, wait for its header."""
         source = self.runner.rank_of[other_stage(action)]
         if action.op == "RECV_B":
             _, output = self.kept[action.stage, action.microbatch]
@@ -225,14 +225,17 @@ class _Step:
         self.values[action] = self.runner.comm.recv_start(buffer, "pp", source)
 
     def reduce(self, action: Action) -> None:
-        """Have the gradients of a stage reduced as its next backward makes them."""
+        """Make the next backward of a stage reduce its gradients, except of shared parameters.
+
+        A parameter that another unreduced stage reads is reduced with that stage.
+        """
         self.unreduced.remove(action.stage)
         later = {weight for stage in self.unreduced for weight in self.runner.weights[stage]}
         self.last = [weight for weight in self.runner.weights[action.stage] if weight not in later]
 
 
 def _gradient_of(received: Tensor, stage: int) -> Tensor:
-    """Return the gradient of what a stage has received; zeros if nothing before it is trained."""
+    """Return the gradient of a stage's input; zeros if no earlier parameter is trained."""
     if received.grad is None and received.requires_grad:
         raise StrategyError(
             f"pp: stage {stage} gives no gradient to what it receives, as behind a detach() or "

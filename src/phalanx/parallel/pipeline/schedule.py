@@ -1,24 +1,24 @@
-"""Pipeline schedules as data: what each rank does, in which order. No torch here.
+"""Pipeline schedules as data: the actions of each rank, in order. This module does not use torch.
 
-The blocks of a model are cut into stages, and a microbatch passes them in turn: forward from the
-first stage to the last, backward from the last to the first. p ranks have v stages each, its
-chunks. A schedule is a list of actions for each rank:
+The layers of a model are cut into stages. A microbatch passes all stages: forward from the first to
+the last, backward from the last to the first. Each of p ranks has v stages, called its chunks. A
+schedule has a list of actions for each rank:
 
     F   forward of one microbatch through one stage
     B   its backward: the gradients of the input and of the weights
-    I   the part of B that the stage before waits for: the gradient of the input
-    W   the part that nobody waits for: the gradients of the weights
+    I   the part of B that the previous stage waits for: the gradient of the input
+    W   the part of B that no other stage waits for: the gradients of the weights
 
-Below, a rank's list is written as phases: how often, and what. `F I W` stands for one forward, the
-gradient of one input, and the gradients of the weights that have waited longest; `F1` names the
-second chunk. Microbatches are counted from 0 by each kind of action and chunk. lowering.py puts
-sends, receives and reductions into the lists, which simulate.py validates and runtime.py runs.
+Below, a rank's list is written as phases: a number of repetitions, and actions. `F I W` means one
+forward, the gradient of one input, and the oldest pending gradients of weights; `F1` is a forward
+of the second chunk. Each kind of action counts its microbatches from 0, for each chunk. lowering.py
+adds sends, receives and reductions to the lists, simulate.py validates them, runtime.py runs them.
 
 naive          one microbatch at a time: plain inter-layer model parallelism
 gpipe          Huang et al. 2019, arXiv 1811.06965
 1f1b           Narayanan et al. 2021, arXiv 2006.09503 (PipeDream-Flush)
 interleaved/v  Narayanan et al. 2021, arXiv 2104.04473, section 2.2
-zb/v           Qi et al. 2023, arXiv 2401.10241: ZB-H1; with v > 1 its order is the interleaved one
+zb/v           Qi et al. 2023, arXiv 2401.10241: ZB-H1; with v > 1 in the order of interleaved
 zbv            Qi et al. 2024, arXiv 2405.15362: ZB-V
 dualpipev      DeepSeek-AI 2024, arXiv 2412.19437: DualPipe, cut in half to a V
 """
@@ -38,11 +38,11 @@ Op = Literal[
     "SEND_F", "RECV_F", "SENT_F", "SEND_B", "RECV_B", "SENT_B",
     "REDUCE",
 ]  # fmt: skip
-"""Computes, then messages and the reduction of gradients, see lowering.py."""
+"""Operation: a compute, a message or the reduction of gradients; see lowering.py."""
 
 
 class Action(NamedTuple):
-    """What a rank does with one microbatch in one stage; its text form is such as `2F0`."""
+    """One operation on one microbatch in one stage; its text form is, for example, `2F0`."""
 
     op: Op
     stage: int
@@ -54,14 +54,15 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who has which stage, and what each rank does.
+    """The rank of each stage, and the actions of each rank.
 
     Attributes:
-        kind: its name in a strategy.
+        kind: name of the kind in a strategy, or the path of the schedule file.
         rank_of: stage -> rank.
-        orders: rank -> what it computes, in order.
-        num_microbatches: of one step.
-        written: rank -> its list with sends and receives, where a file has them.
+        orders: rank -> its computes, in order.
+        num_microbatches: microbatches of one step.
+        written: rank -> its actions with sends and receives, if a schedule file lists them; else
+            empty.
     """
 
     kind: str
@@ -72,16 +73,16 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into."""
+        """Number of stages of the model."""
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank: its chunks, in the order of the model."""
+        """Return the stages (chunks) of a rank, in the order of the model."""
         return tuple(stage for stage, of in enumerate(self.rank_of) if of == rank)
 
 
 Phases = Iterator[tuple[int, str]]
-"""How often, and what: `(3, "F")`, `(2, "F0 F1")`."""
+"""Number of repetitions and actions of each phase, such as `(3, "F")` or `(2, "F0 F1")`."""
 
 
 def naive(rank: int, p: int, m: int, v: int) -> Phases:
@@ -157,18 +158,19 @@ def dualpipev(rank: int, p: int, m: int, v: int) -> Phases:
 
 
 def _warmup_of_interleaved(rank: int, p: int, v: int) -> int:
-    """Return the forwards of a rank before its first backward, of all chunks."""
+    """Return the number of warm-up forwards of a rank, over all chunks."""
     return 2 * (p - rank - 1) + (v - 1) * p
 
 
 class ScheduleKind(NamedTuple):
-    """A schedule.
+    """A kind of schedule.
 
     Attributes:
-        phases: of one rank.
-        chunks: stages a rank; None where the strategy says it.
-        is_v: the chunks lie in the form of a V, not in p after p.
-        fewest: for how many microbatches a rank it is written.
+        phases: returns the phases of one rank, from rank, p, m and v.
+        chunks: stages a rank; None if the strategy sets it.
+        is_v: whether stages are placed in a V, ranks 0 to p - 1 and back; else ranks 0 to p - 1
+            repeat.
+        fewest: smallest number of microbatches, as a multiple of p, for which `phases` is valid.
     """
 
     phases: Callable[[int, int, int, int], Phases]
@@ -186,20 +188,20 @@ KINDS: Final = {
     "zbv": ScheduleKind(zbv, chunks=2, is_v=True, fewest=2),
     "dualpipev": ScheduleKind(dualpipev, chunks=2, is_v=True, fewest=2),
 }
-"""Kind of pp in a strategy -> its schedule."""
+"""Kind of pp in a strategy -> its kind of schedule."""
 
 
 def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """Return the schedule of a kind of pp.
 
-    A schedule of fewer microbatches than it is written for, or of a number that the ranks do not
-    divide, is the schedule of more of them, without the actions of the microbatches above.
+    If m is below the minimum of the kind or not a multiple of p, the schedule is built for the next
+    valid number of microbatches, and the actions of the surplus microbatches are removed.
 
     Args:
         kind: one of KINDS.
         num_ranks: p, at least 1.
         num_microbatches: m, at least 1.
-        chunks: v, stages a rank, of kinds that leave it open.
+        chunks: v, stages a rank, for kinds that do not fix v.
     """
     p, of = num_ranks, KINDS[kind]
     v = of.chunks or chunks
@@ -214,10 +216,10 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
 
 
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return the schedule of fewer microbatches: without the actions of those above.
+    """Return the schedule cut to its first `num_microbatches` microbatches.
 
     Raises:
-        StrategyError: it has not as many.
+        StrategyError: the schedule has fewer microbatches.
     """
     if num_microbatches > schedule.num_microbatches:
         raise StrategyError(
@@ -233,7 +235,7 @@ def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def with_whole_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with B for each I, and nothing for W."""
+    """Return the schedule with a full backward B in place of each I, and without W."""
 
     def whole(order: tuple[Action, ...]) -> tuple[Action, ...]:
         return tuple(a._replace(op="B") if a.op == "I" else a for a in order if a.op != "W")
@@ -243,7 +245,7 @@ def with_whole_backwards(schedule: Schedule) -> Schedule:
 
 
 def _unrolled(phases: Iterable[tuple[int, str]], stages: list[int], p: int) -> Iterator[Action]:
-    """Yield the actions that a rank's phases stand for."""
+    """Yield the actions of a rank's phases, with stages and microbatches."""
     done: Counter[str] = Counter()
     due: deque[tuple[int, int]] = deque()
     for times, words in phases:
@@ -262,9 +264,10 @@ def _unrolled(phases: Iterable[tuple[int, str]], stages: list[int], p: int) -> I
 
 
 def _turn(op: str, number: int, stages: list[int], p: int) -> tuple[int, int]:
-    """Return stage and microbatch of a rank's action where the chunks take turns.
+    """Return stage and microbatch of a rank's `number`-th forward or backward in interleaved order.
 
-    Groups of p microbatches pass one chunk after the other; backward from the last chunk.
+    A group of p microbatches runs through one chunk, then through the next; backward starts with
+    the last chunk.
     """
     group, at = divmod(number, p * len(stages))
     chunk, microbatch = divmod(at, p)

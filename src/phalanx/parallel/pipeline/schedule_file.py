@@ -1,13 +1,14 @@
-"""Write a schedule as text, and read one from a file. No torch.
+"""Write a schedule as text, and read a schedule from a file; without torch.
 
-A line a rank, its actions between commas, as torch.distributed.pipelining writes its schedules:
+The text has a line for each rank, with its actions separated by commas, in the format of
+torch.distributed.pipelining:
 
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
 
-A file has either what ranks compute, as here, or sends and receives too (lowering.py), with or
-without SENT and REDUCE. PyTorch writes an empty cell where a rank waits. Empty cells, empty lines
-and lines that begin with # are left out.
+A file lists only computes, as here, or also sends and receives (lowering.py), with or without SENT
+and REDUCE. PyTorch writes an empty cell where a rank waits. Empty cells, empty lines and lines that
+begin with # are ignored.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _Lines = Sequence[tuple[Action, ...]]
 
 
 def text_of(schedule: Schedule) -> list[str]:
-    """Return a line for each rank: its list, sends, receives and reductions among it."""
+    """Return a line for each rank: its lowered actions, with messages and reductions."""
     return [",".join(map(str, lower(schedule, rank))) for rank in range(len(schedule.orders))]
 
 
 @functools.lru_cache
 def read_schedule(path: str, num_ranks: int) -> Schedule:
-    """Return the schedule in a file, which a process reads once.
+    """Return the schedule in a file; cached, so that a process reads the file once.
 
     Raises:
-        StrategyError: the file cannot be read, is not of `num_ranks` ranks, or has a schedule that
-            is not legal or does not end; see `simulate`.
+        StrategyError: the file cannot be read, does not have `num_ranks` ranks, or has a schedule
+            that is invalid or deadlocks; see `simulate`.
     """
     try:
         text = read_text(Path(path))
@@ -82,7 +83,7 @@ def _actions(path: str, number: int, line: str) -> tuple[Action, ...]:
 
 
 def _schedule(path: str, listed: _Lines) -> Schedule:
-    """Return the schedule of the lists of all ranks, if stages and microbatches have no gaps."""
+    """Return the schedule of the lists of all ranks; refuse gaps in stages or microbatches."""
     orders = tuple(tuple(a for a in actions if a.op in COMPUTES) for actions in listed)
     every = [action for order in orders for action in order]
     counts = {
@@ -106,7 +107,7 @@ def _schedule(path: str, listed: _Lines) -> Schedule:
 
 
 def _check_ranks(path: str, rank_of: Sequence[int], num_ranks: int) -> None:
-    """Refuse a rank without a stage, and stages whose ranks have no queue between them."""
+    """Refuse a rank without stages, and consecutive stages on ranks that are not neighbors."""
     for rank in range(num_ranks):
         if rank not in rank_of:
             raise StrategyError(f"schedule {path}: rank {rank} computes no stage; expected one")
@@ -119,7 +120,7 @@ def _check_ranks(path: str, rank_of: Sequence[int], num_ranks: int) -> None:
 
 
 def _check_derived(schedule: Schedule, listed: _Lines) -> None:
-    """Refuse SENT and REDUCE that stand elsewhere than lowering puts them."""
+    """Refuse SENT and REDUCE in places other than where lowering inserts them."""
     for rank, actions in enumerate(listed):
         if all(action.op in COMPUTES + SENDS + RECEIVES for action in actions):
             continue

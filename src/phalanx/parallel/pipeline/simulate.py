@@ -1,7 +1,7 @@
-"""Validate a pipeline schedule, and say how long it takes by the times of its actions; no torch.
+"""Validate a pipeline schedule, and compute its timeline from the durations of actions; no torch.
 
 Both run the lists of all ranks (lowering.py). Messages take no time: a compute begins when its rank
-is free and what it needs is there.
+is free and its inputs have been computed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from phalanx.parallel.pipeline.lowering import (
 from phalanx.parallel.pipeline.schedule import Action, Op, Schedule
 
 UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""Durations for drawings: a backward does twice the work of a forward."""
+"""Default durations of computes: a full backward takes twice as long as a forward."""
 
 
 class Span(NamedTuple):
-    """An action and when it runs, in the unit of its duration."""
+    """An action with its begin and end, in the unit of its duration."""
 
     action: Action
     begin: float
@@ -39,38 +39,39 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what.
+    """The begin and end of all computes of a step.
 
     Attributes:
-        lanes: rank -> its actions, in order.
+        lanes: rank -> spans of its computes, in order.
     """
 
     lanes: tuple[tuple[Span, ...], ...]
 
     @property
     def length(self) -> float:
-        """From the begin of the first action, 0, to the end of the last."""
+        """Duration from the begin of the first compute, at 0, to the end of the last."""
         return max(span.end for lane in self.lanes for span in lane)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they wait, from 0 to 1."""
+        """Fraction of the time of all ranks in which they are idle, from 0 to 1."""
         busy = sum(span.end - span.begin for lane in self.lanes for span in lane)
         return 1 - busy / (self.length * len(self.lanes))
 
 
 def simulate(schedule: Schedule, cost: Callable[[Action], float] | None = None) -> Timeline:
-    """Return when each action runs if it takes `cost(action)`, by default its UNITS.
+    """Return the timeline of a schedule whose computes take `cost(action)`, by default UNITS.
 
-    The ranks run their lists under the rules of NCCL: what one rank sends another passes one queue
-    in the order of the calls, and a send and its receive end when both have begun. The first of a
-    queue hold both ranks up until then; a receive of an activation, which waits for a header, holds
-    its rank up until the send has begun. Lists that end so end over gloo too.
+    The ranks run their lists under the rules of NCCL. Messages from one rank to another use one
+    queue in the order of the calls, and a send and its receive end when both have begun. The first
+    message of a queue blocks both ranks until then. A receive of an activation waits for a header,
+    and so blocks its rank until the send has begun. Lists that end under these rules also end with
+    gloo.
 
     Raises:
-        StrategyError: the schedule is not legal, see `check_complete`; a message is sent and not
-            received, or the reverse; or the ranks wait for each other for ever: it names the action
-            that each of them waits for.
+        StrategyError: the schedule is invalid, see `check_complete`; a message is sent and not
+            received, or the reverse; or the ranks deadlock, where the error names the action that
+            each rank waits for.
     """
     check_complete(schedule)
     _check_messages(schedule)
@@ -78,21 +79,21 @@ def simulate(schedule: Schedule, cost: Callable[[Action], float] | None = None) 
 
 
 class _Simulation:
-    """The ranks of a pipeline, each at an action of its list."""
+    """The state of a simulation: the remaining actions of each rank, and the queues."""
 
     def __init__(self, schedule: Schedule, cost: Callable[[Action], float]) -> None:
         self._schedule, self._cost = schedule, cost
         ranks = range(len(schedule.orders))
         self._left = [list(reversed(lower(schedule, rank))) for rank in ranks]
         self._lanes: list[list[Span]] = [[] for _ in ranks]
-        # When each compute has ended, and when each send and receive has begun.
+        # Compute -> its end; send or receive -> its begin.
         self._times: dict[Action, float] = {}
-        # Sender and receiver -> the receives of sent messages, and the receives that have begun.
+        # (sender, receiver) -> receives that match the sends begun, and receives begun.
         self._sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
         self._received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
 
     def run(self) -> Timeline:
-        """Run all lists to their ends."""
+        """Run all lists to their ends, and return the timeline."""
         while any([self._advance(rank) for rank in range(len(self._left))]):
             pass
         waits = ", ".join(
@@ -105,7 +106,7 @@ class _Simulation:
         return Timeline(tuple(map(tuple, self._lanes)))
 
     def _advance(self, rank: int) -> bool:
-        """Let a rank go as far as it can; return whether it moved."""
+        """Run a rank until an action must wait; return whether any progress was made."""
         left, has_moved = self._left[rank], False
         while left:
             action = left[-1]
@@ -126,7 +127,7 @@ class _Simulation:
         return lane[-1].end if lane else 0.0
 
     def _begin(self, rank: int, message: Action) -> bool:
-        """Put a message into its queue; return whether it could, as a send once it is made."""
+        """Put a message into its queue; return False for a send whose tensor is not computed."""
         if any(need not in self._times for need in self._needs(message)):
             return False
         self._times[message] = self._clock(rank)
@@ -143,22 +144,22 @@ class _Simulation:
         return True
 
     def _line(self, message: Action) -> tuple[int, int]:
-        """Return sender and receiver of a message."""
+        """Return the ranks (sender, receiver) of a message."""
         rank_of = self._schedule.rank_of
         ends = rank_of[message.stage], rank_of[other_stage(message)]
         return ends if message.op not in RECEIVES else (ends[1], ends[0])
 
     def _maker(self, send: Action) -> Action:
-        """Return the compute that makes what a send sends."""
+        """Return the compute that produces the tensor of a send."""
         if send.op == "SEND_F":
             return send._replace(op="F")
         half = send._replace(op="I")
         return half if half in self._times else send._replace(op="B")
 
     def _needs(self, action: Action) -> Iterator[Action]:
-        """Yield what must have run, and begun of messages, before a compute runs or a send begins.
+        """Yield the computes that must have ended, and the messages begun, before `action` begins.
 
-        A receive begins at any time.
+        A receive needs none.
         """
         if action.op in SENDS:
             yield self._maker(action)
@@ -173,7 +174,7 @@ class _Simulation:
             yield from (self._maker(send),) if sender == receiver else (receive, send)
 
     def _awaited(self, action: Action) -> Iterator[Action]:
-        """Yield what a rank waits for at an action: nothing if it continues."""
+        """Yield the actions that a rank waits for at `action`; none if it can continue."""
         yield from (need for need in self._needs(action) if need not in self._times)
         if action.op in SENDS + RECEIVES:
             line = self._line(action)
@@ -185,7 +186,7 @@ class _Simulation:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Refuse a list from a file in which a send or a receive is missing, doubled or needless."""
+    """Refuse a schedule file in which a send or a receive is missing, repeated or unneeded."""
     for rank, listed in enumerate(schedule.written):
         expected = Counter(m for a in schedule.orders[rank] for m in messages_of(schedule, a))
         found = Counter(action for action in listed if action.op in SENDS + RECEIVES)
@@ -197,7 +198,7 @@ def _check_messages(schedule: Schedule) -> None:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Refuse a schedule in which an action is missing, doubled or on the wrong rank."""
+    """Refuse a schedule in which a compute is missing, repeated or on the wrong rank."""
     found = Counter(action for order in schedule.orders for action in order)
     for rank, order in enumerate(schedule.orders):
         for action in order:
@@ -223,10 +224,10 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def most_in_flight(schedule: Schedule) -> list[int]:
-    """Return, for each rank, the most forwards whose activations it holds at a time.
+    """Return, for each rank, the peak number of forwards whose activations it holds.
 
-    The activations of one stage, for one microbatch, count 1: a rank with v chunks holds v of them
-    of a microbatch.
+    The activations of one stage for one microbatch count as 1, so a rank with v chunks may count
+    one microbatch v times.
     """
     most: list[int] = []
     for order in schedule.orders:

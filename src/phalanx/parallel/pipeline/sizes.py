@@ -1,8 +1,8 @@
-"""Shapes and data types of the activations that stages send each other.
+"""Shapes and dtypes of the activations that stages send to each other.
 
-Both sides know the shape and the data type of each message, and it is contiguous on both: an
-activation is announced by a header, and its gradient is like it. Where the shapes of a microbatch
-decide the shapes of its activations, a header announces the first of them alone.
+Sender and receiver must agree on the shape and dtype of each message, which is contiguous. A header
+announces an activation; its gradient has the same shape and dtype. If the shapes of a microbatch
+determine the shapes of its activations, a header is sent only for the first such microbatch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.stage import Outline
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What activations may be of; a header has the number."""
+"""Dtypes of activations that can be sent; a header has the index."""
 
 HEADER_SIZE = 3 + 64
-"""Numbers of a header: data type, length of an outline that follows, dimensions, and sizes, of
-which torch computes on 64 at most."""
+"""Integers in a header: dtype, length of the outline that follows, number of dimensions, and up to
+64 sizes, the most dimensions that torch computes on."""
 
 HEADER_BYTES = HEADER_SIZE * torch.int64.itemsize
 
 
 class Sizes:
-    """Shapes and data types of activations, which headers announce."""
+    """Makes and receives headers, and stores the shapes, dtypes and outlines that they announce."""
 
     def __init__(self, comm: Comm, *, are_fixed: bool) -> None:
-        """Announce each activation; if sizes `are_fixed`, the first of a microbatch's shapes."""
+        """Announce each activation; if `are_fixed`, only the first for each microbatch shape."""
         self._comm = comm
         self._are_fixed = are_fixed
         self._known: dict[tuple[int, Any], tuple[torch.Size, torch.dtype]] = {}
@@ -42,12 +42,13 @@ class Sizes:
     def announce(
         self, stage: int, microbatch: Any, tensor: Tensor, outline: Outline
     ) -> list[Tensor]:
-        """Return what to send `stage` before an activation; nothing where it knows its sizes.
+        """Return the header, and perhaps the outline, to send to `stage` before an activation.
 
-        The outline, `Stages.outline` with it, is sent if it is not the last one.
+        Nothing is sent if `stage` already has the sizes. `outline` (`Stages.outline`) is sent only
+        if it differs from the last one.
 
         Raises:
-            StrategyError: the tensor is of a data type that stages do not send.
+            StrategyError: stages cannot send the dtype of the tensor.
         """
         if tensor.dtype not in DTYPES:
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -69,7 +70,7 @@ class Sizes:
         return [torch.tensor(part).to(self._comm.device) for part in parts]
 
     def expect(self, stage: int, microbatch: Any, source: int) -> tuple[Tensor, Outline]:
-        """Return an empty tensor for what `stage` is to receive of the microbatch, and outline."""
+        """Return an empty buffer for an activation, and its outline; receive a header if needed."""
         key = _key(stage, microbatch) if self._are_fixed else None
         if key is not None and key in self._known:
             shape, dtype = self._known[key]
@@ -89,12 +90,12 @@ class Sizes:
 
 
 def _key(stage: int, microbatch: Any) -> tuple[int, Any]:
-    """Return what the sizes of an activation depend on."""
+    """Return the key of fixed sizes: the stage, and the shapes of a microbatch."""
     return stage, tuple(_shapes(microbatch))
 
 
 def _shapes(value: Any) -> Iterator[torch.Size]:
-    """Yield the shapes of the tensors in a value, in dataclasses too."""
+    """Yield the shapes of all tensors in a value, including fields of dataclasses."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf.shape

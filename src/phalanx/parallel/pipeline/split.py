@@ -1,18 +1,18 @@
-"""Pipeline parallelism: each rank has some of the layers, and microbatches pass through them.
+"""Pipeline parallelism: each rank has some of the layers, and microbatches pass through the ranks.
 
-Idea      A model that does not fit one device is cut into stages, and while one stage computes a
-          microbatch, the others compute others. When which is computed is a schedule: schedule.py
-          (Huang et al. 2019, GPipe; Narayanan et al. 2021, section 2).
-Layout    W of stage s on rank s alone; with v chunks a rank has v stages. Where the embedding is
-          the output projection too, the first and the last stage hold a copy each.
-Forward   x[B, T, D] of a microbatch travels from each stage to the next
-Backward  dx[B, T, D] travels back. The gradients of a tied weight are summed over its two replicas.
-Cost      A rank sends B T D elements a microbatch and border forward, and as much backward. It
-          waits (p - 1) / (m + p - 1) of a step of m microbatches under 1F1B.
-Limits    The model is a chain: our decoder, or see modules.py. At least as many layers (blocks,
-          embedding, head) as stages. The backward is made in two passes (zb, zbv, dualpipev) where
-          no axis but dp, and no recomputation, is beside: their operators make both gradients at
-          once, so there B stands for I and W.
+Idea      A model that does not fit one device is cut into stages. While one stage computes a
+          microbatch, the other stages compute other microbatches. A schedule (schedule.py) sets the
+          order (Huang et al. 2019, GPipe; Narayanan et al. 2021, section 2).
+Layout    W of stage s is on rank s only; with v chunks a rank has v stages. If the output
+          projection is tied to the embedding, the first and the last stage each hold a replica.
+Forward   x[B, T, D] of a microbatch is sent from each stage to the next
+Backward  dx[B, T, D] is sent back. The gradients of a tied weight are summed over its two replicas.
+Cost      A rank sends B T D elements a microbatch and stage border in forward, and the same number
+          in backward. The bubble under 1F1B is (p - 1) / (m + p - 1) of a step of m microbatches.
+Limits    The model is a chain: `Decoder`, or see modules.py. At least as many layers (blocks,
+          embedding, head) as stages. Backward runs in two passes (zb, zbv, dualpipev) only without
+          recomputation and without axes other than pp and dp: the operators of those compute both
+          gradients at once, so B replaces I and W.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from phalanx.parallel.split import Split, Target, entries_of
 
 
 class PipelineSplit(Split):
-    """The axis pp: a rank has some of the links of a chain, and the axes after it see those."""
+    """The axis pp: a rank has some links of the chain, and later axes split only these links."""
 
     axis = "pp"
 
@@ -59,7 +59,7 @@ class PipelineSplit(Split):
         self._stage(target)
 
     def _stage(self, target: Target) -> None:
-        """Note what the rank at `target.pp_rank` has."""
+        """Set the stages of the rank at `target.pp_rank`."""
         self.target = target
         self.here = self.schedule(1).stages_of(target.pp_rank)
         self._num_ends = len({0, len(self.chain.cut) - 1}.intersection(self.here))
@@ -72,7 +72,7 @@ class PipelineSplit(Split):
         return other
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return what each rank does in a step."""
+        """Return the schedule of a step of `num_microbatches`."""
         return schedule_of(self.target.strategy, num_microbatches)
 
     @override
@@ -122,7 +122,7 @@ class PipelineSplit(Split):
         if self.target.skeleton.shape is not None:
             calls = len(senders) * len(set(microbatches).difference(before))
             return _entries([("sizes", calls, calls * HEADER_BYTES)])
-        # A module's outlines are sent where the microbatch before had others.
+        # Stages of a module send an outline only if it differs from the previous microbatch's.
         calls, num_numbers, last = 0, 0, before[-1:]
         for microbatch in microbatches:
             for stage in senders:
@@ -134,14 +134,14 @@ class PipelineSplit(Split):
         return _entries([("sizes", calls, num_numbers * torch.int64.itemsize)])
 
     def _sends(self, num_microbatches: int) -> list[Action]:
-        """Return the sends of the rank in a step."""
+        """Return the rank's sends in a step of `num_microbatches`, in order."""
         schedule = self.schedule(num_microbatches)
         computes = schedule.orders[self.target.pp_rank]
         messages = (message for each in computes for message in messages_of(schedule, each))
         return [message for message in messages if message.op in SENDS]
 
     def _border(self, stage: int, microbatch: tuple[int, int]) -> Border | None:
-        """Return what a stage sends the next, as far as it is known."""
+        """Return the bytes and the outline that a stage sends to the next; None if unknown."""
         target, shape = self.target, self.target.skeleton.shape
         if shape is not None:
             held = target.left_by_later("residual", (*microbatch, shape.hidden))
@@ -151,12 +151,12 @@ class PipelineSplit(Split):
 
     @property
     def _tied(self) -> Weight | None:
-        """The weight of which another rank has a copy, if there is one here."""
+        """The tied weight, if this rank has one of its two replicas; else None."""
         return self.chain.tied if self._num_ends == 1 else None
 
     @override
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Remove what the stages of this rank do not run."""
+        """Remove from `model` the modules outside of this rank's stages."""
         if isinstance(model, Decoder):
             self._stages = DecoderStages(model, self.chain.cut, self.here)
         else:
@@ -181,18 +181,18 @@ class PipelineSplit(Split):
 
 
 def _entries(rows: Sequence[tuple[str, int, int]]) -> list[Entry]:
-    """Return the entries of messages over pp, given phase, number and bytes."""
+    """Return the ledger entries of messages over pp, given phase, number and total bytes."""
     messages = ((phase, "pp", "send", calls, payload) for phase, calls, payload in rows)
     return entries_of(messages, lambda _: 2)
 
 
 class TiedReducer(OuterReducer):
-    """Reduces as `inner` does, then adds up the gradients of the two replicas of a tied weight."""
+    """Runs `inner`, then sums the gradients of the two replicas of a tied weight."""
 
     def __init__(
         self, weight: nn.Parameter, comm: Comm, other: int, inner: GradientReducer | None
     ) -> None:
-        """Exchange with the rank at coordinate `other` of pp."""
+        """Reduce with the rank at coordinate `other` of pp, which has the second replica."""
         super().__init__([weight], comm, inner)
         self._other = other
 
@@ -206,7 +206,7 @@ class TiedReducer(OuterReducer):
         other = self._other
         received, given = torch.empty_like(mine), mine.contiguous().clone()
         with phase("reduce"):
-            # NCCL connects two ranks when they first speak: if both received first, it never would.
+            # NCCL connects two ranks at their first message; if both received first, it would hang.
             if self.comm.coord("pp") < other:
                 sent = self.comm.send_start(given, "pp", other)
                 theirs = self.comm.recv_start(received, "pp", other)

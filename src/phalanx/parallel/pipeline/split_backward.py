@@ -1,14 +1,14 @@
 """Backward in two passes: first the gradient of the input, later the gradients of the weights.
 
-The stage before waits for the gradient of its output, and nobody for the gradients of the weights
-(Qi et al. 2023, arXiv 2401.10241). Autograd makes both in one, so the graph is cut:
+The previous stage waits for the gradient of its output, but no stage waits for the gradients of
+weights (Qi et al. 2023, arXiv 2401.10241). Autograd computes both at once, so the graph is cut:
 
-    output <- ... <- node <-+- ... <- input      `backward_input` walks this path, and keeps the
-                            |                    gradient that reaches each node which also leads
-                            +- weight            to a weight; `backward_weights` starts there
+    output <- ... <- node <-+- ... <- input      `backward_input` follows this path, and stores the
+                            |                    gradient at each node that also leads to a weight;
+                            +- weight            `backward_weights` starts from these nodes
 
 PyTorch finds those nodes (torch.distributed.pipelining). The weights get their gradients through
-their own nodes, so that hooks on them run as in any backward.
+their own accumulation nodes, so that hooks on weights run as in any backward.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-# Private, of a part that is public; tests/parallel/pipeline/test_split_backward.py pins it.
+# Private, in a public package; tests/parallel/pipeline/test_split_backward.py pins it.
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from phalanx.parallel.pipeline.awaited import StandIn
 
 Groups = Sequence[dict[str, Any]]
-"""What `backward_weights` needs: nodes of the graph, what reached them, and their weights."""
+"""Input of `backward_weights`: nodes of the graph, their gradients, and their weights."""
 
 
 def backward_input(
@@ -36,10 +36,11 @@ def backward_input(
     received: Tensor | None,
     weights: Iterable[nn.Parameter],
 ) -> Groups:
-    """Leave the gradient in `received.grad`, and return what `backward_weights` needs.
+    """Compute the gradient of the input into `received.grad`; return the work for the weights.
 
-    The graph of the stage's output is only good for `backward_weights` afterwards. The gradient of
-    a loss is None, and so is the input of the first stage, which has only weights.
+    Afterwards only `backward_weights` can use the graph of the stage's output. `gradient` is None
+    if `output` is a loss. `received`, the stage's input, is None if it needs no gradient, as in the
+    first stage.
     """
     if received is None:
         edge = get_gradient_edge(output)
@@ -49,7 +50,7 @@ def backward_input(
         return [{"intermediates": [edge.node], "grads": [tuple(reached)], "params": nodes}]
     gradients = None if gradient is None else [gradient]
     if output._is_view():  # pyright: ignore[reportPrivateUsage]
-        output = cast(Tensor, StandIn.apply(output))  # torch detaches it in place, but no view
+        output = cast(Tensor, StandIn.apply(output))  # torch calls detach_, which refuses views
     _, groups = stage_backward_input([output], gradients, [received], iter(weights))
     return groups
 
@@ -65,13 +66,13 @@ def backward_weights(groups: Groups, weights: Iterable[nn.Parameter]) -> None:
             for at, gradient in enumerate(gradients)
             if gradient is not None
         ]
-        # One node may lead to another: what reached each is known, and is not added up again.
+        # One node may lead to another: the hooks replace each gradient by the stored total.
         hooks = [node.register_prehook(partial(_known, all_of)) for node, all_of in reached]
         try:
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 [gradient for _, gradient in edges],
-                retain_graph=True,  # groups may share nodes; all of it goes with `groups`
+                retain_graph=True,  # groups may share nodes; the graph is freed with `groups`
                 inputs=[weight_of[node] for node in group["params"]],
             )
         finally:

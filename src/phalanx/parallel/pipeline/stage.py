@@ -1,9 +1,9 @@
-"""The stages that a rank has of a model, and of a decoder: what it keeps, and what runs at a time.
+"""The interface of a rank's pipeline stages, `Stages`, and its implementation for the decoder.
 
-A model is a chain of links. What a rank has no stage of is removed from its model, parameters and
-all; what stays keeps its names in the whole model, so that first weights, checkpoints and
-gradients go by name as ever. A weight that the first and the last link read, as a tied embedding,
-is held by the ranks of both.
+A model is a chain of links. A rank removes from its model all modules outside of its stages, with
+their parameters. The other modules keep their names in the full model, so that initial weights,
+checkpoints and gradients are matched by name. A weight that the first and the last link read, such
+as a tied embedding, is stored on the ranks of both.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing_extensions import override
 from phalanx.models.decoder import Decoder, Stage
 
 Outline = tuple[int, ...]
-"""Shapes and data types of what the layers of some stages give, as `Stages` write it."""
+"""Shapes and dtypes of the outputs of all layers of some stages, encoded as integers."""
 
 
 class Stages(ABC):
     """The stages of a model that this rank runs.
 
     Attributes:
-        cut: the links of the chain in each stage of the whole model.
+        cut: the links of each stage of the full model.
         here: numbers of the stages of this rank.
-        first_trained: the first stage of the whole model that has a trained parameter.
-        outline: of what the layers before a stage give, to be set before the stage runs; then of
-            what those give that it has run, too.
-        has_fixed_sizes: whether the shapes of a microbatch decide the shapes of its activations.
+        first_trained: the first stage of the full model that has a trained parameter.
+        outline: outline of the layers before a stage, which the caller sets before `run`; after
+            `run`, it includes the layers of that stage.
+        has_fixed_sizes: whether the shapes of a microbatch determine the shapes of its activations.
     """
 
     has_fixed_sizes: ClassVar[bool] = False
@@ -43,41 +43,41 @@ class Stages(ABC):
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """Number of stages of the full model."""
         return len(self.cut)
 
     @abstractmethod
     def weights(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters that a stage of this rank reads."""
+        """Return the parameters of a stage of this rank."""
 
     def prepare(self) -> None:  # noqa: B027
-        """Get ready to run, once all axes have split the model."""
+        """Install hooks and the like; called once, after all axes have split the model."""
 
     @abstractmethod
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
-        """Return what a stage makes of what the one before has sent.
+        """Run the forward of a stage and return its output.
 
         Args:
-            stage: of this rank.
+            stage: number of a stage of this rank.
             received: the stage's input; None in the first stage.
-            forward: runs the whole model, and returns what the caller makes of its output.
+            forward: runs the full model, and returns the caller's result, such as a loss.
 
         Returns:
-            What `forward` does, from the last stage; else the input of the next stage.
+            The result of `forward` in the last stage; else the input of the next stage.
         """
 
 
 class Absent(nn.Module):
-    """Stands for a block that other ranks have."""
+    """Placeholder for a block that only other ranks have."""
 
 
 class DecoderStages(Stages):
-    """The stages of our decoder: `embedding, block 0, ..., block L - 1, norm and output`."""
+    """The stages of `Decoder`, with links `embedding, block 0, ..., block L - 1, norm + output`."""
 
     has_fixed_sizes: ClassVar[bool] = True
 
     def __init__(self, model: Decoder, cut: Sequence[range], here: Sequence[int]) -> None:
-        """Remove from `model`, in place, what the stages `here` do not run."""
+        """Remove from `model`, in place, the modules outside of the stages `here`."""
         super().__init__(cut, here)
         self._model = model
         self._last_link = len(model.blocks) + 1

@@ -1,1 +1,1 @@
-"""Tensor parallelism: the layers, written once, and a file for each layout."""
+"""Tensor parallelism: layers that are independent of the layout, and one file for each layout."""

@@ -1,8 +1,8 @@
-"""What tensor parallelism sends, said before any process starts: by its layers and replicas.
+"""Predicted communication of tensor parallelism, for its layers and its replicated parameters.
 
-Nothing is written down twice: the operators of the layers run on meta tensors, forward and
-backward, over a communicator that counts. What one kind of layer sends is counted once, for a model
-has many and a plan is asked for thousands of strategies.
+No formula repeats the operators: the operators of the layers run on meta tensors, forward and
+backward, over a communicator that counts. The count for each kind of layer is cached, because a
+model has many equal layers and a planner evaluates thousands of strategies.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from phalanx.parallel.tensor.transformers_models import gathered_bases
 
 @dataclass(frozen=True)
 class _Work:
-    """What a layer does with one microbatch, and what decides how much that sends.
+    """One operation of a layer on a microbatch: everything that determines its communication.
 
     Attributes:
         kind: a case of `_forward`.
-        sizes: numbers of features: what it reads first, then what it makes.
-        compute, master: data types of the arithmetic and of the weights.
+        sizes: numbers of features: input first, then outputs; for norms whether the mean is
+            subtracted is second.
+        compute, master: dtypes of the arithmetic and of the weights.
     """
 
     kind: Literal[
@@ -68,7 +69,7 @@ def traffic(
     parameters: Sequence[Placed],
     batches: Sequence[BatchShape],
 ) -> list[Entry]:
-    """Return what the first rank of tp sends over tp in one step."""
+    """Return the communication of the first rank of tp over tp in one step."""
     grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
     works = Counter[tuple[_Work, str]]()
     for work, recompute, times in _works(target, bindings):
@@ -92,7 +93,7 @@ def traffic(
 
 
 def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_Work, str, int]]:
-    """Yield the work of each layer, how it is recomputed, and how many such layers there are."""
+    """Yield the operations of each layer, their recomputation, and the number of such layers."""
     strategy, skeleton = target.strategy, target.skeleton
     master, compute = skeleton.dtype, target.compute_dtype
     blocks = tuple(f"{name}." for name in skeleton.blocks)
@@ -102,7 +103,7 @@ def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_W
         if times == 0:
             continue
         is_block = binding.name.startswith(blocks)
-        # fsdp gathers the weights of blocks in the data type of the arithmetic.
+        # fsdp gathers the weights of blocks in the compute dtype.
         dtype = compute if is_block and strategy.fsdp.degree > 1 else master
         recompute = strategy.recompute.kind if is_block else "none"
         for kind, sizes in _kinds(binding, bindings, width):
@@ -114,7 +115,7 @@ def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_W
 def _kinds(
     binding: RoleBinding, bindings: Sequence[RoleBinding], width: int
 ) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each kind of work of a module, with its sizes."""
+    """Yield the kind and the sizes of each operation of a module."""
     if binding.role == "branch":
         shapes = [_matrix_shape(column.module) for column in binding.columns]
         yield "columns", (shapes[0][1], *(num_out for num_out, _ in shapes))
@@ -136,7 +137,7 @@ def _kinds(
 def _entries(
     kind: type[Layout], grid: tuple[tuple[str, int], ...], work: _Work, batch: BatchShape
 ) -> list[Entry]:
-    """Return what a layer sends of one microbatch."""
+    """Return the communication of one operation on one microbatch, forward and backward."""
     comm = Counting(dict(grid))
     with comm.phase("forward"):
         results = _forward(kind(comm), comm, work, batch)
@@ -146,7 +147,7 @@ def _entries(
 
 
 def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> Sequence[Tensor]:
-    """Do what the layer does, on nothing."""
+    """Run the operation `work` on meta tensors, and return its results."""
     residual, inner, (width, *others) = layout.residual, layout.inner, work.sizes
 
     def empty(shape: Sequence[int], dtype: torch.dtype = work.compute) -> Tensor:
@@ -187,9 +188,9 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
 
 
 def _replicas(target: Target, parameters: Sequence[Placed]) -> dict[tuple[str, ...], list[int]]:
-    """Return the bytes of each gradient that owes a sum, by the axes over which it does.
+    """Return the bytes of each gradient to be summed over tp, grouped by the axes of the sum.
 
-    That is a shard: fsdp splits the rows of this rank's shard again.
+    The bytes are those after fsdp, which splits the rows of this rank's shard again.
     """
     num_shards = target.strategy.num_shards
     found: dict[Weight, tuple[tuple[str, ...], int]] = {}
@@ -221,7 +222,7 @@ def _matrix_shape(module: nn.Module) -> tuple[int, int]:
 
 
 def _table(binding: RoleBinding, bindings: Sequence[RoleBinding]) -> nn.Module:
-    """Return the module that holds the weight of an output projection: the embedding if tied."""
+    """Return the module that has the weight of an output projection: the embedding if tied."""
     if getattr(binding.module, "weight", None) is not None:
         return binding.module
     return next(other.module for other in bindings if other.role == "embedding")

@@ -48,7 +48,7 @@ def apply(
     bindings: Sequence[RoleBinding],
     parameters: Sequence[Placed],
 ) -> None:
-    """Split the model of a skeleton, or another like it, over tp, in place."""
+    """Split a model, the skeleton's own or one with the same structure, over tp in place."""
     rows = {name: row for row in parameters for name in skeleton.named(row.weight.name)}
     shards = {p: _shard(p, rows[name], layout) for name, p in model.named_parameters()}
     for buffer in model.buffers():
@@ -68,7 +68,7 @@ def apply(
 def _bindings_in(
     model: nn.Module, skeleton: Skeleton, binding: RoleBinding
 ) -> Iterator[RoleBinding]:
-    """Yield the modules of a model that a module of the skeleton stands for, in its role."""
+    """Yield a binding for each module of the model that the skeleton's module represents."""
     columns = [[*_bindings_in(model, skeleton, column)] for column in binding.columns]
     for number, name in enumerate(skeleton.named(binding.name)):
         yield dataclasses.replace(
@@ -80,7 +80,7 @@ def _bindings_in(
 
 
 def layout_of(strategy: Strategy, comm: Comm | None = None) -> Layout:
-    """Return the layout of a strategy; without the ranks of a job, one that says what would be."""
+    """Return the layout of a strategy; without `comm`, a planning layout that only counts."""
     return _planned(strategy) if comm is None else LAYOUTS[strategy.tp.kind](comm)
 
 
@@ -90,7 +90,7 @@ def _planned(strategy: Strategy) -> Layout:
 
 
 def _mesh_of(comm: Comm) -> DeviceMesh:
-    """Return the mesh of DTensors; without the ranks of a job, one that only names the axes."""
+    """Return the device mesh of DTensors; without process groups unless `comm` is `Ranks`."""
     if isinstance(comm, Ranks):
         return comm.model_mesh
     sizes = tuple(comm.axes.values())
@@ -100,10 +100,10 @@ def _mesh_of(comm: Comm) -> DeviceMesh:
 
 
 def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parameter:
-    """Return this rank's shard of a parameter, as a DTensor of the job's mesh.
+    """Return this rank's shard of a parameter, as a DTensor on the mesh of the layout.
 
     Raises:
-        StrategyError: this PyTorch replicates a matrix whose fused maps have several sizes.
+        StrategyError: this PyTorch version replicates weights whose fused maps differ in size.
     """
     full, spec, mesh = parameter.detach(), placed.spec, _mesh_of(layout.comm)
     if not full.is_meta:
@@ -135,10 +135,10 @@ def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parame
 def _fused(
     full: torch.Tensor, placed: Placed, layout: Layout
 ) -> tuple[torch.Tensor, tuple[Placement, ...]]:
-    """Order the columns of fused maps so that a plain shard of them is a shard of each map.
+    """Reorder fused maps so that a contiguous shard has a shard of each map; see fused.py.
 
     Returns:
-        The reordered tensor, and the placements by which DTensor knows the shards of `full` itself.
+        The reordered tensor, and the placements that describe its shards as shards of `full`.
     """
     axes = _mesh_of(layout.comm).mesh_dim_names or ()
     known = list(placed.spec.placements(axes))
@@ -151,12 +151,12 @@ def _fused(
 
 
 def _bind_model(model: nn.Module) -> None:
-    """Let each forward of the model know its own batch alone."""
+    """Run each forward of the model in its own `batch_scope`."""
     own = model.forward
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # A stage of a pipeline may have no embedding that would see the ids.
+        # A pipeline stage may have no embedding, which otherwise records the batch shape.
         is_stage = getattr(model, "stage", None) is not None
         with batch_scope(BatchShape(*args[0].shape) if is_stage else None):
             return own(*args, **kwargs)

@@ -1,14 +1,16 @@
-"""A branch under any layout: attention or an MLP, whose column maps read the residual once.
+"""A branch (attention or MLP) under any layout, with one gather for all of its column maps.
 
 Queries, keys and values (gate and up) read the same residual, which a layout gathers, or broadcasts
-panel by panel. It should do so once, but the module's forward, which is anybody's code, asks for
-one product after another. So all are computed first, and the forward then finds them made:
+panel by panel. That should happen once per branch, but the module's forward is arbitrary code that
+calls one linear map after another. So all column products are computed before the forward runs,
+and each column map then returns its precomputed product:
 
-    x, residual -> column_parallel_linear -> q, k, v, kept in `ready`
-    forward(placeholder) -> self.q(placeholder) -> ready[self.q], and so on
+    x, residual -> column_parallel_linear -> q, k, v, stored in `_ready`
+    forward(placeholder) -> self.q(placeholder) -> _ready[self.q], and so on
 
-The placeholder is one NaN without storage, expanded to the shape of the products. A column layer
-knows it by its address, and refuses anything else; any other read of it yields NaN.
+The placeholder is one NaN, expanded with stride 0 to the shape of the residual. A column map
+identifies the placeholder by its address and raises an error for any other input; if the forward
+reads the placeholder elsewhere, it gets NaN.
 """
 
 from __future__ import annotations
@@ -43,19 +45,18 @@ HEAD_COUNTS = (
     "all_head_size",
     "split_size",
 )
-"""Attributes by which a branch knows how many heads there are, or how wide all of them are."""
+"""Attributes in which a branch stores its number of heads, or the total width of all heads."""
 
 
 def bind_branch(
     module: nn.Module, layout: Layout, columns: Sequence[nn.Module], parts: Sequence[Sequence[int]]
 ) -> None:
-    """Multiply by all column weights of a branch before it runs, and cut its other arguments.
+    """Compute all column products of a branch before its forward, and shard its other arguments.
 
-    A column map holds maps one after another, in the proportions that `parts` says.
-    Head counts stored on the module are divided by the shards; where it cuts fused maps apart,
-    the head counts of its configuration too, of which it gets a copy. Of its other arguments,
-    tensors of three dimensions and more whose first is as long as the batch are cut to this rank's
-    rows.
+    `parts` gives for each column map the proportions of the maps that its weight fuses. Head counts
+    stored on the module are divided by the number of shards. If a column map is fused, the module
+    also gets a copy of its configuration with divided head counts. Other arguments are cut to this
+    rank's rows if they are tensors of three or more dimensions whose first is as long as the batch.
     """
     _divide_heads(module, layout)
     if hasattr(module, "config") and any(len(each) > 1 for each in parts):
@@ -77,7 +78,7 @@ def bind_branch(
 
 
 class _Products:
-    """The column products of a branch, made at once and taken one by one."""
+    """The column products of a branch: computed together, then returned one by one."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class _Products:
         self._placeholder: Tensor | None = None
 
     def make(self, x: Tensor, shape: BatchShape) -> Tensor:
-        """Multiply x by all column weights, and return the placeholder of x."""
+        """Multiply x by all column weights, store the products, and return the placeholder."""
         weights = [matrix_of(column) for column in self._parts_of]
         results = operators.column_parallel_linear(self._layout, x, weights, shape.length)
         self._ready.update(zip(self._parts_of, results, strict=True))
@@ -101,7 +102,7 @@ class _Products:
         return self._placeholder
 
     def take(self, column: nn.Module, x: Tensor) -> Tensor:
-        """Return the product of a column map, whose forward is given the placeholder."""
+        """Return the stored product of `column`, whose forward this is; x is the placeholder."""
         known = self._placeholder
         if known is None or x.data_ptr() != known.data_ptr() or column not in self._ready:
             raise StrategyError(
@@ -120,13 +121,13 @@ class _Products:
 
 def _divide_heads(holder: Any, layout: Layout) -> None:
     names = {getattr(holder, "attribute_map", {}).get(name, name): None for name in HEAD_COUNTS}
-    for name in names:  # each once: a configuration may have two names for one count
+    for name in names:  # each count once: `attribute_map` gives a configuration aliases
         if isinstance(count := getattr(holder, name, None), int):
             setattr(holder, name, count // layout.column.num_shards(0, layout.comm))
 
 
 def _rows_of(value: Any, layout: Layout, shape: BatchShape) -> Any:
-    """Cut tensors of all rows, and tuples of such, to the rows of the inner layout."""
+    """Cut tensors with the rows of the batch, also inside tuples, to this rank's inner rows."""
     if isinstance(value, tuple):
         values = cast(tuple[Any, ...], value)
         return tuple(_rows_of(one, layout, shape) for one in values)

@@ -1,4 +1,4 @@
-"""Refuse what a layout cannot split, before any process starts."""
+"""Checks, before any process starts, that a layout can split the parameters of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
     layout: Layout,
     strategy: Strategy,
 ) -> None:
-    """Refuse sizes that the layout of tp does not divide."""
+    """Raise a StrategyError for sizes that the layout of tp, or fsdp after it, cannot split."""
     problem = next(_problems(bindings, parameters, layout), None)
     if problem is not None:
         nearest = _nearest(bindings, parameters, strategy.tp)
@@ -39,15 +39,15 @@ def check(
 
 
 def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
-    """Refuse rows that fsdp cannot split after tp.
+    """Raise a StrategyError for a parameter whose rows fsdp cannot split after tp.
 
-    PyTorch has no placements for rows of several maps split twice. Of tp's uneven shards fsdp makes
-    what DTensor takes for other rows.
+    PyTorch has no placement for the rows of fused maps that are split twice. If tp's shards are
+    uneven, DTensor assigns wrong global rows to fsdp's shards.
     """
     num_ranks = strategy.fsdp.degree
     for row in parameters:
         if row.weight.ndim == 0:
-            continue  # has no rows, which fsdp refuses itself
+            continue  # fsdp itself rejects 0-d parameters
         num_rows, sizes = row.weight.shape[0], tuple(row.degrees(0))
         num_maps = len(row.binding.parts)
         if num_maps > 1 and sizes:
@@ -72,11 +72,11 @@ def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
 
 @functools.lru_cache(maxsize=1 << 12)
 def dtensor_shards_agree(num_rows: int, tp_sizes: tuple[int, ...], fsdp: int) -> bool:
-    """Return whether each rank holds the rows that DTensor says it does.
+    """Return whether each rank holds the global rows that its DTensor placement implies.
 
-    FSDP2 shards the local shard of tp; DTensor's `_StridedShard` reads the placement as if fsdp had
-    sharded first. With uneven shards the two disagree about which global rows a rank holds (torch
-    2.13).
+    FSDP2 shards the local shard of tp, but DTensor's `_StridedShard` interprets the placement as if
+    fsdp had sharded first. With uneven shards the two disagree about which global rows a rank holds
+    (torch 2.13).
     """
     if num_rows % (math.prod(tp_sizes) * fsdp) == 0:
         return True
@@ -88,7 +88,7 @@ def dtensor_shards_agree(num_rows: int, tp_sizes: tuple[int, ...], fsdp: int) ->
 
 
 def _parts(size: int, degrees: Sequence[int]) -> list[int]:
-    """Cut a size over one axis after another."""
+    """Return the sizes of all shards after cutting `size` over one axis after another."""
     parts = [size]
     for degree in degrees:
         parts = [part for whole in parts for part in _cut(whole, degree)]
@@ -96,7 +96,7 @@ def _parts(size: int, degrees: Sequence[int]) -> list[int]:
 
 
 def _cut(size: int, degree: int) -> list[int]:
-    """Cut a size as torch.chunk does, with zeros for ranks that are left without."""
+    """Return the shard sizes of torch.chunk, with 0 for each rank that gets no shard."""
     part = -(-size // degree)
     return [min(part, max(0, size - number * part)) for number in range(degree)]
 
@@ -104,12 +104,15 @@ def _cut(size: int, degree: int) -> list[int]:
 def _nearest(
     bindings: Sequence[RoleBinding], parameters: Sequence[Placed], tp: Axis
 ) -> Axis | None:
-    """Return the nearest degree that fits, the smaller of two as near; None if only 1 does."""
+    """Return the axis with the nearest degree that fits (the smaller if tied), or None.
+
+    Degree 1 is not considered.
+    """
     for degree in _from_nearest(tp.degree):
         axis = dataclasses.replace(tp, degree=degree)
         try:
             strategy = Strategy(tp=axis)
-        except StrategyError:  # its ranks cannot stand in the grid of the kind
+        except StrategyError:  # `degree` ranks cannot form the grid of this kind
             continue
         layout = layout_of(strategy)
         under = [dataclasses.replace(row, layout=layout) for row in parameters]
@@ -119,14 +122,14 @@ def _nearest(
 
 
 def _from_nearest(degree: int) -> list[int]:
-    """Return the degrees that may be meant instead, the nearest first, the smaller of two."""
+    """Return alternatives to `degree` from 2 up, nearest first, the smaller first if tied."""
     return sorted(range(2, 2 * degree), key=lambda other: (abs(other - degree), other))
 
 
 def _problems(
     bindings: Sequence[RoleBinding], parameters: Sequence[Placed], layout: Layout
 ) -> Iterator[str]:
-    """Yield what does not fit, in words; of a vocabulary any number of rows does."""
+    """Yield a message for each size that the layout does not divide; vocabularies always fit."""
     own: dict[str, list[Placed]] = defaultdict(list)
     for row in parameters:
         own[row.binding.name].append(row)
@@ -161,7 +164,7 @@ def _problems(
 
 
 def head_width(branch: nn.Module) -> int:
-    """Return the width of an attention's heads, which must stay whole; 1 for other branches."""
+    """Return the width of one attention head, which must not be split; 1 for other branches."""
     for name in ("head_dim", "attention_head_size"):
         if isinstance(width := getattr(branch, name, None), int):
             return width

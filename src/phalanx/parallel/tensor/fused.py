@@ -1,6 +1,6 @@
-"""The shards of several maps that one matrix holds one after another, as queries, keys and values.
+"""Sharding of a weight that fuses several maps along one dimension, such as q, k and v.
 
-Each map is split by itself, so that a rank has its heads of all:
+Each map is split separately, so that a rank holds its heads of every map:
 
     parts 2+1+1 on two ranks    q0 q1 q2 q3 | k0 k1 | v0 v1
     rank 0                      q0 q1       | k0    | v0
@@ -20,20 +20,20 @@ from typing_extensions import override
 
 
 def maps_of(tensor: Tensor, parts: Sequence[int], dim: int = 0) -> Sequence[Tensor]:
-    """Return the maps that `tensor` holds one after another along `dim`, in these proportions."""
+    """Split `tensor` along `dim` into its fused maps, whose sizes have the proportions `parts`."""
     unit = tensor.shape[dim] // sum(parts)
     return tensor.split([unit * part for part in parts], dim)
 
 
 def interleaved(full: Tensor, parts: Sequence[int], dim: int, num_ranks: int) -> Tensor:
-    """Order the columns of fused maps so that a plain shard of them is a shard of each map."""
+    """Reorder fused maps along `dim` so that a contiguous shard has a shard of each map."""
     return torch.cat(_shards(full, parts, dim, num_ranks), dim)
 
 
 def placement_of(parts: Sequence[int], dim: int) -> _StridedShard:
-    """Return the placement by which DTensor puts the shards of each map together again.
+    """Return the placement with which DTensor reassembles the full tensor from fused shards.
 
-    Private in PyTorch; tests/parallel/tensor/test_roles.py pins it.
+    `_StridedShard` is private in PyTorch; tests/parallel/tensor/test_roles.py checks its behavior.
     """
     if len(set(parts)) == 1:
         return _StridedShard(dim, split_factor=len(parts))
@@ -41,14 +41,15 @@ def placement_of(parts: Sequence[int], dim: int) -> _StridedShard:
 
 
 class _UnevenShard(_StridedShard):
-    """What `_StridedShard` is, where the parts are of several sizes.
+    """A `_StridedShard` for fused maps of different sizes.
 
-    That asks `_split_tensor` alone which element is whose. It is equal to no placement of PyTorch's
-    own, so that an operator which would make one of it raises instead.
+    `_StridedShard` decides which rank owns an element only in `_split_tensor`, overridden here. An
+    `_UnevenShard` equals no placement of PyTorch, so that an operator that would convert one into a
+    PyTorch placement raises.
     """
 
     def __init__(self, parts: Sequence[int], dim: int) -> None:
-        super().__init__(dim, split_factor=sum(parts))  # by which shards are of the right sizes
+        super().__init__(dim, split_factor=sum(parts))  # gives shards the right sizes
         self.parts = tuple(parts)
 
     @override

@@ -1,25 +1,25 @@
-"""The layers over any layout: what a module does instead of its own forward, by its role.
+"""Tensor-parallel layers for any layout: the forward that replaces a module's own, by its role.
 
-Modules stay, and so do the names of their parameters, which become DTensors. The roles are
+Modules and parameter names stay the same; the parameters become DTensors. The roles are
 
-    embedding  a table of the vocabulary           ids[B, T] in full -> residual
-    table      a small table, as of positions      ids[B, T] in full -> residual
+    embedding  vocabulary table                    full ids[B, T] -> residual
+    table      small table, such as positions      full ids[B, T] -> residual
     branch     attention or MLP: reads the residual once for all of its column products
-    column     a linear map inside a branch        residual -> inner
-    row        the linear map that ends a branch   inner -> residual
-    norm       over the features of the residual
-    inner_norm over all features of a column map   inner -> inner
-    local      acts on each head or element alone, with parameters held in full
-    dropout    over the residual, keyed by position
+    column     linear map inside a branch          residual -> inner
+    row        linear map at the end of a branch   inner -> residual
+    norm       norm over the features of the residual
+    inner_norm norm over a column map's output     inner -> inner
+    local      acts on each head or element separately, with full parameters
+    dropout    dropout of the residual, keyed by position
     head       the output projection               residual -> logits, or their loss
-    token      acts on each token by itself        residual -> residual
-    gather     acts on all of it, as a pooler      residual -> full
+    token      acts on each token separately       residual -> residual
+    gather     acts on the full residual: a pooler residual -> full
     full       acts on full tensors                full -> full
-    scatter    makes the residual, not of ids      full[B, T, ...] -> residual
+    scatter    makes the residual without ids      full[B, T, ...] -> residual
 
 token, gather, full and scatter replicate their parameters. Under the last three every rank
 computes the same value, so only the first rank contributes a gradient and the others contribute
-zeros; the usual sum over ranks stays right. The same holds of norm, token, table and the bias of
+zeros; the usual sum over ranks stays correct. The same holds for norm, token, table and the bias of
 row in a layout whose residual is full on every rank.
 """
 
@@ -52,14 +52,14 @@ NORMS = (
     *("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"),
     *("Olmo2RMSNorm", "Phi3RMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"),
 )
-"""Classes that compute the formula of norm.py."""
+"""Names of norm classes that compute the formula of norm.py."""
 
 NORMS_AROUND_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm")
-"""Of these, classes that multiply by 1 + weight."""
+"""Names of the classes in `NORMS` that multiply by 1 + weight."""
 
 
 def bind_embedding(module: nn.Module, layout: Layout) -> None:
-    """Look up the ids of this rank's shard of the vocabulary; the layout sums over the shards."""
+    """Replace the forward by a vocabulary-parallel lookup, which the layout sums over shards."""
 
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         shape = BatchShape(*ids_BT.shape)
@@ -72,14 +72,14 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         padding = None if padding is None else padding - first
         rows = operators.look_up(ids - first, shard_of_parameter(self, "weight"), padding)
         x = operators.reduce_embedding(layout, rows)
-        scale: Any = getattr(self, "embed_scale", 1.0)  # of Gemma
+        scale: Any = getattr(self, "embed_scale", 1.0)  # a tensor in Gemma
         return x * scale.to(x.dtype) if isinstance(scale, Tensor) else x
 
     replace_forward(module, forward)
 
 
 def bind_table(module: nn.Module, layout: Layout) -> None:
-    """Look up this rank's rows and positions; the table is split by features alone."""
+    """Replace the forward by a lookup of this rank's ids; the table is split by features only."""
 
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         rows = layout.rows_of(ids_BT, layout.residual, batch_shape())
@@ -91,7 +91,7 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_row(module: nn.Module, layout: Layout) -> None:
-    """Multiply, back to the residual."""
+    """Replace the forward by a row-parallel product, inner -> residual."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         y = operators.row_parallel_linear(layout, x, matrix_of(self))
@@ -103,7 +103,7 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_norm(module: nn.Module, layout: Layout) -> None:
-    """Normalise over features of all ranks that share them; the module's own where none does."""
+    """Normalize over the features of all ranks; keep the module's forward if they are not split."""
     if layout.residual.features is None:
         _run_on_shards(module, _gives_gradient(layout))
         return
@@ -111,7 +111,7 @@ def bind_norm(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_inner_norm(module: nn.Module, layout: Layout) -> None:
-    """Normalise over all features of a column map, as queries of all heads; ranks share them."""
+    """Normalize over all output features of a column map, such as the queries of all heads."""
     if layout.inner.features is None:
         _run_on_shards(module)
         return
@@ -119,7 +119,11 @@ def bind_inner_norm(module: nn.Module, layout: Layout) -> None:
 
 
 def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
-    """Normalise over features that lie as `spec` says; refuse a norm whose formula is not known."""
+    """Replace the forward by a norm over features that are split as `spec`.
+
+    Raises:
+        StrategyError: the class of the norm is not in `NORMS`.
+    """
     if type(module).__name__ not in NORMS:
         raise StrategyError(
             f"tp: features are split, and what {type(module).__name__} computes over them is not "
@@ -138,7 +142,7 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
             weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         elif offset := getattr(self, "offset", 0.0):
             weight = weight + offset
-        eps = torch.finfo(x.dtype).eps if given is None else given  # as torch's RMSNorm has it
+        eps = torch.finfo(x.dtype).eps if given is None else given  # default of torch's RMSNorm
         return split_norm(x, weight, bias, eps, num_features, is_centred, layout, spec)
 
     replace_forward(module, forward)
@@ -151,7 +155,7 @@ def bind_local(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_dropout(module: nn.Module, layout: Layout) -> None:
-    """Draw this rank's shard of the mask that one process would draw."""
+    """Replace the forward by dropout with this rank's shard of the single-process mask."""
 
     def forward(self: nn.Module, x: Tensor, keys_B: Tensor | None, salt: int) -> Tensor:
         if keys_B is None:
@@ -168,7 +172,7 @@ def bind_dropout(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_head(module: nn.Module, layout: Layout) -> None:
-    """Multiply by the vocabulary; return the loss of labels, or full logits."""
+    """Replace the forward by the vocabulary-parallel projection: loss of labels, or full logits."""
 
     def shard_of(self: nn.Module, x: Tensor, weight: Tensor, length: int) -> Tensor:
         (logits,) = operators.column_parallel_linear(layout, x, [local_shard(weight)], length)
@@ -197,7 +201,7 @@ def bind_head(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_token(module: nn.Module, layout: Layout) -> None:
-    """Run the module on all features of this rank's tokens, and keep this rank's features."""
+    """Run the module on all features of this rank's tokens; keep this rank's output features."""
     axis = layout.residual.features
     if axis is None:
         _run_on_shards(module, _gives_gradient(layout))
@@ -214,7 +218,7 @@ def bind_token(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_gather(module: nn.Module, layout: Layout) -> None:
-    """Gather the residual and run the module on it in full, the same on every rank."""
+    """Gather the residual and run the module on the full tensor, redundantly on every rank."""
     own = module.forward
 
     def forward(self: nn.Module, x: Tensor) -> Any:
@@ -228,12 +232,12 @@ def bind_gather(module: nn.Module, layout: Layout) -> None:
 
 
 def bind_full(module: nn.Module, layout: Layout) -> None:
-    """Run the module on full tensors, the same on every rank."""
+    """Run the module on full tensors, redundantly on every rank."""
     _run_on_shards(module, layout.is_first)
 
 
 def bind_scatter(module: nn.Module, layout: Layout) -> None:
-    """Run the module in full, and keep this rank's shard of what it returns, [B, T, D]."""
+    """Run the module on full tensors, and keep this rank's shard of its result [B, T, D]."""
     own = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -246,7 +250,7 @@ def bind_scatter(module: nn.Module, layout: Layout) -> None:
 
 
 def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
-    """Replace the forward by itself, as `_shards_in_place` lets the module see its parameters."""
+    """Run the module's own forward inside `_shards_in_place`."""
     own = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -258,11 +262,12 @@ def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
 
 @contextmanager
 def _shards_in_place(module: nn.Module, gives_gradient: bool = True) -> Generator[None]:
-    """Let a module, with all that is in it, see this rank's shards instead of its parameters.
+    """Replace the parameters of a module and its submodules by this rank's local shards.
 
-    Unless it `gives_gradient` it gives zeros for it, as another rank computes the same.
+    Without `gives_gradient` the gradients of this rank are zeros, because another rank computes
+    and contributes the same gradients.
     """
-    # Private, as a module's attribute of a parameter's name takes nothing but a parameter.
+    # The private dict, because setattr of a parameter's name accepts only an nn.Parameter.
     homes: list[dict[str, Any]] = [
         inner._parameters  # pyright: ignore[reportPrivateUsage]
         for inner in module.modules()
@@ -281,32 +286,35 @@ def _shards_in_place(module: nn.Module, gives_gradient: bool = True) -> Generato
 
 
 def subtracts_mean(norm: nn.Module) -> bool:
-    """Return whether a norm is a LayerNorm: an RMSNorm has no bias."""
+    """Return whether a norm is a LayerNorm; any norm with a bias counts as one."""
     return isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear map holds its weight as [in, out], as transformers' Conv1D does."""
+    """Return whether a linear map stores its weight as [in, out], as transformers' Conv1D does."""
     return type(module).__name__ == "Conv1D"
 
 
 def shard_of_parameter(module: nn.Module, name: str) -> Tensor:
-    """Return this rank's shard of a parameter, through which gradients flow to it."""
+    """Return this rank's local shard of a parameter; gradients flow through to the parameter."""
     return local_shard(cast(Tensor, getattr(module, name)))
 
 
 def _given(shard: Tensor, layout: Layout) -> Tensor:
-    """Return a parameter used along the residual, with a gradient from who is to give it."""
+    """Return a shard used along the residual; its gradient is zero if another rank gives it."""
     return shard if _gives_gradient(layout) else operators.without_gradient(shard)
 
 
 def _gives_gradient(layout: Layout) -> bool:
-    """Return whether this rank gives the gradient of a parameter used along the residual."""
+    """Return whether this rank contributes gradients of parameters used along the residual.
+
+    If the residual is full on every rank, only the first rank does.
+    """
     return layout.is_first or not layout.residual.is_full
 
 
 def _padding(module: nn.Module) -> int | None:
-    """Return the id of a table whose row gets no gradient."""
+    """Return the padding id of a table, whose row gets no gradient; None without one."""
     return cast("int | None", getattr(module, "padding_idx", None))
 
 
@@ -324,5 +332,5 @@ def with_bias(module: nn.Module, y: Tensor) -> Tensor:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let `forward(module, ...)` run instead of the module's own."""
+    """Replace the module's forward by `forward(module, ...)`."""
     module.forward = MethodType(forward, module)

@@ -1,11 +1,11 @@
-"""Cross-entropy over logits whose vocabulary is split; they are never gathered.
+"""Cross-entropy over logits whose vocabulary is split, without gathering the logits.
 
-    m = max of the logits                                 all_reduce of a number a row
+    m = max of the logits                                 all_reduce of one number a row
     s = sum of exp(logits - m), t = the label's logit     all_reduce of two numbers a row
     loss = log s - (t - m)      d loss / d logits = exp(logits - m) / s - onehot(label)
 
-The gradient is made in forward and lies where the logits lay; backward only scales it, in place
-(see models/loss.py, whose rule it is; Shoeybi et al. 2019, section 3, for the split).
+Forward overwrites the logits with their gradient, as models/loss.py does; backward only scales the
+gradient, in place. For the split see Shoeybi et al. 2019, section 3.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from phalanx.parallel.composite import once_differentiable
 from phalanx.parallel.tensor.layout import Layout
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "meta": 1 << 62}
-"""Logits held in fp32 at a time, by device type: what stays in cache; elsewhere 8 M."""
+"""Number of logits held in fp32 at a time, by device type: as many as fit the cache on a CPU, and
+8 M on devices that are not listed."""
 
 
 def check_range(ids: Tensor, num_ids: int, what: str) -> None:
-    """Refuse ids that no rank holds, which would otherwise count as zeros.
+    """Raise an error for ids that are in no rank's shard; they would silently count as zeros.
 
     Raises:
-        IndexError: an id is out of [0, num_ids); on a GPU, which is not waited for, an assertion.
+        IndexError: an id is out of [0, num_ids). On a GPU an asynchronous device assertion fails
+            instead, so that the host does not wait.
     """
     if ids.is_meta:
         return
@@ -43,16 +45,17 @@ def check_range(ids: Tensor, num_ids: int, what: str) -> None:
 
 
 def token_loss_sum(logits_NV: Tensor, labels_N: Tensor, num_ids: int, layout: Layout) -> Tensor:
-    """Sum the cross-entropy of the rows of all ranks whose label is not IGNORE.
+    """Sum the cross-entropy over the rows of all ranks whose label is not IGNORE.
 
     Args:
-        logits_NV: this rank's rows and shard of the ids, as `layout.inner` says; overwritten.
-        labels_N: int64 in [0, num_ids), or IGNORE, of this rank's rows.
+        logits_NV: this rank's rows and shard of the vocabulary, split as `layout.inner`;
+            overwritten.
+        labels_N: labels of this rank's rows, int64 in [0, num_ids), or IGNORE.
         num_ids: size of the full vocabulary.
-        layout: how the logits lie.
+        layout: layout that splits the logits.
 
     Returns:
-        A 0-d tensor, the same on every rank of tp, fp32 (fp64 for fp64 logits), in nats.
+        A 0-d tensor, equal on every rank of tp, fp32 (fp64 for fp64 logits), in nats.
     """
     return cast(Tensor, _SplitLoss.apply(logits_NV, labels_N, num_ids, layout))
 
@@ -102,6 +105,6 @@ class _SplitLoss(Function):
         d_logits_NV: Tensor | None = ctx.d_logits_NV
         if d_logits_NV is None:
             raise RuntimeError("the gradient of the split loss is given once; call forward again")
-        ctx.d_logits_NV = None  # it is the largest tensor of the step: it goes as it is used
-        # With one dimension the factor takes part in type promotion: it is not rounded to bf16.
+        ctx.d_logits_NV = None  # release the largest tensor of the step as soon as it is used
+        # A 1-d factor takes part in type promotion, so it is not rounded to bf16 first.
         return d_logits_NV.mul_(grad_outputs[0][None]), None, None, None

@@ -1,10 +1,11 @@
-"""RMSNorm and LayerNorm over features that several ranks share.
+"""RMSNorm and LayerNorm over features that are split over ranks.
 
     y = (x - m) r w + b      r = 1 / sqrt(mean of (x - m)^2 + eps)      m = mean of x, 0 for RMSNorm
 
-Means are over the features of all ranks: forward sums one number a row (LayerNorm two, one after
-the other, which loses nothing to cancellation), backward one or two in one call. Only x and the
-numbers of each row are kept (Zhang and Sennrich 2019; Ba et al. 2016).
+Means are over the features of all ranks. Forward all-reduces one number a row (LayerNorm two, in
+two calls, because the variance is computed from x - m, without cancellation), backward one or two
+in one call. Only x and the numbers of each row are saved for backward (Zhang and Sennrich 2019;
+Ba et al. 2016).
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ def split_norm(
     layout: Layout,
     spec: Spec,
 ) -> Tensor:
-    """Normalise this rank's shard of an activation over the features of all ranks.
+    """Normalize this rank's shard of an activation over the features of all ranks.
 
     Args:
-        x: [B, T, D], split as `spec` says.
+        x: [B, T, D], this rank's shard.
         weight: [D], this rank's shard.
-        bias: as weight, or None.
+        bias: [D], this rank's shard, or None.
         eps: added to the mean of squares.
-        num_features: D of all ranks.
-        is_centred: LayerNorm; else RMSNorm.
-        layout: whose ranks hold x.
-        spec: how x lies, along the residual or inside a branch.
+        num_features: D summed over all ranks.
+        is_centred: True for LayerNorm, False for RMSNorm.
+        layout: layout that splits x.
+        spec: sharding of x, `layout.residual` or `layout.inner`.
     """
     out = _SplitNorm.apply(x, weight, bias, eps, num_features, is_centred, layout, spec)
     return cast(Tensor, out)

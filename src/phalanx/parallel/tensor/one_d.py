@@ -1,23 +1,23 @@
 """Tensor parallelism in one dimension, with sequence parallelism.
 
-Idea      Two products in a row, the first split by columns, the second by rows, need one sum
-          between ranks (Shoeybi et al., Megatron-LM, 2019, arXiv 1909.08053, section 3). That sum
+Idea      Two consecutive products, the first split by columns, the second by rows, need one sum
+          over ranks (Shoeybi et al., Megatron-LM, 2019, arXiv 1909.08053, section 3). That sum
           is scattered over positions and gathered before the next product, so that norms, dropout
           and residuals are split too (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
-          So the operators f and g of Megatron (`megatron.py`) become: f all_gather forward and
+          The operators f and g of Megatron (`megatron.py`) become: f all_gather forward and
           reduce_scatter backward, before the column product; g reduce_scatter forward and
-          all_gather backward, after the row product. They are conjugate still.
+          all_gather backward, after the row product. They are still conjugate.
 Layout    residual x[B, T_tp, D]    inner y[B, T, F_tp]    column W[F_tp, D]    row W[D, F_tp]
 Forward   column  x[T_tp] -> all_gather -> x;  y[F_tp] = x W^T
           row     z{sum tp} = y[F_tp] W^T -> reduce_scatter -> z[T_tp]
-Backward  column  all_gather x again, for only its shard was kept;  dW[F_tp] = dy^T x;
+Backward  column  all_gather x again, because forward saved only its shard;  dW[F_tp] = dy^T x;
                   dx{sum tp} = dy W -> reduce_scatter -> dx[T_tp]
           row     dz[T_tp] -> all_gather -> dz;  dy[F_tp] = dz W;  dW[F_tp] = dz^T y
 Cost      A rank sends (N-1)/N of B T D elements five times for a column and a row product: twice
-          forward, three times backward, whatever F is. The embedding: once each way. T is padded to
-          a multiple of N. The loss gathers no logits.
+          in forward, three times in backward, for any F. For the embedding: once in each
+          direction. T is padded to a multiple of N. The loss gathers no logits.
           Gradients of norms are summed over tp once a step: `parallel/reduce.py`.
-Limits    N divides heads, key-value heads and F. D, T and V may be any.
+Limits    N must divide heads, key-value heads and F. D, T and V are arbitrary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx.parallel.tensor.spec import Spec
 
 
 class OneD(Layout):
-    """Megatron's layout; see the head of this file."""
+    """Megatron's layout with sequence parallelism; see the module docstring."""
 
     residual = Spec("B T[tp] D")
     inner = Spec("B T F[tp]")
@@ -77,13 +77,13 @@ class OneD(Layout):
         return self.gather(d_x, length)
 
     def gather(self, x: Tensor, length: int) -> Tensor:
-        """Gather the positions of x[B, T_tp, D], and cut padding off."""
+        """All-gather the positions of x[B, T_tp, D], and cut padding off."""
         return self.comm.all_gather(x, "tp", 1)[:, :length]
 
     def _scattered_products(self, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Sum x[B, T, I] w[I, O]{sum tp} over pairs and ranks, and keep this rank's positions.
+        """Reduce-scatter the sum of x[B, T, I] w[I, O] over pairs and ranks, along positions.
 
-        This rank adds up where the other ranks of its host read.
+        The sum is built in a `Comm.empty` buffer, which other ranks of the host can read directly.
         """
         (x, w), *others = factors
         out = self.comm.empty((*x.shape[:2], w.shape[1]), x, "tp")
@@ -93,7 +93,7 @@ class OneD(Layout):
         return self.scatter(out, is_spent=True)
 
     def scatter(self, x: Tensor, *, is_spent: bool = False) -> Tensor:
-        """Sum x[B, T, D]{sum tp}, and keep this rank's positions; see `Comm.reduce_scatter`."""
+        """Reduce-scatter x[B, T, D]{sum tp} along positions; see `Comm.reduce_scatter`."""
         if missing := -x.shape[1] % self.comm.size("tp"):
             x, is_spent = F.pad(x, (0, 0, 0, missing)), False
         return self.comm.reduce_scatter(x, "tp", 1, is_spent=is_spent)

@@ -1,6 +1,6 @@
-"""What a layout does under autograd: its products, each one `Composite`, and its gathers.
+"""Autograd functions over a layout: its products, each one a `Composite`, and its gathers.
 
-Only this rank's shards of the factors are kept for backward, which moves them again.
+Products save only this rank's shards for backward, which communicates them again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from phalanx.parallel.tensor.spec import Spec
 def column_parallel_linear(
     layout: Layout, x: Tensor, weights: Sequence[Tensor], length: int
 ) -> tuple[Tensor, ...]:
-    """Multiply residual x by column weights, all at once: x[B, T, D] -> inner y[B, T, out].
+    """Multiply residual x by several column weights at once: x[B, T, D] -> inner y[B, T, out].
 
-    All are this rank's shards. Weights are in their own data type, and cast to the one of x. A row
-    has `length` positions, without padding.
+    All tensors are this rank's shards. Weights are cast to the dtype of x. `length` is the number
+    of positions in a row without padding.
     """
     x = _autocast(x)
     return cast(tuple[Tensor, ...], _ColumnParallelLinear.apply(layout, length, x, *weights))
@@ -47,16 +47,16 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def reduce_embedding(layout: Layout, partial: Tensor) -> Tensor:
-    """Sum what each rank looked up in its shard of a table; see `Layout.reduce_embedding`."""
+    """Sum the ranks' partial embedding lookups; see `Layout.reduce_embedding`."""
     back = functools.partial(layout.reduce_embedding_backward, length=partial.shape[1])
     return mapped(partial, layout.reduce_embedding, back)
 
 
 def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_features: int) -> Tensor:
-    """Gather x[B, T, D], full on every rank.
+    """All-gather x[B, T, D], full on every rank.
 
-    Every rank computes the same with it, so its gradient is the same on all, and each takes its
-    shard of that.
+    Every rank must compute the same values from the result. The gradient is then the same on all
+    ranks, and backward returns this rank's shard of the gradient without communication.
     """
     return mapped(
         x,
@@ -66,7 +66,7 @@ def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_featur
 
 
 def shard(layout: Layout, x: Tensor, spec: Spec) -> Tensor:
-    """Return this rank's shard of x[B, T, D], the same on every rank; so is its gradient."""
+    """Return this rank's shard of x[B, T, D], equal on every rank; backward all-gathers."""
     shape, num_features = BatchShape(*x.shape[:2]), x.shape[2]
     return mapped(
         x,
@@ -76,7 +76,7 @@ def shard(layout: Layout, x: Tensor, spec: Spec) -> Tensor:
 
 
 def gather_features(layout: Layout, x: Tensor, axis: str) -> Tensor:
-    """Gather features over `axis`; backward sums what the ranks have, each of its own use."""
+    """All-gather features over `axis` for rank-specific use; backward reduce-scatters."""
     comm = layout.comm
     return mapped(
         x, lambda x: comm.all_gather(x, axis, 2), lambda d_x: comm.reduce_scatter(d_x, axis, 2)
@@ -84,15 +84,16 @@ def gather_features(layout: Layout, x: Tensor, axis: str) -> Tensor:
 
 
 def look_up(ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
-    """Return rows of this rank's shard of a table, zeros where the id is not in it.
+    """Return rows of this rank's shard of a table, and zeros where the id is not in the shard.
 
-    Ids are counted from the first of this shard; the row of `padding` gets no gradient.
+    Ids, and `padding`, count from the first id of this shard; the row of `padding` gets no
+    gradient.
     """
     return cast(Tensor, _LookUp.apply(ids_BT, weight_VD, padding))
 
 
 def without_gradient(tensor: Tensor) -> Tensor:
-    """Return the same tensor, whose gradient is zeros: another rank gives it."""
+    """Return a view of `tensor` whose gradient is zero, because another rank contributes it."""
     return mapped(tensor, lambda x: x.view_as(x), torch.zeros_like)
 
 
@@ -148,7 +149,7 @@ class _RowParallelLinear(Function):
         ctx.save_for_backward(x, weight)
         comm = layout.comm
         num_residuals = math.prod(layout.residual.num_shards(dim, comm) for dim in range(3))
-        # Ranks that hold the same residual have made each a part of its sum.
+        # Each of the ranks that hold the same shard of the residual computes one term of its sum.
         num_inner = layout.row.num_shards(1, comm) * num_residuals // comm.size("tp")
         return _ROW(layout, x, weight, num_inner)
 

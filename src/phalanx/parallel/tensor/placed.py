@@ -1,4 +1,4 @@
-"""Where each parameter of a model lies over the sub-axes of tp: the list that everything reads."""
+"""The sharding of each parameter over the sub-axes of tp, for plans, checks and `apply`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.parallel.tensor.spec import Spec
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter, and how a layout splits it.
+    """A parameter and its sharding in a layout.
 
-    Modules may share it: it has the binding of the first.
+    `binding` is the binding of the first module that has the parameter; several may share it.
     """
 
     weight: Weight
@@ -27,32 +27,32 @@ class Placed:
 
     @cached_property
     def spec(self) -> Spec:
-        """The sub-axes of tp that split each dimension."""
+        """Sub-axes of tp that split each dimension."""
         return _spec(self.binding, self.weight.ndim, self.layout)
 
     def degrees(self, dim: int) -> list[int]:
-        """Return the sizes of the sub-axes that split a dimension, outer first."""
+        """Return the sizes of the sub-axes that split dimension `dim`, outer first."""
         return [self.layout.comm.size(axis) for axis in self.spec.axes[dim]]
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The sub-axes over which ranks hold the same, and their gradients are to be summed."""
+        """Sub-axes that replicate the parameter, over which its gradients have to be summed."""
         split = {axis for axes in self.spec.axes for axis in axes}
         axes = self.layout.axes
         return tuple(a for a in axes if a not in split and self.layout.comm.size(a) > 1)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's shard; the first rank's is the largest."""
+        """Shape of this rank's shard; the first rank has the largest one."""
         return self.spec.shard_shape(self.weight.shape, self.layout.comm)
 
 
 def placed(skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout) -> list[Placed]:
-    """Return the parameters of a model, each once.
+    """Return the sharding of each parameter of a model; tied parameters have one entry.
 
     Raises:
-        StrategyError: a parameter is in no module with a role, or in several whose roles split it
-            differently.
+        StrategyError: a parameter is in no module with a role, or in several modules whose roles
+            split it differently.
     """
     weights = {name: weight for weight in skeleton.weights for name in weight.names}
     found: dict[Weight, Placed] = {}
@@ -61,7 +61,7 @@ def placed(skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout) 
             prefix=binding.name, recurse=binding.role in OF_ALL
         ):
             if (weight := weights.get(key)) is None:
-                continue  # other stages have it
+                continue  # the parameter is in another pipeline stage
             row = Placed(weight, binding, layout)
             if found.setdefault(weight, row).spec != row.spec:
                 raise StrategyError(
@@ -78,12 +78,13 @@ def placed(skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout) 
 
 
 def _spec(binding: RoleBinding, ndim: int, layout: Layout) -> Spec:
-    """Return how a parameter of this number of dimensions, of a module of a role, is split."""
+    """Return the spec of a parameter with `ndim` dimensions, given its module's role."""
     full: tuple[str, ...] = ()
     features = layout.residual.axes[2]
     matrix, vector = (full, full), full
     if binding.role in ("embedding", "head", "column"):
-        # fsdp splits the rows of each shard again, which no DTensor can say of a fused vector.
+        # fsdp splits the rows of each shard again, and DTensor has no placement for fused vectors
+        # that are split twice; so vectors of fused maps are replicated.
         matrix, vector = layout.column.axes, layout.inner.axes[2] if not binding.is_fused else full
     elif binding.role == "row":
         matrix, vector = layout.row.axes, features

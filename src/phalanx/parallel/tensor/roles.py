@@ -1,8 +1,9 @@
-"""Which module plays which part: patterns of module names to the roles of layers.py.
+"""Assignment of roles to modules: patterns of module names mapped to the roles of layers.py.
 
-In a pattern, `*` stands for one name between dots: `blocks.*.mlp.up`. The first that matches holds.
-`column/3` is a column map that holds three one after another, as queries, keys and values: each is
-split by itself, so that a rank has its heads of all three. `column/4+1+1` says their proportions.
+In a pattern, `*` matches one component of a dotted name: `blocks.*.mlp.up`. The first matching
+pattern applies. `column/3` is a column map whose weight fuses three maps, such as queries, keys and
+values: each is split separately, so that a rank has its heads of all three. `column/4+1+1` gives
+their proportions.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Patterns = Mapping[str, str]
 
 PAGE = "docs/strategies.md"
-"""Says which models are known, and how to give patterns."""
+"""Page that lists the supported models and documents patterns."""
 
 OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
-"""Roles that hold for all modules inside, too."""
+"""Roles that also apply to all submodules."""
 
 DECODER: Patterns = transformers_tables.by_role(
     embedding="embedding",
@@ -63,7 +64,7 @@ DECODER: Patterns = transformers_tables.by_role(
 _NORMS_OF_PROJECTIONS: Patterns = transformers_tables.by_role(
     inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
 )
-"""What they are where they are not of each head."""
+"""Roles of the query and key norms if they normalize over all heads together, not each head."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class RoleBinding:
     """A module and its role.
 
     Attributes:
-        columns: of a branch, its column maps, in the order of registration.
-        parts: proportions of the maps that a column map holds, one after another.
+        columns: column maps of a branch, in the order of registration; empty for other roles.
+        parts: proportions of the maps that the weight of a column map fuses.
     """
 
     name: str
@@ -83,12 +84,12 @@ class RoleBinding:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is a column map that holds several."""
+        """Whether the module is a column map whose weight fuses several maps."""
         return len(self.parts) > 1
 
     @property
     def text(self) -> str:
-        """The role as a pattern says it."""
+        """The role as written in patterns, such as `column/3`."""
         if not self.is_fused:
             return self.role
         is_even = set(self.parts) == {1}
@@ -96,7 +97,7 @@ class RoleBinding:
 
 
 def default_patterns(model: nn.Module) -> Patterns:
-    """Return the known patterns of a model, without patterns that match no module of it."""
+    """Return the built-in patterns of a model that match at least one of its modules."""
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
         patterns = {**DECODER, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
@@ -107,15 +108,16 @@ def default_patterns(model: nn.Module) -> Patterns:
 
 
 def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleBinding]:
-    """Return the modules that have a role, in the order of the model.
+    """Return bindings of the modules that have a role, in the order of the model.
 
     Args:
         model: any module, on any device.
-        patterns: names to roles; they come before those that are known for the model.
+        patterns: name patterns to roles, with precedence over the model's built-in patterns.
 
     Raises:
-        StrategyError: a pattern matches nothing, a role does not exist, roles contradict each
-            other, or dropout would differ from one process's.
+        StrategyError: the model is unknown and there are no patterns, a pattern matches nothing, a
+            role does not exist, roles contradict each other, or a setting of the model (such as
+            dropout) would give results that differ from a single process.
     """
     own, known = dict(patterns or {}), default_patterns(model)
     if not own and not known:
@@ -151,7 +153,7 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
 
 
 def reads_residual(bindings: Iterable[RoleBinding], outside: str) -> bool:
-    """Return whether a module that is not in the module `outside` takes the residual."""
+    """Return whether any bound module outside of the module named `outside` reads the residual."""
     prefix = f"{outside}." if outside else ""
     return any(
         binding.role in ("norm", "branch", "row", "token", "gather", "head")
@@ -161,7 +163,7 @@ def reads_residual(bindings: Iterable[RoleBinding], outside: str) -> bool:
 
 
 def _parse(pattern: str, text: str) -> tuple[Role, tuple[int, ...]]:
-    """Return a role and the proportions, in lowest terms, of the maps it holds."""
+    """Return the role, and the proportions of the fused maps in lowest terms."""
     role, slash, number = text.partition("/")
     if role not in ROLES:
         raise StrategyError(
@@ -206,7 +208,10 @@ def _check_nesting(bindings: Mapping[str, RoleBinding]) -> None:
 
 
 def _refuse_dropout(model: nn.Module, bindings: Mapping[str, RoleBinding]) -> None:
-    """Refuse dropout that draws from the rank's own generator: no two ranks, no one process."""
+    """Raise a StrategyError for dropout that draws from each rank's own generator.
+
+    Its masks would differ between ranks, and from the masks of a single process.
+    """
     found: list[str] = []
     for name, module in model.named_modules():
         keyed = name in bindings and bindings[name].role == "dropout"
@@ -243,7 +248,7 @@ _TABLE_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False
 
 
 def _enclosing(name: str, bindings: Mapping[str, RoleBinding], *roles: str) -> str | None:
-    """Return the innermost module of one of `roles` that the module `name` is in."""
+    """Return the name of the innermost module with one of `roles` that contains module `name`."""
     while name := name.rpartition(".")[0]:
         if name in bindings and bindings[name].role in roles:
             return name
@@ -255,7 +260,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """Return '; the nearest is ...' with numbers as the pattern has them, or nothing."""
+    """Return '; the nearest is ...', with `*` for numbers in the name, or an empty string."""
     general = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names}
     close = difflib.get_close_matches(pattern, general, 1, 0.5)
     return f"; the nearest is '{close[0]}'" if close else ""

@@ -1,15 +1,15 @@
-"""How a tensor is split over the sub-axes of tp: pure arithmetic, without ranks or tensors.
+"""Sharding of a tensor over the sub-axes of tp: arithmetic only, without process groups or tensors.
 
-A `Spec` is written as the heads of the layout files draw it, with the axes in brackets behind each
-dimension, outer first:
+A `Spec` is written as in the docstrings of the layout files, with the axes in brackets after each
+dimension, outer axis first:
 
     Spec("B[depth row] T D[col]")    rows over tp_depth and then tp_row, features over tp_col
     Spec("F[tp] D")                  the first dimension over the one axis tp, the second full
 
-B are the rows of a batch, T the positions in a row; the other letters are features. A dimension is
-cut as `torch.chunk` and DTensor cut it, over one axis after another: the last shards may be short,
-or empty. Rows and positions are padded to a multiple first (`Layout.padded`), so that each rank has
-as many.
+B is the rows (samples) of a batch and T the positions in a row; the other letters are features. A
+dimension is cut over one axis after another, as `torch.chunk` and DTensor cut it: the last shards
+may be short or empty. Rows and positions are first padded to a multiple of the number of shards
+(`Layout.padded`), so that every rank has the same number.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from phalanx.comm.comm import Comm
 
 @dataclass(frozen=True, init=False)
 class Spec:
-    """How a tensor is split; see the head of this file.
+    """Axes that split each dimension of a tensor; see the module docstring.
 
     Attributes:
-        axes: of each dimension, the axes that split it, outer first.
+        axes: for each dimension, the axes that split it, outer first.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -44,7 +44,7 @@ class Spec:
 
     @classmethod
     def of(cls, *axes: tuple[str, ...]) -> Spec:
-        """Return the spec of a tensor whose dimensions are split over `axes`."""
+        """Return the spec of a tensor; `axes` has one tuple for each dimension."""
         spec = cls("")
         object.__setattr__(spec, "axes", axes)
         return spec
@@ -66,7 +66,7 @@ class Spec:
 
     @property
     def is_full(self) -> bool:
-        """Whether every rank holds all of the tensor."""
+        """Whether every rank holds the full tensor."""
         return not any(self.axes)
 
     def num_shards(self, dim: int, comm: Comm) -> int:
@@ -74,7 +74,7 @@ class Spec:
         return math.prod(comm.size(axis) for axis in self.axes[dim])
 
     def shard(self, dim: int, size: int, comm: Comm) -> range:
-        """Return the indices that this rank holds of a dimension of `size`."""
+        """Return the indices that this rank holds along dimension `dim`, of full length `size`."""
         held = range(size)
         for axis in self.axes[dim]:
             size = -(-len(held) // comm.size(axis))
@@ -83,20 +83,21 @@ class Spec:
         return held
 
     def shard_shape(self, shape: Sequence[int], comm: Comm) -> tuple[int, ...]:
-        """Return the shape of what this rank holds of a tensor of `shape`."""
+        """Return the shape of this rank's shard of a tensor of `shape`."""
         return tuple(len(self.shard(dim, size, comm)) for dim, size in enumerate(shape))
 
     def placements(self, axes: Iterable[str]) -> tuple[Placement, ...]:
-        """Return how DTensor says it on a mesh of `axes`.
+        """Return the DTensor placements of this spec on a device mesh of `axes`.
 
-        DTensor splits a dimension by the axes of the mesh in their order, which must be ours then.
+        DTensor splits a dimension over mesh axes in mesh order, so the spec must list the axes of
+        each dimension in mesh order too.
         """
         dims = {axis: dim for dim, names in enumerate(self.axes) for axis in names}
         return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in axes)
 
 
 def pad_to(size: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is no less than `size`."""
+    """Return `size` rounded up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 

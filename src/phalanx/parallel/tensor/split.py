@@ -1,4 +1,4 @@
-"""The axis tp of a strategy on a model: roles and placements resolved once, then asked."""
+"""The `Split` of axis tp: it resolves the roles and shards of a model's parameters once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from phalanx.strategy import Strategy
 
 
 class TensorSplit(Split):
-    """Tensor parallelism in the layout that the strategy names.
+    """Tensor parallelism in the layout that the strategy selects.
 
-    Before it is applied, the layout is over no ranks, and only says what would be.
+    `layout` is for planning: its communicator counts and has no process groups. `apply` creates
+    the layout that runs.
     """
 
     axis = "tp"
-    compiles = False  # its products are operators of our own
+    compiles = False  # the products are custom operators
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -39,7 +40,7 @@ class TensorSplit(Split):
         check(self.bindings, self.placed, self.layout, target.strategy)
 
     def of(self, target: Target) -> TensorSplit:
-        """Return the same roles on another stage."""
+        """Return a split with the same roles for the parameters of another pipeline stage."""
         other = copy.copy(self)
         other.target = target
         other.placed = placed(target.skeleton, self.bindings, self.layout)
@@ -47,7 +48,7 @@ class TensorSplit(Split):
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
-        """Return the shape of a shard in the layout, rows and positions padded."""
+        """Return the shape of the first rank's shard, with rows and positions padded."""
         layout = apply.layout_of(strategy)
         if part == "table":
             return layout.column.shard_shape(shape, layout.comm)
@@ -59,19 +60,20 @@ class TensorSplit(Split):
         return len(layout.rows(layout.inner, batch)), length, size // num_shards
 
     def remaining(self) -> Target:
-        """Return the model with the shards of all parameters."""
+        """Return the target with the shard shapes of all parameters."""
         shapes = {row.weight: row.shard_shape for row in self.placed}
         return dataclasses.replace(self.target, shapes=shapes)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return what layers and replicas send."""
+        """Return the communication of the layers and of the gradients of replicated parameters."""
         batches = [BatchShape(*microbatch) for microbatch in microbatches]
         return account.traffic(self.target, self.layout, self.bindings, self.placed, batches)
 
     def table(self) -> list[Row]:
-        """Return the shards, with the axes that split them.
+        """Return a row for each parameter, with its shard and the axes that split it.
 
-        Parameters that differ only in the number of the block, the first in the name, are one row.
+        Parameters whose names differ only in the block number, the first number in the name, share
+        one row.
         """
         numbers: dict[Row, list[int]] = {}
         for each in self.placed:
@@ -87,23 +89,23 @@ class TensorSplit(Split):
         ]
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
-        """Replace parameters by shards, and forwards by the layout's."""
+        """Replace parameters by shards, and forwards by tensor-parallel ones."""
         layout = apply.layout_of(self.target.strategy, comm)
         apply.apply(model, self.target.skeleton, layout, self.bindings, self.placed)
 
     def reducer(
         self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
     ) -> GradientReducer:
-        """Return what adds up, after `inner`, the gradients of what several ranks hold."""
+        """Return a reducer that runs `inner`, then sums gradients of replicated parameters."""
         return ReplicaReducer(model.parameters(), comm, inner)
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
-"""A name between dots that is a number: of an element of a list of modules."""
+"""Matches a number between dots in a parameter name: the index in a list of modules."""
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return `0-3,5` of 0, 1, 2, 3, 5."""
+    """Return sorted numbers as ranges: `0-3,5` for 0, 1, 2, 3, 5."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -1,23 +1,24 @@
 """Tensor parallelism in three dimensions: a q x q x q cube.
 
 Idea      A product of I x K by K x J numbers is a cube of I J K multiplications; each rank computes
-          a smaller cube, and holds a q-th of each face of it (Agarwal et al. 1995; Bian et al.
-          2021, arXiv 2105.14450, section 3). Two of the three axes change their roles from each
-          product to the next, so that results lie as the next product wants them.
+          a smaller cube, and stores 1/q of each of its faces (Agarwal et al. 1995; Bian et al.
+          2021, arXiv 2105.14450, section 3). Two of the three axes exchange their roles between
+          consecutive products, so that each result has the sharding that the next product reads.
 Layout    residual x[B_x,y, T, D_z]  inner y[B_x,z, T, F_y]  column W[F_y, D_z,x]  row W[D_z, F_y,x]
 Forward   column  all_gather over y: x[B_x, T, D_z];  over x: W[F_y, D_z]
                   y[B_x, T, F_y]{sum z} = x W^T -> reduce_scatter -> y[B_x,z, T, F_y]
-          row     the same with y and z changed
-Backward  gathers both again, and dy over z:
+          row     the same with y and z exchanged
+Backward  all_gather both factors again, and dy over z:
                   dx[B_x, T, D_z]{sum y} = dy W -> reduce_scatter -> dx[B_x,y, T, D_z]
                   dW[F_y, D_z]{sum x} = dy^T x -> reduce_scatter -> dW[F_y, D_z,x]
-Cost      Of a product with I rows a rank sends (q-1)/q of 3 I K / q^2 + 2 I J / q^2 + 3 K J / q^2
-          elements. It falls fastest with N = q^3, but activations F wide move too: a column and row
-          product send 5 B T (D + F) / N^(2/3) of activations, and in two dimensions 5 B T D /
-          N^(1/2). That is less from (1 + F/D)^6 ranks on: 64 where F is D, 15,625 where it is 4 D.
-          Embedding: B T D / q^2 dealt out over x, then B T D / q^2 summed over y.
-Limits    q divides heads and key-value heads, q^2 divides D, F and the width of all heads. B is
-          padded to a multiple of q^2; V may be any.
+Cost      For a product with I rows a rank sends (q-1)/q of 3 I K / q^2 + 2 I J / q^2 + 3 K J / q^2
+          elements. This cost falls fastest with N = q^3, but activations F wide move too: a column
+          and a row product send 5 B T (D + F) / N^(2/3) activation elements, against 5 B T D /
+          N^(1/2) in two dimensions. Three dimensions send less from (1 + F/D)^6 ranks on: 64 if
+          F = D, 15,625 if F = 4 D.
+          Embedding: all_to_all of B T D / q^2 over x, then reduce_scatter of B T D / q^2 over y.
+Limits    q must divide heads and key-value heads, q^2 must divide D, F and the width of all heads.
+          B is padded to a multiple of q^2; V is arbitrary.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from phalanx.parallel.tensor.spec import Spec
 
 
 class ThreeD(Layout):
-    """The cube; see the head of this file."""
+    """The 3D layout; see the module docstring."""
 
     residual = Spec("B[x y] T D[z]")
     inner = Spec("B[x z] T F[y]")
@@ -75,7 +76,7 @@ class ThreeD(Layout):
     def _multiply(
         self, x: Tensor, weights: Sequence[Tensor], gathered: str, scattered: str
     ) -> list[Tensor]:
-        """Gather the rows of x over one axis, and scatter the results' rows over the other."""
+        """Return x times each weight: gather rows over `gathered`, scatter over `scattered`."""
         full = self.comm.all_gather(x, gathered, 0)
         ys: list[Tensor] = []
         for weight in weights:

@@ -1,7 +1,7 @@
-"""The attention masks that transformers' models would make, made from the full batch.
+"""Attention masks of transformers models, computed from the full batch instead of a shard.
 
-They equal the models' own bit for bit, in four dimensions: `None` where a model leaves the mask
-out too.
+The masks have four dimensions and equal the models' own masks exactly; a mask is `None` only where
+the model itself would use none.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from phalanx.parallel.tensor.transformers_tables import Base
 Mask = Tensor | Mapping[str, Tensor | None] | None
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Of the layers of a model that has a mask for each type of layer."""
+"""Supported entries of `config.layer_types`, for models with one mask per type of layer."""
 
 
 def mask_of(base: nn.Module, known: Base, values: Mapping[str, Any]) -> Mask:
-    """Return the masks of a known model's layers, or one for all, by its forward's arguments."""
+    """Return the mask of a known model, or one per layer type, from the forward's arguments."""
     config: Any = base.config
     if known.sees != "by layer":
         window = config.sliding_window if known.sees == "window" else None
@@ -35,7 +35,7 @@ def mask_of(base: nn.Module, known: Base, values: Mapping[str, Any]) -> Mask:
 
 
 def _mask(base: Any, known: Base, values: Mapping[str, Any], window: int | None) -> Tensor | None:
-    """Return the mask of layers in which a position sees the last `window`, or all."""
+    """Return the mask of layers with a sliding `window`, or of layers without one if None."""
     mask: Tensor | None = values.get("attention_mask")
     if mask is not None and mask.ndim == 4:
         return mask
@@ -50,7 +50,7 @@ def _mask(base: Any, known: Base, values: Mapping[str, Any], window: int | None)
     allowed = _earlier(base, values, seen, window) if is_causal else seen
     if base.config._attn_implementation != "eager":
         return allowed
-    if allowed is None:  # the model would make one of its shard's shape
+    if allowed is None:  # given None, the model would create a mask of the shard's shape
         length = values["input_ids"].shape[1] if is_causal else 1
         allowed = _causal(length, None, base.device)
     zero = torch.zeros((), dtype=base.dtype, device=allowed.device)
@@ -60,9 +60,9 @@ def _mask(base: Any, known: Base, values: Mapping[str, Any], window: int | None)
 def _earlier(
     base: nn.Module, values: Mapping[str, Any], seen: Tensor | None, window: int | None
 ) -> Tensor | None:
-    """Return which query (third dimension) sees which key (fourth), none that is later.
+    """Return the causal mask: True where a query (third dimension) attends to a key (fourth).
 
-    None stands for all up to the query's own position.
+    None stands for the plain causal mask, without padding, window or packed sequences.
     """
     ids: Tensor = values["input_ids"]
     own_positions: Tensor | None = values.get("position_ids")
@@ -71,7 +71,7 @@ def _earlier(
         return allowed & seen
     if own_positions is None:
         return None if window is None or ids.shape[1] < window else allowed
-    # Given positions are never left to the model, which would look for sequences in a shard.
+    # With given positions always return a mask: the model would detect sequences in its shard only.
     if values.get("attention_mask") is not None or not _finds_sequences(base, values):
         return allowed
     steps = torch.diff(own_positions, prepend=own_positions[:, :1] - 1, dim=-1)
@@ -86,9 +86,9 @@ def _causal(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def _finds_sequences(base: nn.Module, values: Mapping[str, Any]) -> bool:
-    """Return whether a model looks for several sequences in a row: only where it keeps no cache.
+    """Return whether the model detects packed sequences in a row: only without a key-value cache.
 
-    In training it makes one, and drops it, unless `use_cache` is off.
+    Even in training it creates a cache, and discards it, unless `use_cache` is off.
     """
     if getattr(base, "gradient_checkpointing", False) and base.training:
         return True

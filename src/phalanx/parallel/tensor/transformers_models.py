@@ -1,9 +1,9 @@
-"""What transformers' models need besides roles, where they are known (transformers_tables.py).
+"""Wrappers that known transformers models (transformers_tables.py) need in addition to roles.
 
 These models infer batch and sequence length from the embedded tokens, which are sharded here. A
-wrapper therefore builds positions, token types and a 4-D attention mask from the full ids; a mask
-of four dimensions is handed on as it is. The branches then cut its rows, as they cut every other
-argument beside the residual. Images have no ids; their embeddings make the residual themselves.
+wrapper therefore builds positions, token types and a 4-D attention mask from the full ids; a given
+4-D mask is passed on unchanged. The branches then cut the mask to their rows, like every argument
+other than the residual. Vision models have no ids; their embedding module makes the residual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.parallel.tensor.transformers_masks import LAYER_TYPES, mask_of
 from phalanx.parallel.tensor.transformers_tables import BASES, HEADS, Base, lookup
 
 IMPLEMENTATIONS: Final = ("sdpa", "eager")
-"""Of attention; the others take no mask of four dimensions."""
+"""Supported attention implementations; the others accept no 4-D mask."""
 
 
 _UNSUPPORTED: Final = {
@@ -34,11 +34,11 @@ _UNSUPPORTED: Final = {
     "add_cross_attention": "has no layout under tp; expected no",
     "use_bidirectional_attention": "is on; expected off under tp",
 }
-"""Settings that have to be off, and what to say of one that is on."""
+"""Configuration settings that must be off -> error message for one that is on."""
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Refuse settings of a known model that would not compute what one process does."""
+    """Raise a StrategyError for settings under which results would differ from one process."""
     for name, base, known in _bases(model):
         config: Any = base.config
         where = f"tp: {type(base).__name__}{f' {name!r}' if name else ''}"
@@ -65,12 +65,15 @@ def refuse_unsupported(model: nn.Module) -> None:
 def gathered_bases(
     model: nn.Module, reads_residual: Callable[[str], bool]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the known models in `model` whose last hidden state leaves them in full."""
+    """Return the known base models in `model` whose last hidden state has to be gathered.
+
+    They are those without a module outside of them that reads the residual shard.
+    """
     return [(name, base) for name, base, _ in _bases(model) if not reads_residual(name)]
 
 
 def bind(model: nn.Module, layout: Layout, reads_residual: Callable[[str], bool]) -> None:
-    """Let the known models in `model`, which is split already, run on shards; see above."""
+    """Wrap the known models in an already split `model` so that they run on shards."""
     gathered = [base for _, base in gathered_bases(model, reads_residual)]
     for _, base, known in _bases(model):
         _bind_base(base, known, layout, is_gathered=base in gathered)
@@ -85,7 +88,7 @@ def _bases(model: nn.Module) -> list[tuple[str, nn.Module, Base]]:
 
 
 def _bind_base(base: nn.Module, known: Base, layout: Layout, *, is_gathered: bool) -> None:
-    """Prepare the arguments of a base model, and gather its last hidden state."""
+    """Wrap a base model's forward: prepare its arguments, and gather its last hidden state."""
     own, prepare = base.forward, _preparation(base, known)
 
     @functools.wraps(own)
@@ -104,7 +107,7 @@ def _bind_base(base: nn.Module, known: Base, layout: Layout, *, is_gathered: boo
 
 
 def _preparation(base: nn.Module, known: Base) -> Callable[..., dict[str, Any]]:
-    """Return what gives a base model what it would make from the shape of its residual."""
+    """Return a function that adds the arguments a base model would infer from its residual."""
     signature = inspect.signature(base.forward)
     has_types = "embeddings.token_type_embeddings" in known.roles
 
@@ -120,7 +123,7 @@ def _preparation(base: nn.Module, known: Base) -> Callable[..., dict[str, Any]]:
             values["position_ids"] = places
         if has_types and values.get("token_type_ids") is None:
             values["token_type_ids"] = torch.zeros_like(places)
-        # Embedded here, as GPT-2 would give its result the shape of the ids, which are full.
+        # Embed here: given ids, GPT-2 would reshape its result to their full shape.
         embedding = cast(Any, base).get_input_embeddings()
         return values | {"input_ids": None, "inputs_embeds": embedding(ids), "use_cache": False}
 
@@ -138,7 +141,7 @@ def _refuse_arguments(values: dict[str, Any], base: nn.Module, has_types: bool) 
         if values.get(name) is not None:
             raise ConfigError(f"tp: {name} cannot be given to a model that is split; leave it out")
     for name in ("use_cache", "output_attentions", "output_hidden_states"):
-        # That use_cache stands in the configuration is the rule, and asks for nothing in training.
+        # use_cache is on in most configurations, without effect in training: check arguments only.
         default = None if name == "use_cache" else getattr(base.config, name, None)
         if values.get(name, default):
             raise ConfigError(f"tp: {name} is on, and each rank has a shard alone; turn it off")

@@ -1,7 +1,7 @@
-"""Which models of transformers are known, by the names of their classes: their roles, their masks.
+"""Supported transformers models, by class name, with the roles of their modules and their masks.
 
-Families whose modules have the same names share a table: a pattern that matches nothing in a model
-is left out. What a model needs besides roles is in transformers_models.py.
+Families whose modules have the same names share a table: patterns that match nothing in a model
+are dropped. Wrappers that a model needs in addition to roles are in transformers_models.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Roles = Mapping[str, str]
 
 
 def by_role(**names: str) -> dict[str, str]:
-    """Return the patterns of each role, given between blanks."""
+    """Return a map of patterns to roles; `names` has for each role its patterns between blanks."""
     return {name: role for role, several in names.items() for name in several.split()}
 
 
@@ -81,9 +81,9 @@ class Base:
     """A known model without a head.
 
     Attributes:
-        roles: patterns of names in it; {0} in a role stands for the model's configuration.
-        sees: what a position sees: all others; the earlier ones; of these the last
-            `config.sliding_window`, if it is given; or as `config.layer_types` says of each layer.
+        roles: patterns of its module names to roles; {0} in a role is the model's configuration.
+        sees: attention mask: bidirectional (all); causal (earlier); causal with the window
+            `config.sliding_window`, if set (window); by `config.layer_types` (by layer).
     """
 
     roles: Roles
@@ -103,7 +103,7 @@ BASES: Final[Mapping[str, Base]] = {
     "BertModel": Base(_BERT, "all"),
     "ViTModel": Base(_VIT, "all"),
 }
-"""Class of a model without a head -> its roles and its mask."""
+"""Name of the class of a model without a head -> its roles and its mask."""
 
 _DECODERS: Final = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Gemma2", "Gemma3", "Phi3")
 
@@ -113,7 +113,7 @@ HEADS: Final[Mapping[str, Roles]] = {
     **{
         f"{name}ForSequenceClassification": {"score": "gather"}
         for name in ("GPT2", "Gemma3Text", *_DECODERS)
-        if name != "Gemma3"  # which sees images too
+        if name != "Gemma3"  # a multimodal model, with image inputs
     },
     "BertForMaskedLM": _BERT_PREDICTIONS,
     "BertForPreTraining": {**_BERT_PREDICTIONS, "cls.seq_relationship": "full"},
@@ -121,11 +121,11 @@ HEADS: Final[Mapping[str, Roles]] = {
     "BertForTokenClassification": {"classifier": "gather"},
     "ViTForImageClassification": {"classifier": "full"},
 }
-"""Class of a model with a head -> patterns of the names that it has beside its base's."""
+"""Name of the class of a model with a head -> patterns of its modules outside of the base."""
 
 
 def patterns_of(model: nn.Module) -> dict[str, str]:
-    """Return the patterns of the models in `model` that are known here, under their names in it."""
+    """Return the patterns of all known models in `model`, prefixed by their module names in it."""
     patterns: dict[str, str] = {}
     for name, module in model.named_modules():
         base, head = lookup(BASES, module), lookup(HEADS, module)
@@ -140,8 +140,5 @@ _Known = TypeVar("_Known")
 
 
 def lookup(known: Mapping[str, _Known], module: nn.Module) -> _Known | None:
-    """Return the entry of the class of a module, or of one that it is derived from.
-
-    FSDP2 derives a class of its own.
-    """
+    """Return the entry of a module's class, or of a base class, because FSDP2 derives classes."""
     return next((known[c.__name__] for c in type(module).__mro__ if c.__name__ in known), None)

@@ -1,13 +1,13 @@
 """Tensor parallelism in two and a half dimensions (Tesseract).
 
-Idea      Several layers of a q x q mesh hold the same weights and compute other rows each (Wang et
-          al., Tesseract, 2021, arXiv 2105.14500, section 3): less is broadcast than on one larger
-          square, for the price of weights held once a layer.
+Idea      `depth` layers of a q x q mesh hold the same weights, and each layer computes different
+          rows (Wang et al., Tesseract, 2021, arXiv 2105.14500, section 3): less is broadcast than
+          on one larger square, but every layer stores a copy of the weights.
 Layout    residual x[B_depth,row, T, D_col]  inner y[B_depth,row, T, F_col]  column W[F_col, D_row]
-          row W[D_row, F_col]; each weight the same on all depth
+          row W[D_row, F_col]; weights are replicated over depth
 Forward, Backward  see two_d.py, in each layer; then dW{sum depth} -> all_reduce, once a step
 Cost      two_d.py with B / depth rows, and 2 (depth-1)/depth of each weight's gradient
-Limits    q divides D, heads, key-value heads and F. B is padded to a multiple of q depth.
+Limits    q must divide D, heads, key-value heads and F. B is padded to a multiple of q depth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.parallel.tensor.two_d import TwoD
 
 
 class TwoAndAHalfD(TwoD):
-    """Tesseract; see the head of this file."""
+    """The Tesseract layout; see the module docstring."""
 
     residual = Spec("B[depth row] T D[col]")
     inner = Spec("B[depth row] T F[col]")

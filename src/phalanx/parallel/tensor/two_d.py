@@ -1,11 +1,11 @@
 """Tensor parallelism in two dimensions (SUMMA).
 
-Idea      Both factors of a product and its result lie on a q x q mesh, and nothing is ever gathered
-          whole: panels of what moves are broadcast along rows or columns, one after another (van de
-          Geijn and Watts, SUMMA, 1997; Xu et al., Optimus, 2021, arXiv 2104.05343, section 3).
-          Of the three matrices one stays where it is. Optimus keeps the result of every forward
-          product; we keep the largest, the result of a column product and the factor of a row
-          product, so that tensors F wide never move.
+Idea      Both factors of a product and its result are split over a q x q mesh, and no matrix is
+          ever gathered in full: panels of the moving matrices are broadcast along mesh rows or
+          columns, one after another (van de Geijn and Watts, SUMMA, 1997; Xu et al., Optimus,
+          2021, arXiv 2104.05343, section 3). One of the three matrices is stationary. In Optimus
+          it is the result of every forward product; here it is the largest, the result of a
+          column product and the factor of a row product, so that tensors F wide never move.
 Layout    residual x[B_row, T, D_col]  inner y[B_row, T, F_col]  column W[F_col, D_row]
           row W[D_row, F_col]
 Forward   column  for t in q:  y += broadcast_col(x, t) @ broadcast_row(W, t)^T
@@ -14,13 +14,14 @@ Backward  column  for t in q:  dx{sum col} = dy @ broadcast_row(W, t) -> reduce 
                                dW{sum row} = dy^T @ broadcast_col(x, t) -> reduce to row t
           row     for t in q:  dy += broadcast_col(dz, t) @ broadcast_row(W, t)
                                dW{sum row} = broadcast_col(dz, t)^T @ y -> reduce to row t
-          The next panels travel while the present ones are multiplied.
+          Broadcasts of the next panels overlap the products of the current panels.
 Cost      A rank sends (q-1)/q of the bytes of each panel. A column and a row product move q panels
-          of B T D / q^2 elements five times, and q of each weight's O I / q^2 three times: of
-          activations 1/(q+1) of what one dimension sends, and weights besides.
-          Embedding: B T D / q reduced to rows, then swapped with the rank across the diagonal.
-          Norms: one or two numbers a row. Two panels of each matrix are held.
-Limits    q divides D, heads, key-value heads and F. B is padded to a multiple of q; V may be any.
+          of B T D / q^2 elements five times, and q panels of each weight's O I / q^2 three times:
+          1/(q+1) of the activation elements that one dimension sends, and weights in addition.
+          Embedding: reduce_scatter of B T D / q along B, then a swap across the mesh diagonal.
+          Norms: one or two numbers a row. A rank holds two panels of each matrix at a time.
+Limits    q must divide D, heads, key-value heads and F. B is padded to a multiple of q; V is
+          arbitrary.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from phalanx.parallel.tensor.spec import Spec
 
 
 class TwoD(Layout):
-    """SUMMA; see the head of this file."""
+    """The SUMMA layout; see the module docstring."""
 
     residual = Spec("B[row] T D[col]")
     inner = Spec("B[row] T F[col]")
@@ -104,15 +105,16 @@ class TwoD(Layout):
         return self.comm.all_gather(self._swap(d_x), "tp_col", 0)
 
     def _swap(self, shard: Tensor) -> Tensor:
-        """Exchange shards with the rank across the diagonal, in the same layer of depth."""
+        """Exchange shards with the rank across the diagonal, at the same coordinate on tp_depth."""
         size = self.comm.size("tp_row")
         below = self.comm.coord("tp_row") - self.comm.coord("tp_col")
-        # In a layer (row, col) is number row size + col, so (col, row) is below (size - 1) less.
+        # (row, col) has number row * size + col in its depth layer; subtracting
+        # below * (size - 1) gives the number of (col, row).
         partner = self.comm.coord("tp") - below * (size - 1)
         return shard if size == 1 else self.comm.swap(shard, "tp", partner)
 
     def panels(self, axis: str, *shards: Tensor) -> Iterator[list[Tensor]]:
-        """Yield the shards of each rank of `axis` in turn, and fetch the next ones meanwhile."""
+        """Yield the shards of each rank of `axis` in turn; prefetch the next ones meanwhile."""
         pending = self._fetch(axis, 0, shards)
         for turn in range(self.comm.size(axis)):
             panel = [one.wait() for one in pending]
@@ -132,7 +134,7 @@ class TwoD(Layout):
 
 
 class _Reductions:
-    """Sums over `axis` in turn, the t-th for the rank at coordinate t; one at a time under way."""
+    """Successive reduces over `axis`, the t-th to the rank at coordinate t, one in flight."""
 
     def __init__(self, comm: Comm, axis: str) -> None:
         self._comm, self._axis = comm, axis
@@ -141,14 +143,14 @@ class _Reductions:
         self._mine: Tensor | None = None
 
     def add(self, term: Tensor) -> None:
-        """Begin the next sum, of every rank's `term`."""
+        """Start the reduce of every rank's `term` to the next coordinate."""
         self._finish()
         self._pending = self._comm.reduce_start(term.contiguous(), self._axis, self._turn)
 
     def mine(self) -> Tensor:
-        """Wait for all, and return the sum that is for this rank."""
+        """Wait for all reduces, and return the sum for this rank."""
         self._finish()
-        assert self._mine is not None  # there were as many turns as ranks
+        assert self._mine is not None  # `add` was called once for each rank of the axis
         return self._mine
 
     def _finish(self) -> None:

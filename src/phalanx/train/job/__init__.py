@@ -1,1 +1,1 @@
-"""From a request to a job: all that is decided before the first process starts."""
+"""Resolve the configuration of a run to a job, before the first rank process starts."""

@@ -1,4 +1,4 @@
-"""What `auto` stands for in a run's settings: the planner's choice on the machine at hand."""
+"""Resolve `auto` in a run's settings by the planner's choice for this machine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from phalanx.strategy import AXES, Strategy
 from phalanx.train.precision import resolve
 
 DEFAULT_ROWS: Final = 4
-"""Sequences of a rank in a step where the settings say nothing of the batch."""
+"""Default sequences per data rank and microbatch, if the settings do not determine the batch."""
 
 
 def with_choice(
     config: TrainConfig, given: Strategy, shape: ModelShape, device: str
 ) -> tuple[TrainConfig, Strategy, list[str]]:
-    """Return the settings with what the planner chooses, the strategy, and lines that say so.
+    """Return the settings with the planner's choice, its strategy, and lines that describe it.
 
-    `given` is the strategy that is named; where the planner chooses it, any of as many ranks.
+    `given` is the named strategy, or any strategy with the number of ranks if it is `auto`.
 
     Raises:
-        PhalanxError: nothing that is legal fits.
+        PhalanxError: no legal choice fits the memory.
     """
     batch, is_strategy_open = config.batch, config.strategy == AUTO
     microbatch = None if batch.microbatch == AUTO else batch.microbatch
@@ -36,7 +36,7 @@ def with_choice(
     rows = (microbatch or DEFAULT_ROWS) * (batch.accumulation or 1)
     question = Question(
         shape=shape,
-        # Ranks that others have started each choose by themselves, and must choose alike.
+        # Under torchrun each rank chooses by itself, and all must make the same choice.
         cluster=this_machine(given.num_ranks, ASSUMED if is_under_torchrun() else None),
         software=SOFTWARE["compiled" if config.compile else "phalanx"],
         seq_len=config.corpus.seq_len,
@@ -59,12 +59,12 @@ def with_choice(
 
 
 def _precision(config: TrainConfig, device: str) -> str:
-    is_of_gpu = config.precision == "auto" and device == "cuda"  # which may not be occupied here
+    is_of_gpu = config.precision == "auto" and device == "cuda"  # `resolve` would open it
     return "bfloat16" if is_of_gpu else resolve(config.precision, device).name
 
 
 def _without(config: TrainConfig) -> tuple[str, ...]:
-    """Return the axes that other settings exclude."""
+    """Return the strategy axes that other settings exclude."""
     within_samples = [name for name in AXES if name not in ("pp", "dp", "fsdp")]
     stages = ("pp",) if config.precision == "float16" else ()
     return (*stages, *(within_samples if config.compile else ()))

@@ -1,6 +1,6 @@
-"""What can be settled of a run before its data is read, so that a wrong request ends at once.
+"""Resolve the part of a run that does not need its data, so that a wrong request fails at once.
 
-No torch where there surely is no GPU, and no checkpoint to begin with.
+torch is not imported on a host that certainly has no GPU, unless the run starts from a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from phalanx.train.job import resume
 
 @dataclass(frozen=True)
 class Request:
-    """The part of a run that is settled before its data is read.
+    """The part of a run that is resolved before its data is read.
 
     Attributes:
-        config: the settings, completed by the checkpoint that the run resumes from.
-        strategy: how the work is split.
+        config: the settings, completed from the checkpoint to resume from.
+        strategy: parallel strategy.
         device: "cpu" or "cuda".
-        shape: the model.
-        name: what the model is called, see `resume.name_of`.
-        batch: the batch law, solved.
-        start: the checkpoint to resume from, or None.
-        init: the checkpoint that the first weights come from, or None.
-        choice: what the planner has chosen of it, in a line each.
+        shape: shape of the model.
+        name: name of the model, see `resume.name_of`.
+        batch: global batch, microbatch and accumulation.
+        start: checkpoint to resume from, or None.
+        init: checkpoint that initializes the weights of a new run, or None.
+        choice: lines that describe the planner's choice; empty without `auto`.
     """
 
     config: TrainConfig
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def done(self) -> tuple[int, int]:
-        """Steps taken before the run resumes, and samples consumed of its present length."""
+        """Steps taken before the resume, and samples of the current length that were consumed."""
         if self.start is None:
             return 0, 0
         about = self.start.about
@@ -63,19 +63,19 @@ class Request:
 
     @property
     def has_new_length(self) -> bool:
-        """Whether the run resumes with samples of another length."""
+        """Whether the run resumes with another sample length."""
         return self.start is not None and resume.has_new_length(self.config, self.start.about)
 
     @property
     def origin(self) -> Checkpoint | None:
-        """The checkpoint that the first weights of this process come from, or None."""
+        """The checkpoint from which this process loads its weights, or None."""
         return self.start or self.init
 
     def check_memory(self, *, has_activations: bool) -> None:
-        """Refuse what this host cannot hold; activations are counted with torch.
+        """Check that the run fits this host's memory; counting activations imports torch.
 
         Raises:
-            ConfigError: the arithmetic, and what would fit.
+            ConfigError: it does not; the message has the calculation, and settings that fit.
         """
         load = Load(
             shape=self.shape,
@@ -92,7 +92,7 @@ class Request:
         check_fit(load, self.name, num_here)
 
     def settings(self, **more: Any) -> TrainConfig:
-        """Return the settled settings, with paths that hold from any folder, and `more`."""
+        """Return the resolved settings, with absolute paths, and with the values of `more`."""
         is_named = self.config.model is not None or self.origin is not None
         settled = {
             "strategy": str(self.strategy),
@@ -108,18 +108,18 @@ class Request:
             config = with_value(config, key, value)
         for key in keys_for(TrainConfig, Use.PATH):
             if (path := value_at(config, key)) is not None:
-                # Not normalized: `..` after a link is another folder than the text says.
+                # Not normalized: `..` after a symbolic link is not the link's parent folder.
                 path = os.path.join(os.getcwd(), os.path.expanduser(path))
                 config = with_value(config, key, path)
         return config
 
 
 def settle(config: TrainConfig) -> Request:
-    """Settle what needs no data, and refuse mistakes in it.
+    """Resolve the settings that do not need the data, and check them.
 
     Raises:
         PhalanxError: a setting is wrong; a folder, text or preset is missing; sizes contradict each
-            other; or this host has not the devices or the memory.
+            other; or this host has too few devices or too little memory.
     """
     check(config)
     start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
@@ -145,7 +145,7 @@ def settle(config: TrainConfig) -> Request:
         )
     choice: list[str] = []
     if AUTO in (config.strategy, config.batch.microbatch):
-        from phalanx.train.job.auto import with_choice  # loads torch
+        from phalanx.train.job.auto import with_choice  # imports torch
 
         config, strategy, choice = with_choice(config, strategy, shape, device)
     batch = solve_batch(config.batch, strategy.data_ranks, strategy.pp.degree)
@@ -157,14 +157,14 @@ def settle(config: TrainConfig) -> Request:
 def choose_strategy(config: JobConfig) -> tuple[Strategy, str]:
     """Return the strategy of a checked configuration, dp if none is named, and the device.
 
-    For `auto` it is dp over all ranks, until the planner chooses. Processes are as many as torchrun
-    started or --nproc says; else what the strategy needs; else one a GPU, or 2 on a CPU, for `auto`
-    one a core.
+    For `auto`, return dp over all ranks, which the planner replaces later. The number of ranks is
+    torchrun's or --nproc; else the strategy's; else one for each GPU; else, on a CPU, 2, or for
+    `auto` one for each core.
 
     Raises:
-        StrategyError: it does not fit the processes.
-        ConfigError: there is no such device, or too few of it, or too little memory, or torchrun
-            started another number of processes than --nproc says.
+        StrategyError: the strategy does not fit the number of processes.
+        ConfigError: the device is missing, there are too few GPUs or too little memory, or torchrun
+            started a number of processes other than --nproc.
     """
     if config.strategy != AUTO:
         return choose(config.strategy, config.nproc, config.device)
@@ -177,7 +177,7 @@ def choose_strategy(config: JobConfig) -> tuple[Strategy, str]:
 
 
 def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, str]:
-    """Return the strategy and the device; see `choose_strategy`, of whose settings these are."""
+    """Return the strategy and device for these three settings, see `choose_strategy`."""
     device, num_devices = choose_device(device)
     num_ranks = nproc
     if is_under_torchrun():
@@ -205,7 +205,7 @@ def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, 
 
 
 def choose_device(name: str) -> tuple[str, int]:
-    """Return the device for the setting `name`, and how many GPUs this host has."""
+    """Return the device for the setting `name`, and the number of GPUs to use on this host."""
     if name != "cpu" and may_have_gpu():
         import torch
 
@@ -217,10 +217,10 @@ def choose_device(name: str) -> tuple[str, int]:
 
 
 def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
-    """Return the checkpoint that a setting names.
+    """Return the checkpoint at the path of a setting, or None without a path.
 
     Raises:
-        CheckpointError: there is none, or it holds settings that no run could have had.
+        CheckpointError: there is no checkpoint, or its manifest has settings that are not valid.
     """
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""From a configuration to a job: everything that is decided before the first process starts."""
+"""Resolve a configuration to a job: steps, data and folder, before the first process starts."""
 
 from __future__ import annotations
 
@@ -36,30 +36,29 @@ from phalanx.train.precision import Precision, check_split
 from phalanx.train.precision import resolve as resolve_precision
 
 DEFAULT_STEPS = 560
-"""Optimizer steps of a run that names neither steps nor epochs: as many as suit the demo."""
+"""Optimizer steps if the settings give neither steps nor epochs; chosen for the demo."""
 
 _SILENT: Final = (
     *keys_for(TrainConfig, Use.LOCAL | Use.PATH | Use.FRESH | Use.OF_TOKENIZER),
     *("model", "epochs"),
 )
-"""Settings in a manifest that change no number of the run, or show in those that do."""
+"""Settings that do not affect results, or only through others; a resume reports no change."""
 
 MANY_EPOCHS = 4
-"""Passes over a text up to which repeating it is nearly as good as new text (Muennighoff et al.
-2023, arXiv 2305.16264)."""
+"""Epochs up to which repeated text trains nearly as well as new text.
+
+Muennighoff et al. 2023, arXiv 2305.16264."""
 
 
 @dataclass(frozen=True)
 class Job(Request):
-    """A run, resolved; the same value on every rank.
-
-    Its settings have values for what was unset, and absolute paths.
+    """A resolved run, equal on every rank; unset settings have values, and paths are absolute.
 
     Attributes:
-        num_steps: optimizer steps of the whole run, with the steps of an earlier part.
+        num_steps: optimizer steps of the whole run, including those before a resume.
         tokens: the prepared data.
-        samples: those to train on.
-        order: the stream of those samples.
+        samples: training samples.
+        order: order of the training samples.
         out: folder that the run writes to.
     """
 
@@ -71,16 +70,16 @@ class Job(Request):
 
 
 def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
-    """Decide everything, and prepare the data.
+    """Resolve a configuration to a job, and prepare its data.
 
     Raises:
-        PhalanxError: anything that would fail later, in one message.
+        PhalanxError: the run would fail later; the message has the reason.
     """
     return complete(settle(config), progress)
 
 
 def complete(request: Request, progress: Progress | None = None) -> Job:
-    """Decide the rest, and prepare the data; see `resolve`."""
+    """Resolve a settled request to a job, and prepare its data; see `resolve`."""
     config, start = request.config, request.start
     precision = _precision_of(config, request.device)
     _check_split(request)
@@ -117,7 +116,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         "precision": precision.name if request.device == "cpu" else config.precision,
         "steps": num_steps if config.epochs is None else None,
     }
-    if start is not None:  # so that its file can still begin such a run from the start
+    if start is not None:  # so that the run's settings file can still start the run from scratch
         is_own = config.tokenizer is None and config.corpus.vocab_size is None
         for key in ("init", *(("tokenizer", "corpus.vocab_size") if is_own else ())):
             settled[key] = start.about.settings.get(key)
@@ -126,12 +125,12 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
 
 
 def _check_split(request: Request) -> None:
-    """Refuse what the strategy does not split, or not evenly.
+    """Check that the strategy can shard the model and the batch evenly.
 
     Raises:
         StrategyError: sizes are not divisible, or there are too few blocks for a segment.
-        ConfigError: rows of a microbatch would be padded, blocks compiled that cannot be, the loss
-            scaled in stages that do not agree on the scale, or this host has not the memory.
+        ConfigError: microbatch or sequence would be padded; compilation, loss scaling or gradient
+            compression does not work with the strategy; or this host has too little memory.
     """
     from phalanx.parallel.plan import plan_decoder
 
@@ -152,7 +151,7 @@ def _check_split(request: Request) -> None:
 
 
 def _count_steps(request: Request, order: Order) -> int:
-    """Return the optimizer steps of the run, those that are done included; 0 is refused."""
+    """Return the run's total optimizer steps, done ones included; raise DataError if 0."""
     config, size, (done, consumed) = request.config, request.batch.global_size, request.done
     if config.epochs is None:
         return config.steps if config.steps is not None else DEFAULT_STEPS
@@ -167,17 +166,17 @@ def _count_steps(request: Request, order: Order) -> int:
 
 
 def _precision_of(config: TrainConfig, device: str) -> Precision:
-    """Return the data types as far as they matter before the ranks start.
+    """Return the dtypes as far as they are needed before the ranks start.
 
-    "auto" asks the GPU what it can do, and the process that starts the ranks must not occupy one;
-    whichever it chooses, master weights are float32.
+    "auto" on CUDA must query the GPU, on which the parent process must not create a context. The
+    master weights are float32 for either choice, so float32 stands in for "auto".
     """
     is_open = config.precision == "auto" and device == "cuda"
     return resolve_precision("float32" if is_open else config.precision, device)
 
 
 def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manifest:
-    """Return what a checkpoint of this job says of itself."""
+    """Return the manifest of a checkpoint of this job; `more` are further fields."""
     settings = {
         key: value
         for key, value in to_keep(job.config).items()
@@ -198,9 +197,9 @@ def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manife
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """Return what must be the same on every rank, each of which has resolved the job by itself.
+    """Return the values that must be equal on every rank, because each rank resolves the job.
 
-    Some settings are compared by what they come to, and some are a host's own.
+    Some settings are compared by their resolved values; settings local to a host are excluded.
     """
     steps_done, consumed = job.done
     return {
@@ -220,7 +219,7 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 
 def words_of(job: Job) -> list[str]:
-    """Describe the run that is about to begin: model and split, then data, in a line each."""
+    """Return lines that describe the run: the planner's choice, model and strategy, then data."""
     tokens, weights = job.tokens, ""
     if job.origin is not None:
         weights = f" from {job.origin.folder}"
@@ -241,14 +240,14 @@ def _count(number: int, what: str) -> str:
 
 
 def num_epochs(job: Job) -> float:
-    """Return the passes over the data of the whole run; of a part that is done, as it was."""
+    """Return the epochs of the whole run; steps done count the samples that they consumed."""
     done, consumed = job.done
     rows = consumed + max(0, job.num_steps - done) * job.batch.global_size
     return job.order.first_epoch + rows / job.order.num_samples
 
 
 def remarks_on(job: Job) -> list[str]:
-    """Return what a person should know before the job runs, in a line each."""
+    """Return notices to show before the job runs, a line each."""
     lines: list[str] = []
     if job.start is not None:
         if (went_back := not_whole_after(job.start.folder)) is not None:
@@ -277,11 +276,11 @@ def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
     settings = {**now.settings, "steps": now.num_steps}
     differing = [
         f"{key} {_text(earlier[key])} -> {_text(value)}"
-        for key, value in json.loads(json.dumps(settings)).items()  # as a manifest has them
+        for key, value in json.loads(json.dumps(settings)).items()  # as in a manifest
         if key not in _SILENT
         and key in earlier
         and earlier[key] != value
-        # What the devices are to settle is not known before the ranks are started.
+        # "auto" is resolved only after the ranks start.
         and not (key == "precision" and "auto" in (value, earlier[key]))
     ]
     if differing:

@@ -1,7 +1,7 @@
-"""What a run takes from the checkpoint it begins with or resumes from, and what differs from it.
+"""Take settings from the checkpoint of --resume or --init, and check the settings against it.
 
-`start` is a checkpoint to resume from (--resume), `origin` that or one whose weights a run begins
-with (--init); no run has both.
+`start` is the checkpoint to resume from (--resume). `origin` is `start`, or the checkpoint that
+initializes the weights (--init); a run has at most one of the two.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from phalanx.data.tokens import TokenFiles
 
 DEFAULT_MODEL: Final = "demo"
-"""Preset of a run that names no model and begins with no checkpoint."""
+"""Preset of a run without a model setting and without a checkpoint."""
 
 
 def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -> str:
-    """Return what the run's model is called.
+    """Return the name of the run's model.
 
-    The name is the preset's, or the name of the run it resumes or has its weights from, or of the
-    folder of converted weights; a preset whose sizes were replaced is called by its number of
-    parameters.
+    With a checkpoint, this is the name in its manifest, else the name of its run folder, else of
+    its own folder. Without one, this is the preset's name, or, if sizes were changed, a name with
+    the number of parameters.
     """
     if origin is not None:
         named = origin.about.settings.get("model")
@@ -49,9 +49,9 @@ def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -
 
 
 def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
-    """Return the model's shape: as the settings say, or of the weights it begins with.
+    """Return the model's shape: from the settings, completed by the checkpoint's shape.
 
-    Dropout is no property of weights, so it may differ from the checkpoint's.
+    Dropout does not affect weights, so it may differ from the checkpoint's.
 
     Raises:
         ConfigError: the settings contradict each other, or the weights of `init`.
@@ -59,7 +59,7 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
     named = None if config.model is None else preset(config.model)
     if origin is None:
         return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
-    from phalanx.checkpoint.weights import shape_in  # it loads torch
+    from phalanx.checkpoint.weights import shape_in  # imports torch
 
     held = shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
@@ -78,12 +78,12 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
 
 
 def tokenizer_of(config: TrainConfig, origin: Checkpoint | None) -> str | None:
-    """Return the tokenizer.json to use: the one that is given, else the checkpoint's, if any.
+    """Return the tokenizer.json to use: `config.tokenizer`, else the checkpoint's, if any.
 
-    Settings for a tokenizer that is to be trained go before the checkpoint's.
+    With `corpus.vocab_size` set, a new tokenizer is trained, and the checkpoint's is not used.
 
     Raises:
-        ConfigError: there is none for the weights of `init`, and none was asked for.
+        ConfigError: the checkpoint of `init` has no tokenizer, and the settings give none.
     """
     if config.tokenizer is not None or origin is None or config.corpus.vocab_size is not None:
         return config.tokenizer
@@ -98,7 +98,7 @@ def tokenizer_of(config: TrainConfig, origin: Checkpoint | None) -> str | None:
 
 
 def to_keep(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that the folder of a run keeps, by dotted key."""
+    """Return the settings that are stored in the run folder and manifests, by dotted key."""
     return {
         setting.key: value_at(config, setting.key)
         for setting in settings(TrainConfig)
@@ -107,15 +107,15 @@ def to_keep(config: TrainConfig) -> dict[str, Any]:
 
 
 def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> TrainConfig:
-    """Return the settings, with the run's own length and batch where they say nothing of those.
+    """Return the settings, with unset run length and batch sizes taken from the manifest.
 
-    The rate of learning follows from the length, so another one would be another run.
+    The length is taken because the learning rate of each step depends on it.
 
     Raises:
-        BatchError: the ranks do not divide the run's global batch.
+        BatchError: the global batch is not divisible by the number of data ranks.
     """
     if config.steps is None and config.epochs is None:
-        epochs = about.settings.get("epochs")  # its last batch may be a smaller one
+        epochs = about.settings.get("epochs")  # keep the epochs: the last batch may be smaller
         steps = about.num_steps if epochs is None else None
         config = dataclasses.replace(config, steps=steps, epochs=epochs)
     if None in map(about.settings.get, ("batch.global_size", "batch.microbatch")):
@@ -130,7 +130,7 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
 
 
 def _batch_of(settings: dict[str, Any], size: int | None, num_data_ranks: int) -> BatchConfig:
-    """Return the global batch in microbatches of the run's own size, or the largest that fit."""
+    """Return the batch with the run's microbatch, or the largest smaller one that divides it."""
     whose = "the run's global batch" if size is None else "batch.global_size"
     rows: int = settings["batch.global_size"] if size is None else size
     share, rest = divmod(rows, num_data_ranks)
@@ -148,7 +148,7 @@ def _batch_of(settings: dict[str, Any], size: int | None, num_data_ranks: int) -
 
 
 def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
-    """Return what fixes the order of the samples, so that a position in it means the same."""
+    """Return the values that determine the order of the samples; equal on a resume."""
     return {
         "text": tokens.text_digest,
         "text bytes": tokens.num_bytes,
@@ -158,14 +158,14 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
 
 
 def has_new_length(config: TrainConfig, about: Manifest) -> bool:
-    """Return whether samples have another length than in the checkpoint that the run resumes."""
+    """Return whether the sample length differs from the checkpoint's."""
     return about.stream.get("corpus.seq_len", config.corpus.seq_len) != config.corpus.seq_len
 
 
 def first_epoch(config: TrainConfig, about: Manifest | None, num_tokens: int) -> int:
-    """Return the number of the epoch at which the stream of samples begins.
+    """Return the number of the epoch at which the sample stream begins.
 
-    Samples of a new length begin a new epoch: the rest of the interrupted one is left out.
+    A new sample length starts a new epoch, which skips the rest of the interrupted one.
     """
     if about is None or not has_new_length(config, about):
         return 0 if about is None else about.first_epoch
@@ -174,10 +174,10 @@ def first_epoch(config: TrainConfig, about: Manifest | None, num_tokens: int) ->
 
 
 def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> None:
-    """Refuse to resume in another order of samples than the run was in.
+    """Check that a resumed run has the checkpoint's order of samples.
 
     Raises:
-        CheckpointError: names the setting by which it is another, and what it was.
+        CheckpointError: it has another; the message names the setting and its earlier value.
     """
     before, ours = start.about.stream, stream_of(config, tokens)
     differing = [
@@ -225,7 +225,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
 
 
 def _gone_order(stream: dict[str, Any]) -> str:
-    """Say how an earlier version ordered the samples of a run, if no version does so now."""
+    """Describe the run's order of samples if this version no longer supports it, else return ""."""
     if stream.get("corpus.shuffle_len") is not None:
         return f"was made with corpus.shuffle_len {stream['corpus.shuffle_len']}"
     has_lengths = manifest.EARLIER_LENGTHS in stream
@@ -233,7 +233,7 @@ def _gone_order(stream: dict[str, Any]) -> str:
 
 
 def _size_words(stream: dict[str, Any]) -> str:
-    num_bytes = stream.get("text bytes", 0)  # anything, in a manifest that somebody has changed
+    num_bytes = stream.get("text bytes", 0)  # any type, in an edited manifest
     return f"{num_bytes:,}" if isinstance(num_bytes, int) else str(num_bytes)
 
 

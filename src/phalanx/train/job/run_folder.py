@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, whether it is free, and whether its checkpoints fit there."""
+"""Choose, create and check the folder of a run: its path, other runs' checkpoints, disk space."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from phalanx.train.job.resolve import Job
 
 TENSORS_PER_PARAMETER: Final = 3
-"""What a checkpoint keeps of each parameter: the weight and the two moments of AdamW."""
+"""Tensors in a checkpoint for each parameter: the weight and the two moments of AdamW."""
 
 
 def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
-    """Return the folder to write to: as given, the folder of the run it resumes, or a new one.
+    """Return the folder to write to: `out`, else the resumed run's folder, else a new one.
 
     Raises:
-        ConfigError: the run it resumes has no folder.
+        ConfigError: the checkpoint to resume from is not in a run folder.
     """
     if config.out is not None:
         return Path(config.out)
@@ -51,13 +51,16 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
 
 
 def new_folder(name: str, strategy: Strategy) -> Path:
-    """Return where a run is kept that names no folder."""
+    """Return the folder of a new run without `out`: runs/ and name, strategy and time."""
     new = f"{name}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path("runs") / new.replace(":", "_").replace("/", "_").replace(",", "-")
 
 
 def claim(job: Job) -> Job:
-    """Make the folder of a run, under a name that no other run has made; one process calls this."""
+    """Create the folder of a run, and return the job with its path; one process calls this.
+
+    A new run without `out` gets a number appended if another run has the name already.
+    """
     out = job.out
     if job.config.out is not None or job.start is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -67,16 +70,16 @@ def claim(job: Job) -> Job:
             try:
                 out.mkdir()
                 break
-            except FileExistsError:  # by a run that was begun in the same second
+            except FileExistsError:  # a run that started in the same second
                 out = job.out.with_name(f"{job.out.name}-{number}")
     return dataclasses.replace(job, out=out)
 
 
 def keep_origin(job: Job) -> None:
-    """Put into the folder of a run what it was made from: its settings, its tokenizer, its family.
+    """Write the settings, the tokenizer and the model type of a run into its folder.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: a write failed, for example because the disk is full.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     keep_tokenizer(job.tokens.tokenizer, job.out)
@@ -94,10 +97,10 @@ _HEAD: Final = """\
 
 
 def check_unused(out: Path, start: Checkpoint | None) -> None:
-    """Refuse to mix the checkpoints of two runs, of which --resume would take the wrong one.
+    """Check that `out` has no checkpoints that a later --resume would confuse with this run's.
 
     Raises:
-        ConfigError: `out` holds checkpoints of another run, or later ones of this.
+        ConfigError: `out` has checkpoints of another run, or later ones than `start`.
     """
     checkpoints = manifest.whole(out)
     if not checkpoints:
@@ -117,10 +120,10 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
 
 
 def check_writable(out: Path) -> None:
-    """Refuse a folder that could not be made or written to, and leave nothing behind.
+    """Check that the folder can be created and written to, by a temporary file that is removed.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: it cannot; the message has the reason.
     """
     try:
         with tempfile.TemporaryFile(dir=existing(out)) as probe:
@@ -130,7 +133,7 @@ def check_writable(out: Path) -> None:
 
 
 def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -> int:
-    """Return the checkpoints that a run writes from `steps_done` on; the last step makes one."""
+    """Return the number of checkpoints after step `steps_done`, with one after the last step."""
     if steps_done >= num_steps:
         return 0
     if save_every == 0:
@@ -140,22 +143,22 @@ def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -
 
 
 def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
-    """Return the size of one checkpoint, nearly: its tensors; the other files are small."""
+    """Return the approximate bytes of a checkpoint: its tensors, without the small other files."""
     return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
 
 
 def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes: int) -> None:
-    """Refuse to begin what could not be saved: checkpoints to come, and one by the clock beside.
+    """Check the disk space for the `num_checkpoints` to come, and one more saved by time.
 
     Raises:
-        ConfigError: with the bytes that are needed and left.
+        ConfigError: the space is too small; the message has the bytes needed and left.
     """
     keep = config.keep_checkpoints
-    if keep is not None:  # the next is whole before the oldest goes
+    if keep is not None:  # the next is complete before the oldest is removed
         num_kept = len(manifest.whole(out)) - len(manifest.passing(out))
         num_checkpoints = min(num_checkpoints, max(1, keep + 1 - num_kept))
     if config.save_every_minutes > 0 and num_checkpoints > 0:
-        num_checkpoints += 1  # the next is whole before it goes
+        num_checkpoints += 1  # removed only after the next is complete
     left_bytes = free_bytes(out)
     if left_bytes < num_checkpoints * one_bytes:
         raise ConfigError(

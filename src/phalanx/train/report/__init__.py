@@ -1,1 +1,1 @@
-"""What a run says of itself: records of its steps, and its summary."""
+"""Record the steps of a run, and summarize the run at its end."""

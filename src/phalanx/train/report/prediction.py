@@ -1,4 +1,4 @@
-"""What the planner predicts of a run, beside what the run has measured."""
+"""Compare the planner's prediction of a run's step time and memory with the measurement."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ _TERMS: Mapping[str, tuple[Term, ...]] = {
     "communication": ("communication",),
     "optimizer": ("optimizer",),
 }
-"""Cause of a predicted time -> the terms of a measured step that it stands for."""
+"""Cause of a predicted time -> terms of the measured step that it corresponds to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A figure as predicted and as measured: seconds of a step, or bytes at the peak."""
+    """A predicted and a measured value: seconds of a step, or bytes of memory."""
 
     predicted: float
     measured: float
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Relative error, predicted / measured - 1."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
     def text(self, scale: float, unit: str) -> str:
-        """Return both, and the error in percent."""
+        """Return both values divided by `scale`, in `unit`, with the error in percent."""
         both = f"{self.predicted / scale:,.4g} {unit}, measured {self.measured / scale:,.4g}"
         return f"{both} ({self.error:+.0%})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What the planner says of a run on the machine at hand, before anything of it is known.
+    """The planner's prediction of a run on this machine.
 
     Attributes:
-        machine: what the machine is described by.
-        step_s: of the median step.
-        time_s: cause -> seconds of it.
-        at_most: what rank 0 holds, by kind, each at its most.
-        at_peak: the same at the moment of its peak; their sum is the peak.
+        machine: source of the machine's rates.
+        step_s: seconds of the median step.
+        time_s: cause -> seconds of a step.
+        at_most: largest bytes of each kind of memory on rank 0.
+        at_peak: bytes of each kind at rank 0's peak; their sum is the peak.
     """
 
     machine: str
@@ -67,16 +67,17 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What was predicted, beside what was measured.
+    """Predicted and measured values of a run.
 
     Attributes:
-        machine: what the machine is described by.
-        time_s: `step`, and its causes -> seconds.
-        bytes: `peak`, what rank 0 holds of each kind at its most, and as `passing` of activations,
-            casts and buffers of collectives together, which the planner counts in one run -> bytes.
-        bytes_at_peak: what it holds of each kind at its peak, whose sum `peak` is; the measured one
-            has `communication` and `other` beside.
-        errors: of each of these, predicted over measured, less 1.
+        machine: source of the machine's rates.
+        time_s: `step` and each cause -> seconds.
+        bytes: on rank 0, `peak`, the largest bytes of each kind, and `passing`: the largest bytes
+            of activations, casts and communication buffers together, which the planner counts
+            in one run -> bytes.
+        bytes_at_peak: bytes of each kind at rank 0's peak. The predicted ones sum to the predicted
+            `peak`; the measured peak also has the kinds `communication` and `other`.
+        errors: predicted / measured - 1 of each entry of `time_s` and `bytes`.
     """
 
     machine: str
@@ -86,14 +87,14 @@ class Judged:
     errors: Mapping[str, float]
 
     def line(self) -> str:
-        """Return step and peak in a line or two."""
+        """Return step time and peak memory, predicted and measured, as text."""
         words = [f"{self.time_s['step'].text(1e-3, 'ms')} a step"] if self.time_s else []
         if self.bytes:
             words.append(f"{self.bytes['peak'].text(2**20, 'MiB')} at the peak")
         return f"{'; '.join(words)}; by {self.machine}"
 
     def table(self) -> Table:
-        """Draw the times by cause."""
+        """Return a table of the times by cause."""
         heads = (Column(name, justify="right") for name in ("predicted ms", "median ms", "error"))
         title = "Predicted beside measured"
         table = Table("cause", *heads, title=title, title_justify="left")
@@ -104,18 +105,18 @@ class Judged:
 
 
 def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
-    """Predict a run on the machine at hand; None where its peak in the data type is unknown.
+    """Predict a run on this machine; None if the machine's peak in the dtype is unknown.
 
-    Where no calibration file says what the machine does, the rate of products that the run itself
-    has measured takes its place.
+    Without a calibration file of the machine, the rate of matrix products that the run measured is
+    used.
 
     Args:
         planned: a step of the run.
-        ceiling: FLOP/s of the fastest products of one rank; None where they were not measured.
+        ceiling: FLOP/s of the fastest matrix products of one rank; None if not measured.
     """
     num_ranks = planned.strategy.num_ranks
     compute = ASSUMED
-    if ceiling is not None:  # of a rank, which has a part of the cores
+    if ceiling is not None:  # a rank has a part of the cores
         rates = {planned.precision: ceiling * num_ranks / num_cores()}
         source = "matrix products as this run measured them"
         today = time.strftime("%Y-%m-%d")
@@ -145,7 +146,7 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
 def judge(
     predicted: Predicted, steps: StepSummary | None, memory: MemoryReport | None
 ) -> Judged | None:
-    """Return a prediction beside what was measured; None where nothing was."""
+    """Return a prediction with the measured values; None if nothing was measured."""
     time_s: dict[str, Forecast] = {}
     if steps is not None and steps.doubt is None:
         time_s["step"] = Forecast(predicted=predicted.step_s, measured=steps.wall_s)

@@ -1,4 +1,4 @@
-"""Watch the steps of a run on one rank: time, bytes, memory; rank 0 keeps and shows records."""
+"""Measure time, bytes and memory of the steps on each rank; rank 0 writes and shows records."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from phalanx.train.session import Session
 from phalanx.train.step import TERMS, StepResult
 
 LEDGER_STEP = 1
-"""The step of this process whose collectives are counted: the second, when all buffers exist."""
+"""Index of the step whose collectives are counted: the second, when all buffers exist."""
 
 MEMORY_STEP = 2
-"""The step of this process whose memory is accounted for: the third, one that is not timed."""
+"""Index of the step whose memory is accounted: the third, which the medians exclude."""
 
 WARMUP_STEPS = 3
-"""Steps of this process that are left out of every median; a shorter run has but its first."""
+"""First steps of this process that the medians exclude; a shorter run uses only its first step."""
 
 MEASURED_STEPS = 10_000
-"""Steps whose times are kept, the latest."""
+"""Number of latest steps whose times and losses are kept."""
 
 
 class Records:
-    """Measures each step of a session, and never takes one; as a context it keeps the files open.
+    """Measures the steps of a session, which the caller takes; leaving its context closes the log.
 
         with records.watching_data():
             microbatches = ...
@@ -48,24 +48,24 @@ class Records:
             result = step(microbatches)
         records.keep(result)
 
-    A step lasts from the end of the one before it, so that work between two steps, such as
-    keeping their records, is part of the rate; an evaluation is not.
+    A step's time starts at the end of the previous step, so that it includes work between steps,
+    such as writing records. An evaluation is excluded.
 
     Attributes:
-        session: the run that it watches.
-        timer: the step ledger.
-        entries: what one counted step sent.
-        memory: what one step held on this rank; None before that step.
-        last: result of the last step.
-        losses: of the latest steps.
-        evaluations: those made so far.
-        num_steps: steps taken so far.
-        ceiling_flops_per_s: the rate of products on a rank, the mean of all; None if not measured.
-        log: where records are kept; None but on rank 0.
+        session: the session that is measured.
+        timer: step ledger, which times the phases.
+        entries: collectives of step LEDGER_STEP and their bytes; empty before.
+        memory: memory account of step MEMORY_STEP on this rank; None before.
+        last: result of the latest step.
+        losses: losses of the latest steps, at most MEASURED_STEPS.
+        evaluations: evaluations so far.
+        num_steps: steps taken so far by this process.
+        ceiling_flops_per_s: measured FLOP/s of matrix products, mean over ranks; None before.
+        log: log of the records on rank 0; None on other ranks.
     """
 
     def __init__(self, session: Session, console: Console) -> None:
-        """Begin to watch; rank 0 shows the run on `console`."""
+        """Start to measure; rank 0 opens the log and shows the run on `console`."""
         self.session = session
         self.timer = StepTimer(session.comm.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
@@ -93,7 +93,7 @@ class Records:
         self._watching.enter_context(
             self.session.step.watched(lambda name: self.timer.phase(TERMS[name]))
         )
-        if self.session.comm.device.type == "cpu":  # a GPU's stream waits, not this thread
+        if self.session.comm.device.type == "cpu":  # on a GPU the stream waits, not this thread
             self._watching.enter_context(around_waits(lambda _: self.timer.phase("communication")))
         return self
 
@@ -104,7 +104,7 @@ class Records:
 
     @contextmanager
     def watching_data(self) -> Generator[None]:
-        """Book what runs inside as the data of the step that begins."""
+        """Start a step, and count the time inside toward its data phase."""
         if self._begins_anew:
             self.timer.begin_step()
             self._begins_anew = False
@@ -113,7 +113,7 @@ class Records:
 
     @contextmanager
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
-        """Measure the step that is taken inside; one is counted, and one accounted for."""
+        """Measure the step inside: also bytes in LEDGER_STEP, and memory in MEMORY_STEP."""
         del microbatches
         step = self.session.step
         if self.num_steps == LEDGER_STEP:
@@ -133,7 +133,7 @@ class Records:
                 yield
 
     def keep(self, result: StepResult) -> None:
-        """Keep the record of the step that has just been watched."""
+        """Record the result of the step that was measured last."""
         session, self.last = self.session, result
         self.losses.append(result.loss)
         self._units.append(session.num_units(result))
@@ -141,7 +141,7 @@ class Records:
         self.num_steps += 1
         if self.num_steps == 1:
             self._measure_ceiling()
-            self._begins_anew = True  # without the measurement
+            self._begins_anew = True  # exclude the measurement from the next step
         if self.log is None:
             return
         use, num_units = self.utilization(times.wall_s, session.num_rows), self._units[-1]
@@ -163,7 +163,7 @@ class Records:
         )
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Record a measurement on the validation data, which has just been made."""
+        """Record an evaluation, and exclude its time from the next step."""
         self._begins_anew = True
         if evaluation is None:
             return
@@ -172,7 +172,7 @@ class Records:
             self.log.evaluation(evaluation.step, evaluation.loss, evaluation.metrics)
 
     def measured(self) -> list[StepTimes]:
-        """Return the times of the latest steps after the warm-up, or of the first, not watched."""
+        """Return the kept times without WARMUP_STEPS; in a shorter run those before LEDGER_STEP."""
         times = list(self.timer.history)
         num_forgotten = self.num_steps - len(times)
         return times[max(0, WARMUP_STEPS - num_forgotten) :] or times[:LEDGER_STEP]
@@ -180,9 +180,9 @@ class Records:
     def utilization(
         self, time_s: float | None = None, num_rows: int | None = None
     ) -> Utilization | None:
-        """Return the part of the arithmetic used by a step, the median one of a full batch.
+        """Return the FLOP utilization of a step, by default of the median step on a full batch.
 
-        None where the FLOPs of the step, or in which type they are, is not known.
+        None if the FLOPs of the step, or the dtype of their arithmetic, are not known.
         """
         flops, arithmetic = self.session.flops(num_rows), self._arithmetic
         if flops is None or arithmetic is None:
@@ -191,7 +191,7 @@ class Records:
         if time_s is None:
             time_s = statistics.median(times.wall_s for times in self.measured())
         device = self.session.comm.device
-        is_listed = device.type == "cuda"  # no processor is
+        is_listed = device.type == "cuda"  # data-sheet peaks of CPUs are not listed
         return Utilization(
             causal=causal,
             full=full,
@@ -203,27 +203,27 @@ class Records:
 
     @property
     def median_units(self) -> float:
-        """Tokens (or samples) of the median step, over all ranks."""
+        """Median tokens (or samples) of a step, over all ranks."""
         return statistics.median(self._units)
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run was first measured."""
+        """Seconds since this object was created."""
         return time.perf_counter() - self._begin_s
 
     @property
     def blind_spot(self) -> str | None:
-        """Why the memory of a step cannot be accounted for, None if it can."""
+        """Why the memory of a step cannot be measured; None if it can."""
         config = self.session.config
         if config.compile:
             return "under --compile it would not see what compiled code holds"
         if config.debug_comm:
-            # It runs our own operators past any other mode.
+            # The check runs Phalanx's operators outside of other dispatch modes.
             return "--debug-comm would not see the collectives that it runs"
         return None
 
     def _measure_ceiling(self) -> None:
-        """Measure products on all ranks at once; their mean rate is the ceiling of an MFU."""
+        """Measure matrix products on all ranks at once; their mean rate is the MFU's ceiling."""
         comm = self.session.comm
         found = self.session.arithmetic or self._types.most(comm.device)
         with said_if_long("measuring the rate of matrix products on all ranks"):

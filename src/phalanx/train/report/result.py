@@ -1,4 +1,4 @@
-"""What a console shows when a run has ended: its result, and with --report the tables behind it."""
+"""Render the console output at the end of a run: the result, and with --report, tables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from phalanx.train.report.summary import Summary
 
 SAMPLE_LINES = 8
-"""Lines of the model's own text that are shown; all of it is in the records."""
+"""Most lines of the generated text that are shown; the records have all of the text."""
 
 
 def render(summary: Summary, *, report: bool) -> RenderableType:
-    """Return the tables if they are asked for, and the result last, where the eye is."""
+    """Return the tables if `report` is set, and the result last, at the bottom of the screen."""
     parts: list[RenderableType] = [Text()]
     if report:
         parts += [*_tables(summary), Text()]
@@ -41,7 +41,7 @@ def render(summary: Summary, *, report: bool) -> RenderableType:
 
 
 def _results(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the result, but for unknown values."""
+    """Yield the (name, text) rows of the result; omit unknown values."""
     first, last = summary.bits_per_byte_first, summary.bits_per_byte_last
     if first is not None and last is not None:
         is_share = math.isfinite(last) and first > 0
@@ -120,13 +120,13 @@ def _sent_table(entries: list[Entry]) -> Table:
 
 
 def _shown(character: str) -> str:
-    """Return a character, or a dot for one that would steer the terminal."""
+    """Return `character`, or a middle dot if it is a control or format character."""
     is_kept = character == "\n" or unicodedata.category(character) not in ("Cc", "Cf")
     return character if is_kept else "\u00b7"
 
 
 def _line(name: str, text: str) -> RenderableType:
-    """Return one row of the result; what does not fit continues under its text."""
+    """Return one row of the result; long text wraps within its column."""
     row = Table.grid(padding=(0, 1, 0, 0))
     row.add_column(width=11, no_wrap=True)
     row.add_column()
@@ -135,7 +135,7 @@ def _line(name: str, text: str) -> RenderableType:
 
 
 def _path(name: str, path: str) -> Text:
-    """Return a path or command in a line that is never cut or broken, so that it can be copied."""
+    """Return a line with a path or command, neither wrapped nor cut, so that it can be copied."""
     return Text(f"{name:<11} {path}", no_wrap=True, overflow="ignore")
 
 

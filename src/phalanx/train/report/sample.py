@@ -1,4 +1,4 @@
-"""Let the model that is trained write, whatever strategy splits it."""
+"""Generate text with the model in training, under any strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPERATURE = 0.8
 
 
 def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
-    """Return the first words of the validation text, or of the training text without one."""
+    """Return the first words of the validation text; of the training text if there is none."""
     file = tokens.validation if tokens.validation.num_tokens > 1 else tokens.train
     text = tokenizer.decode(file.map()[1:_OPENING_TOKENS].tolist()).strip(BROKEN)
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
@@ -36,10 +36,10 @@ def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
 
 
 class _PlainForward:
-    """Computes the logits of a text's next token by the plain forward of the whole text.
+    """Computes the next token's logits by a forward over the whole text, without a key-value cache.
 
-    That runs under every strategy. Every rank of the job calls it together, since the weights may
-    be spread over them; the first that has the logits gives them to all, so all continue alike.
+    This works under every strategy. All ranks of the job call it together, because the weights may
+    be sharded. The first rank with logits broadcasts them, so that all ranks sample the same token.
     """
 
     def __init__(self, model: Decoder, run: Runner) -> None:
@@ -64,12 +64,13 @@ def write_text(
     num_tokens: int = 64,
     seed: int,
 ) -> str:
-    """Return `prompt` as the model continues it, within its longest row, in whole characters.
+    """Return `prompt` and the model's continuation; all ranks of the job call this together.
 
-    A model that has learned little writes bytes that make none; those are left out. The engine is
-    `phalanx generate`'s, over the plain forward in place of a cache.
+    Bytes that do not form a whole character, as an untrained model may write, are left out. The
+    engine is the one of `phalanx generate`, with a full forward in place of the key-value cache.
 
-    `run` is what runs the model. `first_id` is the token that opens a document.
+    `run` runs the model's forward, and `first_id` is the token at the beginning of a document. The
+    number of generated tokens is limited by `num_tokens` and the model's maximum sequence length.
     """
     most = model.shape.max_seq_len
     ids = [first_id, *tokenizer.encode(prompt, add_special_tokens=False).ids]
