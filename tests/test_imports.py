@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -66,6 +67,16 @@ def files() -> list[Path]:
     ]
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module, by its name."""
+    names = {path: path.relative_to(SOURCE).with_suffix("").parts for path in files()}
+    return {
+        ".".join(["phalanx", *parts]): ast.parse(path.read_text(encoding="utf-8"))
+        for path, parts in names.items()
+    }
+
+
 def offenders(module: str, tree: ast.AST) -> list[str]:
     """Return what a module imports that its room may not, and a room that is not on the map."""
     room = room_of(module)
@@ -79,11 +90,7 @@ def offenders(module: str, tree: ast.AST) -> list[str]:
 
 
 def test_imports_point_one_way() -> None:
-    found: list[str] = []
-    for path in files():
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        found += offenders(".".join(["phalanx", *parts]), tree)
+    found = [one for module, tree in trees().items() for one in offenders(module, tree)]
     assert not found, "\n".join(found)
 
 
@@ -109,11 +116,7 @@ def foreign_axes(module: str, tree: ast.AST) -> list[str]:
 
 
 def test_axes_do_not_know_each_other() -> None:
-    found: list[str] = []
-    for path in files():
-        names = path.relative_to(SOURCE).with_suffix("").parts
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        found += foreign_axes(".".join(["phalanx", *names]), tree)
+    found = [one for module, tree in trees().items() for one in foreign_axes(module, tree)]
     assert not found, "\n".join(found)
 
 

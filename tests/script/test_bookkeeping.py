@@ -125,6 +125,7 @@ WEIGHED: list[Callable[[MeanLoss, Tensor], Any]] = [
     lambda loss, y: loss.detach().item() * (y >= 0).sum(),
     lambda loss, y: loss.mul_(len(y)),
     lambda loss, y: torch.mul(loss.data, len(y)),
+    lambda loss, y: torch.mul(input=loss, other=len(y)),
     lambda loss, y: copy.deepcopy(loss).float() * len(y),
     lambda loss, y: Meter().update(loss.item(), y.size(0)),
 ]

@@ -1,1 +1,1 @@
-"""From text to microbatches: corpus, tokenizer, token files, order, loader."""
+"""Data pipeline from text to microbatches: corpus, tokenizer, token files, order, loader."""

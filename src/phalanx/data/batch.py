@@ -15,16 +15,17 @@ from phalanx.models.attention import to_device
 
 @dataclass(frozen=True)
 class Batch:
-    """A microbatch. All have the full shape; a row that is missing is an empty row.
+    """A microbatch. All microbatches have the same shape; missing rows are padded as empty rows.
 
     Attributes:
-        tokens_BT: int64 ids; 0 in empty rows and after the last token of the data.
-        labels_BT: int64, the token after each, and IGNORE where none counts.
-        positions_BT: int64, the position of each token in its document (in its row, if documents
-            are not kept apart), counted from the first token of it in the row.
-        documents_BT: int64, the number of each token's document in its row, from 0; None if each
-            row holds one document, or documents are not kept apart. It stays on the host.
-        rows_B: int64, the global position of each row, and -1 for an empty row.
+        tokens_BT: int64 token ids; 0 in empty rows and after the last token of the data.
+        labels_BT: int64 id of the next token; IGNORE where there is no label.
+        positions_BT: int64 position of each token, counted from the first token of its document
+            in the row; without a document mask, counted from the start of the row.
+        documents_BT: int64 index of each token's document in its row, from 0; None if each row
+            contains one document, or without a document mask. It stays on the host.
+        rows_B: int64 position of each row in the stream, or its sample in an evaluation; -1 for an
+            empty row.
     """
 
     tokens_BT: Tensor
@@ -34,9 +35,9 @@ class Batch:
     rows_B: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device, without waiting for what runs there.
+        """Copy the batch to a device, without a synchronization with its running kernels.
 
-        `documents_BT` stays: the host works out where documents stand, see `documents_of`.
+        `documents_BT` stays on the host, which computes document boundaries; see `documents_of`.
         """
         names = ("tokens_BT", "labels_BT", "positions_BT", "rows_B")
         device = torch.device(device)

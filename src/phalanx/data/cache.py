@@ -1,8 +1,8 @@
-"""The cache: folders that are whole or absent.
+"""The data cache: folders that are complete or absent.
 
-A folder is written under another name, sealed with a manifest of sizes and hashes, and renamed
-(`phalanx.storage`). One whose files do not match its manifest is made anew; of several processes
-that make the same folder, the first wins.
+A folder is written under a temporary name with a manifest of sizes and hashes, and then renamed
+(`phalanx.storage`). A folder whose files do not match its manifest is rebuilt. If several processes
+build the same folder, the first one to rename it wins.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from phalanx.errors import CheckpointError, DataError
 from phalanx.storage import Checksum, checksum, free_bytes, new_folder
 
 FORMAT = 2
-"""Version of everything in the cache; a change of the law of any file in it raises this number."""
+"""Version of the cache; increase it when the content or format of any cached file changes."""
 
 _MANIFEST = "manifest.json"
 
 
 def cache_folder(setting: str | None) -> Path:
-    """Return the folder of the cache: `setting`, or the user's own cache folder if it is None.
+    """Return the folder of the cache: `setting`, or `phalanx` in the user's cache folder if None.
 
     Raises:
-        DataError: the user has no folder of their own.
+        DataError: `setting` is None, and the user has no home folder.
     """
     if setting is not None:
         return Path(os.path.expanduser(setting))
@@ -41,7 +41,7 @@ def cache_folder(setting: str | None) -> Path:
 
 
 def fingerprint(*parts: object) -> str:
-    """Return a short name for the values `parts` and the version of the cache."""
+    """Return a hash of the values `parts` and the cache version, in 24 hexadecimal digits."""
     text = json.dumps([FORMAT, *(str(part) for part in parts)])
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -53,11 +53,11 @@ def find_or_make(
     needed_bytes: int,
     is_hashed: bool = True,
 ) -> dict[str, object]:
-    """Return the facts of `folder`; make it by `write`, all of it or nothing, if it is not there.
+    """Return the facts of `folder`; if it is absent or damaged, build it atomically with `write`.
 
-    `write` puts plain files into the folder it is given, and returns the facts, which JSON can
-    hold. Its files take about `needed_bytes`, which is named when the disk is full. For `is_hashed`
-    see `read_facts`.
+    `write` puts plain files into the folder that it is given, and returns the facts, a dict that
+    JSON can encode. `needed_bytes` is the approximate size of its files, for the message on a full
+    disk. For `is_hashed` see `read_facts`.
 
     Raises:
         DataError: the disk is full, or the folder cannot be written.
@@ -75,7 +75,7 @@ def find_or_make(
                 manifest = {"format": FORMAT, "facts": facts, "files": files}
                 (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
         except OSError:
-            if read_facts(folder) is None:  # else another process was first
+            if read_facts(folder) is None:  # else another process renamed its folder first
                 raise
     if (facts := read_facts(folder)) is None:
         raise DataError(f"{folder} was damaged while it was made; make it again")
@@ -85,7 +85,7 @@ def find_or_make(
 def read_facts(folder: Path, *, is_hashed: bool = True) -> dict[str, object] | None:
     """Return the facts of a folder, or None if it is absent, of another version or damaged.
 
-    The hash of each file is compared, not only its size, if `is_hashed`.
+    Compare the hash of each file in addition to its size if `is_hashed`.
     """
     try:
         manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
@@ -103,7 +103,7 @@ def read_facts(folder: Path, *, is_hashed: bool = True) -> dict[str, object] | N
 
 @contextmanager
 def storage_errors(path: Path, needed_bytes: int) -> Generator[None]:
-    """Turn an error of the file system met while writing `path` into a DataError."""
+    """Convert an OSError raised while `path` is written into a DataError."""
     try:
         yield
     except OSError as error:

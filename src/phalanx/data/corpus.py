@@ -1,7 +1,7 @@
-"""The corpus: text as a stream of documents, always in the same order.
+"""The corpus: text as a stream of documents in a fixed order.
 
-A file of text is one document, a line of .jsonl or a row of .parquet is one document. Names are
-relative to the corpus, so that another machine finds the same names and makes the same split.
+A text file, a line of .jsonl and a row of .parquet are one document each. Document names are
+relative to the corpus, so that the validation split is the same on every machine.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from phalanx.errors import DataError, nearest
 from phalanx.storage import hint_of_missing
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-"""The kinds of file that can be read."""
+"""File suffixes that can be read."""
 
 HEAD_BYTES = 1 << 20
-"""Of each file, looked at before the rest is read."""
+"""Bytes of a text file that are checked for NUL before the rest is read."""
 
 FIELD = "text"
-"""The field of .jsonl and the column of .parquet that hold the text."""
+"""Name of the .jsonl field and of the .parquet column with the text."""
 
 _TOPICS = "topics"
-"""Stands for the topics of pydoc_data."""
+"""Document name prefix of the help topics of pydoc_data."""
 
-# Tests, vendored packages and tables of numbers: text of another kind than the library's own.
+# Tests, vendored packages and tables of numbers, which differ from the library's own sources.
 _LIBRARY_SKIPS = frozenset(
     "test tests idle_test site-packages dist-packages idlelib lib2to3 turtledemo "
     "ensurepip encodings pydoc_data __pycache__ __phello__".split()
@@ -41,7 +41,7 @@ _LIBRARY_SKIPS = frozenset(
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus, never empty; its name is a relative path, and `:line` or `:row`."""
+    """A text of the corpus, never empty; its name is a relative path, with `:line` or `:row`."""
 
     name: str
     text: str
@@ -51,13 +51,13 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
     """Read the documents of a corpus, in a fixed order.
 
     Args:
-        path: a file, a folder (searched through, in sorted order) or a glob; None is the standard
-            library of the running Python: the topics of pydoc_data and the .py sources.
-        max_bytes: stop after this many bytes of text (UTF-8), cutting the last document.
+        path: a file, a folder (searched recursively, in sorted order) or a glob; None is the
+            standard library of the running Python: the topics of pydoc_data and the .py sources.
+        max_bytes: stop after this many bytes of text (UTF-8), and cut the last document.
 
     Raises:
-        DataError: the path is missing, cannot be read, holds no supported file or no text, or a
-            file in it is not what its name says.
+        DataError: the path is missing, cannot be read or contains no supported file or no text, or
+            the content of a file does not match its suffix.
     """
     left = max_bytes
     is_empty = True
@@ -80,7 +80,7 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
 
 
 def sources(path: str | None) -> list[tuple[str, Path]]:
-    """Return the files of a corpus in their order, each with its name there; nothing is read.
+    """Return (name, path) of each file of a corpus, in a fixed order, without reading the files.
 
     Raises:
         DataError: see `documents`.
@@ -102,7 +102,7 @@ def _from_path(path: str) -> Iterator[Document]:
 
 
 def _find_files(path: str) -> tuple[Path, list[Path]]:
-    """Return the folder that names are relative to, and the files in sorted order."""
+    """Return the folder to which document names are relative, and the files, sorted."""
     if not path.strip():
         raise DataError("the path of the corpus is empty; expected a file, folder or glob")
     start = Path(os.path.expanduser(path))
@@ -119,11 +119,11 @@ def _find_files(path: str) -> tuple[Path, list[Path]]:
 
 
 def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
-    """Return the fixed folder of a glob, and the files that it or the folders it names hold."""
+    """Return the fixed part of a glob, and the files that it matches or its folders contain."""
     matches = [Path(match) for match in _glob(pattern)]
     if not matches:
         raise DataError(f"no file matches {path}; expected a glob such as 'texts/**/*.md'")
-    # Names must not depend on where the corpus lies: they start below the glob's fixed part.
+    # Names start below the fixed part of the glob, so that they do not depend on its location.
     fixed = pattern
     while glob.has_magic(str(fixed)):
         fixed = fixed.parent
@@ -132,7 +132,7 @@ def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
 
 
 def _glob(pattern: Path) -> Iterator[str]:
-    """Yield what a glob matches; `**` follows no links to folders, which may lead in a circle."""
+    """Yield the matches of a glob; `**` does not follow links to folders, which may be cyclic."""
     parts = pattern.parts
     if "**" not in parts:
         yield from glob.glob(str(pattern))
@@ -148,14 +148,14 @@ def _glob(pattern: Path) -> Iterator[str]:
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Yield a folder and the folders below it, but no hidden ones."""
+    """Yield a folder and all folders below it except hidden ones."""
     for parent, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield Path(parent)
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Return the files below a folder, sorted, but no hidden ones."""
+    """Return all files below a folder except hidden ones, sorted."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(Path(error.filename or folder), error) from error
@@ -169,7 +169,7 @@ def _walk(folder: Path) -> list[Path]:
 
 def _supported(files: Iterable[Path], path: str) -> list[Path]:
     files = list(files)
-    # A named pipe has a name like a file's, and reading it would wait for ever.
+    # Leave out named pipes, because a read from one would block forever.
     chosen = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
     if not chosen:
         kinds = {file: "" if file.is_file() else " (no regular file)" for file in files}
@@ -191,7 +191,7 @@ def _read_bytes(file: Path) -> bytes:
     try:
         with file.open("rb") as opened:
             head = opened.read(HEAD_BYTES)
-            _refuse_zero(head, file, 0)  # before the rest of a large file is read
+            _refuse_zero(head, file, 0)  # before the rest of a possibly large file is read
             return head + opened.read()
     except OSError as error:
         raise _unreadable(file, error) from error
@@ -207,7 +207,7 @@ def _refuse_zero(raw: bytes, file: Path, start: int) -> None:
 
 
 def _decode(raw: bytes, file: Path, start: int = 0) -> str:
-    """Return UTF-8 as text; `start` is the offset of `raw` in the file, for the message."""
+    """Decode UTF-8; `start` is the offset of `raw` in the file, for the error message."""
     _refuse_zero(raw, file, start)
     try:
         return raw.decode("utf-8").removeprefix("\ufeff")
@@ -234,7 +234,7 @@ def _read_jsonl(file: Path, name: str) -> Iterator[Document]:
 def _json_text(line: str, where: str) -> str:
     try:
         record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
+    except (ValueError, RecursionError) as error:  # too long a number; too deeply nested
         what = f"{error}"
         if isinstance(error, json.JSONDecodeError):
             what = f"{error.msg} at column {error.colno}"
@@ -252,7 +252,7 @@ def _json_text(line: str, where: str) -> str:
 
 
 def _checked(value: object, where: str) -> str:
-    """Return a value as text, or say why it is none."""
+    """Return `value` if it is a string that UTF-8 can encode, else raise DataError."""
     if not isinstance(value, str):
         raise DataError(f"{where}: '{FIELD}' is a {type(value).__name__}; expected a string")
     try:
@@ -295,14 +295,14 @@ def _read_parquet(file: Path, name: str) -> Iterator[Document]:
                     row += 1
                     if value is not None:
                         yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
-    except (OSError, arrow.ArrowException) as error:  # the library says OSError for bad content
+    except (OSError, arrow.ArrowException) as error:  # pyarrow raises OSError for bad content
         if isinstance(error, OSError) and error.errno is not None:
             raise _unreadable(file, error) from error
         raise DataError(f"{file} is not a parquet file, or it is damaged: {error}") from error
 
 
 def _library_files() -> list[tuple[str, Path]]:
-    """Return the sources of the standard library; the topics of its documentation first, if any."""
+    """Return (name, path) of the help topics, if installed, and of the standard library sources."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for parent, folders, names in os.walk(root):
@@ -330,4 +330,4 @@ def _standard_library() -> Iterator[Document]:
         try:
             yield Document(name, _decode(_read_bytes(file), file))
         except DataError:
-            continue  # a distribution's own file in another encoding: not the user's to mend
+            continue  # a file of the distribution in another encoding, which the user cannot fix

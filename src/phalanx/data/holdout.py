@@ -1,4 +1,4 @@
-"""Which documents are kept aside for validation: a function of their names and sizes."""
+"""Split the documents of a corpus into training and validation by their names and sizes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from phalanx.data.corpus import Document
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Documents for validation by number, and one that is cut: its number, and its bytes there."""
+    """Numbers of the validation documents; `cut` is a partly held-out one and its bytes there."""
 
     validation: frozenset[int] = frozenset()
     cut: tuple[int, int] | None = None
 
     def parts(self, number: int, document: Document) -> Iterator[tuple[bool, str]]:
-        """Yield the texts of document `number`, each with whether it is for validation."""
+        """Yield (is_validation, text) for each part of document `number`."""
         if self.cut is not None and number == self.cut[0]:
             raw = document.text.encode()
             at = len(raw) - self.cut[1]
-            # At the end of a line if one is near, else at the start of a character.
+            # Cut after a line if one ends nearby, else at the start of a character.
             line = raw.find(b"\n", at, at + self.cut[1] // 2) + 1
             at = line or at
             while at < len(raw) and raw[at] & 0xC0 == 0x80:
@@ -35,9 +35,9 @@ class HeldOut:
 def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) -> HeldOut:
     """Choose about `fraction` of the bytes, in [0, 1), for validation.
 
-    Documents are taken whole, in an order that depends on their names alone, so that a document
-    that joins the corpus moves few others. One document is cut where taking or leaving it would
-    miss the fraction by more than a quarter: a corpus of one file has both parts too.
+    Documents are held out whole, in an order of the hashes of their names, so that a document added
+    to the corpus moves few others between the splits. A document is cut if holding it out whole or
+    not at all would miss the fraction by over a quarter, or if no other is left to train on.
     """
     wanted = round(fraction * sum(sizes_bytes))
     order = sorted(range(len(names)), key=lambda number: (_digest(names[number]), number))

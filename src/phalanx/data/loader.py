@@ -1,6 +1,6 @@
-"""The loader: each rank's microbatches, step by step, as a pure function of one integer.
+"""The loader: the microbatches of each rank and step, as a pure function of one integer.
 
-The stream is the epochs one after the other. A step takes the next G positions of it:
+The stream of samples is the concatenation of all epochs. A step consumes its next G positions:
 
 ```
 position   consumed + 0    1    2    3    4    5    6    7         G = 8, R = 2, accumulation 2
@@ -9,7 +9,7 @@ microbatch          0    0    0    0    1    1    1    1           of 2 rows on 
 ```
 
 So the global batch of a step does not depend on the number of ranks, and a run can resume from
-`consumed` with another number of ranks, or another G.
+`consumed` with a different number of ranks or a different G.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from phalanx.data.order import Order
 from phalanx.data.samples import Samples
 
 Tail = Literal["keep", "drop", "pad"]
-"""What becomes of the samples at the end that do not fill a global batch: a batch with empty rows,
-nothing, or a batch padded with samples from the start of the last epoch."""
+"""Policy for the last samples, which do not fill a global batch: a batch with empty rows (keep), no
+batch (drop), or a batch padded with samples from the start of the last epoch (pad)."""
 
 
 def stream_length(order: Order, epochs: float | None) -> int | None:
-    """Return where in the stream `epochs` passes over the data end; None, without end, for None.
+    """Return the stream position at which `epochs` passes over the data end; None for no end.
 
-    They count from the beginning of the run, which may be before the stream's.
+    `epochs` counts from the start of the run, which may be before the start of the stream.
     """
     if epochs is None:
         return None
@@ -46,7 +46,7 @@ def stream_length(order: Order, epochs: float | None) -> int | None:
 def total_steps(
     order: Order, global_size: int, epochs: float, tail: Tail = "keep", *, consumed: int = 0
 ) -> int:
-    """Return the steps that a loader has left from `consumed` to the end of `epochs`."""
+    """Return the number of steps from stream position `consumed` to the end of `epochs`."""
     end = stream_length(order, epochs)
     assert end is not None
     left = max(0, end - consumed)
@@ -55,20 +55,21 @@ def total_steps(
 
 @dataclass(eq=False)
 class Loader:
-    """An iterator over steps: each item is the list of this rank's microbatches.
+    """An iterator over steps; each item is the list of this rank's microbatches.
 
-    While the consumer works on one step, a thread prepares the next. An error in it is raised in
-    the consumer. Close the loader, or use it as a context, to end the thread.
+    A thread prepares the next step while the consumer works on the current one. An error in the
+    thread is raised in the consumer. Close the loader, or use it as a context manager, to end the
+    thread.
 
     Attributes:
-        samples: the data set.
-        order: the stream of its samples.
-        plan: sizes of the batch, and the number of data ranks.
-        rank: this rank among the data ranks.
-        end: positions in the stream (`stream_length`); None never ends.
-        tail: what becomes of the last, partial batch.
-        consumed: positions of the stream that belong to the steps given out so far, and of the
-            loader that it resumes from. This integer is the whole state.
+        samples: data set.
+        order: order of its samples in the stream.
+        plan: batch sizes and number of data ranks.
+        rank: index of this rank among the data ranks.
+        end: length of the stream (`stream_length`); None for no end.
+        tail: policy for the last, partial batch.
+        consumed: number of stream positions consumed by the steps returned so far, including the
+            steps before a resume. This integer is the complete state of the loader.
     """
 
     samples: Samples
@@ -109,13 +110,13 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the thread. The loader can still be iterated: it starts another one."""
+        """End the thread. A later iteration starts a new one."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._thread = self._next = None
 
     def step_at(self, consumed: int) -> list[Batch]:
-        """Make this rank's microbatches of the step that begins at position `consumed`."""
+        """Return this rank's microbatches of the step that starts at stream position `consumed`."""
         plan = self.plan
         rows = (
             consumed
@@ -133,7 +134,7 @@ class Loader:
         ]
 
     def _samples_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the samples at positions of the stream, -1 past its end."""
+        """Return the samples at stream positions `rows`; -1 past the end, unless `tail` is pad."""
         if self.end is None:
             return self.order.samples(rows)
         if self.tail == "pad":
@@ -152,13 +153,13 @@ class Loader:
         return consumed < self.end
 
     def _after(self, consumed: int) -> int:
-        """Return the position after the step that begins at `consumed`."""
+        """Return the stream position after the step that starts at `consumed`."""
         after = consumed + self.plan.global_size
         return after if self.end is None else min(after, self.end)
 
 
 def evaluation_rows(num_samples: int, limit: int | None = None) -> npt.NDArray[np.int64]:
-    """Return the samples to evaluate: all, or `limit` of them spread evenly over the data."""
+    """Return the indices of the samples to evaluate: all, or `limit` samples evenly spaced."""
     if limit is None or limit >= num_samples:
         return np.arange(num_samples, dtype=np.int64)
     return np.arange(limit, dtype=np.int64) * num_samples // max(1, limit)
@@ -167,9 +168,9 @@ def evaluation_rows(num_samples: int, limit: int | None = None) -> npt.NDArray[n
 def evaluation_batches(
     samples: Samples, rows: npt.NDArray[np.int64], *, microbatch: int, rank: int, num_ranks: int
 ) -> Iterator[Batch]:
-    """Yield this data rank's part of an evaluation; each rank yields the same number of batches.
+    """Yield the evaluation batches of data rank `rank`; all ranks yield the same number.
 
-    The samples `rows` are evaluated once over all ranks; rows missing at the end are empty.
+    Each sample of `rows` is evaluated on exactly one rank; the last batches may have empty rows.
     """
     num_batches = -(-len(rows) // (microbatch * num_ranks))
     padded = np.full(num_batches * microbatch * num_ranks, -1, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""The order of the samples: a pure function of (seed, epoch, position).
+"""The shuffled order of the samples: a pure function of (seed, epoch, position).
 
-A small Feistel network (Luby and Rackoff 1988) permutes the numbers below a power of four; a number
-that leaves [0, N) is sent through again until it is back (cycle walking: Black and Rogaway 2002,
-section 3). So any position in any epoch is found at once, with no list of N numbers in memory.
+A small Feistel network (Luby and Rackoff 1988) permutes the integers below a power of four. Results
+outside [0, N) are permuted again until they are inside (cycle walking: Black and Rogaway 2002,
+section 3). So the sample at any position of any epoch is computed without a list of N integers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NUM_ROUNDS = 8
 def permute(
     positions: npt.NDArray[np.int64], num_samples: int, seed: int, epoch: int
 ) -> npt.NDArray[np.int64]:
-    """Return the samples that stand at `positions`, in [0, num_samples), of an epoch.
+    """Return the samples at `positions`, in [0, num_samples), of an epoch.
 
-    Each epoch has an order of its own; `seed` fixes them all.
+    Each epoch has a different order; `seed` determines all of them.
     """
     half = np.uint64(max(1, (max(num_samples - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -47,16 +47,16 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Order:
-    """The stream of samples: the epochs one after the other.
+    """The stream of samples: the concatenation of all epochs.
 
-    Each epoch has an order of its own, or goes from 0 to num_samples - 1 if it is not shuffled.
+    Each epoch has a different order, or runs from 0 to num_samples - 1 if it is not shuffled.
 
     Attributes:
-        num_samples: samples of an epoch.
-        seed: fixes the order of each epoch.
-        is_shuffled: whether each epoch has an order of its own.
-        first_epoch: number of the epoch at the beginning of the stream; above 0 where a run has
-            changed the length of its samples.
+        num_samples: number of samples of an epoch.
+        seed: seed of the order of all epochs.
+        is_shuffled: whether the samples of each epoch are shuffled.
+        first_epoch: number of the first epoch of the stream; above 0 if a resumed run has changed
+            the length of its samples.
     """
 
     num_samples: int
@@ -65,7 +65,7 @@ class Order:
     first_epoch: int = 0
 
     def samples(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the samples at `positions` of the stream."""
+        """Return the samples at stream positions `positions`."""
         epochs, in_epoch = np.divmod(positions, self.num_samples)
         if not self.is_shuffled:
             return in_epoch

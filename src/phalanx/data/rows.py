@@ -1,8 +1,9 @@
-"""Batches of any form: a tensor, or mappings, lists, tuples and dataclasses of tensors.
+"""Batches of any structure: a tensor, or mappings, lists, tuples and dataclasses of tensors.
 
-The first dimension of every tensor is the samples, which are called rows. A list of as many strings
-or numbers has one for each row, as default_collate makes it of names; any other value is of all, a
-tensor without dimensions too. Samples of text, which `samples.py` packs, are one such form.
+The first dimension of every tensor is the sample dimension; its entries are called rows. A list of
+strings or numbers whose length is the number of rows has one entry per row, as default_collate
+returns strings. Any other value, also a tensor without dimensions, belongs to all rows. The text
+batches of `samples.py` are one such structure.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ def map_tensors(
     otherwise: Callable[[Any], Any] = lambda x: x,
     is_value: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Apply a function to every tensor of a batch, `otherwise` to other values; keep its form.
+    """Apply `function` to every tensor of a batch and `otherwise` to other values.
 
-    `is_value` says of a list or tuple whether it is one value.
+    The result has the same structure. A list or tuple for which `is_value` returns True is passed
+    to `otherwise` as one value.
     """
 
     def mapped(leaf: Any) -> Any:
@@ -35,7 +37,7 @@ def map_tensors(
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
             return dataclasses.replace(leaf, **map_tensors(values, function, otherwise, is_value))
-        if isinstance(leaf, Mapping):  # that is no dict, such as a BatchEncoding of transformers
+        if isinstance(leaf, Mapping):  # not a dict, such as BatchEncoding of transformers
             return map_tensors(dict(cast("Mapping[str, Any]", leaf)), function, otherwise, is_value)
         return otherwise(leaf)
 
@@ -43,10 +45,10 @@ def map_tensors(
 
 
 def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a batch, and keep its form.
+    """Apply `function` to every tensor of a batch; the result has the same structure.
 
     Raises:
-        ConfigError: the batch holds something else.
+        ConfigError: the batch contains a value that is neither a tensor nor None.
     """
 
     def refuse(leaf: Any) -> Any:
@@ -59,12 +61,12 @@ def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the batch on a device, with its floating-point tensors in `dtype`."""
+    """Copy a batch to a device, and cast its floating-point tensors to `dtype`."""
     return map_tensors(batch, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
 
 
 def take_rows(batch: Any, rows: Tensor | slice) -> Any:
-    """Return some rows of a batch, by their numbers or by a slice."""
+    """Return the rows of a batch that an index tensor or a slice selects."""
     num_rows = count_rows(batch)
     numbers = range(num_rows)[rows] if isinstance(rows, slice) else rows.tolist()
 
@@ -95,10 +97,10 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def count_rows(batch: Any) -> int:
-    """Return the first dimension of the tensors of a batch.
+    """Return the number of rows of a batch: the size of its tensors' first dimension.
 
     Raises:
-        ConfigError: no tensor in it has rows, or they differ.
+        ConfigError: no tensor of the batch has rows, or the numbers of rows differ.
     """
     sizes = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
     if not sizes:

@@ -1,17 +1,17 @@
-"""Samples: windows over a file of tokens, and the microbatches they make.
+"""Samples: fixed-length windows over a token file, and the microbatches made from them.
 
 Legend: B rows, T tokens of a sample, V ids of the tokenizer.
 
-Sample i is tokens[i T : i T + T + 1]: it reads T tokens and predicts the T that follow each. The
-last token of a window is a label only, and the first token of the next. So each token of the file
-but the first is predicted exactly once an epoch; the last sample may be shorter, and the labels it
-lacks are IGNORE.
+Sample i is tokens[i T : i T + T + 1]: T input tokens, each with the next token as its label. The
+last token of a window is only a label there, and the first input of the next window. So each token
+of the file except the first is predicted exactly once per epoch. The last sample may be shorter;
+its missing labels are IGNORE.
 
-[Note: Boundary] The separator E opens a document: it is its token 0, and the token after it is
-predicted from E alone. That label counts: it is how a text begins, and generation starts from it.
-The label E at the last token of a document counts too: it is how a text ends. So the sum of the
-losses over a file is the length of a code for all its documents, and it is divided by exactly
-their bytes; E itself has none.
+[Note: Boundary] The separator E opens a document: E is its token 0, and the first token of the text
+is predicted from E alone. This label counts in the loss, because generation starts from E. The
+label E at the last token of a document counts too, because it teaches where a text ends. So the sum
+of the losses over a file is the code length of all its documents, and bits per byte divides this
+sum by exactly their bytes; E itself counts as 0 bytes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from phalanx.models.loss import IGNORE
 
 @dataclass(eq=False)
 class Samples:
-    """The samples of a file of tokens; `len()` is their number in an epoch.
+    """The samples of a token file; `len()` is their number per epoch.
 
-    Each process maps the file on first use. Pickling sends only the file's name. With
-    `document_mask`, positions and attention stay inside one document.
+    Each process maps the file into memory on first use; a pickle has the file's header but not its
+    tokens. With `document_mask`, positions restart at each document, and attention is restricted to
+    the document.
     """
 
     file: TokenFile
@@ -47,14 +48,14 @@ class Samples:
         return self.file.map()
 
     def __getstate__(self) -> dict[str, object]:
-        # A memory map would be pickled as all of its tokens.
+        # A memory map would be pickled with all of its tokens.
         return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
 
     def __len__(self) -> int:
         return max(0, -(-(self.file.num_tokens - 1) // self.seq_len))
 
     def batch(self, samples_B: npt.NDArray[np.int64], rows_B: npt.NDArray[np.int64]) -> Batch:
-        """Make a microbatch of samples, whose rows have global positions; -1 is an empty row."""
+        """Return a microbatch of `samples_B`, with global positions `rows_B`; -1: an empty row."""
         places_BT, is_label_BT = self._places(samples_B)
         tokens_BT = np.zeros(places_BT.shape, dtype=np.int64)
         labels_BT = np.full_like(tokens_BT, IGNORE)
@@ -64,7 +65,7 @@ class Samples:
         documents_BT = None
         if self.document_mask:
             opens_BT = (tokens_BT == self.file.end_id) & is_label_BT
-            opens_BT[:, 0] = False  # the first document is 0, whether it opens here or earlier
+            opens_BT[:, 0] = False  # the first document of a row is 0, even if it starts here
             starts_BT = np.maximum.accumulate(np.where(opens_BT, positions_BT, 0), axis=1)
             positions_BT = positions_BT - starts_BT
             if opens_BT.any():
@@ -80,9 +81,9 @@ class Samples:
     def count_bytes(
         self, samples: npt.NDArray[np.int64], token_bytes_V: npt.NDArray[np.int32]
     ) -> int:
-        """Count the bytes of text that `samples` predict; -1 is an empty row.
+        """Return the number of bytes of text in the labels of `samples`; -1 is an empty row.
 
-        With the sum of their losses, bits per byte = sum / ln 2 / bytes.
+        With the sum of the losses of these labels, bits per byte = sum / ln 2 / bytes.
         """
         total = 0
         for begin in range(0, len(samples), 1024):
@@ -94,7 +95,7 @@ class Samples:
     def _places(
         self, samples_B: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the places in the file of T tokens a row, and at which there is one to predict."""
+        """Return the file index of each input token, and a mask of the tokens that have a label."""
         places_BT = samples_B[:, None] * self.seq_len + np.arange(self.seq_len)
         is_label_BT = (places_BT >= 0) & (places_BT < self.file.num_tokens - 1)
         return places_BT, is_label_BT

@@ -1,11 +1,10 @@
-"""What the text of a corpus is, without reading it again where it was read before.
+"""Hash and size of the text of a corpus, cached so that unchanged files are not read again.
 
-What a reading found is kept in the cache beside a stamp of the files: names, sizes, and the times
-of their last change. Of these the system sets `ctime` itself, at every change of content or times,
-so that a copy which keeps size and `mtime` does not pass for the old file. A stamp that was taken
-within moments of a change proves nothing yet: another change may get the same time (the "racy"
-entries of git's index). Such a record is only for those that follow the reader at once, the other
-ranks of its host.
+The cache stores the result of a read with a stamp of the files: names, sizes, `mtime` and `ctime`.
+The operating system sets `ctime` at every change of content or times, so a replaced file with the
+same size and `mtime` is detected. A stamp taken within SETTLED_S of a change is not reliable,
+because a later change may get the same time (the "racy" entries of git's index). Only followers,
+the other ranks of the same host that call right after the reader, accept such a record.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from phalanx.errors import DataError
 from phalanx.storage import replace_file
 
 Progress = Callable[[str, int, int], None]
-"""Called with the work under way, bytes done, and bytes in all (0 while they are not known)."""
+"""Callback with the name of the current work, bytes done, and total bytes (0 if unknown)."""
 
 
 def unheard(what: str, done_bytes: int, all_bytes: int) -> None:
-    """Stand in for a Progress that nobody asked for."""
+    """Do nothing: the Progress callback of callers that want no reports."""
 
 
 SETTLED_S: Final = 2.0
-"""How long files must have been left alone for their times to show every change."""
+"""Seconds without a change after which the times of files are taken to show every later change."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Hash of the documents of a corpus in their order, names and text; their bytes and number."""
+    """Hash of the names and texts of a corpus's documents in order, their bytes and number."""
 
     digest: str
     num_bytes: int
@@ -48,9 +47,9 @@ class Text:
 
 @dataclass
 class Corpus:
-    """A corpus whose text is read when it must be, and at most once for the same purpose.
+    """A corpus whose text is read lazily, and not at all if the cache has its hash.
 
-    For `data` and `max_bytes` see `corpus.documents`; `report` is called as a reading proceeds.
+    For `data` and `max_bytes` see `corpus.documents`; `report` is called while the text is read.
     """
 
     data: str | None
@@ -60,13 +59,13 @@ class Corpus:
     _text: Text | None = None
 
     def text(self, cache: Path, *, is_follower: bool = False) -> Text:
-        """Return what the text is: as the cache knows it, or by reading it.
+        """Return hash and size of the text, from the cache if the files have not changed.
 
-        Followers of a process of this host that has just made the same call believe what it left,
-        however new the files are.
+        With `is_follower`, a process of this host has just made the same call, and its cached
+        result is accepted even if the files changed less than SETTLED_S before that call.
 
         Raises:
-            DataError: the corpus cannot be read, or the cache not be written.
+            DataError: the corpus cannot be read, or the cache cannot be written.
         """
         begun_s = time.time()
         stamp, changed_s = self._stamp()
@@ -83,10 +82,10 @@ class Corpus:
         return self._text
 
     def names_and_sizes(self) -> tuple[list[str], list[int]]:
-        """Return name and bytes of each document; reads the text unless `text` has.
+        """Return the name and bytes of each document; read the text unless `text` has read it.
 
         Raises:
-            DataError: it is no longer what `text` has said.
+            DataError: the text has changed since `text` returned.
         """
         if self._names_and_sizes is None:
             before = self._text
@@ -99,7 +98,7 @@ class Corpus:
         return self._names_and_sizes
 
     def _stamp(self) -> tuple[str, float]:
-        """Return a hash of the files' names, sizes and times, and the time of the last change."""
+        """Return a hash of the files' names, sizes and times, and the latest of the times."""
         digest, changed_ns = hashlib.blake2b(digest_size=16), 0
         for name, file in sources(self.data):
             try:
@@ -121,7 +120,7 @@ class Corpus:
         for document in documents(self.data, self.max_bytes):
             raw = document.text.encode()
             name = document.name.encode("utf-8", "surrogateescape")
-            # The lengths keep two documents apart from one that holds the text of both.
+            # With the lengths, two documents have another hash than one with the text of both.
             digest.update(f"{len(name)} {len(raw)} ".encode() + name)
             digest.update(raw)
             names.append(document.name)
@@ -133,7 +132,7 @@ class Corpus:
 
 
 def _read_record(file: Path) -> dict[str, Any]:
-    """Return what a file of the cache says; nothing if it is missing, damaged or outdated."""
+    """Return a record of the cache; an empty dict if it is missing, damaged or outdated."""
     try:
         values = json.loads(file.read_text("utf-8"))
         Text(**values["text"])
@@ -143,7 +142,7 @@ def _read_record(file: Path) -> dict[str, Any]:
 
 
 def _write_record(file: Path, values: dict[str, Any]) -> None:
-    """Write a file of the cache, all of it or nothing."""
+    """Write a record of the cache atomically."""
     with storage_errors(file, 1000):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps({"format": FORMAT, **values}).encode())

@@ -1,11 +1,11 @@
-"""A file of tokens: a header of 32 bytes, then the ids in 2 or 4 bytes each, little-endian.
+"""A token file: a header of 32 bytes, then the ids in 2 or 4 bytes each, little-endian.
 
 ```
 | b"PHXTOKEN" | version u32 | width u32 | number of tokens u64 | end-of-text id u64 | ids ... |
 ```
 
-The ids are `E d1 E d2 ... E`: the end-of-text token E stands before each document and after the
-last, so that each token of each document has one to be predicted from.
+The ids are `E d1 E d2 ... E`: the end-of-text token E precedes each document and follows the last,
+so that the first token of each document is predicted from E.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What the header of a file of tokens says. It is small and can be sent to other processes.
+    """The header of a token file, small enough to send to other processes.
 
-    The number of ids includes separators, which have the id `end_id`; an id takes 2 or 4 bytes.
+    `num_tokens` includes separators, which have the id `end_id`; an id takes `width_bytes`, 2 or 4.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class TokenFile:
     width_bytes: int
 
     def map(self) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
-        """Map the ids into memory: nothing is read before it is used."""
+        """Map the ids into memory; pages are read on first access."""
         if self.num_tokens == 0:
             return np.zeros(0, dtype=np.uint16)  # a map cannot be empty
         return np.memmap(
@@ -50,10 +50,10 @@ class TokenFile:
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """Read the header of a file of tokens.
+    """Read the header of a token file.
 
     Raises:
-        DataError: the file cannot be read, is no file of tokens, or is cut short.
+        DataError: the file cannot be read, is not a token file, or is truncated.
     """
     try:
         with path.open("rb") as file:
@@ -73,12 +73,12 @@ def open_token_file(path: Path) -> TokenFile:
 
 
 def width_of(num_ids: int) -> int:
-    """Return the bytes that one id takes in a file."""
+    """Return the bytes per id in a token file of a tokenizer with `num_ids` ids."""
     return 2 if num_ids <= 1 << 16 else 4
 
 
 class TokenWriter:
-    """Writes documents to a file of tokens; a context, which ends the file with a separator."""
+    """Writer of a token file; a context manager that ends the file with a separator."""
 
     def __init__(self, path: Path, *, num_ids: int, end_id: int) -> None:
         self._width_bytes = width_of(num_ids)
@@ -102,10 +102,10 @@ class TokenWriter:
             self._file.close()
 
     def begin_document(self) -> None:
-        """Write the separator."""
+        """Write the separator that precedes a document."""
         self.write([self._end_id])
 
     def write(self, ids: list[int]) -> None:
-        """Write ids of the document that has begun."""
+        """Append ids to the current document."""
         self._file.write(np.array(ids, dtype=f"<u{self._width_bytes}").data)
         self._num_tokens += len(ids)

@@ -1,7 +1,7 @@
-"""The tokenizer: a byte-level BPE trained on the corpus, or a tokenizer.json of the user's.
+"""The tokenizer: a byte-level BPE trained on the corpus, or the user's tokenizer.json.
 
-Byte-level: every text has tokens, and the tokens of a text have together exactly its bytes. So a
-loss can be given in bits per byte, which compares across tokenizers.
+A byte-level tokenizer encodes every text, and the tokens of a text stand for exactly its bytes. So
+a loss can be reported in bits per byte, which is comparable across tokenizers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from phalanx.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The token that stands before each document and after the last."""
+"""Token that precedes each document and follows the last."""
 
-# The names that published tokenizers give to the same idea, the commonest first.
+# Names of the end-of-text token in published tokenizers, the most common first.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 _WORD_CHARACTERS = 1000
-"""Longest word to learn from: the library's training takes time quadratic in it."""
+"""Longest word for BPE training, whose time in the library is quadratic in the word length."""
 
 MOST_BYTES = 1 << 28
-"""Largest tokenizer.json that is read: the library needs several times its size in memory."""
+"""Largest tokenizer.json to read, bytes; the library needs several times its size in memory."""
 
 _HEARTBEAT_S = 0.5
 
@@ -46,11 +46,12 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; over bytes, Radford et al. 2019).
 
-    It has at least one token for each byte, and fewer than `vocab_size` on a small corpus.
+    The tokenizer has at least one token for each byte; on a small corpus it has fewer than
+    `vocab_size` tokens.
 
-    The library's call is deaf to Ctrl-C, so a thread makes it, and this one waits; it calls
-    `waiting` now and then once all texts are read. Interrupted, it leaves the other to end with the
-    process.
+    The library's training ignores Ctrl-C, so a daemon thread runs it while this thread waits. After
+    all texts are read, this thread calls `waiting` every `_HEARTBEAT_S` seconds. After an interrupt
+    the daemon thread runs until the process ends.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +89,7 @@ def train_tokenizer(
 
 
 def _cut_words(text: str) -> Iterator[str]:
-    """Cut a text within words, and runs of blanks, that are too long to learn from."""
+    """Split a text inside words and runs of whitespace longer than _WORD_CHARACTERS."""
     start = 0
     if max(map(len, text.split()), default=0) > _WORD_CHARACTERS or " " * _WORD_CHARACTERS in text:
         for match in _LONG_WORD.finditer(text):
@@ -103,16 +104,16 @@ _LONG_WORD = re.compile(rf"\S{{{_WORD_CHARACTERS}}}|\s{{{_WORD_CHARACTERS}}}")
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json.
 
-    Text that spells a special token is encoded as the text it is: only the library puts
-    separators between documents.
+    Text that spells a special token is encoded as plain text, so that a corpus cannot contain
+    separators.
 
     Raises:
-        DataError: there is no such file, or it is no tokenizer.json.
+        DataError: the file does not exist, is too large, or is not a tokenizer.json.
     """
     file = Path(os.path.expanduser(path))
     if file.is_dir():
         file = file / "tokenizer.json"
-    if not os.path.isfile(file):  # a named pipe would be waited for
+    if not os.path.isfile(file):  # a read from a named pipe would block
         problem = "is not a file" if os.path.exists(file) else "does not exist"
         raise DataError(
             f"tokenizer {file} {problem}; expected a tokenizer.json, or leave the setting out to "
@@ -125,7 +126,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     try:
         tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
-    except Exception as error:  # the library raises plain Exception for every fault of the file
+    except Exception as error:  # the library raises plain Exception for every error in the file
         raise DataError(
             f"cannot read {file}: {error}; expected a tokenizer.json of the `tokenizers` library"
         ) from error
@@ -136,10 +137,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that separates documents.
+    """Return the id of the end-of-text token, which separates documents.
 
     Raises:
-        DataError: the tokenizer has no token of a known name for it.
+        DataError: the tokenizer has none of the names in _END_NAMES.
     """
     for name in _END_NAMES:
         token = tokenizer.token_to_id(name)
@@ -153,12 +154,12 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
 
 
 def count_ids(tokenizer: Tokenizer) -> int:
-    """Return one more than the largest id: the rows that an embedding needs."""
+    """Return the largest id + 1: the number of rows that an embedding needs."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str = "the tokenizer") -> None:
-    """Raise ConfigError if an id of the tokenizer reaches past a model's vocabulary."""
+    """Raise ConfigError if the tokenizer has an id of at least `vocab_size`."""
     num_ids = count_ids(tokenizer)
     if num_ids > vocab_size:
         raise ConfigError(
@@ -169,13 +170,13 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str = "the tok
 
 
 def count_token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """Return how many bytes of text each id stands for, by id; special tokens stand for none.
+    """Return the number of bytes of text that each id stands for, by id; 0 for special tokens.
 
-    Exact for byte-level tokenizers. SentencePiece ones add a space before the text: they count one
-    byte more a document.
+    The counts are exact for byte-level tokenizers. SentencePiece tokenizers add a space before each
+    document, which counts as one byte more per document.
 
     Raises:
-        DataError: the tokenizer is of a kind whose tokens do not spell the text.
+        DataError: the tokenizer is neither byte-level nor SentencePiece.
     """
     config = cast("dict[str, Any]", json.loads(tokenizer.to_str()))
     kinds = _kinds(config)
@@ -188,7 +189,7 @@ def count_token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     num_bytes = np.zeros(count_ids(tokenizer), dtype=np.int32)
     for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
         if is_byte_level:
-            num_bytes[index] = len(token)  # each character of the alphabet stands for one byte
+            num_bytes[index] = len(token)  # each character of a byte-level token is one byte
         elif len(token) == 6 and token.startswith("<0x"):
             num_bytes[index] = 1
         else:
@@ -198,18 +199,18 @@ def count_token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     unknown = config["model"].get("unk_token") or config["model"].get("unk_id")
     index = tokenizer.token_to_id(unknown) if isinstance(unknown, str) else unknown
     if index is not None:
-        num_bytes[index] = 0  # it stands for whatever has no token
+        num_bytes[index] = 0  # the unknown token has no known text
     return num_bytes
 
 
 def _kinds(config: dict[str, Any]) -> str:
-    """Return the parts of a tokenizer that say how its tokens spell a text, as JSON."""
+    """Return normalizer, pre-tokenizer and decoder of a tokenizer's config as JSON text."""
     parts = [config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
     return json.dumps(parts, ensure_ascii=False)
 
 
 class Spelling:
-    """Checks that the tokens of a text stand for all of its bytes."""
+    """Checks that the tokens of a text represent all of its bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -224,10 +225,10 @@ class Spelling:
         )
 
     def check(self, text: str, ids: list[int], name: str) -> int:
-        """Return the bytes of a text, all of which its tokens `ids` stand for.
+        """Return the number of bytes of `text`, after a check that its tokens `ids` represent all.
 
         Raises:
-            DataError: letters are lost, so that a loss in bits per byte would be of another text.
+            DataError: characters are lost, so that a loss in bits per byte would be wrong.
         """
         if self._is_whole(text, ids):
             return len(text.encode())
@@ -241,7 +242,7 @@ class Spelling:
         )
 
     def _is_whole(self, text: str, ids: list[int] | None = None) -> bool:
-        """Return whether the tokens spell what the tokenizer's own normalizer leaves of a text."""
+        """Return whether the tokens represent all bytes of the text after normalization."""
         found = self._count(self._encode(text) if ids is None else ids)
         normalizer: Any = self._tokenizer.normalizer
         if normalizer is not None:
@@ -257,11 +258,11 @@ class Spelling:
 
 
 def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
-    """Cut a long text so that it can be encoded piece by piece.
+    """Split a long text into pieces of at most `num_characters` that can be encoded separately.
 
-    A cut falls after a single newline between two lines with text, where the words of byte-level
-    tokenizers end anyway, so that the pieces have the tokens of the whole; only a text without
-    such a newline is cut elsewhere.
+    Split after a single newline between two lines with text. Words of byte-level tokenizers end
+    there, so the pieces have the same tokens as the whole text. Only a text without such a newline
+    is split elsewhere.
     """
     start = 0
     while len(text) - start > num_characters:
@@ -277,10 +278,10 @@ def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[s
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Generator[list[int]]:
-    """Encode texts on all cores, in order, reading only a little ahead.
+    """Encode texts on all cores, in order, with a bounded read-ahead.
 
-    The threads are Python's own and end here: the library's would stay, and a later fork of this
-    process would lose them, of which versions of the library warn.
+    The threads are Python threads that end with this generator. The library's own threads would
+    stay alive and be lost in a later fork of this process; some versions of the library warn of it.
     """
     num_threads = os.cpu_count() or 1
     waiting: deque[Future[list[list[int]]]] = deque()
@@ -299,7 +300,7 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Generator[list
 
 
 def _group(pieces: Iterable[str]) -> Iterator[list[str]]:
-    """Gather pieces to lists of about _CALL_CHARACTERS."""
+    """Group pieces into lists of about _CALL_CHARACTERS characters."""
     group: list[str] = []
     size = 0
     for piece in pieces:
@@ -314,7 +315,7 @@ def _group(pieces: Iterable[str]) -> Iterator[list[str]]:
 
 @contextmanager
 def _sequential_library() -> Generator[None]:
-    """Keep the tokenizers library from starting threads of its own."""
+    """Disable the threads of the tokenizers library inside the context."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -1,8 +1,8 @@
-"""From a corpus to two files of tokens, made once and kept in the cache.
+"""Encode a corpus into two token files, training and validation, and keep them in the cache.
 
-A corpus that is new is read twice: first to see what it is (a hash of its content, the size of each
-document), then, if the cache does not have its tokens, to encode it. One that the cache knows is
-not read (`survey`). Nothing but one group of documents is held in memory.
+A new corpus is read twice: first for the hash of its content and the size of each document, then,
+if the cache does not have its tokens, to encode it. A corpus with unchanged files and cached tokens
+is not read (`survey`). Only one group of documents is in memory at a time.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _TOKEN_BYTES = "token_bytes.npy"
 class TokenFiles:
     """The prepared data: a folder that any process can open with `open_tokens`.
 
-    It holds tokens to train on and tokens held out (none if the fraction was 0), of `num_documents`
-    with `num_bytes` of text; the digests are of names and text, and of the tokenizer.
+    `validation` is empty if the validation fraction is 0. `num_documents` and `num_bytes` (of text)
+    count both files. `text_digest` is the hash of the names and texts of the documents.
     """
 
     folder: Path
@@ -69,11 +69,11 @@ class TokenFiles:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer.json that the tokens come from."""
+        """The tokenizer.json that encoded the text."""
         return self.folder / _TOKENIZER
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """Read how many bytes of text each id stands for, by id."""
+        """Read the number of bytes of text that each id stands for, by id."""
         return np.load(self.folder / _TOKEN_BYTES)
 
 
@@ -86,22 +86,22 @@ def prepare(
     is_follower: bool = False,
     progress: Progress | None = None,
 ) -> TokenFiles:
-    """Make the tokens of a corpus, or find them in the cache.
+    """Encode a corpus, or find its tokens in the cache.
 
-    One process of a host should call this, and the others afterwards as its followers; several that
-    call it at the same time do the work several times and agree on the result.
+    One process of a host should call this first, and the others afterwards with `is_follower`. If
+    several call it at the same time, each does all the work, and all return the same result.
 
     Args:
         data: a file, folder or glob; None is the standard library of the running Python.
-        corpus: how text becomes tokens.
+        corpus: settings of the corpus.
         model_vocab_size: rows of the model's embedding.
         tokenizer: a tokenizer.json; None trains one on the corpus.
-        is_follower: another process of this host has just made the same call; nothing that it has
-            left is checked again.
-        progress: called now and then.
+        is_follower: whether another process of this host has just made the same call; hashes of
+            its cached files are not checked again.
+        progress: callback with the progress of the work.
 
     Raises:
-        DataError: the corpus or tokenizer is missing, unreadable or empty; the cache cannot be
+        DataError: the corpus or tokenizer is missing, unreadable or empty, or the cache cannot be
             written.
         ConfigError: a size is out of range, or the tokenizer does not fit the model.
     """
@@ -116,7 +116,7 @@ def prepare(
     folder = cache / "tokens" / name
 
     write = functools.partial(_write_tokens, source, text, given, corpus.validation)
-    # A byte-level token of a text stands for about four bytes of it.
+    # A byte-level token represents about four bytes of text.
     needed_bytes = text.num_bytes * width_of(count_ids(given)) // 4
     find_or_make(folder, write, needed_bytes=needed_bytes, is_hashed=not is_follower)
     files = open_tokens(folder)
@@ -129,7 +129,7 @@ def prepare(
 
 
 def _given_tokenizer(path: str, model_vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a file, which must fit the model and end documents."""
+    """Read a tokenizer, and check that it fits the model and has an end-of-text token."""
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, model_vocab_size, f"tokenizer {path}")
     end_of_text_id(tokenizer)
@@ -141,7 +141,7 @@ def _write_tokens(
 ) -> dict[str, object]:
     """Write the files of a corpus into a folder, and return its facts."""
     held_out = hold_out(*source.names_and_sizes(), validation)
-    # Through Python's own files: the libraries' writers hide that a disk is full.
+    # Write with Python's own files, because the writers of the libraries hide that a disk is full.
     (folder / _TOKENIZER).write_text(tokenizer.to_str(), "utf-8")
     buffer = io.BytesIO()
     np.save(buffer, count_token_bytes(tokenizer))
@@ -156,7 +156,7 @@ def _write_tokens(
 
 
 def open_tokens(folder: str | Path) -> TokenFiles:
-    """Open prepared tokens; checks sizes, not hashes, so it costs nothing.
+    """Open prepared tokens; check the sizes of the files but not their hashes, which is fast.
 
     Raises:
         DataError: the folder is missing or incomplete.
@@ -191,7 +191,7 @@ def _wanted_vocabulary(corpus: CorpusConfig, model_vocab_size: int) -> int:
 
 
 def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a corpus, training it unless the cache has it."""
+    """Return a tokenizer trained on the corpus, from the cache if it is there."""
     folder = cache / "tokenizers" / fingerprint("tokenizer", text.digest, vocab_size)
 
     def write(partial: Path) -> dict[str, object]:
@@ -200,7 +200,7 @@ def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int)
             for document in documents(source.data, source.max_bytes)
             for piece in cut_pieces(document.text)
         )
-        # A few dozen megabytes, spread over the corpus, give the tokenizer of the whole.
+        # About _TRAINING_BYTES of text, spread over the corpus, are enough to train a tokenizer.
         stride = -(-text.num_bytes // _TRAINING_BYTES)
         chosen = _watch(islice(pieces, 0, None, stride), stride, text, source.report)
         trained = train_tokenizer(
@@ -227,7 +227,7 @@ def _encode(
     """Encode the corpus into the two files of `folder`."""
     num_ids, end_id = count_ids(tokenizer), end_of_text_id(tokenizer)
     spelling = Spelling(tokenizer)
-    # What to do with each piece that is on its way through the encoder, in order.
+    # (is_validation, is_first_piece, text, document name) of each piece in the encoder, in order.
     waiting: deque[tuple[bool, bool, str, str]] = deque()
 
     def pieces() -> Iterator[str]:

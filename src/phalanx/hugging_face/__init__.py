@@ -1,1 +1,1 @@
-"""Weights of published models in the Hugging Face layout: read, written, converted, compared."""
+"""Weights of published models in the Hugging Face layout: read, write, convert, compare."""

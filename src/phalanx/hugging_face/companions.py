@@ -1,13 +1,13 @@
-"""The files that go with the weights of a model: the tokenizer, the ids of tokens, the origin.
+"""Files next to the weights of a model: tokenizer, special token ids, original model type.
 
-tokenizer.json, vocab.json, ...        copied from folder to folder, and not read
-config.json, generation_config.json    ids of the tokens that begin and end a text, and that pad
-tokenizer_config.json                  the same tokens as texts, and how tokenizer.json is loaded
-hugging_face.json                      model_type: several compute the same, under other names; and
-                                       the ids, as the config.json of the origin had them
+tokenizer.json, vocab.json, ...        copied from folder to folder
+config.json, generation_config.json    ids of the begin, end and padding tokens
+tokenizer_config.json                  the same tokens as texts, and the tokenizer class
+hugging_face.json                      model_type and token ids of the original config.json; several
+                                       model types compute the same with other tensor names
 
-A run that begins with a converted checkpoint keeps the model type alone: the tokenizer that it is
-trained with says which token ends a text. The export of a run encodes a prompt as the run does.
+A run that starts from a converted checkpoint keeps only the model type, because the tokenizer of
+the run determines the end token. An exported run encodes prompts in the same way as the run.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ COMPANIONS: Final = (
     *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
-"""The files that are copied from folder to folder."""
+"""Files that are copied from folder to folder."""
 
 Ids = dict[str, int | list[int] | None]
 
 
 def _find(checkpoint: Path, name: str) -> Path | None:
-    """Return a file of a checkpoint: in its own folder, or in the folder of its run."""
+    """Return the file `name` in a checkpoint folder or else in its run folder; None if absent."""
     run = manifest.run_of(checkpoint)
     paths = [folder / name for folder in (checkpoint, *([] if run is None else [run]))]
     return next((path for path in paths if path.is_file()), None)
 
 
 def tokenizer_of(checkpoint: Path) -> Path | None:
-    """Return the tokenizer.json of a checkpoint, or of its run."""
+    """Return the tokenizer.json of a checkpoint, or of its run; None if there is none."""
     return _find(checkpoint, TOKENIZER)
 
 
 def keep_tokenizer(source: Path, run: Path) -> None:
-    """Put a tokenizer into a run's folder, where whoever uses its checkpoints looks for it.
+    """Copy a tokenizer into a run folder, where users of its checkpoints look for it.
 
-    One that is there stays whole until the new one is: a resumed run has no other.
+    The copy is atomic, because a resumed run may have only this tokenizer.
     """
     content, kept = source.read_bytes(), run / TOKENIZER
     if not kept.is_file() or kept.read_bytes() != content:
@@ -65,12 +65,12 @@ def keep_tokenizer(source: Path, run: Path) -> None:
 
 
 def copy_companions(source: Path, destination: Path) -> list[str]:
-    """Copy the files beside the weights in `source`, and return their names.
+    """Copy the COMPANIONS in `source` to `destination`, and return their names.
 
-    A run's checkpoint has its run's tokenizer.
+    The tokenizer of a run's checkpoint is in the run folder.
 
     Raises:
-        CheckpointError: one is too large to be such a file.
+        CheckpointError: a file has more than MOST_BYTES.
     """
     files = {name: source / name for name in COMPANIONS if (source / name).is_file()}
     if (tokenizer := tokenizer_of(source)) is not None:
@@ -86,37 +86,37 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
 
 
 def keep_origin(config: Mapping[str, Any], folder: Path) -> None:
-    """Write the model type and ids of a config.json into the folder of a checkpoint."""
+    """Write the model type and token ids of a config.json into a checkpoint folder."""
     ids = {name: config[name] for name in IDS if _is_id(config.get(name))}
     write_json(folder / ORIGIN, {"model_type": config["model_type"], **ids})
 
 
 def keep_family(source: Path, run: Path) -> None:
-    """Put the model type of a checkpoint, if it has one, into the folder of a run."""
+    """Write the model type of the checkpoint `source`, if it has one, into the folder of a run."""
     if (family := family_in(source)) is not None:
         replace_file(run / ORIGIN, json.dumps({"model_type": family}).encode())
 
 
 def family_in(checkpoint: Path) -> str | None:
-    """Return the model type that a checkpoint, or its run, was made from; None if unknown."""
+    """Return the Hugging Face model type that a checkpoint, or its run, started from, or None."""
     path = _find(checkpoint, ORIGIN)
     family = None if path is None else read_json(path).get("model_type")
     return family if isinstance(family, str) else None
 
 
 def is_of_run(checkpoint: Path) -> bool:
-    """Return whether training wrote a checkpoint, and no conversion.
+    """Return whether a checkpoint was written by training and not by a conversion.
 
-    A run puts its separator before each text, whatever its tokenizer puts there.
+    A run puts its separator before each text, and ignores the begin tokens of its tokenizer.
     """
     return not (checkpoint / ORIGIN).is_file()
 
 
 def ids_of(checkpoint: Path) -> Ids:
-    """Return the ids that begin, end and pad texts: as converted, else of the tokenizer.
+    """Return the begin, end and padding ids: of the origin if converted, else of the tokenizer.
 
-    A run puts one token between documents, which begins, ends and pads texts. All are None without
-    a tokenizer, or if it has no token of a known name for that.
+    A run uses one separator token as begin, end and padding token. All ids are None if the run has
+    no tokenizer, or the tokenizer has no known end-of-text token.
     """
     if not is_of_run(checkpoint):
         path = checkpoint / ORIGIN
@@ -130,10 +130,10 @@ def ids_of(checkpoint: Path) -> Ids:
 
 
 def check_ids(content: Mapping[str, Any], path: Path, names: Iterable[str] = IDS) -> None:
-    """Refuse a value of a file that is no id of a token.
+    """Check that the entries `names` of a file are token ids, lists of token ids or null.
 
     Raises:
-        CheckpointError: names the entry.
+        CheckpointError: an entry is something else; the message names it.
     """
     for name in names:
         if not _is_id(content.get(name)):
@@ -144,10 +144,9 @@ def check_ids(content: Mapping[str, Any], path: Path, names: Iterable[str] = IDS
 
 
 def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
-    """Write the configurations of generation and tokenizer that are missing; return their names.
+    """Write generation_config.json and tokenizer_config.json if missing; return the names written.
 
-    A file that came with the weights stays as it is. None is written where no token is known to end
-    a text.
+    A file that came with the weights is kept. Nothing is written if there is no end token.
     """
     written: list[str] = []
     if ids["eos_token_id"] is None:
@@ -157,7 +156,7 @@ def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
         written.append(GENERATION)
     if (folder / TOKENIZER).is_file() and not (folder / TOKENIZER_CONFIG).exists():
         tokens = _texts(folder / TOKENIZER, ids)
-        # The class that takes tokenizer.json as it is, whatever the model type.
+        # This class loads tokenizer.json unchanged for every model type.
         content = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
         write_json(folder / TOKENIZER_CONFIG, content | tokens, indent=2)
         written.append(TOKENIZER_CONFIG)
@@ -165,10 +164,10 @@ def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
 
 
 def encode_as_run(folder: Path, separator_id: int) -> None:
-    """Let an exported tokenizer begin each text with the separator, as the run of the export does.
+    """Make an exported tokenizer start each text with the separator, as in the run.
 
-    In transformers and vLLM, text that spells a special token then stays text too: tokenizer.json
-    has no place for that, tokenizer_config.json has.
+    Set split_special_tokens in tokenizer_config.json, so that transformers and vLLM encode text
+    that spells a special token as plain text; tokenizer.json has no such setting.
     """
     tokenizer = load_tokenizer(folder / TOKENIZER)
     token = tokenizer.id_to_token(separator_id)
@@ -183,7 +182,7 @@ def encode_as_run(folder: Path, separator_id: int) -> None:
 
 
 def _texts(tokenizer: Path, ids: Ids) -> dict[str, Any]:
-    """Return the tokens of the ids as texts; of several that end a text, the first."""
+    """Return the texts of the special tokens; if an entry has several ids, of the first."""
     known = load_tokenizer(tokenizer)
     texts: dict[str, Any] = {}
     for name, value in ids.items():

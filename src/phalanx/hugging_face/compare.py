@@ -1,4 +1,4 @@
-"""Whether a converted model computes what transformers computes from the other side's files."""
+"""Compare the logits of a converted model with the logits of transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from phalanx.checkpoint.weights import Weights, load_decoder
 from phalanx.errors import CheckpointError, ConfigError
 
 TOLERANCE: Final = 1e-4
-"""Largest difference of two logits that passes, as a part of the largest logit: float32 leaves
-about 1e-6 a few layers deep; a weight under the wrong name, or a wrong constant, far more."""
+"""Largest accepted difference of two logits, as a fraction of the largest logit. Float32 rounding
+causes about 1e-6 in a model of a few layers; a misnamed weight or a wrong constant far more."""
 
 NUM_ROWS: Final = 2
 MAX_LENGTH: Final = 256
@@ -23,7 +23,7 @@ MAX_LENGTH: Final = 256
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the logits of two models compare; `theirs` is transformers' class."""
+    """Result of a comparison of logits; `theirs` is the name of the class in transformers."""
 
     theirs: str
     num_rows: int
@@ -33,7 +33,7 @@ class Agreement:
 
     @property
     def is_within(self) -> bool:
-        """Whether the difference passes; a logit that is no number does not."""
+        """Whether the difference is within TOLERANCE; False if a logit is NaN."""
         return self.largest_difference <= TOLERANCE * self.largest_logit
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Agreement:
 
 
 def require_transformers() -> None:
-    """Refuse to compare where transformers is not installed."""
+    """Raise ConfigError if transformers is not installed."""
     if find_spec("transformers") is None:
         raise ConfigError(
             "--check needs the package transformers, which is not installed: "
@@ -58,11 +58,11 @@ def require_transformers() -> None:
 def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> Agreement:
     """Compare the logits of our decoder and of transformers' model on the same random tokens.
 
-    Both hold their weights in float32, rounded to `dtype` first, as the side that was written is;
-    so a difference is one of the conversion. Both models are in memory at the same time.
+    Both models compute in float32 with weights rounded to `dtype`, the dtype of the converted
+    files, so a difference comes from the conversion. Both models are in memory at the same time.
 
     Raises:
-        CheckpointError: transformers cannot load its side, or compute with it.
+        CheckpointError: transformers cannot load the folder `hugging_face`, or run its model.
     """
     shape = weights.shape
     generator = torch.Generator().manual_seed(0)
@@ -72,7 +72,7 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
         try:
             theirs = _theirs(hugging_face, dtype)
             expected_BTV: Tensor = theirs(tokens_BT).logits
-        except Exception as error:  # of another library, which may raise anything
+        except Exception as error:  # transformers may raise any exception
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CheckpointError(
                 f"written, but could not be checked: transformers cannot run {hugging_face}: "
@@ -91,7 +91,7 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
 
 
 def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Round the weights of a model to another type, in place."""
+    """Round the weights of a model to `dtype` in place; their own dtype stays."""
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
     return model

@@ -1,4 +1,4 @@
-"""The content of a Hugging Face config.json to and from the shape of a decoder."""
+"""Convert the content of a Hugging Face config.json to and from a `ModelShape`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.hugging_face.families import FAMILIES, Family, family_of
 from phalanx.models.shape import ModelShape
 
 IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Entries that say which tokens begin and end a text, and which fills up a batch."""
+"""Entries with the ids of the begin, end and padding tokens."""
 
 _LLAMA3_SCALING: Final = (
     *("factor", "low_freq_factor", "high_freq_factor"),
@@ -20,22 +20,23 @@ _LLAMA3_SCALING: Final = (
 )
 
 MAX_LAYERS: Final = 10_000
-"""Most blocks that are listed, before the weights say how many there are."""
+"""Largest accepted number of layers; lists of this length are built before the weights are read."""
 
 MAX_SIZE: Final = 2**20
-"""Largest width and number of heads: torch counts the bytes of a tensor of three such sizes."""
+"""Largest accepted width and number of heads: torch can count the bytes of a tensor with three such
+dimensions."""
 
 MAX_ROWS: Final = 2**30
-"""Most tokens of a vocabulary, and positions."""
+"""Largest accepted vocabulary size and number of positions."""
 
 _MOST: Final = {"num_layers": MAX_LAYERS, "vocab_size": MAX_ROWS, "max_seq_len": MAX_ROWS}
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
-"""What layer_types says of a block without a window, and of one with it."""
+"""Values of layer_types for a block with full attention, and for a block with a window."""
 
 _GEMMA_PATTERN: Final = 6
 _GEMMA_THETA: Final = (1_000_000.0, 10_000.0)
-"""What transformers takes where Gemma's config does not say: first of blocks without a window."""
+"""Defaults of transformers for Gemma: theta of blocks without a window, and with a window."""
 
 _NOT_COMPUTED: Final[Mapping[str, Any]] = {
     "mlp_bias": False,
@@ -50,7 +51,7 @@ _NOT_COMPUTED: Final[Mapping[str, Any]] = {
     "attention_multiplier": None,
     "use_bidirectional_attention": False,
 }
-"""Options of decoders of whatever type, and the one value of each under which they do nothing."""
+"""Options of any model type that are not supported -> the one value that has no effect."""
 
 
 def config_to_hf(
@@ -59,15 +60,15 @@ def config_to_hf(
     family: str | None = None,
     ids: Mapping[str, int | list[int] | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of a decoder, in the words that published ones use.
+    """Return the content of a config.json for a decoder, with the entries of published models.
 
-    Dropout is kept for GPT-2 only; the other families have none.
+    Dropout is written for GPT-2 only; the other families have none.
 
-    `family` is the first that computes the shape if None. Where `ids` say nothing they are null:
-    transformers would take the ids of the first model of a type, which mean something else here.
+    If `family` is None, the first family that computes the shape is used. Ids that are not in `ids`
+    are written as null, because transformers would default to the ids of the published model.
 
     Raises:
-        ConfigError: no Hugging Face model, or not that type, computes this shape.
+        ConfigError: no Hugging Face model, or not the type `family`, computes this shape.
     """
     name = family_of(shape, family)
     of = FAMILIES[name]
@@ -102,14 +103,14 @@ def config_to_hf(
 
 
 def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that the content of a config.json describes.
+    """Return the `ModelShape` that the content of a config.json describes.
 
     Raises:
-        ConfigError: the model type, or one of its options, is not one that Decoder computes.
+        ConfigError: Decoder does not support the model type, or the value of an option.
     """
     name = str(config.get("model_type"))
     if name not in FAMILIES:
-        # No nearest: a config under another type's name may load, and mean another model.
+        # Suggest no similar name: the config might load under that type as a different model.
         raise ConfigError(f"model_type is '{name}'; legal are {', '.join(FAMILIES)}")
     if config.get("quantization_config"):
         raise ConfigError(
@@ -143,7 +144,7 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
-    """Return the entries about windows."""
+    """Return the config.json entries for sliding windows."""
     windows = [shape.window_of(block) for block in range(shape.num_layers)]
     match FAMILIES[name].windows:
         case "none":
@@ -153,7 +154,7 @@ def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
         case "layers":
             kinds = [_FULL if window is None else _WINDOWED for window in windows]
             if name != "gemma3_text":
-                # Of blocks without layer_types, those from max_window_layers on have a window.
+                # For readers that ignore layer_types: blocks from max_window_layers on have one.
                 return {
                     "use_sliding_window": _WINDOWED in kinds,
                     "sliding_window": shape.window,
@@ -169,14 +170,14 @@ def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
 
 
 def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str, Any]:
-    """Return the sizes of ours about windows."""
+    """Return the `ModelShape` fields for sliding windows."""
     family = FAMILIES[name]
     if family.windows == "none":
         _require(config, "sliding_window", None)
         _require(config, "use_sliding_window", False)
         default = [_FULL] * num_layers
     elif family.windows == "all":
-        # Where it is missing, one type of transformers takes 4,096 and another none.
+        # No default: without the entry, transformers uses 4,096 for one type, none for another.
         window = _need(config, "sliding_window")
         default = [_FULL if window is None else _WINDOWED] * num_layers
     elif name == "gemma3_text":
@@ -201,9 +202,9 @@ def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str,
 
 
 def _full_every(kinds: list[Any], wanted: Any) -> int | None:
-    """Return of how many blocks the last has no window: None if each has one, 1 if none has.
+    """Return N if exactly every N-th block has no window; None if all blocks have a window.
 
-    Of several numbers that fit, the wanted one is taken.
+    N is 1 if no block has a window. If several N fit, `wanted` is preferred.
     """
     if unknown := next((kind for kind in kinds if kind not in (_FULL, _WINDOWED)), None):
         raise ConfigError(f"layer_types has {unknown!r}; legal are '{_FULL}' and '{_WINDOWED}'")
@@ -222,7 +223,7 @@ def _full_every(kinds: list[Any], wanted: Any) -> int | None:
 
 
 def _gemma_rope(config: Mapping[str, Any], *, has_window: bool) -> dict[str, Any]:
-    """Return both thetas: one dict for each kind of block since transformers 5, entries before."""
+    """Return both thetas, from the dicts per block kind (transformers 5) or the older entries."""
     family = FAMILIES["gemma3_text"]
     rope: Any = config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -240,7 +241,7 @@ def _gemma_rope(config: Mapping[str, Any], *, has_window: bool) -> dict[str, Any
 def _rope(
     rope: Any, config: Mapping[str, Any], family: Family
 ) -> tuple[float, tuple[float, float, float, int] | None]:
-    """Return theta and the scaling: one dict since transformers 5, two entries before."""
+    """Return theta and the RoPE scaling, from one dict (transformers 5) or two older entries."""
     if not isinstance(rope, Mapping):
         raise ConfigError(f"rope_scaling is {rope!r}; expected an object")
     rope = cast("Mapping[str, Any]", rope)
@@ -286,7 +287,7 @@ def _need(config: Mapping[str, Any], option: str) -> Any:
 
 
 def _require(config: Mapping[str, Any], option: str, legal: Any, absent: Any = None) -> None:
-    """Refuse any value but the legal one; where the option is not there, it is `absent`."""
+    """Raise ConfigError unless an option has the legal value; its default is `absent`, if given."""
     actual = config.get(option, legal if absent is None else absent)
     if actual != legal and not (actual is None and option in _NOT_COMPUTED):
         raise ConfigError(f"{option} is {actual!r}; only {legal!r} is computed")

@@ -1,9 +1,9 @@
-"""Convert weights: a Hugging Face folder to a checkpoint, and a checkpoint to such a folder.
+"""Convert weights between a Hugging Face folder and a checkpoint, in both directions.
 
-Both sides are read and written one tensor at a time, in the order of the table in names.py, so
-that only the tensor under way and its parts are in memory (GPT-2's c_attn holds three). The result
-is written under another name and renamed when it is whole. A model of transformers in memory
-becomes a decoder in memory.
+Weights are read and written one tensor at a time, in the order of the table in names.py, so that
+only the current tensor and its parts are in memory (GPT-2's c_attn has three parts). The result is
+written under a temporary name and renamed when complete. `decoder_of` converts a transformers model
+in memory to a decoder in memory.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ MAX_SHARD_BYTES: Final = 5 * 10**9
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote, of which `kind` and `family`, and from where.
+    """Result of a conversion; `kind` and `family` describe the files written.
 
-    Of a run, `source` is the checkpoint that was taken. `companions` are the files beside the
-    weights and config.json: copied along, or made for a tokenizer.
+    If the source was a run, `source` is the checkpoint that was read. `companions` are the files
+    written besides the weights and config.json: copied, or generated for the tokenizer.
     """
 
     source: Path
@@ -74,22 +74,21 @@ def convert(
     family: str | None = None,
     progress: Progress = unheard,
 ) -> Converted:
-    """Convert a Hugging Face folder to a checkpoint of weights alone, or the other way round.
+    """Convert a Hugging Face folder to a checkpoint without optimizer state, or the reverse.
 
     Args:
-        source: a Hugging Face folder, a checkpoint, or a run, whose latest checkpoint is taken.
-        destination: a folder that is not there yet, or empty.
-        dtype: of the tensors to write.
-        max_shard_bytes: largest file of a Hugging Face folder, unless one tensor is larger.
-        family: the model type to write, of several that compute the shape; if None the one that
-            the weights came from, else the first.
-        progress: called before each tensor, and at the end.
+        source: a Hugging Face folder, a checkpoint, or a run, whose latest checkpoint is read.
+        destination: a folder that is absent or empty.
+        dtype: dtype of the tensors to write.
+        max_shard_bytes: largest size of a safetensors file, unless one tensor is larger.
+        family: model type to write if several compute the shape; if None, the type that the
+            weights came from, else the first.
+        progress: callback before each tensor, and at the end.
 
     Raises:
         CheckpointError: the source is missing, damaged, incomplete or of an unknown kind; or the
-            destination cannot be written. Nothing of it is left then.
-        ConfigError: the source is of a model that the other side does not compute, or the
-            destination is not free.
+            destination cannot be written. No partial destination is left.
+        ConfigError: the target format does not support the model, or the destination is not empty.
     """
     kind = kind_of(source)
     check_free(source, destination)
@@ -118,16 +117,16 @@ def convert(
 
 
 def kind_of(source: Path) -> Kind:
-    """Return what a folder holds.
+    """Return whether a folder is a Hugging Face model, or a checkpoint or run of Phalanx.
 
     Raises:
-        CheckpointError: it is not there, is no folder, or is neither.
+        CheckpointError: it does not exist, is not a folder, or is neither.
     """
     if not source.exists():
         raise CheckpointError(f"{source} does not exist{hint_of_missing(source)}")
     if not source.is_dir():
         raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
-    if folders.is_hugging_face(source):  # whatever a manifest.json beside it may be
+    if folders.is_hugging_face(source):  # even if it has a manifest.json too
         return "hugging face"
     if (source / manifest.NAME).exists() or (source / "checkpoints").is_dir():
         return "phalanx"
@@ -138,11 +137,11 @@ def kind_of(source: Path) -> Kind:
 
 
 def open_hugging_face(folder: Path) -> Weights:
-    """Open a Hugging Face folder, and check that each tensor is there and of the right size.
+    """Open a Hugging Face folder, and check that each tensor exists and has the expected size.
 
     Raises:
-        CheckpointError: a file or tensor is missing, damaged, left over or of another size.
-        ConfigError: its config.json describes a model that Decoder does not compute.
+        CheckpointError: a file or tensor is missing, damaged, unexpected or of the wrong size.
+        ConfigError: its config.json describes a model that Decoder does not support.
     """
     config = folders.read_config(folder)
     try:
@@ -150,7 +149,7 @@ def open_hugging_face(folder: Path) -> Weights:
     except ConfigError as error:
         raise ConfigError(f"{folder / folders.CONFIG}: {error}") from error
     tensors = TensorFiles(folder)
-    if shape.num_layers > len(tensors.sizes):  # before a model is made of more
+    if shape.num_layers > len(tensors.sizes):  # before a large model is built
         raise CheckpointError(
             f"{folder}: it has {len(tensors.sizes)} tensors; its {folders.CONFIG} asks for "
             f"{shape.num_layers} layers"
@@ -169,7 +168,7 @@ def _write_checkpoint(
     read: Callable[[str], Tensor],
     companions: list[str],
 ) -> int:
-    """Write a checkpoint of weights alone, beside its companions; return its tensors."""
+    """Write a checkpoint without optimizer state; return the number of its tensors."""
     sizes = sizes_of(shape)
     plan = WritePlan({f"model.{name}": Sharding(tuple(s), dtype) for name, s in sizes.items()}, 1)
     infos, file = plan.writes_of(0), file_of(0)
@@ -194,7 +193,7 @@ def _write_checkpoint(
 def _write_hugging_face(
     folder: Path, weights: Weights, family: str, read: _Reader, max_shard_bytes: int
 ) -> tuple[int, list[str]]:
-    """Write a Hugging Face folder; return the number of tensors, and files made beside them."""
+    """Write a Hugging Face folder; return the number of tensors, and the generated companions."""
     shape, ids = weights.shape, ids_of(weights.folder)
     links = {link.theirs: link for link in table(shape, family)}
     sizes = sizes_of(shape)
@@ -213,10 +212,10 @@ def _write_hugging_face(
 
 
 def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:
-    """Return the weights of a folder, and the family that they are of or are to be written as.
+    """Return the weights of a folder, and their family, or the family to write them as.
 
-    Of several families that compute the shape it is the wanted one, else the origin's, else the
-    first.
+    If several families compute the shape, it is `family` if given, else the family of the origin,
+    else the first.
     """
     if kind == "hugging face":
         weights = open_hugging_face(source)
@@ -224,12 +223,12 @@ def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:
     weights = open_checkpoint(source)
     before = family_in(weights.folder)
     if family is None and before in families_of(weights.shape):
-        family = before  # of weights whose shape was changed it may compute it no more
+        family = before  # unless the shape was changed to one that this family cannot compute
     return weights, family_of(weights.shape, family)
 
 
 class _Reader:
-    """Reads weights by name, cast to a data type, and reports how far it is."""
+    """Reads weights by name, casts them to a dtype, and reports the progress."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype, progress: Progress) -> None:
         self._weights, self.dtype, self._progress = weights, dtype, progress
@@ -238,7 +237,7 @@ class _Reader:
         self.num_bytes = dtype.itemsize * sum(size.numel() for size in sizes)
 
     def __call__(self, name: str) -> Tensor:
-        """Return a weight."""
+        """Return a weight in `dtype`."""
         self._progress("convert", self._done_bytes, self.num_bytes)
         tensor = _cast(name, self._weights.read(name), self.dtype)
         self._done_bytes += tensor.nbytes
@@ -246,7 +245,7 @@ class _Reader:
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in another dtype."""
+    """Cast a tensor to `dtype`; raise CheckpointError if a finite value overflows float16."""
     out = tensor.to(dtype)
     if dtype == torch.float16 and bool((out.isinf() & tensor.isfinite()).any()):
         raise CheckpointError(
@@ -261,15 +260,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """Return our decoder with the weights of a causal language model of transformers.
+    """Return a `Decoder` with the weights of a causal language model of transformers.
 
-    The weights are copied, in their data types; `phalanx convert` writes a trained run back.
+    The weights are copied, and keep their dtypes; `phalanx convert` exports a trained run.
 
     Args:
-        model: such as `LlamaForCausalLM(config)`, whole on one device.
+        model: for example `LlamaForCausalLM(config)`, complete on one device.
 
     Raises:
-        ConfigError: its config describes what Decoder does not compute, named.
+        ConfigError: its config has a model type or option that Decoder does not support.
+        CheckpointError: its tensors do not match its config.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):

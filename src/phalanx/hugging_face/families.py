@@ -1,6 +1,6 @@
-"""The model types of Hugging Face that a decoder computes, and what each is made of.
+"""The supported Hugging Face model types, and their options as fields of `ModelShape`.
 
-A `Family` says once, for both directions, which entries of a config.json are which size of ours.
+A `Family` maps entries of config.json to fields of `ModelShape`, for both directions.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from phalanx.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of theirs.
+    """A Hugging Face model type.
 
     Attributes:
-        architecture: the class in transformers.
-        parts: what a decoder of this type is made of, in our words.
-        sizes: their entry -> our size, of those that the type has.
-        optional: entries of sizes that follow from others where they are null or not there.
-        norm_eps: their entry for it.
-        constants: entries that are written, and the only values of theirs that are read.
-        windows: which blocks may have one: none, all alike, or each as `layer_types` says.
-        rope_types: scalings of the rotary positions that are computed.
-        is_tied: whether the output is the embedding where they do not say.
+        architecture: name of the class in transformers.
+        parts: `ModelShape` field -> value that all models of this type have.
+        sizes: config.json entry -> `ModelShape` field.
+        optional: entries of `sizes` that may be null or absent; they follow from other sizes.
+        norm_eps: config.json entry of the epsilon of the norms.
+        constants: config.json entry -> value that is written, and the only one that is accepted.
+        required: config.json entry -> the only value that is accepted; it is not written.
+        windows: which blocks may have a sliding window: none, all with the same size, or each
+            block as `layer_types` lists it.
+        rope_types: supported RoPE scaling types.
+        is_tied: default of tie_word_embeddings: whether the output projection is the embedding.
     """
 
     architecture: str
@@ -144,14 +146,14 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "gpt2": _GPT2,
     }
 )
-"""The model types that a decoder computes; of several that compute a shape the first is written."""
+"""Supported model types; if several compute a shape, the first is written by default."""
 
 
 def families_of(shape: ModelShape) -> list[str]:
-    """Return the Hugging Face model types that compute this shape, the first the one to write.
+    """Return the Hugging Face model types that compute `shape`; the first is the default to write.
 
     Raises:
-        ConfigError: none does; names what the nearest has instead.
+        ConfigError: no type computes it; the message lists the differences of the nearest type.
     """
     differing = {name: _differing(name, shape) for name in FAMILIES}
     if legal := [name for name, words in differing.items() if not words]:
@@ -164,7 +166,7 @@ def families_of(shape: ModelShape) -> list[str]:
 
 
 def family_of(shape: ModelShape, wanted: str | None = None) -> str:
-    """Return the model type to write this shape as: the one that is wanted, or the first."""
+    """Return the model type as which to write `shape`: `wanted` if given, else the first."""
     legal = families_of(shape)
     if wanted is None:
         return legal[0]
@@ -177,7 +179,7 @@ def family_of(shape: ModelShape, wanted: str | None = None) -> str:
 
 
 def _differing(name: str, shape: ModelShape) -> list[str]:
-    """Return in words what the family has in place of parts of the shape."""
+    """Return a description of each field of `shape` that the family does not support."""
     family = FAMILIES[name]
     theirs: dict[str, Any] = dict(family.parts)
     if family.windows == "none":

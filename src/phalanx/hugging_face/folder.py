@@ -1,11 +1,11 @@
-"""Hugging Face folders on disk: config.json and safetensors files, one tensor at a time.
+"""Read and write Hugging Face folders: config.json and safetensors files, tensor by tensor.
 
 config.json
-model.safetensors                             or, in shards,
+model.safetensors                             or, in several files,
 model-00001-of-00003.safetensors ...
-model.safetensors.index.json                  which file each tensor is in
+model.safetensors.index.json                  tensor name -> file
 
-In the cache of the hub each is a link to a file.
+In the cache of the Hugging Face hub, these are symbolic links.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
 _DTYPES: Final = ("F64", "F32", "BF16", "F16")
-"""The types of weights that are read, as safetensors names them."""
+"""Supported dtypes of weights, as safetensors names them."""
 
 
 class TensorFiles:
     """The tensors in the safetensors files of a folder.
 
-    A file is mapped into memory anew for each tensor, so that the pages of those before are freed.
+    Each read maps the file into memory again, so that the pages of earlier tensors are freed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,13 +66,13 @@ class TensorFiles:
         self._files[name] = file
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, in the dtype of the file."""
+        """Return a tensor in the dtype of the file."""
         with open_file(self._files[name]) as tensors:
             return tensors.get_tensor(name)
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether the folder looks like one that `save_pretrained` wrote."""
+    """Return whether a folder has a config.json, as `save_pretrained` writes it."""
     return (folder / CONFIG).is_file()
 
 
@@ -85,9 +85,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
-    """Return the files that hold weights, in the order of their names.
+    """Return the safetensors files with the weights of a folder, sorted by name.
 
-    Of several kinds the one is taken that transformers takes: the whole file before the shards.
+    As in transformers, model.safetensors is preferred to the files that the index lists.
     """
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
@@ -110,7 +110,7 @@ def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor as the index says; nothing where there are no shards."""
+    """Return the index: tensor name -> file name; empty for a single file or without an index."""
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return {}
     with suppress(ValueError):
@@ -131,13 +131,13 @@ def write_folder(
     read: Callable[[str], Tensor],
     max_shard_bytes: int,
 ) -> None:
-    """Write a folder that `from_pretrained` loads; each tensor is made just before it is written.
+    """Write a folder that `from_pretrained` loads, with one tensor in memory at a time.
 
-    Tensors are read by name, cast to `dtype` and written in the order of `sizes`. A file has at
-    most `max_shard_bytes`, unless one tensor is larger.
+    Tensors are obtained from `read`, cast to `dtype` and written in the order of `sizes`. A file
+    has at most `max_shard_bytes`, unless one tensor is larger.
 
     Raises:
-        OSError: a file cannot be written; what was written stays.
+        OSError: a file cannot be written; files written before are not removed.
     """
     num_bytes = {name: dtype.itemsize * torch.Size(size).numel() for name, size in sizes.items()}
     shards = _cut(num_bytes, max_shard_bytes)
@@ -161,7 +161,7 @@ def write_folder(
 
 
 def _cut(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Cut the names, in their order, into shards of at most `max_bytes`, each of one at least."""
+    """Split names, in order, into files of at most `max_bytes`, with at least one name each."""
     shards: list[list[str]] = [[]]
     filled_bytes = 0
     for name, size_bytes in num_bytes.items():

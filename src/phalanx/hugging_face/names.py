@@ -1,12 +1,12 @@
-"""Weights to and from the Hugging Face layout, by the names of each model type.
+"""Map the weights of a decoder to and from the tensor names of each Hugging Face model type.
 
-`table(shape, family)` says once, for both directions, which of our tensors stand in which of
-theirs, and how: under another name, transposed (GPT-2's Conv1D is [in, out]) or stacked (its c_attn
-and Phi-3's qkv_proj hold q, k and v). The rotary layout is the same: both turn the pair (x_i,
-x_{i + K/2}) of a head, so the rows of q and k keep their order. A tied output projection is left
-out, as `save_pretrained` does.
+`table(shape, family)` is the mapping for both directions. A tensor of ours has another name in
+theirs, and may be transposed (GPT-2's Conv1D is [in, out]) or stacked (GPT-2's c_attn and Phi-3's
+qkv_proj contain q, k and v). The RoPE layout is the same: both rotate the pair (x_i, x_{i + K/2})
+of a head, so the rows of q and k are not permuted. A tied output projection is omitted, as in
+`save_pretrained`.
 
-Nothing here needs the transformers package.
+This module does not need the transformers package.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ _BLOCKS: Final = MappingProxyType(
         "gpt2": _GPT2_BLOCK,
     }
 )
-"""Of each model type the modules of a block, ours -> theirs; the others have Llama's."""
+"""Model type -> names of the modules of a block, ours -> theirs; other types use Llama's."""
 
 
 @dataclass(frozen=True)
 class TheirTensor:
     """The name of a Hugging Face tensor, and the names of our tensors in it.
 
-    Several of ours are stacked along the outputs, each with its number of `rows`. A transposed
-    tensor is stored as [in, out], ours as [out, in].
+    Several tensors of ours are stacked along the output dimension; `rows` is the number of rows of
+    each. A transposed tensor is stored as [in, out], ours as [out, in].
     """
 
     theirs: str
@@ -93,22 +93,22 @@ class TheirTensor:
     is_transposed: bool = False
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return their tensor, made of ours in the order of `ours`; a view where that is enough."""
+        """Return their tensor from our tensors, in the order of `ours`; a view if there is one."""
         stacked = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         return stacked.T if self.is_transposed else stacked
 
     def join_sizes(self, sizes: Mapping[str, torch.Size]) -> torch.Size:
-        """Return the size of their tensor, from the sizes of ours by name."""
+        """Return the size of their tensor; `sizes` maps the names of our tensors to sizes."""
         return self.join([torch.empty(sizes[name], device="meta") for name in self.ours]).shape
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return our tensors, views of theirs: the inverse of `join`."""
+        """Split their tensor into our tensors, as views: the inverse of `join`."""
         stacked = tensor.T if self.is_transposed else tensor
         return stacked.split(self.rows)
 
 
 def table(shape: ModelShape, family: str) -> list[TheirTensor]:
-    """Return what stands where in a model of a type, from the embedding to the output."""
+    """Return the tensors of a model type and their parts, in order from embedding to output."""
     if family == "gpt2":
         embedding = {"embedding": "wte", "position_embedding": "wpe"}
         model, blocks, norm = "transformer", "h", "ln_f"
@@ -137,25 +137,25 @@ def table(shape: ModelShape, family: str) -> list[TheirTensor]:
 
 
 _BUFFERS: Final = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""How the names of buffers end that old files hold."""
+"""Suffixes of the names of buffers that old files contain."""
 
 _NUMBER: Final = re.compile(r"^blocks\.\d+\.")
 
 
 def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -> dict[str, str]:
-    """Return the name in a file, whose tensors have these sizes, by the name in the table.
+    """Return a dict of names: name in the table -> name in the file, whose tensors have `sizes`.
 
-    The names differ where a model was saved without its head, which leaves the first part of each
-    name out. Buffers that old files hold, and the second name of a tied weight, are passed over.
+    The names differ if the model was saved without its head: then the first part of each name is
+    missing. Buffers of old files and the second copy of a tied weight are ignored.
 
     Raises:
-        CheckpointError: a tensor is missing, of another size, or is not of the model.
+        CheckpointError: a tensor is missing, has the wrong size, or does not belong to the model.
     """
     prefix = "transformer." if family == "gpt2" else "model."
     left = set(sizes).difference(_tied_copies(sizes, shape))
     left = {name for name in left if not name.endswith(_BUFFERS)}
     links = table(shape, family)
-    # The embedding comes first in the table, and every model has one.
+    # The first entry of the table is the embedding, which every model has.
     if links[0].theirs not in left and links[0].theirs.removeprefix(prefix) in left:
         found = {link.theirs: link.theirs.removeprefix(prefix) for link in links}
     else:
@@ -185,7 +185,11 @@ def reader(
     sizes: Mapping[str, tuple[int, ...]],
     read_theirs: Callable[[str], Tensor],
 ) -> Callable[[str], Tensor]:
-    """Return what reads a weight of ours out of tensors of theirs."""
+    """Return a function that reads a weight of ours, by name, from their tensors.
+
+    Raises:
+        CheckpointError: see `locate`; or a copy of a tied weight differs from the embedding.
+    """
     found = locate(sizes, shape, family)
     links = {name: link for link in table(shape, family) for name in link.ours}
     embedding = found[links["embedding.weight"].theirs]
@@ -204,5 +208,5 @@ def reader(
 
 
 def _tied_copies(names: Iterable[str], shape: ModelShape) -> list[str]:
-    """Return the names under which a file holds a tied weight a second time."""
+    """Return the names of output projections that duplicate a tied embedding."""
     return [name for name in names if shape.tied and name.endswith("lm_head.weight")]

@@ -1,1 +1,1 @@
-"""Generation from a trained decoder: blocks of the cache, scheduler, runner, engine, HTTP."""
+"""Generation with a trained decoder: paged key-value cache, scheduler, engine, HTTP server."""

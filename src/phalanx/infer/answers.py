@@ -1,4 +1,4 @@
-"""The answers to completions and chats: whole, or as a stream of server-sent events."""
+"""Response bodies of completions and chats: one JSON object, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.infer.texts import Completion
 
 
 class Answer(ABC):
-    """One answer, to one HTTP request."""
+    """Base class that formats the response to one HTTP request."""
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -33,20 +33,20 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, text: str) -> dict[str, Any]:
-        """Return the text of a whole choice."""
+        """Return the fields for `text`, the full text of a choice."""
 
     @abstractmethod
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        """Return the text of a piece of a choice."""
+        """Return the fields for `text`, the part of a choice that one stream event adds."""
 
     @abstractmethod
     def scores(
         self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        """Return the logarithms of probabilities of the next tokens of a choice."""
+        """Return the `logprobs` object for the next tokens of choice `number`."""
 
     def whole(self, tickets: Sequence[Ticket]) -> dict[str, Any]:
-        """Return the answer once all has been generated."""
+        """Return the non-streaming response; all tickets must have finished."""
         choices: list[dict[str, Any]] = []
         for ticket in tickets:
             found = _completion(ticket)
@@ -61,7 +61,7 @@ class Answer(ABC):
     async def stream(
         self, updates: AsyncGenerator[Update], tickets: Sequence[Ticket], *, has_usage: bool
     ) -> AsyncGenerator[str]:
-        """Yield the events of an answer."""
+        """Yield the server-sent events of a streaming response."""
         begun: set[int] = set()
         num_left = len(tickets)
         about = envelope(self._id, self.piece_kind, self._model)
@@ -80,7 +80,7 @@ class Answer(ABC):
                 begun.add(number)
                 num_left -= finished is not None
                 yield _event({**about, "choices": [content]})
-            if num_left:  # the client has left
+            if num_left:  # the client has disconnected
                 return
             if has_usage:
                 yield _event({**about, "choices": [], "usage": _usage(tickets)})
@@ -92,7 +92,10 @@ class Answer(ABC):
         return {"index": number, "logprobs": None, "finish_reason": finished}
 
     def _bytes_of(self, token: int) -> tuple[str, bytes]:
-        """Return the text of a token, and its bytes; as OpenAI, those where they are no text."""
+        """Return the text and the bytes of a token.
+
+        As in OpenAI's API, the text is "bytes:" and escaped bytes if they are not valid UTF-8.
+        """
         found = bytes_of(self._tokenizer, token)
         try:
             return found.decode(), found
@@ -104,13 +107,13 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """An answer of `/v1/completions`."""
+    """Response of `/v1/completions`."""
 
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, logprobs: int | None, served: Served) -> None:
         super().__init__(logprobs, served)
-        self._num_characters = Counter[int]()  # of the tokens so far of each choice
+        self._num_characters = Counter[int]()  # by choice: characters of its tokens so far
 
     @override
     def choice(self, text: str) -> dict[str, Any]:
@@ -137,7 +140,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """An answer of `/v1/chat/completions`."""
+    """Response of `/v1/chat/completions`."""
 
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -169,7 +172,7 @@ class ChatAnswer(Answer):
 
 
 def _num_begun(content: bytes) -> int:
-    """Return how many characters begin in bytes of UTF-8."""
+    """Return the number of characters that start in UTF-8 bytes: all but continuation bytes."""
     return sum(byte & 0xC0 != 0x80 for byte in content)
 
 
@@ -179,7 +182,7 @@ def _completion(ticket: Ticket) -> Completion:
 
 
 def _usage(tickets: Sequence[Ticket]) -> dict[str, Any]:
-    """Return the counts of an answer; a prompt of several choices counts once."""
+    """Return the token counts of a response; a prompt with several choices counts once."""
     requests = [_completion(ticket).request for ticket in tickets]
     first = {id(t.prompt): r for t, r in zip(reversed(tickets), reversed(requests), strict=True)}
     num_prompt = sum(len(request.prompt) for request in first.values())

@@ -1,14 +1,14 @@
 """The HTTP server: OpenAI's completions and chats over one engine, health, metrics and a page.
 
-Every refusal is an answer with a reason: 400 a body that asks for more than is built, or a prompt
-that is too long; 401 without the key; 404 another model; 408 a body that does not come; 413 a body
-that is too large; 415 a body that is not said to be JSON; 429 a full queue; 503 an engine that has
-ended, or logits that are not finite.
+Every error response has a reason: 400 an unsupported or invalid field, or a prompt that is too
+long; 401 a missing or wrong API key; 404 another model; 408 a body that does not arrive in time;
+413 a body that is too large; 415 a Content-Type other than JSON; 429 a full queue; 503 an engine
+that has stopped, or logits that are not finite.
 
-A page of another site that a browser of this host shows can send requests here. It can name no type
-of a body but a form's or plain text without asking first, which nothing here answers: hence 415. A
-name of its own that its DNS lets point here makes it of the same origin (DNS rebinding), but then
-Host says that name: hence 403 (`LocalHosts`).
+Web pages of other sites, open in a browser on this host, can send requests to this server. Without
+a CORS preflight, which this server never grants, such a page can only send bodies of a form or
+plain text type: 415 refuses them. With DNS rebinding the site's own domain name resolves to this
+host, so the browser sees the same origin. The header Host then has that name: 403 (`LocalHosts`).
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from phalanx.infer.served import Served
 from phalanx.infer.texts import TextEngine
 
 BODY_TIMEOUT_S: Final = 30.0
-"""How long the body of a request may take to come."""
+"""Timeout for receiving the whole body of a request, seconds."""
 
 CLOSE: Final = {"Connection": "close"}
-"""Of an answer before the whole body has come, of which the rest is not waited for."""
+"""Header of a response sent before the whole request body has arrived: the rest is not read."""
 
 DEFAULT_TOKENS: Final = 16
-"""Tokens of a completion that names no number, as OpenAI's; a chat takes all that fit."""
+"""`max_tokens` of a completion without one, as OpenAI's; a chat may use all positions left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server takes.
+    """Limits on the requests that a server accepts.
 
     Attributes:
-        max_waiting: requests that wait beside those that run.
-        max_body_bytes: size of a body.
-        api_key: what clients have to send, in ASCII; None if nothing.
-        is_local: whether only requests to this host by an address or as localhost are answered.
+        max_waiting: most requests that wait, in addition to the running ones.
+        max_body_bytes: largest size of a body.
+        api_key: key that clients must send, in ASCII; None for no key.
+        is_local: whether to refuse a Host header that is neither an IP address nor localhost.
     """
 
     max_waiting: int = 256
@@ -78,13 +78,13 @@ class Limits:
 
 
 class LocalHosts:
-    """Refuses requests whose Host is a name that DNS may let point here."""
+    """ASGI middleware that refuses a Host header that DNS could resolve (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Pass one request to the application, or answer it with 403."""
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
             if not _is_here(host):
@@ -98,7 +98,7 @@ class LocalHosts:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether a Host is an address, or a name that no DNS is asked for."""
+    """Return whether a Host header is an IP address or localhost, which need no DNS lookup."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         ipaddress.ip_address(name)
@@ -108,7 +108,7 @@ def _is_here(host: str) -> bool:
 
 
 class Gateway:
-    """Turns HTTP requests into tickets of the engine's thread, and updates into answers."""
+    """Handlers that submit HTTP requests to the engine thread and build the responses."""
 
     def __init__(self, served: Served, texts: TextEngine, limits: Limits) -> None:
         self.served, self.limits = served, limits
@@ -150,7 +150,7 @@ class Gateway:
         return await self._answer(request, body, [prompt], default, logprobs, answer)
 
     async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
-        """Return the body of a request that may ask, and asks for this model."""
+        """Check the API key, the content type and the model of a request; return its body."""
         key = self.limits.api_key
         given = request.headers.get("authorization", "")
         if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
@@ -179,7 +179,7 @@ class Gateway:
         return body
 
     def check_model(self, name: str) -> None:
-        """Answer 404 to a name of another model."""
+        """Raise HTTPException 404 if `name` is not the served model."""
         if name != self.served.name:
             raise HTTPException(404, f"there is no model {name!r:.99}; it is {self.served.name!r}")
 
@@ -192,7 +192,7 @@ class Gateway:
         logprobs: int | None,
         answer: Answer,
     ) -> Response:
-        """Generate, and answer at once or in pieces."""
+        """Generate, and return one JSON response or a stream of events."""
         samplings = body.samplings(max_tokens, logprobs)
         tickets, updates = self.thread.submit(prompts, samplings)
         watcher = asyncio.ensure_future(self._watch(request, tickets, updates))
@@ -212,7 +212,7 @@ class Gateway:
     async def _watch(
         self, request: Request, tickets: list[Ticket], updates: asyncio.Queue[Update]
     ) -> None:
-        """Leave the completions of a client that has left."""
+        """Wait until the client disconnects, then abort its completions."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         for ticket in tickets:
@@ -222,7 +222,7 @@ class Gateway:
     async def _updates(
         self, tickets: list[Ticket], updates: asyncio.Queue[Update], watcher: asyncio.Task[None]
     ) -> AsyncGenerator[Update]:
-        """Yield what comes of the completions, until all have finished or the client has left."""
+        """Yield updates until all completions have finished or the client has disconnected."""
         num_left = len(tickets)
         try:
             while num_left:
@@ -246,10 +246,11 @@ def app_of(
         served: the model.
         texts: its engine.
         limits: see `Limits`.
-        follow_s: seconds between two looks for a later checkpoint of the run, to serve its weights.
+        follow_s: seconds between polls for a later checkpoint of the run, whose weights are then
+            served; None to keep the first weights.
 
     Raises:
-        ConfigError: the chat template is none, or a model of no run is to be followed.
+        ConfigError: the chat template is invalid, or `follow_s` is given without a run folder.
     """
     gateway = Gateway(served, texts, limits)
     run = None if follow_s is None else run_to_follow(served)
@@ -284,7 +285,7 @@ REFUSALS: Final[dict[type[Exception], tuple[int, str]]] = {
     QueueFull: (429, "rate_limit_error"),
     EngineFailed: (503, "server_error"),
 }
-"""The status and kind of the answer to each error."""
+"""Exception class -> HTTP status and error type of the response."""
 
 
 def _refusal(status: int, kind: str) -> Callable[[Request, Exception], Response]:
@@ -305,7 +306,7 @@ def _http_refusal(request: Request, error: Exception) -> Response:
 
 
 def _add_views(app: FastAPI, gateway: Gateway) -> None:
-    """Add what can be looked at without a key: nothing of them is of a user."""
+    """Add the routes that need no API key, because they contain no user data."""
     page = files("phalanx.infer").joinpath("page.html").read_text("utf-8")
 
     @app.get("/")

@@ -1,4 +1,4 @@
-"""Make the engine that some settings ask for of a model on disk."""
+"""Build an engine from a model on disk and an `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 
 STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Data types of the caches that round."""
+"""Setting `cache` -> dtype of a quantized key-value cache."""
 
 CACHE_PART = 0.3
-"""Most of the free memory that the cache takes unless its size is given."""
+"""Largest fraction of free memory for the key-value cache if `cache_tokens` is not set."""
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device of a setting.
+    """Return the torch device that the setting `device` names; "auto" prefers CUDA.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: there is no CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
@@ -42,7 +42,10 @@ def torch_device(name: str) -> torch.device:
 
 
 def torch_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the data type of a setting."""
+    """Return the dtype that the setting `precision` names.
+
+    "auto" is bfloat16 where the device computes it fast, else float32.
+    """
     if name == "auto":
         name = "bfloat16" if has_fast_bfloat16(device.type) else "float32"
     return getattr(torch, name)
@@ -52,7 +55,7 @@ def engine_of(served: Served, config: EngineConfig) -> TextEngine:
     """Load a model into this process, and return its engine.
 
     Raises:
-        ConfigError: there is no such device, or no memory for the cache.
+        ConfigError: the device does not exist, or the cache does not fit into memory.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -67,7 +70,7 @@ def engine_of(served: Served, config: EngineConfig) -> TextEngine:
 def assemble(
     served: Served, config: EngineConfig, logits: LiveLogits, pool: BlockPool
 ) -> TextEngine:
-    """Return the engine that computes by `logits`, over the blocks of a pool."""
+    """Return an engine that computes logits with `logits` and allocates blocks from `pool`."""
     scheduler = Scheduler(
         pool,
         budget=config.budget,
@@ -86,12 +89,12 @@ def assemble(
 
 
 def pool_of(config: EngineConfig, num_blocks: int) -> BlockPool:
-    """Return the pool of a cache of some blocks."""
+    """Return the block pool of a key-value cache with `num_blocks` blocks."""
     return BlockPool(num_blocks, config.block_size, finds_prefixes=config.prefix_cache)
 
 
 def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: int = 1) -> KVCache:
-    """Return an empty cache on the device of a model."""
+    """Return an empty key-value cache on the device of `model`, with the heads of one rank."""
     weight = next(model.parameters())
     sizes = cache_sizes(model.shape, pool, num_shards)
     if config.cache == "full":
@@ -103,15 +106,15 @@ def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: 
 def cache_sizes(
     shape: ModelShape, pool: BlockPool, num_shards: int = 1
 ) -> tuple[int, int, int, int]:
-    """Return layers, blocks, key-value heads of a rank and their width, for a `KVCache`."""
+    """Return (layers, blocks, key-value heads of a rank, head width), for a `KVCache`."""
     return shape.num_layers, pool.num_blocks, shape.num_kv_heads // num_shards, shape.head_dim
 
 
 def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> int:
-    """Return how many blocks a cache has, of which each rank holds one of `num_shards` shards.
+    """Return the number of cache blocks; each rank stores 1 / `num_shards` of every block.
 
     Raises:
-        ConfigError: not even one block fits into the memory, or not as many as are asked for.
+        ConfigError: `cache_tokens` positions, or a single block, do not fit into free memory.
     """
     size, shape, weight = config.block_size, model.shape, next(model.parameters())
     longest = -(-shape.max_seq_len // size)

@@ -1,4 +1,4 @@
-"""Make one prompt of the messages of a chat, by the model's own template."""
+"""Render the messages of a chat into one prompt with the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from phalanx.infer.served import DEFAULT, Served
 
 
 class Chat:
-    """The template of a model.
+    """Chat template of a model.
 
-    A model without one was trained to continue texts: it continues the contents of the messages,
-    a line each.
+    For a base model without a chat template, the prompt is the contents of the messages, joined by
+    newlines.
     """
 
     def __init__(self, served: Served) -> None:
         self._served = served
         self._template = None
-        # A template spells special tokens, and so may a message, as in transformers.
+        # The template spells out special tokens. As in transformers, text in a message that spells
+        # a special token becomes that token too.
         self._tokenizer = Tokenizer.from_str(served.tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
         if served.chat_templates:
             if (source := served.chat_templates.get(DEFAULT)) is None:
                 names = ", ".join(served.chat_templates)
                 raise ConfigError(f"the chat templates of the model are {names}; none is {DEFAULT}")
-            # What transformers gives to a template; see apply_chat_template.
+            # The same environment as in apply_chat_template of transformers.
             environment = ImmutableSandboxedEnvironment(
                 trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
             )
@@ -47,10 +48,10 @@ class Chat:
                 raise ConfigError(f"the model's chat template cannot be read: {error}") from error
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a prompt.
+        """Render messages with the template, and return the tokens of the prompt.
 
         Raises:
-            ConfigError: the template refuses the messages.
+            ConfigError: the template raises an error for these messages.
         """
         if self._template is None:
             return self._served.encode("\n".join(message.text for message in messages) + "\n")
@@ -70,7 +71,7 @@ def _refuse(message: str) -> None:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    """Return JSON that keeps letters as they are, and escapes nothing for HTML."""
+    """Return JSON without ASCII or HTML escapes; Jinja's own `tojson` escapes for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: in whole characters, up to the first stop text."""
+"""Incremental detokenization: complete characters only, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Final
 from tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
-"""What a decoder puts for bytes that are a part of a character alone; it is left out."""
+"""Replacement character that decoders emit for incomplete UTF-8; it is removed from the text."""
 
 _CONTEXT = 8
-"""Tokens of a prompt that the first new ones are decoded behind."""
+"""Number of last prompt tokens that are decoded with the first new tokens, as their context."""
 
 _CHARACTER = 4
-"""Most bytes of a character in UTF-8, and so most tokens."""
+"""Largest number of bytes, and therefore of tokens, of one UTF-8 character."""
 
 _LONGEST = 12
-"""Tokens that wait for the rest of a character, before they are taken for none."""
+"""Number of pending tokens after which an incomplete character counts as invalid."""
 
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes that a token stands for in a text, which may be a part of a character."""
-    # Behind another token, since decoders drop the space of a first word.
+    """Return the bytes of text that a token encodes, which may be part of a character."""
+    # Decode the token after another one, because decoders drop the space before a first word.
     num_before = len(tokenizer.decode([token], skip_special_tokens=False))
     text = tokenizer.decode([token, token], skip_special_tokens=False)[num_before:]
     piece = tokenizer.id_to_token(token)
@@ -37,7 +37,7 @@ def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter by which byte-level BPE writes it (Radford et al. 2019)."""
+    """Return the byte for each letter of the byte-level BPE alphabet (Radford et al. 2019)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {
@@ -49,17 +49,17 @@ _BYTES: Final = _byte_letters()
 
 
 class TextStream:
-    """Makes text of the tokens of one request.
+    """Incremental decoder of the tokens of one request.
 
     Attributes:
-        text: all that was given out.
-        is_stopped: whether a stop text has come; nothing is given out after it.
+        text: all text returned so far.
+        is_stopped: whether a stop string was found; no text is returned after it.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()
     ) -> None:
-        """Begin behind the tokens of a prompt, with texts that end the stream."""
+        """Start after the tokens of `prompt`; `stops` are the strings that end the text."""
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._ids = list(prompt[-_CONTEXT:])
         self._begin, self._read = 0, self._num_whole()
@@ -68,19 +68,19 @@ class TextStream:
         self.is_stopped = False
 
     def take(self, token: int) -> str:
-        """Return the text that is certain now that `token` has come."""
+        """Append `token`, and return the text that later tokens cannot change or stop."""
         self._ids.append(token)
         return self._give(self._new(is_last=False), is_last=False)
 
     def end(self) -> str:
-        """Return the text that was held back, once no further token comes."""
+        """Return the text that was held back; call it after the last token."""
         return "" if self.is_stopped else self._give(self._new(is_last=True), is_last=True)
 
     def _new(self, *, is_last: bool) -> str:
-        """Return the text of the tokens that were not read.
+        """Return the text of the tokens that have not been decoded yet.
 
-        They are decoded behind the tokens before, since a decoder may drop the space of a first
-        word.
+        They are decoded together with the tokens before them, because a decoder may drop the space
+        before a first word. The result is empty while the last character is incomplete.
         """
         before = self._decode(self._ids[self._begin : self._read])
         text = self._decode(self._ids[self._begin :])
@@ -91,7 +91,7 @@ class TextStream:
         return text[len(before) :].replace(BROKEN, "")
 
     def _num_whole(self) -> int:
-        """Return how many tokens there are without the last that may begin a character."""
+        """Return the number of tokens before a trailing incomplete character."""
         num = len(self._ids)
         for num_whole in range(num, max(num - _CHARACTER, -1), -1):
             if not self._decode(self._ids[:num_whole]).endswith(BROKEN):
@@ -99,7 +99,7 @@ class TextStream:
         return num
 
     def _give(self, new: str, *, is_last: bool) -> str:
-        """Return what of the text is no part of a stop text, and cannot become one."""
+        """Return the text before a stop string, and hold back a tail that may start one."""
         text = self._held + new
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -118,6 +118,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many of the last characters of a text are the first of a stop text."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

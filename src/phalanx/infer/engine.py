@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, a step at a time."""
+"""The engine: takes requests and generates their tokens, one step at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from phalanx.infer.sampler import choose
 from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
 
 NOT_FINITE = "the model's logits are not finite"
-"""Why a request ends with "error"."""
+"""Message for a request that finished with "error"."""
 
 
 class EngineFailed(PhalanxError):
-    """A text cannot be continued: the engine has ended, or the model computes no finite logits."""
+    """Generation failed: the engine has stopped, or the model's logits are not finite."""
 
     exit_code = 1
 
 
 class Logits(Protocol):
-    """What computes a flat step: a ModelRunner, or one that lets other ranks compute too."""
+    """A callable that computes the logits of a flat step, on this rank or on all ranks of tp."""
 
     def __call__(self, step: FlatStep) -> Tensor:
         """Return the logits [len(step.rows), V]."""
@@ -34,15 +34,15 @@ class Logits(Protocol):
 
 
 class LiveLogits(Logits, Protocol):
-    """The same of a model whose weights can be replaced."""
+    """Logits of a model whose weights can be replaced while requests run."""
 
     def load(self, folder: Path) -> None:
-        """Replace the weights by a checkpoint's."""
+        """Replace the weights with the weights of a checkpoint."""
         ...
 
 
 class NewToken(NamedTuple):
-    """A token of a request, and why the request ended with it, if it did."""
+    """A generated token; `finished` is the finish reason if it is the last of its request."""
 
     request: GenerationRequest
     token: int
@@ -52,7 +52,7 @@ class NewToken(NamedTuple):
 
 @dataclass
 class Counts:
-    """What an engine has done since it was made."""
+    """Counters of an engine since its construction."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -60,13 +60,13 @@ class Counts:
 
 
 class Engine:
-    """Generates for many requests at once.
+    """Generates tokens for many requests at once.
 
     Attributes:
-        scheduler: which tokens are computed when.
-        counts: what was done.
-        max_seq_len: most tokens of a prompt and its continuation.
-        end_ids: tokens that end a text.
+        scheduler: chooses the tokens of each step.
+        counts: counters since construction.
+        max_seq_len: longest sequence of the model: prompt and continuation, tokens.
+        end_ids: ids of the tokens that end a text.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Engine:
         end_ids: Sequence[int] = (),
         num_ids: int | None = None,
     ) -> None:
-        """Make an engine.
+        """Create an engine.
 
         Args:
-            logits: what computes a step.
-            scheduler: without requests.
-            max_seq_len: longest row of the model.
-            end_ids: tokens that end a text.
-            num_ids: ids of the tokenizer; a model may have more, which are never chosen.
+            logits: computes the logits of a step.
+            scheduler: a scheduler without requests.
+            max_seq_len: longest sequence of the model, tokens.
+            end_ids: ids of the tokens that end a text.
+            num_ids: number of ids of the tokenizer; model ids from `num_ids` on are never sampled.
         """
         self.scheduler, self.max_seq_len = scheduler, max_seq_len
         self.counts = Counts()
@@ -94,10 +94,10 @@ class Engine:
     def add(
         self, prompt: Sequence[int], *samplings: Sampling, now_s: float = 0.0
     ) -> list[GenerationRequest]:
-        """Let a prompt wait for a continuation by each of the options; they share its blocks.
+        """Queue a request for each of `samplings`; the requests share the prompt's cache blocks.
 
         Raises:
-            ConfigError: it is empty, or too long for the model or the cache.
+            ConfigError: the prompt is empty, or too long for the model or the cache.
         """
         for sampling in samplings:
             self.check(prompt, sampling)
@@ -109,7 +109,7 @@ class Engine:
         return [first, *others]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse a prompt that is empty or too long."""
+        """Raise ConfigError if a prompt is empty, or too long with `max_tokens` more."""
         if not prompt:
             raise ConfigError("the prompt has no token; expected at least one")
         room = self.most_tokens - len(prompt)
@@ -130,17 +130,17 @@ class Engine:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a prompt and its continuation, by the model and by the cache."""
+        """Most tokens of a prompt and its continuation that both model and cache allow."""
         pool = self.scheduler.pool
         return min(self.max_seq_len, pool.num_blocks * pool.block_size)
 
     def abort(self, request: GenerationRequest, reason: str = "abort") -> None:
-        """End a request; its blocks are free at once."""
+        """End a request, and free its blocks immediately."""
         if request.finished is None:
             self.scheduler.finish(request, reason)
 
     def step(self, now_s: float = 0.0) -> list[NewToken]:
-        """Compute one step, and return the new token of each request that got one."""
+        """Run one step, and return the new token of each request that received one."""
         step = self.scheduler.schedule(now_s)
         if not step.parts:
             return []
@@ -160,7 +160,10 @@ class Engine:
         return list(map(self._take, requests, tokens, scores))
 
     def _take(self, request: GenerationRequest, token: int, score: TokenScore | None) -> NewToken:
-        """Append a token to its request, and end the request where it is the last."""
+        """Append a token to its request; finish the request if it is the last token.
+
+        A negative token means logits that are not finite: the request fails.
+        """
         if token < 0:
             self.scheduler.fail(request)
             return NewToken(request, token, None, "error")
@@ -181,7 +184,7 @@ class Engine:
         samplings: Sequence[Sampling] | Sampling,
         heard: Callable[[NewToken], object] | None = None,
     ) -> list[list[int]]:
-        """Continue all prompts, and return the new tokens of each."""
+        """Continue all prompts, and return their new tokens; call `heard` with each new token."""
         if isinstance(samplings, Sampling):
             samplings = [samplings] * len(prompts)
         requests = [self.add(*pair)[0] for pair in zip(prompts, samplings, strict=True)]
@@ -193,12 +196,12 @@ class Engine:
         return [request.tokens[len(request.prompt) :] for request in requests]
 
     def weights_changed(self) -> None:
-        """Forget all keys and values; requests under way are recomputed with the new weights."""
+        """Drop all keys and values; running requests are recomputed with the new weights."""
         self.scheduler.preempt_all()
 
 
 def flat(step: ScheduledStep) -> FlatStep:
-    """Return a scheduled step as plain numbers."""
+    """Convert a scheduled step to token ids, spans and row numbers."""
     tokens: list[int] = []
     rows: list[int] = []
     spans: list[StepSpan] = []

@@ -1,7 +1,7 @@
-"""The thread that an engine runs in, between the coroutines that wait for its tokens.
+"""The thread that runs the engine for the coroutines of an HTTP server.
 
-Coroutines put orders into a queue; before each step the thread takes them. What a step adds goes to
-the queue of each completion, on the event loop. So only the thread touches the engine.
+Coroutines put orders (callables) into a queue, and the thread runs these before each step. New
+tokens go to asyncio queues, on the event loop. So only the thread accesses the engine.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from phalanx.infer.texts import Completion, Piece, TextEngine
 LOGGER = logging.getLogger(__name__)
 
 POLL_S = 0.005
-"""How long the thread waits for orders while a batch waits to begin."""
+"""Seconds between two checks for orders while a dynamic or static batch waits to start."""
 
 
 class QueueFull(PhalanxError):
-    """As many requests wait as may."""
+    """The queue has the largest number of waiting requests."""
 
 
 class Update(NamedTuple):
-    """What a coroutine hears of one of its completions: a piece, or why there is none."""
+    """A new piece of a completion, with its finish reason; without a piece, the engine stopped."""
 
     number: int
     piece: Piece | None
@@ -47,9 +47,9 @@ class Ticket:
     """A completion that a coroutine waits for.
 
     Attributes:
-        number: of the completion among those that the coroutine waits for.
-        updates: what comes of all of these.
-        completion: set once the thread has taken the order.
+        number: index of the completion in its HTTP request.
+        updates: queue of the updates of all completions of that HTTP request.
+        completion: the completion; None until the engine thread has added it.
     """
 
     prompt: Sequence[int]
@@ -60,12 +60,12 @@ class Ticket:
 
 
 class EngineThread:
-    """Runs an engine while there is work.
+    """A thread that steps an engine while it has requests.
 
     Attributes:
         texts: the engine.
-        failure: the message of the error that ended it; None while it runs.
-        checkpoint: whose weights were loaded last; None while they are the first.
+        failure: message of the error that stopped the engine; None while it runs.
+        checkpoint: folder whose weights were loaded last; None before the first `load`.
     """
 
     def __init__(self, texts: TextEngine, metrics: ServerMetrics, max_waiting: int) -> None:
@@ -73,34 +73,34 @@ class EngineThread:
         self.failure: str | None = None
         self.checkpoint: Path | None = None
         self._most = texts.engine.scheduler.slots + max_waiting
-        self._open: set[Ticket] = set()  # of the event loop
+        self._open: set[Ticket] = set()  # only used on the event loop
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._tickets: dict[GenerationRequest, Ticket] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin; updates are put into queues of this event loop."""
+        """Start the thread; updates go to asyncio queues of `loop`."""
         self._loop = loop
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step under way."""
+        """Stop the thread after the current step, and wait for its end."""
         self._orders.put(None)
         self._thread.join()
 
     def submit(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
     ) -> tuple[list[Ticket], asyncio.Queue[Update]]:
-        """Order a continuation of each prompt by each of the options; called on the event loop.
+        """Order a continuation of each prompt with each of `samplings`; call on the event loop.
 
         Returns:
-            The tickets, prompt by prompt, and the queue of what comes of them.
+            The tickets, prompt by prompt, and the queue of their updates.
 
         Raises:
-            QueueFull: too many requests wait.
-            EngineFailed: the engine has ended.
-            ConfigError: a prompt is too long, or these are more than the queue ever takes.
+            QueueFull: too many requests run or wait.
+            EngineFailed: the engine has stopped.
+            ConfigError: a prompt is too long, or the number of texts exceeds the queue's size.
         """
         if self.failure is not None:
             raise EngineFailed(f"the engine has ended: {self.failure}")
@@ -128,16 +128,16 @@ class EngineThread:
         return tickets, updates
 
     def release(self, ticket: Ticket) -> None:
-        """Leave a completion, finished or not; called on the event loop."""
+        """Remove a ticket, and abort its completion if it runs; call on the event loop."""
         if ticket in self._open:
             self._open.remove(ticket)
             self._orders.put(lambda: self._abort(ticket))
 
     def load(self, folder: Path) -> Future[bool]:
-        """Order that a checkpoint's weights replace the present ones, between two steps.
+        """Order that the weights of a checkpoint replace the current ones between two steps.
 
         Returns:
-            Whether they have; where they cannot be read, a warning says why.
+            A future of whether they were replaced; if not, a warning with the reason is logged.
         """
         loaded: Future[bool] = Future()
 
@@ -161,7 +161,7 @@ class EngineThread:
         try:
             while self._take_orders():
                 self._step()
-        except BaseException as error:  # also a panic of Rust: each who waits is to hear of it
+        except BaseException as error:  # also a Rust panic: all waiting coroutines must be notified
             LOGGER.exception("the engine has ended")
             self.failure = message_of(error) or type(error).__name__
             self._call_on_loop(self._fail)
@@ -171,7 +171,7 @@ class EngineThread:
             ticket.updates.put_nowait(Update(ticket.number, None, "error"))
 
     def _take_orders(self) -> bool:
-        """Carry out orders, waiting for one if there is nothing to do; return False at the end."""
+        """Run all queued orders, blocking for one if the engine is idle; return False on `stop`."""
         has_work = self.texts.engine.scheduler.has_work
         while True:
             try:
@@ -213,10 +213,10 @@ class EngineThread:
         if updates:
             self._send(updates)
         elif not self.texts.engine.scheduler.running:
-            time.sleep(POLL_S)  # a batch waits to begin
+            time.sleep(POLL_S)  # a batch waits to start
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
-        """Put updates into the queues of their completions, on the event loop."""
+        """Put updates into the queues of their tickets, on the event loop."""
 
         def put() -> None:
             for ticket, update in updates:

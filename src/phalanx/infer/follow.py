@@ -1,4 +1,4 @@
-"""Follow a run that trains: the weights of each later checkpoint replace those that are served."""
+"""Follow a run during training: serve the weights of each new checkpoint."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LOGGER = logging.getLogger(__name__)
 
 
 async def follow(run: Path, first: Path, every_s: float, thread: EngineThread) -> None:
-    """Load each later checkpoint of a run than `first`; look for one every `every_s` seconds.
+    """Load each checkpoint of `run` that is later than `first`; poll every `every_s` seconds.
 
-    One that cannot be loaded is tried again at the 2nd, 4th, 8th, ... look that finds it: memory
-    may be free then, but each attempt reads the checkpoint, and requests wait for that.
+    A checkpoint that fails to load is retried at the 2nd, 4th, 8th, ... poll that finds it. Memory
+    may be free by then, but each attempt reads the checkpoint and delays requests.
     """
     last, num_looks = first, Counter[Path]()
     while True:
         await asyncio.sleep(every_s)
         try:
             found = await asyncio.to_thread(manifest.whole, run)
-        except OSError as error:  # such as one of a server of files, which may come back
+        except OSError as error:  # such as a network file system's, which may recover
             LOGGER.warning("cannot look for a later checkpoint: %s", reason_of(error))
             continue
         latest = [last, *found.values()][-1]
@@ -38,10 +38,10 @@ async def follow(run: Path, first: Path, every_s: float, thread: EngineThread) -
 
 
 def run_to_follow(served: Served) -> Path:
-    """Return the run folder whose checkpoint is served.
+    """Return the run folder that contains the served checkpoint.
 
     Raises:
-        ConfigError: the weights are of no run.
+        ConfigError: the weights are not a checkpoint of a run.
     """
     run = manifest.run_of(served.weights.folder)
     if run is None:

@@ -1,4 +1,4 @@
-"""What a server counts and times, for Prometheus and for the page that tries the model."""
+"""Counters and latencies of a server, for Prometheus and for the server's web page."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SECONDS: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
 )
-"""Borders of the histograms of times."""
+"""Bucket bounds of the latency histograms, seconds."""
 
 
 class ServerMetrics(Collector):
-    """Reads the engine when it is asked, and times tokens as they come."""
+    """Prometheus collector that reads the engine's counters, and latency histograms of tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -36,7 +36,7 @@ class ServerMetrics(Collector):
         self._whole = histogram("request_seconds", "From a request's arrival to its end.")
 
     def observe(self, completion: Completion, now_s: float) -> None:
-        """Time a token that has come."""
+        """Record the latency of a new token at `now_s`, and of the request if it has finished."""
         arrival_s = completion.request.arrival_s
         last_s = self._last_s.get(completion)
         if last_s is None:
@@ -49,15 +49,15 @@ class ServerMetrics(Collector):
             del self._last_s[completion]
 
     def forget(self, completion: Completion) -> None:
-        """Time a request that was left no further."""
+        """Stop timing an aborted request."""
         self._last_s.pop(completion, None)
 
     def text(self) -> bytes:
-        """Return all of it in the format of Prometheus."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def values(self) -> dict[str, float]:
-        """Return the gauges and counters, by name."""
+        """Return gauges and counters of the engine: name -> value."""
         scheduler, counts = self._engine.scheduler, self._engine.counts
         pool = scheduler.pool
         return {
@@ -74,7 +74,7 @@ class ServerMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what Prometheus asks for."""
+        """Yield gauges and counters of the engine as Prometheus metrics."""
         for name, value in self.values().items():
             about = name.removesuffix("_total").replace("_", " ")
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily

@@ -1,4 +1,4 @@
-"""The options of an engine, and of each request. No torch."""
+"""Options of an engine and of each request. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Annotated, Final, Literal
 from phalanx.config.fields import SEED, THREADS, Range
 
 Batching = Literal["rolling", "dynamic", "static"]
-"""When requests are admitted; see infer/scheduler.py."""
+"""Policy by which requests are admitted to a batch; see infer/scheduler.py."""
 
 MAX_LOGPROBS: Final = 20
-"""Alternatives of a token whose logarithms a request may ask for."""
+"""Most alternatives of a token whose log-probabilities a request may ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """One request's options, as the HTTP interface of OpenAI names them.
+    """Sampling options of one request, named as in OpenAI's HTTP API.
 
-    The filters act on the probabilities at the temperature, in this order: top_k, top_p, min_p.
+    The filters apply to the probabilities after temperature, in this order: top_k, top_p, min_p.
     """
 
     max_tokens: Annotated[int, Range(1, 2**31 - 1, "[]")] = 64
@@ -46,9 +46,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The logarithm of the probability of a token, and of the most probable ones.
+    """Log-probability of a token, and (id, log-probability) of the most probable tokens.
 
-    Probabilities are the model's: at temperature 1, without filters.
+    The probabilities are the model's own: at temperature 1, without filters.
     """
 
     logprob: float
@@ -57,7 +57,7 @@ class TokenScore:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine computes, and how much it computes at once."""
+    """Settings of an engine: precision, device, batching and key-value cache."""
 
     precision: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and arithmetic; auto: bfloat16 where the device has it, else

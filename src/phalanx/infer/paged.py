@@ -1,12 +1,12 @@
-"""Attention over a key-value cache in blocks.
+"""Attention over a paged key-value cache.
 
-A step computes tokens of several sequences as one row [1, N]. In each layer the keys and values of
-all of them are written to their slots first, and then each sequence attends to its own blocks.
+A step computes the tokens of several sequences as one row [1, N]. Each layer first writes the keys
+and values of all N tokens to their slots, and then each sequence attends to its own blocks.
 
-A block whose size is the longest sequence makes of this the contiguous cache: one block a sequence.
+With a block size of the longest sequence, the cache is contiguous: one block per sequence.
 
-Suffixes: see models/decoder.py; N tokens of a step, n tokens of one sequence of it, S
-slots of the cache, T keys of a sequence.
+Suffixes: see models/decoder.py; N tokens of a step, n tokens of one sequence in the step, S slots
+of the cache, T keys of a sequence, M blocks of the longest block table.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from phalanx.infer.quantize import quantized
 from phalanx.models.attention import attend, runs_flash
 
 FLASH_BLOCK: Final = 256
-"""Flash attention 2 takes blocks whose size is a multiple of it (Dao-AILab/flash-attention #828);
-with others each sequence attends by itself."""
+"""Flash attention 2 needs a block size that is a multiple of it (Dao-AILab/flash-attention #828);
+with other block sizes attention runs sequence by sequence."""
 
 READS_TABLES: Final = "block_table" in inspect.signature(varlen_attn).parameters
-"""With torch 2.11, whose call reads no block tables, each sequence attends by itself."""
+"""Whether varlen_attn accepts block tables. In torch 2.11 it does not, and attention runs sequence
+by sequence."""
 
 
 class StepSpan(NamedTuple):
-    """The tokens of one sequence in a step: positions `start` to `stop`, and its blocks."""
+    """Tokens of one sequence in a step: positions [start, stop), and the block table."""
 
     start: int
     stop: int
@@ -45,13 +46,13 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatStep:
-    """One step as plain numbers, which a rank of tp gets from the first.
+    """One step as plain numbers, which the first rank of tp broadcasts to the others.
 
     Attributes:
-        tokens: of all sequences, one after another.
-        spans: which of these are whose.
-        rows: which tokens have logits that are read.
-        copies: blocks to copy before anything is written.
+        tokens: token ids of all sequences, concatenated.
+        spans: span of each sequence, in the order of `tokens`.
+        rows: indices into `tokens` of the tokens whose logits are returned.
+        copies: blocks to copy before the step writes to the cache.
     """
 
     tokens: list[int]
@@ -65,7 +66,7 @@ class KVCache:
 
     Attributes:
         block_size: positions of a block.
-        keys, values: [L, S, G, K].
+        keys, values: [L, S, G, K]; slot = block * block_size + offset.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make an empty cache of (layers, blocks, key-value heads, width of a head)."""
+        """Allocate a cache; `sizes` is (layers, blocks, key-value heads, width of a head)."""
         num_layers, num_blocks, num_groups, head_dim = sizes
         shape = (num_layers, num_blocks * block_size, num_groups, head_dim)
         self.block_size = block_size
@@ -85,15 +86,15 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache."""
+        """Size of the cache, bytes."""
         return sum(part.nbytes for part in self.parts())
 
     def holds(self, dtype: torch.dtype) -> bool:
-        """Return whether keys of this type lie in the cache as they are."""
+        """Return whether the cache stores keys of `dtype` without conversion."""
         return self.keys.dtype == dtype
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks, one after another, in all layers."""
+        """Copy blocks in all layers, in the order of `copies`."""
         size = self.block_size
         for source, target in copies:
             for part in self.parts():
@@ -109,7 +110,7 @@ class KVCache:
         self.values[layer].index_copy_(0, slots_N, v_NGK)
 
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Return k_TGK and v_TGK of slots; a slice of them is not copied."""
+        """Return k_TGK and v_TGK of `slots`: views for a slice, copies for indices."""
         keys, values = self._layers[layer]
         if isinstance(slots, slice):
             return keys[slots], values[slots]
@@ -117,7 +118,7 @@ class KVCache:
 
 
 class QuantizedCache(KVCache):
-    """The same in int8 or float8, with a scale for each position and head; read in `dtype`.
+    """A cache in int8 or float8 with a scale for each position and head; `read` returns `dtype`.
 
     Attributes:
         key_scales, value_scales: [L, S, G, 1], float32.
@@ -145,7 +146,7 @@ class QuantizedCache(KVCache):
     def write(self, layer: int, slots_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
         k, key_scales = quantized(k_NGK, self.keys.dtype)
         v, value_scales = quantized(v_NGK, self.values.dtype)
-        for home, value in ((self.keys, k), (self.values, v)):  # torch copies no float8 by index
+        for home, value in ((self.keys, k), (self.values, v)):  # index_copy_ has no float8 kernel
             home[layer].view(torch.uint8).index_copy_(0, slots_N, value.view(torch.uint8))
         self.key_scales[layer].index_copy_(0, slots_N, key_scales)
         self.value_scales[layer].index_copy_(0, slots_N, value_scales)
@@ -158,9 +159,9 @@ class QuantizedCache(KVCache):
 
 
 class PagedAttention:
-    """What replaces `models.attention.attend` during one step.
+    """Replacement of `models.attention.attend` for one step.
 
-    What all layers of a kind share is worked out once.
+    Slots and masks are computed once for all layers with the same window.
     """
 
     def __init__(self, cache: KVCache, step: FlatStep) -> None:
@@ -175,19 +176,19 @@ class PagedAttention:
         self._tables: tuple[Tensor, ...] | None = None
 
     def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [1, N, G, K] of a layer, and return what q [1, N, H, K] reads."""
+        """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K]."""
         self._cache.write(layer, self._slots_N, k[0], v[0])
         is_paged = READS_TABLES and self._cache.block_size % FLASH_BLOCK == 0
         if is_paged and runs_flash(q) and self._cache.holds(q.dtype):
             return self._attend_at_once(layer, window, q[0])[None]
         if window not in self._keys:
             self._keys[window] = [self._keys_of(span, window) for span in self._spans]
-        if len(self._spans) == q.shape[1]:  # each decodes
+        if len(self._spans) == q.shape[1]:  # one token of each sequence: decode only
             return self._decode(layer, self._keys[window], q)
         parts = zip(*(x.split(self._lengths, dim=1) for x in (q, k, v)), strict=True)
         mixed: list[Tensor] = []
         for span, keys, part in zip(self._spans, self._keys[window], parts, strict=True):
-            if span.start == 0:  # a prompt's first tokens read nothing from the cache
+            if span.start == 0:  # the first tokens of a prompt need nothing from the cache
                 mixed.append(attend(part[0], part[1], part[2], None, window))
             elif span.stop - span.start == 1:
                 mixed.append(self._decode(layer, [keys], part[0]))
@@ -198,12 +199,13 @@ class PagedAttention:
     def _decode(
         self, layer: int, keys: Sequence[tuple[slice | Tensor, Tensor | None]], q_1NHK: Tensor
     ) -> Tensor:
-        """Attend with one token of each of N sequences; a tensor like q.
+        """Return the attention output [1, N, H, K] for one token of each of N sequences.
 
-        A few tokens of small models wait for operators to begin, so there are few for each.
+        Decoding small models is bound by operator launches, so each sequence uses few operators.
         """
         num_groups = self._cache.keys.shape[2]
-        queries = q_1NHK.unflatten(2, (num_groups, -1)).unbind(1)  # of a group, as of one head
+        # The queries of a group become the rows of one head: one token needs no mask.
+        queries = q_1NHK.unflatten(2, (num_groups, -1)).unbind(1)
         mixed: list[Tensor] = []
         for (slots, _), q_1GhK in zip(keys, queries, strict=True):
             k_TGK, v_TGK = self._cache.read(layer, slots)
@@ -212,7 +214,7 @@ class PagedAttention:
         return torch.cat(mixed).view(q_1NHK.shape)
 
     def _keys_of(self, span: StepSpan, window: int | None) -> tuple[slice | Tensor, Tensor | None]:
-        """Return the slots that a sequence reads, and the mask [n, T] where not all read all."""
+        """Return the slots that a sequence attends to, and the mask [n, T]; None for one token."""
         first = 0 if window is None else max(0, span.start - window + 1)
         size, stop = self._cache.block_size, span.stop
         blocks = span.blocks[first // size : (stop - 1) // size + 1]
@@ -235,7 +237,7 @@ class PagedAttention:
     def _attend_in_chunk(
         self, layer: int, q_nHK: Tensor, slots: slice | Tensor, mask_nT: Tensor | None
     ) -> Tensor:
-        """Attend with a chunk of one sequence to its slots; a tensor like q_nHK."""
+        """Return the attention output [n, H, K] of a prefill chunk over its sequence's slots."""
         k_1GTK, v_1GTK = (x.transpose(0, 1)[None] for x in self._cache.read(layer, slots))
         mixed = F.scaled_dot_product_attention(
             q_nHK.transpose(0, 1)[None], k_1GTK, v_1GTK, attn_mask=mask_nT, enable_gqa=True
@@ -243,7 +245,7 @@ class PagedAttention:
         return mixed[0].transpose(0, 1)
 
     def _attend_at_once(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
-        """Attend of all sequences by one flash call over block tables; a tensor like q_NHK."""
+        """Return the attention output [N, H, K] of all sequences by one flash attention call."""
         if self._tables is None:
             borders = [0, *accumulate(self._lengths)]
             most = max(len(span.blocks) for span in self._spans)
@@ -265,6 +267,6 @@ class PagedAttention:
             enable_gqa=q_NHK.shape[1] != k.shape[2],
             seqused_k=stops_N,
             block_table=blocks_NM,
-            num_splits=1,  # a request's numbers do not depend on the others of its step
+            num_splits=1,  # so that a request's logits do not depend on the rest of the batch
         )
         return cast(Tensor, mixed)

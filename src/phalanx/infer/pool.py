@@ -1,17 +1,18 @@
-"""The blocks of a key-value cache: who holds which, and which are found again. No torch.
+"""Block allocator of the key-value cache, with reference counts and prefix reuse. No torch.
 
-A block has room for keys and values of consecutive positions of one sequence, in every layer
-(Kwon et al. 2023, PagedAttention, arXiv 2309.06180, section 4). A sequence holds its blocks in a
-`BlockTable`, so that its memory needs not be contiguous, and at most one block is partly empty.
+A block stores the keys and values of consecutive positions of one sequence, in every layer
+(Kwon et al. 2023, PagedAttention, arXiv 2309.06180, section 4). A `BlockTable` lists the blocks of
+a sequence, so its memory need not be contiguous, and at most one of its blocks is partly empty.
 
-    held   by one sequence or by several, counted
-    free   by nobody; in the order in which they became free: the first is taken first
+    held   referenced by at least one sequence; references are counted
+    free   no reference; blocks are reallocated in the order in which they became free
 
-A full block keeps its content while it is free, and is found by it: by its tokens and by the
-content of the block before it, of which each has a number of its own. Python's dict compares the
-tokens themselves where hashes are equal, so no block stands for other tokens. A block forgets its
-content when it is taken for another (lazy eviction, least recently used first). A sequence frees
-its last blocks first, so the begin of a prompt, which others may share, is evicted last.
+A full block keeps its content while it is free, and `match` can find it. Its key is its tokens and
+the id of the content of the block before it; each content has a unique id. Python's dict compares
+the tokens themselves when hashes are equal, so a hash collision cannot return a wrong block. A
+block loses its content when it is reallocated (lazy eviction, least recently used first). A
+sequence frees its last block first, so the start of a prompt, which others may share, is evicted
+last.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ROOT = 0
-"""Number of the content before the first block of any sequence."""
+"""Content id that stands before the first block of every sequence."""
 
 
 class BlockCopy(NamedTuple):
-    """A block whose content is to be copied to another before anything is written."""
+    """Copy of block `source` to block `target`, to be done before a step writes to the cache."""
 
     source: int
     target: int
@@ -34,11 +35,11 @@ class BlockCopy(NamedTuple):
 
 @dataclass
 class BlockTable:
-    """The blocks of a sequence, in the order of its positions.
+    """Block table of a sequence, in the order of its positions.
 
     Attributes:
-        blocks: numbers of the blocks.
-        contents: numbers of the contents of those, from the first, that can be found again.
+        blocks: block numbers.
+        contents: content ids of the leading full blocks that are published.
     """
 
     blocks: list[int] = field(default_factory=list[int])
@@ -46,18 +47,18 @@ class BlockTable:
 
     @property
     def content(self) -> int:
-        """Number of the last known content."""
+        """Content id of the last published block; ROOT if there is none."""
         return self.contents[-1] if self.contents else ROOT
 
 
 class BlockPool:
-    """All blocks of a cache.
+    """Allocator of all blocks of a key-value cache.
 
     Attributes:
-        num_blocks: how many there are.
+        num_blocks: number of blocks.
         block_size: positions of a block.
-        finds_prefixes: whether full blocks are found again by their content.
-        num_evicted: contents that were forgotten since the pool was made.
+        finds_prefixes: whether `match` reuses full blocks with equal content (prefix caching).
+        num_evicted: number of contents that were lost to reallocation.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, finds_prefixes: bool = True) -> None:
@@ -73,22 +74,22 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of blocks that no sequence holds."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Blocks that a sequence holds, or several."""
+        """Number of blocks that at least one sequence holds."""
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks have room for `num_tokens` positions."""
+        """Return the number of blocks that `num_tokens` positions need."""
         return -(-num_tokens // self.block_size)
 
     def match(self, tokens: Sequence[int]) -> BlockTable:
-        """Return a table that holds the longest known prefix of `tokens`, in full blocks.
+        """Return a table of the longest cached prefix of `tokens`, and hold its full blocks.
 
-        The last token is never part of the prefix: its logits have to be computed.
+        The last token is never part of the prefix, because its logits must be computed.
         """
         table = BlockTable()
         if not self.finds_prefixes:
@@ -105,13 +106,13 @@ class BlockPool:
         return table
 
     def reserve(self, table: BlockTable, start: int, stop: int) -> list[BlockCopy] | None:
-        """Make the positions from `start` to `stop` of a sequence its own to write.
+        """Make positions [start, stop) of a sequence writable.
 
-        Blocks are taken where it has none yet, and a block that another sequence holds too is
-        replaced by a copy (copy on write).
+        Allocate the blocks that are missing, and replace a block that another sequence holds too by
+        a copy (copy on write).
 
         Returns:
-            The blocks to copy; None where too few blocks are free, and then nothing has changed.
+            The blocks to copy; None if too few blocks are free, and then nothing has changed.
         """
         have, first = len(table.blocks), start // self.block_size
         needed = self.blocks_for(stop)
@@ -124,20 +125,20 @@ class BlockPool:
             self.release([copy.source])
             table.blocks[number] = copy.target
             copies.append(copy)
-        if shared:  # a copy is known once it is published
+        if shared:  # a copy must be published again before `match` can find it
             del table.contents[shared[0] :]
         table.blocks += [self._take() for _ in range(needed - have)]
         return copies
 
     def publish(self, table: BlockTable, tokens: Sequence[int]) -> None:
-        """Let the full blocks of `tokens`, whose keys and values are written, be found again."""
+        """Register the full blocks of `tokens`, computed or scheduled, so `match` finds them."""
         if not self.finds_prefixes:
             return
         for number in range(len(table.contents), len(tokens) // self.block_size):
             start = number * self.block_size
             key = (table.content, tuple(tokens[start : start + self.block_size]))
             found = self._known.get(key)
-            if found is None:  # else another block has this content already, and stays the known
+            if found is None:  # else another block with this content stays the registered one
                 self._last_content += 1
                 block = table.blocks[number]
                 found = self._known[key] = (block, self._last_content)
@@ -145,23 +146,23 @@ class BlockPool:
             table.contents.append(found[1])
 
     def discard(self, table: BlockTable) -> None:
-        """Forget the contents of a sequence, so that no other finds them."""
+        """Unregister the contents of a sequence, so that no other sequence reuses them."""
         for block in table.blocks:
             self._forget(block)
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Return a table that holds the same blocks; `reserve` copies those that are written."""
+        """Return a second table that holds the same blocks; `reserve` copies them on write."""
         for block in table.blocks:
             self._hold(block)
         return BlockTable(list(table.blocks), list(table.contents))
 
     def free(self, table: BlockTable) -> None:
-        """Give all blocks of a sequence back, the last first."""
+        """Release all blocks of a sequence, the last block first."""
         self.release(reversed(table.blocks))
         table.blocks, table.contents = [], []
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks back, once for each time that they are named."""
+        """Decrement the reference count of each block, and free blocks without a reference."""
         for block in blocks:
             assert self._holders[block] > 0, f"block {block} is free already"
             self._holders[block] -= 1
@@ -169,7 +170,7 @@ class BlockPool:
                 self._free[block] = None
 
     def forget(self) -> None:
-        """Forget all contents, as after a change of the weights; no sequence may hold blocks."""
+        """Unregister all contents, for example after new weights; no sequence may hold blocks."""
         assert self.num_held == 0, "a sequence holds blocks whose content is forgotten"
         self._known.clear()
         self._key_of.clear()
@@ -181,7 +182,7 @@ class BlockPool:
         return block
 
     def _forget(self, block: int) -> bool:
-        """Forget the content of a block, and return whether it had one."""
+        """Unregister the content of a block, and return whether it had one."""
         if (key := self._key_of.pop(block, None)) is None:
             return False
         del self._known[key]

@@ -1,4 +1,4 @@
-"""The options of a serving.properties, which LMI and DJL Serving read, as settings of `serve`."""
+"""Convert the options of a serving.properties file (LMI, DJL Serving) to settings of `serve`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PRECISIONS: Final[Mapping[str, str]] = {
 }
 
 WITHOUT_ROLLING: Final = ("disable", "false", "none")
-"""Values of `option.rolling_batch` under which batches are admitted as a whole."""
+"""Values of `option.rolling_batch` that select dynamic batching."""
 
 
 def read_properties(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that a file asks for, by their names, and the keys that are left out.
+    """Return the settings of a file, setting name -> value, and the keys that are ignored.
 
     Raises:
-        ConfigError: the file cannot be read, or a value is none that its key may have.
+        ConfigError: the file cannot be read, or a value is invalid for its key.
     """
     lines = read_text(path).splitlines()
     found: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def read_properties(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _setting(key: str, value: str) -> dict[str, Any] | None:
-    """Return the setting of one line; None if there is none of this meaning."""
+    """Return {setting: value} for one line; None if no setting corresponds to the key."""
     if key == "rolling_batch":
         return {"batching": "dynamic" if value in WITHOUT_ROLLING else "rolling"}
     if key == "dtype":

@@ -1,7 +1,6 @@
-"""The bodies of HTTP requests and answers, in the form of OpenAI's API: parsed, checked, written.
+"""Bodies of HTTP requests and responses in the format of OpenAI's API: parse, validate, write.
 
-A field that is not known, or whose value is not computed, is refused by its name, unless it is
-null.
+An unknown field, or a field with an unsupported value, is refused by name unless it is null.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from phalanx.errors import ConfigError
 from phalanx.infer.options import MAX_LOGPROBS, Sampling
 
 MAX_CHOICES: Final = 64
-"""Most continuations that one request asks for: its prompts times n."""
+"""Most continuations of one request: number of prompts times `n`."""
 
 MAX_STOPS: Final = 16
 MOST_SHOWN: Final = 60
-"""Most characters of a value in a message."""
+"""Most characters of a value that an error message quotes."""
 
 MAX_MESSAGES: Final = 4096
 
@@ -30,14 +29,14 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Body(BaseModel):
-    """A body, or an object in one."""
+    """Base class of a request body and of the objects in it; refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _leave_out_null(cls, values: Any) -> Any:
-        """Take a field that is not known if it is null: clients send whole messages back so."""
+        """Drop unknown fields that are null: clients send back whole messages that have them."""
         if not isinstance(values, dict):
             return values
         given = cast("dict[str, Any]", values).items()
@@ -45,13 +44,13 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has beside its pieces."""
+    """Options of a streaming response."""
 
     include_usage: bool | None = None
 
 
 class GenerationBody(Body):
-    """What completions and chats have in common."""
+    """Fields that the bodies of completions and chats share."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -66,7 +65,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     user: str | None = None
-    # Values that ask for nothing: others would change the result, and are not computed.
+    # Accepted only with the value that has no effect, because other values are not supported.
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -74,16 +73,16 @@ class GenerationBody(Body):
 
     @property
     def num_choices(self) -> int:
-        """Continuations of each prompt."""
+        """Number of continuations of each prompt."""
         return self.n or 1
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream ends with the counts of its tokens."""
+        """Whether a streaming response ends with an event of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def samplings(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
-        """Return the options of each continuation of a prompt; without a seed, random ones.
+        """Return the sampling options of each continuation of a prompt; the default seed is random.
 
         Raises:
             ConfigError: a value is out of its range.
@@ -96,7 +95,7 @@ class GenerationBody(Body):
         for number in range(self.num_choices):
             sampling = Sampling(
                 max_tokens=self.max_tokens or max_tokens,
-                seed=(seed + number) % 2**63,  # of which SEED has no negative ones
+                seed=(seed + number) % 2**63,  # SEED accepts no negative number
                 stop=[stop for stop in stops if stop],
                 logprobs=logprobs,
                 ignore_end=bool(self.ignore_eos),
@@ -118,7 +117,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, as texts or as tokens."""
+        """List of prompts, as texts or as token ids."""
         prompt: Any = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -126,14 +125,14 @@ class CompletionBody(GenerationBody):
 
 
 class MessagePart(Body):
-    """A part of a message; only texts are read."""
+    """A content part of a message; only text parts are supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """One message of a chat."""
+    """A message of a chat."""
 
     role: Annotated[str, Field(max_length=64)]
     content: str | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)] | None = None
@@ -147,14 +146,14 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """The content as one string; text parts are concatenated."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content or ())
 
 
 class ResponseFormat(Body):
-    """The form of an answer; only texts are built."""
+    """Format of a response; only text is supported."""
 
     type: Literal["text"]
 
@@ -170,14 +169,14 @@ class ChatBody(GenerationBody):
 
 
 def parse(kind: type[GenerationBody], content: bytes) -> Any:
-    """Return the body of a request.
+    """Parse the bytes of a request body into an object of class `kind`.
 
     Raises:
-        ConfigError: it is no JSON, or not of its kind.
+        ConfigError: the bytes are not JSON, or a field is invalid.
     """
     try:
         value = json.loads(content)
-        json.dumps(value, ensure_ascii=False).encode()  # of which half a surrogate pair is no text
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is no JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -198,17 +197,17 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
 
 
 def error_body(message: str, kind: str) -> dict[str, Any]:
-    """Return the body of an answer that refuses a request."""
+    """Return the body of an error response; `kind` is its error type."""
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def new_id(prefix: str) -> str:
-    """Return a name that no other answer has."""
+    """Return a unique response id that starts with `prefix`."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def usage(num_prompt: int, num_found: int, num_new: int) -> dict[str, Any]:
-    """Return the counts of tokens of an answer."""
+    """Return the `usage` object of a response; `num_found` prompt tokens came from the cache."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
@@ -218,5 +217,5 @@ def usage(num_prompt: int, num_found: int, num_new: int) -> dict[str, Any]:
 
 
 def envelope(id: str, kind: str, model: str) -> dict[str, Any]:
-    """Return what all answers and pieces of one request begin with."""
+    """Return the fields that every response and stream event of a request shares."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model}

@@ -1,7 +1,7 @@
-"""Weights in int8, a scale for each output channel; activations and sums stay as they are.
+"""Weight-only int8 quantization with a scale for each output channel.
 
-A weight takes a quarter of its float32 bytes, half of its bfloat16 bytes. It is cast back where it
-is multiplied, so a CPU saves memory, and no time.
+A weight takes a quarter of its float32 bytes, half of its bfloat16 bytes. The matrix product casts
+the weight back to the dtype of the activations, so a CPU saves memory but no time.
 
 Suffixes: O outputs, I inputs of a linear map.
 """
@@ -19,13 +19,13 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.layers import Linear
 
 LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest number of each type that is rounded to (E4M3: Micikevicius et al. 2022, table 1)."""
+"""Largest finite value of each quantized dtype (E4M3: Micikevicius et al. 2022, table 1)."""
 
 
 def quantized(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Return x in a type of one byte, and the scales of its last dimension: x is about q * scale.
+    """Quantize x over its last dimension; return q and the float32 scale, with x about q * scale.
 
-    int8 has an error of at most half a scale, float8 of at most 1/16 of each number.
+    The rounding error is at most scale / 2 for int8, and 1/16 of each value for float8.
     """
     largest = x.abs().amax(-1, keepdim=True).float()
     scale = (largest / LARGEST[dtype]).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -35,9 +35,9 @@ def quantized(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def quantize_linears(model: Decoder) -> None:
-    """Round the weights of all linear maps of the blocks to int8, in place.
+    """Quantize the weights of all linear layers of the blocks to int8, in place.
 
-    Embedding and output projection stay: most of the error would come of them.
+    Embedding and output projection are kept, because they would cause most of the error.
     """
     for module in model.blocks.modules():
         if isinstance(module, Linear):

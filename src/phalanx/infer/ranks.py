@@ -1,7 +1,7 @@
-"""An engine on the ranks of tp: the first schedules, samples and answers, all of them compute.
+"""An engine on the ranks of tp: the first rank schedules, samples and responds; all ranks compute.
 
-Before each step the first rank broadcasts the step as plain numbers, or the checkpoint to load in
-place of a step. Every rank holds its heads of the cache, in blocks of the same numbers, and its
+Before each step the first rank broadcasts the step as plain numbers, or a checkpoint to load. Every
+rank stores its heads of the key-value cache, with the same block numbers on all ranks, and its
 shards of the weights in the layout of training.
 """
 
@@ -37,25 +37,25 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.strategy import Strategy
 
 KINDS: Final = ("1d", "megatron")
-"""Layouts whose ranks hold all tokens of their heads."""
+"""Kinds of tp layouts in which each rank has all tokens of its heads."""
 
 IDLE_S: Final = 10.0**6
-"""How long the other ranks wait for the first: until a request comes."""
+"""Timeout of collectives, seconds: the other ranks wait in one until a request arrives."""
 
 Work = Callable[[Served, TextEngine], object]
 
 
 def with_engine(folder: Path, config: EngineConfig, work: Work) -> None:
-    """Do work with the engine of a model, in this process or on the first of several ranks.
+    """Call `work` with the engine of a model, in this process or on the first of several ranks.
 
     Args:
         folder: see `open_served`.
-        config: of the engine; of its strategy only tp may have a degree.
-        work: importable by name, since it may run in another process.
+        config: settings of the engine; its strategy may split by tp only.
+        work: function that can be imported by name, because it may run in another process.
 
     Raises:
-        StrategyError: the strategy has another axis, or another layout.
-        PhalanxError: the folder, the settings or the work are wrong.
+        StrategyError: the strategy has an axis or a layout that is not supported.
+        PhalanxError: the folder or the settings are invalid, or `work` failed.
     """
     strategy = strategy_of(config)
     served = open_served(folder)
@@ -67,7 +67,7 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> None:
             f"weights is int8, which is built for one process, and strategy is {strategy}; the "
             "nearest is weights full"
         )
-    plan_decoder(strategy, served.weights.shape)  # refuses before any process starts
+    plan_decoder(strategy, served.weights.shape)  # raises before any process starts
     device = torch_device(config.device).type
     run_ranks(
         *(_run, strategy.num_ranks, folder, config, work),
@@ -78,10 +78,10 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> None:
 
 
 def strategy_of(config: EngineConfig) -> Strategy:
-    """Return the strategy of an engine.
+    """Parse the strategy of an engine, and check that it is supported.
 
     Raises:
-        StrategyError: it has another axis than tp, or a layout that splits rows or positions.
+        StrategyError: it has an axis other than tp, or a layout that splits rows or positions.
     """
     strategy = Strategy.parse(config.strategy)
     other = [name for name, axis in strategy.axes() if axis.degree > 1 and name != "tp"]
@@ -96,7 +96,7 @@ def strategy_of(config: EngineConfig) -> Strategy:
 
 
 def _run(folder: Path, config: EngineConfig, work: Work) -> None:
-    """Build this rank's part of the engine, and work, or compute for the rank that does."""
+    """Build the model and cache of this rank; the first rank calls `work`, the others follow it."""
     strategy, device = strategy_of(config), torch_device(config.device)
     served = open_served(folder)
     dtype = torch_dtype(config.precision, device)
@@ -118,7 +118,7 @@ def _run(folder: Path, config: EngineConfig, work: Work) -> None:
 
 
 def _follow(runner: ModelRunner) -> None:
-    """Do what the first rank orders, until it ends."""
+    """Run the steps and loads that the first rank broadcasts, until it broadcasts None."""
     while (order := broadcast_object(None)) is not None:
         if isinstance(order, Path):
             with suppress(CheckpointError):  # the first rank raises it too
@@ -128,12 +128,12 @@ def _follow(runner: ModelRunner) -> None:
 
 
 def _load(runner: ModelRunner, folder: Path) -> None:
-    """Load a checkpoint on all ranks, or on none."""
+    """Load a checkpoint on all ranks; if one rank fails, all keep their weights."""
     runner.put(all_or_none(lambda: runner.read(folder), AS_BEFORE))
 
 
 class _Leading:
-    """Lets the other ranks do what the first does."""
+    """Logits of the first rank: broadcasts each step or load, and then runs it here too."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -152,10 +152,10 @@ class _Leading:
         _load(self._runner, folder)
 
     def end(self) -> None:
-        """Let the other ranks end.
+        """Stop the other ranks.
 
-        Amid a step that has failed here they wait in its collectives: the failure is raised, and
-        the launcher ends them.
+        If a step has failed here, they are blocked in its collectives. Then raise the error of that
+        step, so that the launcher terminates them.
         """
         if self._failure is not None:
             raise self._failure

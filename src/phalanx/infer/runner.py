@@ -1,4 +1,4 @@
-"""Run the steps of a scheduler on the module that was trained, with its attention swapped."""
+"""Run scheduled steps on the training module, with its attention replaced by paged attention."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
 
 AS_BEFORE: Final = "the weights stay as they are"
-"""What the message says of a checkpoint that cannot be loaded."""
+"""Start of the message on a checkpoint that cannot be loaded."""
 
 
 class ModelRunner:
-    """Computes logits of flat steps, and keeps keys and values in the cache.
+    """Computes the logits of flat steps, and writes keys and values to the cache.
 
-    The decoder stays the one that is trained: between two steps its attention is its own again.
+    The decoder is the module that is trained: its own attention is restored after each step.
 
     Attributes:
         model: the decoder.
-        cache: keys and values of this rank's heads.
+        cache: key-value cache of this rank's heads.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, layout: Layout | None = None) -> None:
-        """Take a decoder whose tensors are split by `layout`, if by any."""
+        """Create a runner; `layout` is the tensor-parallel layout of `model`, if it has one."""
         self.model, self.cache, self._layout = model, cache, layout
         self._attentions = [cast(Any, block).attention for block in model.blocks]
 
@@ -61,10 +61,10 @@ class ModelRunner:
         return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
 
     def load(self, folder: Path) -> None:
-        """Replace the weights in place by a checkpoint's: all of them, or none.
+        """Replace the weights in place with the weights of a checkpoint: all of them, or none.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or memory is short.
+            CheckpointError: it is damaged, is of another model, or does not fit into memory.
         """
         try:
             read = self.read(folder)
@@ -73,9 +73,9 @@ class ModelRunner:
         self.put(read)
 
     def read(self, folder: Path) -> list[tuple[Tensor, Tensor]]:
-        """Return each weight of the model on this rank, and what a checkpoint has for it.
+        """Return pairs of a weight shard on this rank and its new value from a checkpoint.
 
-        The second copy lies on the device of the first.
+        The new value is on the same device as the shard, so both take memory there.
         """
         weights = open_checkpoint(folder)
         if weights.shape != self.model.shape:
@@ -91,12 +91,12 @@ class ModelRunner:
 
     @torch.no_grad()
     def put(self, read: list[tuple[Tensor, Tensor]]) -> None:
-        """Replace each weight of the model by what was read for it."""
+        """Copy each new value that `read` returned into its weight shard."""
         for shard, value in read:
             shard.copy_(value)
 
     def _logits(self, x: Tensor, rows: Tensor, layout: Layout) -> Tensor:
-        """Return the logits of some tokens of a residual that is split over ranks."""
+        """Return the logits of the tokens `rows`; `x` is the residual in the layout of tp."""
         hidden = self.model.shape.hidden
         full = operators.unshard(layout, x, layout.residual, batch_shape(), hidden)[:, rows]
         with batch_scope(BatchShape(1, len(rows))):
@@ -104,7 +104,7 @@ class ModelRunner:
 
     @contextmanager
     def _attending(self, paged: PagedAttention) -> Generator[None]:
-        """Let each layer attend to its blocks."""
+        """Replace the attention of each layer by paged attention inside the context."""
         before = [attention.attend for attention in self._attentions]
         try:
             for layer, attention in enumerate(self._attentions):

@@ -1,7 +1,7 @@
-"""Choose the next token of each request from its logits: the one sampler of all that generates.
+"""Choose the next token of each request from its logits; all generation uses this sampler.
 
-A draw is a function of the request's seed and the number of the token in its request. So a request
-gets the same tokens alone, among others and in any order (as long as its logits are the same).
+A draw depends only on the request's seed and the index of the token in the request. So a request
+gets the same tokens alone, in any batch and in any order, as long as its logits are the same.
 
 Suffixes: N requests, V vocabulary.
 """
@@ -21,13 +21,13 @@ from phalanx.models.random import key, uniform
 def choose(
     logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]
 ) -> tuple[list[int], list[TokenScore | None]]:
-    """Return the next token of each request, and its score where the request asks for it.
+    """Return the next token of each request, and its score if the request has `logprobs`.
 
     Args:
-        logits_NV: of any dtype; ids that no token stands for are -inf. A row with a NaN, or whose
-            largest is infinite, has no next token: it gets -1.
-        samplings: the options of each request.
-        numbers: how many tokens each request has generated before.
+        logits_NV: logits of any dtype; ids without a token are -inf. A row with a NaN, or whose
+            maximum is infinite, gets the token -1.
+        samplings: sampling options of each request.
+        numbers: number of tokens that each request has generated before.
     """
     largest_N, ids_N = logits_NV.max(-1)
     tokens = ids_N.where(largest_N.isfinite(), -1).tolist()
@@ -41,7 +41,7 @@ def choose(
 
 
 def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> list[int]:
-    """Return a token of each row, by the inverse of the cumulated probabilities."""
+    """Sample a token of each row by inverting the cumulative distribution."""
 
     def column(name: str) -> Tensor:
         values = [getattr(each, name) for each in samplings]
@@ -67,9 +67,9 @@ def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[in
 
 
 def _top_k_top_p(p_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tensor:
-    """Zero all but the top_k most probable, and of those the fewest whose sum reaches top_p.
+    """Zero all but the top_k most probable tokens, then all but the fewest that sum to top_p.
 
-    The sum is of probabilities among the top_k alone. The most probable token always stays.
+    top_p is relative to the sum of the top_k. The most probable token is always kept.
     """
     sorted_NV, order_NV = p_NV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(p_NV.shape[1], device=p_NV.device)

@@ -1,24 +1,24 @@
-"""Which tokens of which requests the next step computes. No torch.
+"""The scheduler: chooses which tokens of which requests the next step computes. No torch.
 
-A step computes at most `budget` tokens. Each request has tokens, its prompt and what was generated
-so far, of which the first `num_computed` have keys and values in the cache. A step takes first from
-the running requests, then from the waiting ones, in the order of their arrival (Yu et al. 2022,
-Orca, OSDI, section 4.1), and from each as many of the missing tokens as fit. So one rule makes all
-of these:
+A step computes at most `budget` tokens. The tokens of a request are its prompt and the tokens
+generated so far; the first `num_computed` have keys and values in the cache, the rest is missing. A
+step serves the running requests first, then the waiting ones, in the order of their arrival (Yu et
+al. 2022, Orca, OSDI, section 4.1), and computes as many missing tokens of each as fit. This one
+rule covers all cases:
 
-    a decode                one token is missing
-    a prefill in chunks     more are missing than fit (Agrawal et al. 2024, Sarathi-Serve, OSDI)
-    a mixed batch           both, in one step
-    a hit in the prefixes   the request begins with `num_computed` above 0
-    a preempted request     it lost its blocks, and begins again with all tokens missing
+    decode              one token is missing
+    chunked prefill     more are missing than fit (Agrawal et al. 2024, Sarathi-Serve, OSDI)
+    mixed batch         decode and prefill in one step
+    prefix cache hit    the request starts with `num_computed` above 0
+    preempted request   it lost its blocks, and starts again with all tokens missing
 
-Nothing is reserved beyond the tokens of a step. Where blocks run out, the request that arrived last
-gives its blocks back and waits again in front of the others; its tokens are recomputed.
+Blocks are reserved only for the tokens of the current step. If blocks run out, the request that
+arrived last is preempted: it releases its blocks and becomes the first of the waiting requests.
 
-    rolling   a request is admitted as soon as a slot is free
-    dynamic   a batch begins when it is full, or its first request has waited for `delay_s`;
-              none is admitted until all of it have finished
-    static    the same, but a batch begins only when it is full, or no more requests will come
+    rolling   a request is admitted as soon as a slot is free (continuous batching)
+    dynamic   a batch starts when it is full, or its first request has waited for `delay_s`;
+              no other request is admitted until all requests of the batch have finished
+    static    as dynamic, but a batch starts only when it is full, or no more requests will come
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from phalanx.infer.options import Batching, Sampling
 from phalanx.infer.pool import BlockCopy, BlockPool, BlockTable
 
 WATERMARK: Final = 0.01
-"""Part of the blocks that stay free when a request is admitted beside others, so that those are not
-preempted at once."""
+"""Fraction of blocks that must stay free when a request is admitted while others run, so that it
+does not cause an immediate preemption."""
 
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """A prompt that is to be continued.
+    """A prompt to continue, with its generated tokens and its cache blocks.
 
     Attributes:
-        prompt: its tokens.
-        sampling: how tokens are chosen, and when the request ends.
-        tokens: the prompt and what was generated.
-        num_computed: tokens whose keys and values are in the cache.
-        num_found: tokens of the prompt that the cache had when it was first admitted; 0 for a fork.
-        table: its blocks.
-        siblings: requests with the same prompt, which fork from this one when its prompt is
+        prompt: tokens of the prompt.
+        sampling: sampling and stopping options.
+        tokens: tokens of the prompt and generated tokens.
+        num_computed: number of leading tokens whose keys and values are in the cache.
+        num_found: prompt tokens found in the prefix cache at first admission; 0 for a fork; None
+            before admission.
+        table: block table.
+        siblings: requests with the same prompt, which fork from this one once its prompt is
             computed.
-        arrival_s: when it was added, on the clock of `Scheduler.schedule`.
-        finished: why it ended; None while it has not.
+        arrival_s: time of arrival, seconds on the clock of `Scheduler.schedule`.
+        finished: finish reason; None while it runs or waits.
     """
 
     prompt: list[int]
@@ -69,17 +70,17 @@ class GenerationRequest:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are to be computed before the next one can be chosen."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - len(self.prompt)
 
 
 class Part(NamedTuple):
-    """The tokens from `start` to `stop` of a request, to be computed in one step."""
+    """Tokens [start, stop) of a request, to be computed in one step."""
 
     request: GenerationRequest
     start: int
@@ -87,35 +88,35 @@ class Part(NamedTuple):
 
     @property
     def gives_token(self) -> bool:
-        """Whether the step has the logits of the request's next token."""
+        """Whether the step computes the logits for the request's next token."""
         return self.stop == len(self.request.tokens)
 
 
 @dataclass
 class ScheduledStep:
-    """What one step computes, and the blocks to be copied before it writes."""
+    """Tokens that a step computes, and blocks to copy before it writes to the cache."""
 
     parts: list[Part] = field(default_factory=list[Part])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return sum(part.stop - part.start for part in self.parts)
 
 
 class Scheduler:
-    """Deals the tokens of steps out to requests.
+    """Distributes the token budget of each step over requests, and allocates their blocks.
 
     Attributes:
-        pool: the blocks.
+        pool: block allocator of the key-value cache.
         budget: most tokens of a step.
         slots: most requests that run together.
-        waiting, running: the requests, in the order in which they are served.
+        waiting, running: requests, in the order in which they are served.
         is_draining: whether no further request will come, so that static batches need not be full.
-        num_preemptions: how often a request lost its blocks.
-        num_prompt_tokens: of all admitted prompts; one that several requests share counts once.
-        num_found_tokens: of all admitted prompts, those that the cache had.
+        num_preemptions: number of preemptions.
+        num_prompt_tokens: tokens of admitted prompts; a prompt shared by siblings counts once.
+        num_found_tokens: tokens of admitted prompts that were found in the prefix cache.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class Scheduler:
         is_chunked: bool = True,
         delay_s: float = 0.1,
     ) -> None:
-        """Make a scheduler without requests.
+        """Create a scheduler without requests.
 
-        Without chunks a prompt is computed in one step, which may pass the budget by it.
+        Without `is_chunked` a prompt is computed in one step, which may exceed the budget.
         """
         self.pool, self.budget, self.slots = pool, budget, slots
         self.batching, self.is_chunked, self.delay_s = batching, is_chunked, delay_s
@@ -142,12 +143,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether any request runs or waits."""
         return bool(self.waiting or self.running)
 
     @property
     def waste(self) -> float:
-        """Part of the held positions that hold no token."""
+        """Fraction of positions in the running requests' blocks that contain no token."""
         size = self.pool.block_size
         used = {
             block: min(max(request.num_computed - number * size, 0), size)
@@ -157,10 +158,10 @@ class Scheduler:
         return 1 - sum(used.values()) / (len(used) * size) if used else 0.0
 
     def add(self, request: GenerationRequest, now_s: float = 0.0) -> None:
-        """Let a request wait.
+        """Append a request to the waiting requests.
 
         Raises:
-            ConfigError: its tokens would never fit into the cache.
+            ConfigError: its prompt and `max_tokens` exceed the whole cache.
         """
         most = len(request.prompt) + request.sampling.max_tokens
         if self.pool.blocks_for(most) > self.pool.num_blocks:
@@ -172,26 +173,26 @@ class Scheduler:
         self.waiting.append(request)
 
     def finish(self, request: GenerationRequest, reason: str) -> None:
-        """End a request, wherever it is; its blocks are free at once."""
+        """Finish a running or waiting request, and free its blocks immediately."""
         request.finished = reason
         self.pool.free(request.table)
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self.waiting.extendleft(reversed(_unfinished(request.siblings)))  # they fork no more
+        self.waiting.extendleft(reversed(_unfinished(request.siblings)))  # no longer forks
         request.siblings = []
 
     def fail(self, request: GenerationRequest) -> None:
-        """End a request whose logits are not finite; nobody finds its blocks by their content."""
+        """Finish a request whose logits are not finite; no other request reuses its blocks."""
         self.pool.discard(request.table)
         self.finish(request, "error")
 
     def schedule(self, now_s: float = 0.0) -> ScheduledStep:
-        """Choose the tokens of the next step; the blocks they are written to are held then.
+        """Choose the tokens of the next step, and reserve the blocks for their keys and values.
 
-        Full blocks are published before the step has run: within a step each layer writes all keys
-        and values before any request reads them.
+        Full blocks are published before the step runs. This is safe because each layer of a step
+        writes all keys and values before any request reads them.
         """
         step = ScheduledStep()
         num_preempted = self.num_preemptions
@@ -211,7 +212,7 @@ class Scheduler:
         return step
 
     def preempt_all(self) -> None:
-        """Let every request begin again, and forget all contents: the weights have changed."""
+        """Preempt all requests and clear the prefix cache, because the weights have changed."""
         for request in reversed(self.running):
             self._preempt(request)
         for request in self.waiting:
@@ -219,11 +220,11 @@ class Scheduler:
         self.pool.forget()
 
     def _continue(self, request: GenerationRequest, step: ScheduledStep) -> None:
-        """Schedule tokens of a running request; others are preempted until its blocks are there."""
+        """Schedule tokens of a running request; preempt the last ones until its blocks fit."""
         start, stop = request.num_computed, self._stop(request, step)
         while (copies := self.pool.reserve(request.table, start, stop)) is None:
             holder = next((r for r in self.waiting if r.table.blocks), None)
-            if holder is not None:  # a fork that has not begun
+            if holder is not None:  # a waiting fork, which has not started
                 self._drop(holder)
                 continue
             last = self.running[-1]
@@ -233,13 +234,13 @@ class Scheduler:
         self._put(Part(request, start, stop), copies, step)
 
     def _admit(self, request: GenerationRequest, step: ScheduledStep) -> bool:
-        """Schedule the first tokens of a waiting request, if there is room."""
+        """Schedule the first tokens of a waiting request; return False if its blocks do not fit."""
         if not request.table.blocks:
             request.table = self.pool.match(request.tokens)
             request.num_computed = len(request.table.blocks) * self.pool.block_size
         start, stop = request.num_computed, self._stop(request, step)
         copies = self._reserve_beside_others(request, start, stop)
-        if copies is None and not self.running:  # forks that wait hold the blocks
+        if copies is None and not self.running:  # waiting forks hold the blocks
             for other in self.waiting:
                 if other is not request:
                     self._drop(other)
@@ -260,7 +261,7 @@ class Scheduler:
     def _reserve_beside_others(
         self, request: GenerationRequest, start: int, stop: int
     ) -> list[BlockCopy] | None:
-        """Reserve for a waiting request, if some blocks stay free for those that run."""
+        """Reserve blocks for a waiting request; while others run, leave WATERMARK blocks free."""
         missing = self.pool.blocks_for(stop) - len(request.table.blocks)
         spare = int(WATERMARK * self.pool.num_blocks) if self.running else 0
         if missing + spare > self.pool.num_free:
@@ -268,9 +269,9 @@ class Scheduler:
         return self.pool.reserve(request.table, start, stop)
 
     def _stop(self, request: GenerationRequest, step: ScheduledStep) -> int:
-        """Return where the tokens of a request end that join a step with room for at least one."""
+        """Return the end of the tokens of a request to compute in a step that has room for one."""
         if not self.is_chunked:
-            return len(request.tokens)  # whatever the budget
+            return len(request.tokens)  # may exceed the budget
         room = self.budget - step.num_tokens
         return request.num_computed + min(request.num_missing, room)
 
@@ -280,7 +281,10 @@ class Scheduler:
         self.pool.publish(part.request.table, part.request.tokens[: part.stop])
 
     def _admissible(self, now_s: float) -> Iterator[GenerationRequest]:
-        """Yield waiting requests that may be admitted, in their order."""
+        """Yield the first waiting request while the batching policy admits one.
+
+        The caller must admit it, which removes it from `waiting`, or stop iterating.
+        """
         if self.batching == "rolling":
             self._num_admissible = self.slots
         elif not self.running and self.waiting and self._may_begin(now_s):
@@ -289,14 +293,14 @@ class Scheduler:
             yield self.waiting[0]
 
     def _may_begin(self, now_s: float) -> bool:
-        """Return whether a batch that is admitted as a whole begins."""
+        """Return whether a dynamic or static batch starts now."""
         if len(self.waiting) >= self.slots or self.is_draining:
             return True
         waited_s = now_s - self.waiting[0].arrival_s
         return self.batching == "dynamic" and waited_s >= self.delay_s
 
     def _fork(self, request: GenerationRequest) -> None:
-        """Let siblings hold the blocks of a prompt; each computes its last token once more."""
+        """Share the prompt's blocks with the siblings; each recomputes only the last token."""
         for sibling in reversed(_unfinished(request.siblings)):
             sibling.table = self.pool.fork(request.table)
             sibling.num_computed = len(sibling.prompt) - 1
@@ -312,7 +316,7 @@ class Scheduler:
         self._num_admissible += 1
 
     def _drop(self, request: GenerationRequest) -> None:
-        """Give the blocks of a request back; all of its tokens are missing then."""
+        """Free the blocks of a request, so that all of its tokens are missing."""
         self.pool.free(request.table)
         request.num_computed = 0
 

@@ -1,7 +1,6 @@
-"""What a folder holds to generate from: weights, tokenizer, tokens that begin and end texts.
+"""Open a folder for generation: weights, tokenizer, chat templates, begin and end tokens.
 
-The folder is a run, a checkpoint of any strategy, or one in the layout of Hugging Face: nothing is
-exported before.
+The folder is a run, a checkpoint of any strategy, or a Hugging Face model: a run needs no export.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from phalanx.storage import read_text
 TEMPLATE = "chat_template.jinja"
 
 DEFAULT = "default"
-"""Name of the chat template that is used where a model has several."""
+"""Name of the chat template that is used if a model has several."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model on disk, with its words.
+    """A model on disk, with its tokenizer and chat templates.
 
     Attributes:
-        name: of the folder.
-        weights: each weight, whole, whatever strategy has written it.
-        tokenizer: of texts; text that spells a special token stays text.
-        begin_ids: tokens before each text; None where the tokenizer itself puts them there.
-        end_ids: tokens that end a text.
-        chat_templates: Jinja sources that make one text of messages, by name; see `DEFAULT`.
-        template_names: names that a template may use, as `bos_token`.
+        name: name of the run or model folder.
+        weights: reader of full, unsharded weights, whatever strategy wrote them.
+        tokenizer: tokenizer; text that spells a special token is encoded as plain text.
+        begin_ids: ids to put before each text; None if the tokenizer itself adds them.
+        end_ids: ids of the tokens that end a text.
+        chat_templates: name -> Jinja source of a chat template; see `DEFAULT`.
+        template_names: variables for a template, such as `bos_token`.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Served:
     template_names: dict[str, str]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt.
+        """Return the tokens of a prompt, with `begin_ids`.
 
         Raises:
             ConfigError: the tokenizer, or the model, has no token for a part of the text.
@@ -81,11 +80,11 @@ class Served:
 
 
 def open_served(path: Path) -> Served:
-    """Open a run, its checkpoint, or a Hugging Face folder.
+    """Open a run, a checkpoint of a run, or a Hugging Face folder.
 
     Raises:
-        CheckpointError: it is none, is damaged, or has no tokenizer.
-        ConfigError: its config.json describes a model that is not computed.
+        CheckpointError: `path` is none of these, is damaged, or has no tokenizer.
+        ConfigError: its config.json describes a model that is not supported.
     """
     is_foreign = kind_of(path) == "hugging face"
     weights = open_hugging_face(path) if is_foreign else open_checkpoint(path)
@@ -100,11 +99,12 @@ def open_served(path: Path) -> Served:
         if (path / GENERATION).is_file():
             more = read_json(path / GENERATION, may_be_link=True)
             given, of = given | more, path / GENERATION if "eos_token_id" in more else of
-        check_ids(given, of, ["eos_token_id"])  # the others are not used
+        check_ids(given, of, ["eos_token_id"])  # the other ids are not used
         ids: dict[str, Any] = {name: given.get(name) for name in IDS}
     else:
         ids = dict(ids_of(weights.folder))
-    # A run puts one token between documents; a published model begins as its tokenizer says.
+    # A run starts each text with its one separator token; for a published model the tokenizer adds
+    # the begin tokens.
     is_run = not is_foreign and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
     templates, names = _templates(weights.folder, may_be_link=is_foreign)
@@ -120,14 +120,14 @@ def open_served(path: Path) -> Served:
 
 
 def _several(ids: Any) -> tuple[int, ...]:
-    """Return the ids of an entry of config.json: one, a list or none."""
+    """Return an id entry of config.json, which is an id, a list or None, as a tuple."""
     if isinstance(ids, list):
         return tuple(cast("list[int]", ids))
     return () if ids is None else (ids,)
 
 
 def _templates(folder: Path, *, may_be_link: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the chat templates of a folder, and the texts of tokens that they may name."""
+    """Return the chat templates of a folder, and the special tokens that they may use."""
     file = folder / TOKENIZER_CONFIG
     config = read_json(file, may_be_link=may_be_link) if file.is_file() else {}
     names: dict[str, str] = {}
@@ -152,7 +152,7 @@ def _templates(folder: Path, *, may_be_link: bool) -> tuple[dict[str, str], dict
 
 
 def fill_from(weights: Weights) -> Any:
-    """Return what fills the shards of a plan from weights: see `parallel.plan.FirstWeights`."""
+    """Return a `parallel.plan.FirstWeights` function that fills weight shards from `weights`."""
 
     @torch.no_grad()
     def fill(shard: Tensor, name: str, full: tuple[int, ...], offset: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Completions: requests of an engine with their texts, as the screen and HTTP show them."""
+"""Completions: an engine's requests with their detokenized text, for the CLI and the server."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Completion:
     """One continuation of a prompt.
 
     Attributes:
-        request: its tokens.
-        stream: its text.
-        scores: of each token, where the request asks for them.
+        request: request with the tokens.
+        stream: decoder with the text.
+        scores: score of each new token, if the request has `logprobs`.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
     """
 
@@ -33,12 +33,12 @@ class Completion:
 
     @property
     def new_tokens(self) -> list[int]:
-        """The tokens that were generated."""
+        """The generated tokens."""
         return self.request.tokens[len(self.request.prompt) :]
 
 
 class Piece(NamedTuple):
-    """What one step adds to a completion: text, perhaps none, of one token."""
+    """One new token of a completion, and the text, possibly empty, that it adds."""
 
     completion: Completion
     text: str
@@ -47,10 +47,10 @@ class Piece(NamedTuple):
 
 
 class TextEngine:
-    """An engine that gives texts, and ends requests at their stop texts.
+    """An engine that detokenizes, and ends requests at their stop strings.
 
     Args:
-        load: what replaces the weights by a checkpoint's, if anything does.
+        load: function that replaces the weights with a checkpoint's; None if they are fixed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TextEngine:
     def add(
         self, prompt: Sequence[int], *samplings: Sampling, now_s: float = 0.0
     ) -> list[Completion]:
-        """Let a prompt wait for a continuation by each of the options; see `Engine.add`."""
+        """Queue a completion of `prompt` for each of `samplings`; see `Engine.add`."""
         completions = [
             Completion(request, TextStream(self.tokenizer, request.sampling.stop, prompt))
             for request in self.engine.add(prompt, *samplings, now_s=now_s)
@@ -71,25 +71,25 @@ class TextEngine:
         return completions
 
     def load(self, folder: Path) -> None:
-        """Continue with the weights of a checkpoint; keys and values of the old ones are forgotten.
+        """Replace the weights with the weights of a checkpoint, and drop all keys and values.
 
-        Requests under way keep their tokens, and are computed again.
+        Running requests keep their tokens, and recompute keys and values with the new weights.
 
         Raises:
-            CheckpointError: it cannot be loaded; the weights are the old ones then.
+            CheckpointError: the checkpoint cannot be loaded; the old weights stay.
         """
         assert self._load is not None, "this engine's weights are another's to change"
         self._load(folder)
         self.engine.weights_changed()
 
     def abort(self, completion: Completion, reason: str = "abort") -> None:
-        """End a completion; its blocks are free at once."""
+        """End a completion, and free its blocks immediately."""
         self.engine.abort(completion.request, reason)
         self._running.pop(completion.request, None)
         completion.finish_reason = completion.finish_reason or reason
 
     def step(self, now_s: float = 0.0) -> list[Piece]:
-        """Compute one step, and return what it adds."""
+        """Run one step of the engine, and return the new pieces."""
         pieces: list[Piece] = []
         for request, token, score, finished in self.engine.step(now_s):
             completion = self._running[request]

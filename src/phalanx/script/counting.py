@@ -38,32 +38,34 @@ def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> An
     Raises:
         ConfigError: the data are empty, or the module has no parameters.
     """
-    state = torch.get_rng_state()
-    batch = next(iter(trainer.loader(trainer.data)), None)
-    if batch is None:
-        raise ConfigError(f"{name} has no data, of which a batch is counted")
-    built = _built(trainer) if model is None else copied_on_meta((model,))[0]
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(trainer.loader(trainer.data)), None)
+        if batch is None:
+            raise ConfigError(f"{name} has no data, of which a batch is counted")
+        built = _built(trainer) if model is None else copied_on_meta((model,))[0]
     if next(built.parameters(), None) is None:
         raise ConfigError(
             f"{name}: {type(built).__name__} has no parameters, so nothing is trained"
         )
-    torch.set_rng_state(state)
     options = {"roles": trainer.roles, "batch_norm": trainer.batch_norm}
     rows = functools.partial(_rows, batch)
     return AnyModule(name, built, trainer.objective, rows, trainer.optimizer, options)
 
 
-def loader_rate(trainer: Trainer) -> float:
-    """Measure the rows per second of a trainer's loader in this process, over a few batches."""
-    state = torch.get_rng_state()
-    rows, begun_s, ended_s = 0, time.perf_counter(), 0.0
-    for number, batch in enumerate(trainer.loader(trainer.data)):
-        ended_s = time.perf_counter()
-        rows += count_rows(batch)
-        if number == _BATCHES_READ or ended_s - begun_s > _MOST_READ_S:
-            break
-    torch.set_rng_state(state)
-    return rows / (ended_s - begun_s)
+def loader_rate(trainer: Trainer) -> float | None:
+    """Measure the rows per second of a trainer's loader in this process, over a few batches.
+
+    Returns None if the data give no batch, because they can be read only once.
+    """
+    with torch.random.fork_rng(devices=[]):
+        rows, begun_s = 0, time.perf_counter()
+        ended_s = begun_s
+        for number, batch in enumerate(trainer.loader(trainer.data), 1):
+            ended_s = time.perf_counter()
+            rows += count_rows(batch)
+            if number == _BATCHES_READ or ended_s - begun_s > _MOST_READ_S:
+                break
+    return rows / (ended_s - begun_s) if rows else None
 
 
 def question_of(

@@ -76,10 +76,11 @@ class MeanLoss(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call the torch function; refuse a product with a count of this rank."""
-        losses = [each for each in args if isinstance(each, MeanLoss)]
+        given = [*args, *(kwargs or {}).values()]
+        losses = [each for each in given if isinstance(each, MeanLoss)]
         if func in _PRODUCTS:
             for loss in losses:
-                _refuse(next((each for each in args if each is not loss), None), loss._counts())
+                _refuse(next((each for each in given if each is not loss), None), loss._counts())
         # As in PyTorch's notes on extending torch.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **(kwargs or {}))

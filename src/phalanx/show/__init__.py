@@ -1,1 +1,1 @@
-"""What a method does, from a real run: topics, and what prints and draws any of them."""
+"""`phalanx show`: topics that run a method and show its steps, a printer and an SVG renderer."""

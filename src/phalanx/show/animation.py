@@ -1,8 +1,8 @@
-"""Draw what a topic shows as an animated SVG, which browsers and pages of Markdown play.
+"""Draw the result of a topic as an animated SVG, which browsers and Markdown pages play.
 
-Each part is drawn below the one before. The steps of a strip take turns: ranks stand in a circle,
-messages are arrows, and a cell that the step has changed is coloured. A bar runs down the rows of a
-table, and a line through a timeline. A viewer that knows no animation shows the first step.
+Each part is drawn below the previous one. A strip shows its steps in rotation: ranks are boxes on
+an ellipse, messages are arrows, and cells that the step has changed are colored. A bar moves down
+the rows of a table, and a line through a timeline. A viewer without animation shows the first step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LETTER: Final = 6.9
 GAP: Final = 26
 
 LETTERS: Final = 140
-"""Of a line of prose."""
+"""Largest number of characters of a line of prose."""
 
 BOX, CHANGED, ARROW, BAR = "#e8eef6", "#fbe3a2", "#b04a2f", "#9db8d9"
 
@@ -34,14 +34,14 @@ Part = Strip | Grid | Lanes | str
 
 
 def draw(shown: Shown, path: Path) -> None:
-    """Draw a topic.
+    """Draw a topic into the SVG file `path`.
 
     Raises:
         OSError: the file cannot be written.
     """
     about = [*shown.about, *([f"in torch: {shown.in_torch}"] if shown.in_torch else [])]
     drawn = shown.parts
-    if any(isinstance(part, Lanes) for part in drawn):  # they say what lists and tables do
+    if any(isinstance(part, Lanes) for part in drawn):  # the timelines show the same as the tables
         drawn = [part for part in drawn if not isinstance(part, Grid)]
     parts: list[Part] = [shown.title, *about, *drawn]
     tops, top = list[float](), float(MARGIN)
@@ -98,11 +98,11 @@ def _draw_grid(drawing: SvgDrawing, grid: Grid, top: float) -> None:
 
 
 class _Places:
-    """Where the ranks of a strip stand.
+    """Positions of the ranks of a strip, in pixels.
 
     Attributes:
-        width, height: of a rank's box.
-        radius_x, radius_y: of the ellipse of their centres.
+        width, height: size of the box of a rank.
+        radius_x, radius_y: radii of the ellipse on which the centers of the boxes are.
     """
 
     def __init__(self, strip: Strip) -> None:
@@ -125,7 +125,7 @@ class _Places:
             )
 
     def centre(self, rank: int, top: float) -> tuple[float, float]:
-        """Return where a rank stands: clockwise from the left top."""
+        """Return the center of the box of a rank; ranks are clockwise from the top left."""
         angle = math.pi * (2 * rank / self.num_ranks - 1)
         if self.num_ranks > 2:
             angle += math.pi / self.num_ranks
@@ -184,7 +184,7 @@ def _draw_arrows(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) 
 
 
 def _draw_labels(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) -> None:
-    """Name the messages of each arrow, above boxes that may be near."""
+    """Draw the labels of the arrows, on top of boxes that may be near."""
     for source, target in dict.fromkeys((sent.source, sent.target) for sent in frame.sent):
         alike = [s for s in frame.sent if (s.source, s.target) == (source, target)]
         what = sent_text(alike).rpartition(" to ")[0]
@@ -196,7 +196,7 @@ def _draw_labels(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) 
 
 
 def _arrow(place: _Places, source: int, target: int, top: float) -> _Arrow:
-    """Return an arrow between the edges of two boxes, to the right of the way back."""
+    """Return an arrow between the edges of two boxes, shifted so that the reverse arrow fits."""
     (x, y), (u, v) = place.centre(source, top), place.centre(target, top)
     length = math.hypot(u - x, v - y)
     dx, dy = (u - x) / length, (v - y) / length

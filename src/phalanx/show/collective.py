@@ -1,4 +1,4 @@
-"""Collectives by their algorithms: which chunk each rank holds, sends and adds in each step."""
+"""Collectives by their algorithms: chunks that each rank has, sends and adds in each step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from phalanx.launch.local import run_ranks
 from phalanx.show.shown import Frame, Grid, MessageSent, Shown, ShowRun, Strip
 
 NOTHING: Final = -1
-"""Stands in a chunk that a rank has not got yet."""
+"""Value of a chunk that a rank has not received."""
 
 ITEM_BYTES: Final = 8
-"""Of a chunk: one int64."""
+"""Bytes of a chunk: one int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class ShowCollective(ShowRun):
 
 
 class TorchCall(NamedTuple):
-    """A collective in words.
+    """Description of a collective.
 
     Attributes:
-        in_torch: the call of torch that gives the same.
-        passes: what the ranks pass.
+        in_torch: equivalent call of torch.distributed.
+        passes: sentence on the arguments that the ranks pass.
     """
 
     in_torch: str
@@ -93,10 +93,10 @@ CALLS: Final = {
 
 
 def show_collective(collective: str, algorithm: str, config: ShowCollective) -> Shown:
-    """Run a collective by an algorithm; the command line may ask for another one.
+    """Run a collective by an algorithm, which `config.algorithm` overrides if it is set.
 
     Raises:
-        ConfigError: it is not written by this algorithm, or has no such root.
+        ConfigError: the algorithm does not implement the collective, or `root` is invalid for it.
     """
     algorithm = config.algorithm or algorithm or DEFAULT[collective]
     if algorithm == "hierarchical":
@@ -133,7 +133,7 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
 
 
 def values_text(collective: str, steps: Steps, num_ranks: int) -> str:
-    """Say how to read the values."""
+    """Return a sentence on how to read the values."""
     if collective == "all-to-all":
         return "Value 12 goes from rank 1 to rank 2."
     if collective == "barrier":
@@ -146,7 +146,7 @@ def values_text(collective: str, steps: Steps, num_ranks: int) -> str:
 
 
 def titles(steps: Steps) -> list[str]:
-    """Return a title for each step, which says the half of the algorithm and what receivers do."""
+    """Return a title for each step: phase of the algorithm, and whether receivers add or keep."""
     sizes, at, found = Counter(step.part for step in steps), Counter[str](), list[str]()
     for number, step in enumerate(steps, 1):
         at[step.part] += 1
@@ -178,7 +178,7 @@ def _named(move: Move, collective: str, num_ranks: int) -> str:
 
 
 def totals(found: Sequence[Any]) -> Grid:
-    """Return the messages and bytes of each rank, as the ledger has counted them."""
+    """Return a table of the messages and bytes that each rank sent, as the ledger counted them."""
     rows = [
         (str(rank), str(num_messages), str(num_bytes))
         for rank, (_, num_messages, num_bytes, _) in enumerate(found)
@@ -188,14 +188,14 @@ def totals(found: Sequence[Any]) -> Grid:
 
 
 def counted(steps: Steps) -> str:
-    """Say how many steps each half has."""
+    """Return a sentence on the number of steps of each phase."""
     halves = Counter(step.part for step in steps)
     each = ", ".join(f"{number} of the {part}" for part, number in halves.items())
     return f"{len(steps)} steps: {each}." if len(halves) > 1 else f"{len(steps)} steps."
 
 
 def compared(call: TorchCall, same: Sequence[bool]) -> str:
-    """Say whether torch's own call gave the same."""
+    """Return a sentence on whether the call of torch.distributed gave the same result."""
     name = call.in_torch.partition("(")[0].replace("dist.", "torch.distributed.")
     if all(same):
         return f"{name} gave the same on every rank."
@@ -206,11 +206,11 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
     """Run a collective on this rank.
 
     Returns:
-        What it holds before the first step and after each, the messages and bytes that the ledger
-        counted, and whether torch's own call gave the same.
+        The chunks of this rank before the first step and after each step, the messages and bytes
+        that the ledger counted, and whether torch.distributed gave the same result.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    collectives.barrier()  # which connects the ranks
+    collectives.barrier()  # connects the ranks
     given = given_to(collective, rank, num_ranks, root)
     output = torch.full_like(given, NOTHING)
     if collective == "all-to-all":
@@ -231,7 +231,7 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
 
 
 def given_to(collective: str, rank: int, num_ranks: int, root: int) -> Tensor:
-    """Return what a rank has before the first step."""
+    """Return the values of a rank before the first step."""
     counts = torch.arange(num_ranks, device="cpu")
     if collective == "all-to-all":
         return 10 * rank + counts
@@ -248,7 +248,7 @@ def given_to(collective: str, rank: int, num_ranks: int, root: int) -> Tensor:
 def result_of_torch(
     collective: str, given: Tensor, output: Tensor, root: int
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's result as torch's own call gives it, and ours."""
+    """Return (result of torch.distributed, our result) on this rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     whole, chunk, is_root = given.clone(), given[rank : rank + 1].clone(), rank == root
     mine = output[rank : rank + 1]

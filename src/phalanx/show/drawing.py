@@ -1,4 +1,4 @@
-"""Pictures of many boxes in few lines of SVG: all boxes of a colour are one path."""
+"""Compact SVG drawings: all boxes of one color are a single path."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Box = tuple[float, float, float, float]
 GREY = "#9aa3ad"
 
 TURN_S = 2
-"""How long a step of an animation stands, in seconds."""
+"""Duration of a step of an animation, seconds."""
 
 
 class SvgDrawing:
-    """Shapes on white, in the order in which they are added."""
+    """An SVG drawing on white; later shapes are drawn over earlier ones."""
 
     def __init__(self, width: float, height: float) -> None:
         self._lines = [
@@ -40,9 +40,9 @@ class SvgDrawing:
         *,
         is_mono: bool = False,
     ) -> None:
-        """Add texts: each its place, by `anchor` and the line it stands on, and its words.
+        """Add texts: each is (x of the `anchor`, y of the baseline, words).
 
-        Of monospaced text all spaces are kept.
+        With `is_mono`, the font is monospaced and all spaces are kept.
         """
         drawn = "".join(
             f'<text x="{x:.5g}" y="{y:.5g}">{escape(words)}</text>' for x, y, words in texts
@@ -54,7 +54,7 @@ class SvgDrawing:
         self._lines.append(f"<g {style}>{drawn}</g>")
 
     def arrow(self, begin: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-        """Add an arrow, and a dot that runs along it."""
+        """Add an arrow, and a dot that moves along it."""
         (x, y), (u, v) = begin, end
         length = max(1e-6, ((u - x) ** 2 + (v - y) ** 2) ** 0.5)
         dx, dy = 8 * (u - x) / length, 8 * (v - y) / length
@@ -70,7 +70,7 @@ class SvgDrawing:
 
     @contextmanager
     def turn(self, number: int, turns: int) -> Generator[None]:
-        """Show shapes that are added inside in one of several turns, the first if nothing moves."""
+        """Show the shapes added inside in step `number` of `turns` only; number 0 if static."""
         values = ";".join(str(int(at == number)) for at in range(turns))
         self._lines.append(f'<g opacity="{int(number == 0)}">')
         if turns > 1:
@@ -82,7 +82,7 @@ class SvgDrawing:
         self._lines.append("</g>")
 
     def moving(self, box: Box, colour: str, attribute: str, to: Iterable[float]) -> None:
-        """Add a box, half transparent, whose `x` or `y` takes these values in turn."""
+        """Add a transparent box whose `attribute`, x or y, cycles through the values `to`."""
         x, y, w, h = box
         values = [f"{value:.5g}" for value in to]
         self._lines.append(
@@ -93,19 +93,19 @@ class SvgDrawing:
         )
 
     def key(self, colours: dict[str, str], x: float, y: float) -> None:
-        """Add a line that says what colours mean."""
+        """Add a legend: name -> color, in one line."""
         for name, colour in colours.items():
             self.boxes([(x, y - 9, 10, 10)], colour)
             self.texts([(x + 15, y, name)])
             x += 35 + 6 * len(name)
 
     def below(self, left: float, top: float, ticks: Iterable[tuple[float, str]]) -> None:
-        """Add the ticks of an axis below a panel, each a distance from its left and a number."""
+        """Add an axis below a panel; each tick is (distance from `left`, label)."""
         ticks = list(ticks)
         self.boxes([(left, top, max(x for x, _ in ticks), 0.8)], GREY)
         self.boxes([(left + x, top, 0.8, 4) for x, _ in ticks], GREY)
         self.texts([(left + x, top + 15, words) for x, words in ticks], 10, "middle")
 
     def write(self, path: Path) -> None:
-        """Write all of it."""
+        """Write the drawing to a file."""
         path.write_text("\n".join([*self._lines, "</svg>"]) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rolling batches and paged attention: the traces of an engine that serves a small decoder."""
+"""Rolling batches and paged attention: traces of an engine that serves a small decoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE: Final = ModelShape(
 )  # fmt: skip
 SLOTS: Final = 3
 LENGTHS: Final = (2, 9, 3, 8, 2, 4, 3)
-"""New tokens of each request."""
+"""Number of new tokens of each request."""
 
 PROMPT: Final = 5
 SIZE: Final = 4
@@ -37,10 +37,10 @@ class ShowGeneration(ShowTopic):
 
 
 class Traced(Engine):
-    """An engine over a small decoder with random weights.
+    """An engine with a small decoder of random weights that records its steps.
 
     Attributes:
-        steps: the requests of each step.
+        steps: running requests in each step.
     """
 
     def __init__(self, batching: Batching = "rolling", slots: int = SLOTS) -> None:
@@ -59,7 +59,7 @@ class Traced(Engine):
 
 
 def show_rolling_batch(config: ShowGeneration) -> Shown:
-    """Serve the same requests under static and rolling batches."""
+    """Serve the same requests with static and with rolling batches."""
     del config
     parts: list[Grid | str] = []
     batchings: tuple[Batching, ...] = ("static", "rolling")
@@ -90,7 +90,7 @@ def show_rolling_batch(config: ShowGeneration) -> Shown:
 def _slots(
     steps: list[list[GenerationRequest]], letters: dict[GenerationRequest, str]
 ) -> list[list[str]]:
-    """Return a row a slot: the letter of its request in each step, or a dot."""
+    """Return a row for each slot: the letter of its request in each step, or a dot."""
     held: list[GenerationRequest | None] = [None] * SLOTS
     rows = [list[str]() for _ in held]
     for running in steps:
@@ -108,7 +108,7 @@ def _prompt(number: int, num_tokens: int = PROMPT) -> list[int]:
 
 
 def show_paged_attention(config: ShowGeneration) -> Shown:
-    """Serve two prompts that begin alike, and show their block tables."""
+    """Serve two prompts with a common prefix, and show their block tables."""
     del config
     engine = Traced(slots=2)
     pool = engine.scheduler.pool

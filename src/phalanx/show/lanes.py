@@ -1,4 +1,4 @@
-"""Draw timelines of a pipeline, one above the other, with a line that runs through them."""
+"""Draw timelines of a pipeline, one above the other, with a moving time cursor."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ COLOURS: Final[dict[Op, str]] = {"F": "#9db8d9", "B": "#79b48a", "I": "#7fc4c9",
 IDLE, LATER, CURSOR = "#eceef1", "#bec2c7", "#b04a2f"
 
 LIGHTEST: Final = 0.6
-"""Part of white in the colour of the last chunk."""
+"""Fraction of white in the color of the last chunk."""
 
 # In pixels.
 NAME, INNER, LANE, HEADING, AXIS = 114, 800, 22, 24, 26
 LETTER = 6
-"""A box without so much room for each digit has no number."""
+"""Width for each digit; narrower boxes get no number."""
 NUM_TICKS, NUM_POSITIONS = 6, 24
 
 
 def height_of_lanes(lanes: Lanes) -> float:
-    """Return the height of all timelines."""
+    """Return the height of all timelines, pixels."""
     return 26 + len(lanes.outcomes) * (HEADING + LANE * len(lanes.schedule.orders) + AXIS)
 
 
 def draw_lanes(drawing: SvgDrawing, lanes: Lanes, left: float, top: float) -> None:
-    """Draw timelines over the same time, each with its figures above."""
+    """Draw timelines with a common time scale, each with its figures above it."""
     schedule, outcomes = lanes.schedule, lanes.outcomes
     px_per_s = INNER / max(outcome.timeline.length for outcome in outcomes)
     panel = HEADING + LANE * len(schedule.orders) + AXIS
@@ -53,7 +53,7 @@ def _draw_outcome(
     corner: tuple[float, float],
     px_per_s: float,
 ) -> None:
-    """Draw what each rank does in colours, and the rest of the step as idle."""
+    """Draw the actions of each rank in colors, and the rest of the step as idle."""
     schedule, (left, top) = lanes.schedule, corner
     drawing.texts([(left, top + 16, figures_text(outcome))])
     boxes, numbers = defaultdict[str, list[Box]](list), list[tuple[float, float, str]]()
@@ -80,6 +80,6 @@ def _draw_outcome(
 
 
 def lighter(colour: str, white: float) -> str:
-    """Return a colour, #rrggbb, of which a part is white."""
+    """Return a color, #rrggbb, mixed with the fraction `white` of white."""
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

@@ -1,18 +1,18 @@
-"""Data parallelism with a main device, as torch.nn.DataParallel has it, and without one.
+"""Data parallelism with a main device, as in torch.nn.DataParallel, and without one.
 
 A step with a main device, rank 0, on rows that are split over all ranks:
 
-    1  broadcast  the weights                      main -> each other
-    2  scatter    the rows of the batch            main -> each other
-    3  forward    each on its rows
-    4  gather     the outputs                      each other -> main
+    1  broadcast  the weights                      main -> other ranks
+    2  scatter    the rows of the batch            main -> other ranks
+    3  forward    each rank on its rows
+    4  gather     the outputs                      other ranks -> main
     5  loss       main, over all rows
-    6  scatter    the gradients of the outputs     main -> each other
-    7  backward   each on its rows
-    8  reduce     the gradients of all weights     each other -> main
-    9  update     main; the others' copies are old, and step 1 makes new ones
+    6  scatter    the gradients of the outputs     main -> other ranks
+    7  backward   each rank on its rows
+    8  reduce     the gradients of all weights     other ranks -> main
+    9  update     main only; step 1 of the next step replaces the old weights of the other ranks
 
-Without one, each computes the loss of its own rows, and an all-reduce sums the gradients.
+Without a main device, each rank computes the loss of its rows, and an all-reduce sums gradients.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ from phalanx.show.shown import Grid, Shown, ShowRun
 
 ROWS_OF_RANK: Final = 4
 WIDTHS: Final = (16, 32, 8)
-"""Features in, hidden and out."""
+"""Numbers of input, hidden and output features."""
 
 
 class CallMade(NamedTuple):
-    """A collective of the step: its number above, what travels, and the bytes of the whole."""
+    """A collective of the step.
+
+    `number` is its number in the list above, `what` the data, `num_bytes` the bytes of the full
+    tensor, and `sent` the bytes that this rank sent.
+    """
 
     number: int
     collective: str
@@ -49,7 +53,7 @@ class CallMade(NamedTuple):
 
 
 def show_data_parallel(config: ShowRun) -> Shown:
-    """Take both steps on ranks, and compare their gradients with one process."""
+    """Run both kinds of step on ranks, and compare their gradients with one process."""
     num_ranks = config.ranks
     with_main = run_ranks(step_with_main_device, num_ranks, threads=1)
     without = run_ranks(step_without, num_ranks, threads=1)
@@ -72,7 +76,7 @@ def show_data_parallel(config: ShowRun) -> Shown:
 
 
 def compared(title: str, found: Sequence[Sequence[CallMade]], algorithm: str) -> list[Grid]:
-    """Return what travels in a step, and the bytes of each rank, from the calls of all ranks."""
+    """Return tables of the collectives of a step, and of the bytes of each rank."""
     num_ranks = len(found)
     rows = [
         [str(call.number), call.collective, call.what, f"{call.num_bytes:,}"] for call in found[0]
@@ -91,28 +95,28 @@ def compared(title: str, found: Sequence[Sequence[CallMade]], algorithm: str) ->
 
 
 def received_bytes(call: CallMade, algorithm: str, num_ranks: int, rank: int) -> int:
-    """Return the bytes that a rank gets in a collective, by its list of steps."""
+    """Return the bytes that a rank receives in a collective, from the steps of its algorithm."""
     steps = list_steps(call.collective, algorithm, num_ranks)
     chunks = sum(len(m.chunks) for step in steps for m in step.moves if m.target == rank)
     return chunks * call.num_bytes // num_ranks
 
 
 def difference(whose: str, found: Sequence[Tensor], alone: Sequence[Tensor]) -> str:
-    """Say how far gradients are from one process's."""
+    """Return a sentence on the difference of gradients from the gradients of one process."""
     gap = max(float((a - b).abs().max()) for a, b in zip(found, alone, strict=True))
     return f"{whose} differ from one process's by {gap:.1e} at most, in float64."
 
 
 class Calls:
-    """Makes collectives, and notes what each has sent as the ledger counts it."""
+    """Runs collectives, and records the bytes that each sent, as the ledger counts them."""
 
     def __init__(self) -> None:
         self.made: list[CallMade] = []
         self._comm = Ranks({"dp": dist.get_world_size()})
-        collectives.barrier()  # which connects the ranks
+        collectives.barrier()  # connects the ranks
 
     def __call__(self, number: int, what: str, whole: Tensor, call: Callable[[], object]) -> None:
-        """Make one; `call` is a function of phalanx.collectives with its arguments."""
+        """Run `call`, a call of phalanx.collectives, and record its bytes."""
         with Ledger(self._comm) as ledger:
             call()
         sent = sum(entry.sent_bytes for entry in ledger.entries())
@@ -121,7 +125,7 @@ class Calls:
 
 
 def step_with_main_device() -> tuple[list[CallMade], list[Tensor]]:
-    """Take the step of the list above; return its collectives, and the gradients on rank 0."""
+    """Run the step listed above; return its collectives, and the gradients on rank 0."""
     rank, num_ranks, calls = dist.get_rank(), dist.get_world_size(), Calls()
     model, (x, y) = make_model(), batch(num_ranks)
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -149,7 +153,7 @@ def step_with_main_device() -> tuple[list[CallMade], list[Tensor]]:
 
 
 def step_without() -> tuple[list[CallMade], list[Tensor]]:
-    """Take the step without a main device."""
+    """Run the step without a main device; return its collectives and gradients."""
     rank, num_ranks, calls = dist.get_rank(), dist.get_world_size(), Calls()
     model = make_model()
     x, y = (whole.chunk(num_ranks)[rank] for whole in batch(num_ranks))
@@ -169,7 +173,7 @@ def make_model() -> nn.Sequential:
 
 
 def batch(num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of the whole batch."""
+    """Return inputs and targets of the global batch."""
     draw = torch.Generator().manual_seed(1)
     sizes = ((num_ranks * ROWS_OF_RANK, width) for width in (WIDTHS[0], WIDTHS[-1]))
     x, y = (torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes)
@@ -177,14 +181,14 @@ def batch(num_ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of_all_rows(num_ranks: int) -> list[Tensor]:
-    """Return what one process computes of the whole batch."""
+    """Return the gradients that one process computes for the global batch."""
     model, (x, y) = make_model(), batch(num_ranks)
     F.mse_loss(model(x), y).backward()
     return gradients(model)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradients, all of which there are."""
+    """Return the gradients of all parameters."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 

@@ -1,8 +1,8 @@
-"""One training step under a strategy: what each rank holds, and each collective as it was called.
+"""One training step under a strategy: shards of each rank, and all collectives in call order.
 
-A small decoder takes steps by the trainer's own step. The second runs under the ledger, whose calls
-stand between the forwards and backwards of the modules, in the order in which they came; the third
-under the memory ledger.
+The trainer's `Step` trains a small decoder for three steps. The second runs under the communication
+ledger, whose events are listed with the forwards and backwards of the modules in the order in which
+they started; the third runs under the memory ledger.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class ShowCube(ShowRun):
 
 
 class StepEvent(NamedTuple):
-    """Something that a rank did in the step.
+    """A forward or backward of a module, or a collective, in a step of a rank.
 
     Attributes:
-        what: forward or backward of a module, or the name of a collective.
-        axis: of a collective, else empty.
-        payload_bytes: of the whole tensor of a collective.
-        sent: bytes that one rank sends for it.
+        what: forward or backward with the name of the module, or the name of a collective.
+        axis: axis of a collective; empty for a module.
+        payload_bytes: bytes of the full tensor of a collective.
+        sent: bytes that one rank sends in the collective.
     """
 
     phase: str
@@ -76,7 +76,7 @@ class StepEvent(NamedTuple):
 
 
 class Journal(Tally):
-    """Keeps each collective by itself, in order, and notes between them."""
+    """Tally that also records each collective as an event, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +90,15 @@ class Journal(Tally):
 
 
 class RankStep(NamedTuple):
-    """What a rank did and holds.
+    """Events, shards and memory of a rank.
 
     Attributes:
-        shards: the part of each of HELD that this rank keeps.
-        positions: of the samples that this rank holds, if they are split.
-        at_most: the most bytes of each kind in a step, as the memory ledger found them.
+        events: modules and collectives of the second step, in order.
+        shards: description of the shard of each parameter in HELD.
+        positions: positions of a sample on this rank; empty if they are not split.
+        at_most: peak bytes of each kind in a step, measured by the memory ledger.
+        planned_sent: bytes that the plan predicts this rank sends in a step.
+        loss: loss of the second step.
     """
 
     events: list[StepEvent]
@@ -110,7 +113,7 @@ def show_step(topic: str, config: ShowRun) -> Shown:
     """Run a step under the strategy of a topic.
 
     Raises:
-        ConfigError: the strategy has no such number of ranks.
+        ConfigError: the strategy cannot have this number of ranks.
     """
     example = STRATEGIES[topic]
     strategy = example.strategy_of(config.ranks)
@@ -148,7 +151,7 @@ def show_step(topic: str, config: ShowRun) -> Shown:
 
 
 def holdings(found: Sequence[RankStep]) -> Grid:
-    """Return which part of some parameters each rank holds."""
+    """Return a table of the shards of HELD on each rank."""
     has_positions = ["positions"] if found[0].positions else []
     heads = ["rank", *(name.removesuffix(".weight") for name in HELD), *has_positions]
     rows = [
@@ -159,7 +162,7 @@ def holdings(found: Sequence[RankStep]) -> Grid:
 
 
 def hops(found: Sequence[RankStep]) -> Strip:
-    """Return whose keys and values each rank has in each step; a hop lies between two steps."""
+    """Return the keys and values on each rank in each step of ring attention, and the sends."""
     num_ranks = len(found)
     num_bytes = next(event.payload_bytes for event in found[0].events if event.what == "send")
     frames = list[Frame]()
@@ -176,7 +179,7 @@ def hops(found: Sequence[RankStep]) -> Strip:
 
 
 def memory(name: str, found: Sequence[RankStep]) -> Grid:
-    """Return the most bytes of each kind that the ranks hold in a step."""
+    """Return a table of the peak bytes of each kind on each rank during a step."""
     rows = [
         [str(rank), *(f"{each.at_most[kind]:,}" for kind in KINDS_SHOWN)]
         for rank, each in enumerate(found)
@@ -186,7 +189,7 @@ def memory(name: str, found: Sequence[RankStep]) -> Grid:
 
 
 def bucket_grid(example: Example, events: Sequence[StepEvent]) -> Grid:
-    """Return the parameters of each bucket, and the backward under which it left."""
+    """Return a table of the parameters of each bucket, and the backward that overlapped it."""
     model = _model(example)
     names = [name for name, _ in model.named_parameters()]
     sizes = [parameter.nbytes for parameter in model.parameters()]
@@ -205,7 +208,7 @@ def bucket_grid(example: Example, events: Sequence[StepEvent]) -> Grid:
 
 
 def journal(events: Sequence[StepEvent]) -> Grid:
-    """Return the events of a step, alike neighbours as one."""
+    """Return a table of the events of a step; consecutive equal events are one row."""
     rows = list[list[str]]()
     for event, alike in itertools.groupby(events):
         times = len(list(alike))
@@ -226,8 +229,8 @@ def journal(events: Sequence[StepEvent]) -> Grid:
 
 
 def take_step(example: Example) -> RankStep:
-    """Take three steps on this rank: to warm up, under the ledger, and under the memory ledger."""
-    # It warns, once a layout, that it gathers a weight axis by axis.
+    """Run three steps on this rank: warm-up, under the ledger, and under the memory ledger."""
+    # This logger warns, once per layout, that torch gathers a weight axis by axis.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     strategy = example.strategy_of(torch.distributed.get_world_size())
     comm, model = Ranks(strategy), _model(example)
@@ -254,7 +257,7 @@ def take_step(example: Example) -> RankStep:
     ]
     num_rows = len(own[1][0].tokens_BT)
     planned = sum(entry.sent_bytes for entry in plan.traffic([(num_rows, seq_len)]))
-    counted = {"count", "metrics", "clip"}  # of the trainer, under any strategy
+    counted = {"count", "metrics", "clip"}  # collectives of the trainer, the same for any strategy
     events = [event for event in notes.events if event.phase not in counted]
     with MemoryLedger(model, step.optimizer, comm.device) as held, step.watched(held.phase):
         step(own[1])
@@ -269,7 +272,7 @@ def take_step(example: Example) -> RankStep:
 
 
 def positions_text(plan: Plan[Decoder], rank: int) -> str:
-    """Return which positions of a sample a rank holds, if they are split: "0-1, 14-15"."""
+    """Return the positions of a sample on a rank, such as "0-1, 14-15"; empty if not split."""
     if plan.order is None:
         return ""
     num_held = plan.order.held(SHAPE.max_seq_len)
@@ -285,7 +288,7 @@ def _model(example: Example) -> Decoder:
 
 
 def note_modules(model: Decoder, note: Callable[[str], None]) -> None:
-    """Note each forward and backward of embedding, blocks and head as it begins."""
+    """Call `note` at the start of each forward and backward of embedding, blocks and head."""
     seen = set[str]()
 
     def on_forward(name: str, *_: object) -> None:
@@ -296,7 +299,7 @@ def note_modules(model: Decoder, note: Callable[[str], None]) -> None:
         note(f"backward {name}")
 
     blocks = {f"block {number}": block for number, block in enumerate(model.blocks)}
-    # Attention stands for its block: recomputation runs it again, and not the block's own forward.
+    # Hook attention in place of its block, because recomputation does not call block.forward.
     inner = {name: block.get_submodule("attention") for name, block in blocks.items()}
     for name, module in {"embedding": model.embedding, **inner, "head": model.output}.items():
         module.register_forward_pre_hook(functools.partial(on_forward, name))
@@ -305,7 +308,7 @@ def note_modules(model: Decoder, note: Callable[[str], None]) -> None:
 
 
 def _shard_text(parameter: torch.Tensor) -> str:
-    """Say which part of a parameter a rank has: "rows 0-7 of 32 x 32"."""
+    """Describe the shard of a parameter on this rank, such as "rows 0-7" or "all 32 x 32"."""
     shard, begin = shard_of(parameter)
     whole = " x ".join(map(str, parameter.shape))
     if shard.shape == parameter.shape:

@@ -1,13 +1,13 @@
-"""Sharded weights in two ways: one owner a layer that broadcasts it, and a shard on every rank.
+"""Sharded weights in two forms: each layer whole on an owner rank, or each layer sharded.
 
-    owner    layer l lies whole on rank l mod N       broadcast, compute, free; gradients are
+    owner    layer l is whole on rank l mod N         broadcast, compute, free; gradients are
                                                       reduced to the owner
-    shards   every layer lies in N parts, one a rank  all-gather, compute, free; gradients are
+    shards   every layer is split over all N ranks    all-gather, compute, free; gradients are
                                                       reduce-scattered (fully_shard, ours)
 
-Both hold each weight once. With owners one rank sends a layer while the others receive, and a rank
-holds what its layers have; with shards all links carry the same, and all ranks hold the same,
-whatever the layers' sizes.
+Both store each weight once. With owners, one rank sends a layer while the others receive, and the
+memory of a rank depends on the sizes of its layers. With shards, all links carry the same bytes and
+all ranks store the same bytes for any sizes of layers.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from phalanx.show.shown import Grid, Shown, ShowRun
 from phalanx.show.strategies import STRATEGIES
 
 WIDTHS: Final = (16, 16, 48, 16, 16)
-"""Features between layers, which so differ in size."""
+"""Numbers of features between layers; they differ, so that layers have different sizes."""
 
 ROWS: Final = 4
 
 
 class LayerRun(NamedTuple):
-    """What a rank did for one layer: what it holds of it, and sends in the step."""
+    """Bytes of one layer that a rank stores between steps, and sends in a step."""
 
     held_bytes: int
     sent_bytes: int
 
 
 def show_fsdp(config: ShowRun) -> Shown:
-    """Run both forms by hand on a chain of layers, and ours on a decoder."""
+    """Run both forms by hand on a chain of layers, and fsdp on a decoder."""
     num_ranks = config.ranks
     parts = list[Grid | str]()
     ends = list[list[Tensor]]()
@@ -81,11 +81,12 @@ def show_fsdp(config: ShowRun) -> Shown:
 
 
 class Holding(NamedTuple):
-    """A way to keep a layer on the ranks.
+    """A form of sharding a layer over ranks.
 
     Attributes:
-        fetch: whole weight of a layer, from what this rank holds.
-        give: hands the gradient back; returns what this rank holds of the sum.
+        hold: returns the part of a full weight that this rank stores.
+        fetch: fills the full weight of a layer from the parts that the ranks store.
+        give: reduces a full gradient; returns the part of the sum that this rank stores.
     """
 
     about: str
@@ -149,10 +150,10 @@ def run_layers(name: str) -> tuple[list[LayerRun], list[Tensor]]:
     """Run a chain of layers forward and backward on this rank's rows.
 
     Returns:
-        For each layer what this rank holds and sends, and the whole gradients.
+        Bytes of each layer that this rank stores and sends, and the full gradients.
     """
     form, rank, comm = FORMS[name], dist.get_rank(), Ranks({"dp": dist.get_world_size()})
-    collectives.barrier()  # which connects the ranks
+    collectives.barrier()  # connects the ranks
     draw = torch.Generator().manual_seed(0)
     sizes = [*zip(WIDTHS[1:], WIDTHS[:-1], strict=True)]
     weights = [torch.randn(size, generator=draw, dtype=torch.float64) / 4 for size in sizes]
@@ -175,13 +176,13 @@ def run_layers(name: str) -> tuple[list[LayerRun], list[Tensor]]:
     for layer in range(len(sizes)):
         inputs.append(x)
         x = x @ fetched(layer).T
-    d_x, ends = x, list[Tensor]()  # of half the sum of squares
+    d_x, ends = x, list[Tensor]()  # the loss is half the sum of squares of x
     for layer in reversed(range(len(sizes))):
         weight, d_weight = fetched(layer), d_x.T @ inputs[layer]
         d_x = d_x @ weight
         part = counted(layer, lambda g=d_weight, at=layer: form.give(g, at))
         whole = torch.zeros(sizes[layer], dtype=torch.float64)
         assert part is not None
-        form.fetch(whole, part, layer)  # not counted: only to compare
+        form.fetch(whole, part, layer)  # not counted, because it is only for the comparison
         ends.append(whole)
     return [LayerRun(h.nbytes, s) for h, s in zip(held, sent, strict=True)], ends

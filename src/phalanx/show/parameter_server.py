@@ -1,8 +1,8 @@
-"""A parameter server and the ring beside it, and the order of updates in each consistency.
+"""A parameter server compared with a ring, and the order of updates in each consistency.
 
-One rank is the master, a server that holds all weights; the others are workers. Everything runs on
-real roles and clients (phalanx.server), as threads of this process, with small weights; the seconds
-of larger weights and of a link follow from the bytes that were counted.
+One rank is the master, a server that stores all weights; the others are workers. The real server
+roles and clients (phalanx.server) run as threads of this process, with small weights. The times for
+larger weights and a given bandwidth are computed from the counted bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from phalanx.show.main_device import Calls
 from phalanx.show.shown import MOST_RANKS, Grid, Shown, ShowTopic
 
 ELEMENTS: Final = 840 * 64
-"""Of the small weights: each number of ranks cuts them evenly."""
+"""Number of elements of the small weights, divisible by every number of ranks."""
 
 STEP_S: Final = 0.02
-"""A worker's step, in place of which it sleeps; the last worker takes five times as long."""
+"""Duration of a worker's step, which is a sleep; the last worker takes five times as long."""
 
 NUM_CLOCKS: Final = 4
 GROWTH: Final = (2, 3, 5, 9, 17, 33, 65)
-"""Ranks of the table of growth."""
+"""Numbers of ranks in the table of scaling."""
 
 KINDS: Final = (("ps", 0), ("ssp", 2), ("async", 0), ("local", 2))
 
@@ -53,7 +53,7 @@ class ShowServer(ShowTopic):
 
 
 class LinkBytes(NamedTuple):
-    """What a rank sends and receives, in parts of the weights."""
+    """Bytes that a rank sends and receives, as multiples of the bytes of the weights."""
 
     sent: float
     received: float
@@ -96,12 +96,12 @@ def show_parameter_server(config: ShowServer) -> Shown:
 
 
 def _row(name: str, link: LinkBytes, to_master: float, back: float) -> list[str]:
-    """Return a row: what a rank carries, and how busy its link is in either half."""
+    """Return a row: traffic of a rank, and the load of its link in both directions."""
     return [name, f"{link.sent:.2f}", f"{link.received:.2f}", f"{to_master:.0%}", f"{back:.0%}"]
 
 
 def served_links(num_workers: int) -> list[LinkBytes]:
-    """Push gradients and pull weights once; return what each worker has sent and received."""
+    """Push gradients and pull weights once; return the traffic of each worker."""
     consistency, links = Consistency("ps", num_workers), dict[int, LinkBytes]()
     num_bytes = ELEMENTS * 8
 
@@ -121,7 +121,7 @@ def served_links(num_workers: int) -> list[LinkBytes]:
 
 
 def ring_links(num_ranks: int) -> list[LinkBytes]:
-    """All-reduce the gradients by a ring; return what each rank has sent and received."""
+    """All-reduce the gradients by a ring; return the traffic of each rank."""
     sent = run_ranks(_ring_bytes, num_ranks, threads=1)
     return [LinkBytes(sent[rank], sent[rank - 1]) for rank in range(num_ranks)]
 
@@ -136,7 +136,10 @@ def _ring_bytes() -> float:
 
 
 def growth(unit_s: float) -> Grid:
-    """Return seconds of an exchange over the number of ranks, by formulas."""
+    """Return a table of the time of an exchange over the number of ranks, by formulas.
+
+    `unit_s` is the time in which a link carries the weights once.
+    """
     rows = [
         [str(ranks), *(time_text(2 * max(1, (ranks - 1) / num) * unit_s) for num in (1, 4)),
          time_text(2 * (ranks - 1) / ranks * unit_s)]
@@ -149,7 +152,7 @@ def growth(unit_s: float) -> Grid:
 
 
 def trace(kind: str, option: int) -> Grid:
-    """Run three workers, of which the last is slow; return what each computed with."""
+    """Run three workers, the last one slow; return the weight versions that each computed with."""
     consistency = Consistency(kind, 3, option)
     found: dict[int, list[str]] = {}
     ages: dict[int, int] = {}
@@ -184,7 +187,7 @@ def trace(kind: str, option: int) -> Grid:
 
 
 def _client(made: LocalRoles, worker: int, consistency: Consistency, num_clocks: int) -> Client:
-    """Return a worker, which the servers know; the first has brought the weights."""
+    """Return a registered client of a worker; worker 0 creates the weights on the servers."""
     size = ELEMENTS if num_clocks == 1 else 8
     client = Client(made.meeting, worker, consistency, (0, num_clocks), timeout_s=60)
     client.is_shared = num_clocks > 1  # bytes are counted on sockets
@@ -197,7 +200,7 @@ def _client(made: LocalRoles, worker: int, consistency: Consistency, num_clocks:
 
 
 def _step(client: Client, weights: Sequence[torch.Tensor], clock: int, version: int) -> int:
-    """Push a gradient, and pull the weights that the consistency asks for; return their version."""
+    """Push a gradient, and pull weights as the consistency requires; return their version."""
     consistency, grads = client.consistency, [torch.ones_like(flat) for flat in weights]
     client.push(clock, client.worker, grads, base=version, tokens=1.0, loss=0.0, rate=0.1)
     needed = consistency.needs(clock + 1)
@@ -209,13 +212,13 @@ def _step(client: Client, weights: Sequence[torch.Tensor], clock: int, version: 
 def _in_threads(
     work: Callable[[LocalRoles, int], None], made: LocalRoles, num_workers: int
 ) -> None:
-    """Run workers, each in a thread; raise what the first has raised."""
+    """Run each worker in a thread; raise the first exception of a worker, if any."""
     failures: list[BaseException] = []
 
     def guarded(worker: int) -> None:
         try:
             work(made, worker)
-        except BaseException as failure:  # it is raised in the caller's thread
+        except BaseException as failure:  # raised again in the caller's thread
             failures.append(failure)
 
     threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(num_workers)]

@@ -1,4 +1,4 @@
-"""Point to point: the exercise of every course, with and without waiting, tags, and a deadlock."""
+"""Point-to-point communication: blocking and non-blocking calls, tags, and a deadlock."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from phalanx.launch.local import run_ranks
 from phalanx.show.shown import Frame, MessageSent, Shown, ShowRun, Strip
 
 PATIENCE_S: Final = 0.5
-"""How long the exercise waits for what never comes."""
+"""Timeout of the send in the deadlock, seconds."""
 
 ITEM_BYTES: Final = 8
 
 
 class Moment(NamedTuple):
-    """What a rank holds after a line of an exercise, and what it has sent in it."""
+    """Values on a rank after a line of an exercise, and the tensors that the line sent."""
 
     line: str
     holds: str
@@ -32,7 +32,7 @@ Exercise = Callable[[int], Iterator[Moment]]
 
 
 def blocking(rank: int) -> Iterator[Moment]:
-    """Rank 0 adds 1 and sends, rank 1 adds 1 and sends back; each call waits."""
+    """Rank 0 adds 1 and sends, rank 1 adds 1 and sends back; each call blocks."""
     x = torch.zeros(1, dtype=torch.int64)
     yield Moment("x = torch.zeros(1)", text(x))
     x += 1 - rank
@@ -46,7 +46,7 @@ def blocking(rank: int) -> Iterator[Moment]:
 
 
 def asynchronous(rank: int) -> Iterator[Moment]:
-    """Both begin to send and to receive, work meanwhile, and wait."""
+    """Both ranks start a receive and a send without blocking, and then wait for both."""
     x, y = torch.full((1,), 10 * (rank + 1)), torch.full((1,), -1)
     yield Moment("x = 10, or 20; y = -1", f"x {text(x)}, y {text(y)}")
     works = [collectives.irecv(y, 1 - rank), collectives.isend(x, 1 - rank)]
@@ -61,7 +61,7 @@ def asynchronous(rank: int) -> Iterator[Moment]:
 
 
 def tagged(rank: int) -> Iterator[Moment]:
-    """Rank 1 receives two messages in the other order, by their tags."""
+    """Rank 1 receives two messages by tag, in the reverse order of the sends."""
     a, b = torch.tensor([1]) * (rank == 0), torch.tensor([2]) * (rank == 0)
     yield Moment("rank 0 has a = 1, b = 2; rank 1 has room", f"a {text(a)}, b {text(b)}")
     if rank == 0:
@@ -82,10 +82,10 @@ def tagged(rank: int) -> Iterator[Moment]:
 
 
 def deadlocked(rank: int) -> Iterator[Moment]:
-    """Both send first: neither send ends before its receive, which comes after it."""
+    """Both ranks send first: each send waits for a receive that comes after the other send."""
     x = torch.full((1,), rank + 1)
     yield Moment("x = 1, or 2", text(x))
-    # In a group of its own: gloo closes a connection on which a message has timed out.
+    # Use a new group, because gloo closes a connection on which a message has timed out.
     work = collectives.isend(x, 1 - rank, group=dist.new_group([0, 1]))
     try:
         work.wait(timedelta(seconds=PATIENCE_S))
@@ -110,10 +110,10 @@ REMEDY: Final = (
 
 
 def show_messages(config: ShowRun) -> Shown:
-    """Run the exercises on ranks 0 and 1; other ranks look on.
+    """Run the exercises on two ranks, whatever `config.ranks` is.
 
     Raises:
-        ConfigError: there is no second rank.
+        ConfigError: `config.ranks` is below 2.
     """
     if config.ranks < 2:
         raise ConfigError(f"ranks is {config.ranks}; a message needs 2; the nearest is 2")
@@ -131,12 +131,12 @@ def show_messages(config: ShowRun) -> Shown:
 
 
 def exercise() -> list[list[Moment]]:
-    """Do all exercises on this rank."""
+    """Run all exercises on this rank; return the moments of each."""
     return [[*run(dist.get_rank())] for _, run in EXERCISES]
 
 
 def text(x: torch.Tensor) -> str:
-    """Return the one value of a tensor."""
+    """Return the only value of a tensor as text."""
     return str(int(x))
 
 

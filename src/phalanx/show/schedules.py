@@ -1,8 +1,8 @@
-"""Pipeline schedules: the list of each rank, and its timeline as planned and as measured.
+"""Pipeline schedules: the actions of each rank, and the planned and the measured timeline.
 
-The plan is the simulation of the schedule. The measurement runs the same lists on as many
-processes, through the runtime that trains, with stages that wait as long as is asked
-(`timed.py`). Beside the plan stands what the runtime and the messages cost.
+The plan is a simulation of the schedule. The measurement runs the same actions on real processes
+with the training runtime, and with stages that sleep for the given times (`timed.py`). So the
+difference between the timelines is the cost of the runtime and of the messages.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from phalanx.show.shown import Grid, Lanes, Outcome, Shown, ShowRun
 from phalanx.show.timed import RankRecord, WaitTimes, run_rank
 
 MESSAGE_NUMBERS: Final = 1024
-"""Of an activation, and of its gradient, in float32."""
+"""Number of float32 values of an activation, and of its gradient."""
 
 DISTURBED: Final = 0.02
-"""Part of the waits by which they may be too long before it is said."""
+"""Relative excess of the measured waits above which a remark on a disturbed machine is shown."""
 
 MOST_SLOTS: Final = 30
-"""Of a drawing in units of a forward, to fit 100 columns."""
+"""Largest length of a drawn timeline, in units of a forward, to fit 100 columns."""
 
 LINE: Final = 84
 
 CHUNKS_ABOUT: Final = {"interleaved": 2, "zb": 1}
-"""Kind whose number of stages a rank is open -> the number that is shown, if none is asked for."""
+"""Kind with a variable number of stages per rank -> default number to show."""
 
 
 IN_TORCH: Final = {
@@ -71,11 +71,11 @@ class ShowSchedule(ShowRun):
 
 
 def show_schedule(kind: str, config: ShowSchedule) -> Shown:
-    """Plan, measure, and show both.
+    """Simulate and measure a schedule, and show both timelines.
 
     Raises:
-        ConfigError: the kind has no such chunks, memory is short for the processes, or the trace
-            cannot be written.
+        ConfigError: `chunks` is invalid for the kind, memory is too small for the processes, or the
+            trace cannot be written.
     """
     schedule = schedule_of(kind, config)
     check_memory_for(config.ranks)
@@ -106,10 +106,10 @@ def show_schedule(kind: str, config: ShowSchedule) -> Shown:
 
 
 def schedule_of(kind: str, config: ShowSchedule) -> Schedule:
-    """Return the schedule that is asked for.
+    """Build the schedule that `config` describes.
 
     Raises:
-        ConfigError: the kind has its own number of chunks, or takes at least two.
+        ConfigError: `chunks` is invalid for the kind, or there are fewer than 2 ranks.
     """
     fixed, asked = KINDS[kind].chunks, config.chunks
     least = 2 if kind == "interleaved" else 1
@@ -126,7 +126,7 @@ def schedule_of(kind: str, config: ShowSchedule) -> Schedule:
 
 
 def stage_times(config: ShowSchedule, schedule: Schedule) -> WaitTimes:
-    """Return how long each stage takes: a rank's stages divide its time evenly."""
+    """Return the times of a stage: the stages of a rank divide its time evenly."""
     chunks = len(schedule.stages_of(0))
     forward_ms, input_ms, weights_ms = config.forward_ms, config.input_ms, config.weights_ms
     of_rank_ms = (
@@ -138,13 +138,13 @@ def stage_times(config: ShowSchedule, schedule: Schedule) -> WaitTimes:
 
 
 def plan(schedule: Schedule, times: WaitTimes) -> Outcome:
-    """Simulate the schedule; messages take no time."""
+    """Simulate the schedule with messages that take no time."""
     timeline = simulate(schedule, times.of)
     return _outcome("planned", timeline, most_in_flight(schedule), schedule, times)
 
 
 def measure(config: ShowSchedule, schedule: Schedule, times: WaitTimes) -> Outcome:
-    """Run the schedule on processes of this host."""
+    """Run the schedule on processes of this host, and measure its timeline."""
     records: list[RankRecord] = run_ranks(
         run_rank,
         config.ranks,
@@ -169,10 +169,10 @@ def _outcome(
 
 
 def measured_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Timeline:
-    """Return the median begin and end of each action over the steps.
+    """Return a timeline of the median begin and end of each action over the steps.
 
-    A step begins with its first action on any rank. Medians keep the order: what never began
-    before something else had ended does not in the median.
+    Time 0 of a step is the begin of its first action on any rank. Medians keep the order: if in
+    every step one action starts after another has ended, it does so in the medians too.
     """
     steps: list[list[list[Span]]] = []
     for waits in zip(*(record.steps for record in records), strict=True):
@@ -194,7 +194,7 @@ def measured_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Time
 
 
 def joined(order: Sequence[Action], waits: Sequence[Span]) -> list[Span]:
-    """Return when each action of a rank ran, from its waits, which come in its order."""
+    """Return the span of each action of a rank from its waits, which are in execution order."""
     expected = [part for action in order for part in parts_of(action)]
     assert [wait.action for wait in waits] == expected, "a rank runs its actions in their order"
     left, spans = iter(waits), list[Span]()
@@ -207,14 +207,14 @@ def joined(order: Sequence[Action], waits: Sequence[Span]) -> list[Span]:
 
 
 def parts_of(action: Action) -> list[Action]:
-    """Return the waits that an action is made of, see `timed.py`."""
+    """Return the waits that make up an action; see `timed.py`."""
     if action.stage == 0:
         return {"F": [action], "I": []}.get(action.op, [action._replace(op="W")])
     return [action] if action.op != "B" else [action._replace(op=op) for op in ("I", "W")]
 
 
 def drawing(schedule: Schedule) -> list[Grid]:
-    """Return the schedule in units of a forward, if it fits a line: a row a rank."""
+    """Return a table of the schedule in units of a forward, a row per rank, if it fits a line."""
     timeline = simulate(schedule)
     if timeline.length > MOST_SLOTS:
         return []
@@ -229,7 +229,7 @@ def drawing(schedule: Schedule) -> list[Grid]:
 
 
 def lists(schedule: Schedule) -> Grid:
-    """Return all that each rank does, in order, as the runtime is given it."""
+    """Return a table of the lowered actions of each rank, in the order in which they run."""
     rows = list[list[str]]()
     for rank in range(len(schedule.orders)):
         words = " ".join(map(str, lower(schedule, rank)))
@@ -239,7 +239,7 @@ def lists(schedule: Schedule) -> Grid:
 
 
 def remarks(config: ShowSchedule, measured: Outcome) -> list[str]:
-    """Say what the figures mean, and whether other work disturbed the machine."""
+    """Return sentences on the meaning of the figures, and on disturbance by other work."""
     lines = [
         "Bubble is idle time / (step x ranks), and highest MFU planned work / (step x ranks). In "
         "flight are microbatches whose activations a rank holds; one in one of v stages is 1/v. "

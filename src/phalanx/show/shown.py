@@ -1,4 +1,4 @@
-"""What a topic shows: parts in order, which one renderer prints (tables.py) and another draws."""
+"""Data classes of a topic's result, which tables.py prints and animation.py draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
 
 MOST_RANKS = 8
-"""More do not fit a table of 100 columns, nor a second of a small machine."""
+"""Largest number of ranks: more do not fit a table of 100 columns, and take over a second on a
+small machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class ShowRun(ShowTopic):
 
 
 class MessageSent(NamedTuple):
-    """A message between two ranks."""
+    """A message from rank `source` to rank `target`; `what` describes its content."""
 
     source: int
     target: int
@@ -43,11 +44,11 @@ class MessageSent(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """The ranks after one step.
+    """State of all ranks after a step.
 
     Attributes:
-        cells: rank -> what it holds, under the heads of the strip.
-        sent: the messages of the step.
+        cells: rank -> values on the rank, one for each head of the strip.
+        sent: messages of the step.
     """
 
     title: str
@@ -57,7 +58,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Strip:
-    """Steps one after another, over the same ranks."""
+    """A sequence of steps of the same ranks; `heads` are the names of the cells of a rank."""
 
     title: str
     heads: Sequence[str]
@@ -66,7 +67,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of words; the columns whose heads are in `numbers` are aligned to the right."""
+    """A table of text; columns whose heads are in `numbers` are right-aligned."""
 
     title: str
     heads: Sequence[str]
@@ -76,13 +77,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A timeline of a schedule, and figures that follow from it.
+    """A timeline of a schedule, and figures computed from it.
 
     Attributes:
         name: "planned" or "measured".
-        timeline: in seconds.
-        held: for each rank, the most forwards of one stage whose activations it holds at a time.
-        work_s: time of all actions together, as planned.
+        timeline: timeline, seconds.
+        held: for each rank, the peak number of stage forwards whose activations it stores.
+        work_s: sum of the planned times of all actions.
     """
 
     name: str
@@ -92,12 +93,12 @@ class Outcome:
 
     @property
     def highest_mfu(self) -> float:
-        """The MFU if ranks do the planned work at their peak: work / (step x ranks)."""
+        """MFU if ranks compute the planned work at peak speed: work / (step x ranks)."""
         return self.work_s / (self.timeline.length * len(self.timeline.lanes))
 
     @property
     def busy(self) -> list[float]:
-        """For each rank, the part of the step in which it is busy."""
+        """For each rank, the fraction of the step in which it is busy."""
         return [
             sum(span.end - span.begin for span in lane) / self.timeline.length
             for lane in self.timeline.lanes
@@ -106,7 +107,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Timelines of a schedule over the same time, one above the other."""
+    """Timelines of one schedule with a common time scale, one above the other."""
 
     schedule: Schedule
     outcomes: Sequence[Outcome]
@@ -114,12 +115,12 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Shown:
-    """A topic that was run.
+    """Result of a topic.
 
     Attributes:
-        about: sentences that come first.
-        parts: strips, grids, timelines and sentences, in order.
-        in_torch: the call of torch that does the same.
+        about: introductory sentences.
+        parts: strips, tables, timelines and sentences, in order.
+        in_torch: equivalent call of torch; empty if there is none to show.
     """
 
     title: str

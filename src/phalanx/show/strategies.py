@@ -1,4 +1,4 @@
-"""The strategies that `one_step` runs, each with sentences on it."""
+"""Strategies that `one_step` runs, each with a description."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from phalanx.strategy import Strategy
 
 @dataclass(frozen=True)
 class Example:
-    """A strategy that is shown, and sentences on it.
+    """A strategy to show, and its description.
 
     Attributes:
-        line: of the list of topics.
-        strategy: its text, with N for the ranks and H for half of them.
-        about: sentences.
-        in_torch: what does the same there.
-        shape: changes of SHAPE.
-        bucket_bytes: of the buckets of data parallelism, if other than the trainer's.
-        beside: a strategy whose memory stands beside, if there is one.
-        goes_round: whether what a rank holds of positions is sent round a ring.
+        line: line in the list of topics.
+        strategy: text form, with N for the number of ranks and H for half of it.
+        about: introductory sentences.
+        in_torch: equivalent call of torch.
+        shape: fields of SHAPE to replace.
+        bucket_bytes: size of the dp buckets, bytes; None for the trainer's default.
+        beside: text form of a strategy whose memory is shown for comparison; empty for none.
+        goes_round: whether keys and values are sent around a ring of ranks.
     """
 
     line: str
@@ -34,10 +34,10 @@ class Example:
     goes_round: bool = False
 
     def strategy_of(self, num_ranks: int) -> Strategy:
-        """Return the strategy of so large a job.
+        """Return the strategy for `num_ranks` ranks.
 
         Raises:
-            StrategyError: it has no such number of ranks.
+            StrategyError: the strategy cannot have this number of ranks.
         """
         half = max(1, num_ranks // 2)
         return Strategy.parse(self.strategy.replace("N", str(num_ranks)).replace("H", str(half)))
@@ -158,7 +158,7 @@ STRATEGIES: Final = {
         "none",
     ),
 }
-"""Topic -> the strategy, and sentences on it."""
+"""Topic -> strategy with its description."""
 
 ON_CUBES: Final = ("tp-2.5d", "tp-3d")
-"""Topics that have 8 ranks if none are asked for."""
+"""Topics whose default is 8 ranks."""

@@ -1,4 +1,4 @@
-"""Print what a topic shows: lines and tables of at most 100 columns."""
+"""Print the result of a topic as lines and tables of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def printed(shown: Shown) -> Iterator[tuple[Printed, str]]:
 
 
 def table_of(grid: Grid) -> Table:
-    """Return the table of a grid."""
+    """Return a rich table for a grid."""
     drawn = Table()
     for head in grid.heads:
         drawn.add_column(head, justify="right" if head in grid.numbers else "left")
@@ -53,7 +53,7 @@ def _strip(strip: Strip) -> Iterator[tuple[Printed, str]]:
 
 
 def _grid_of(heads: Sequence[str], frame: Frame) -> Grid:
-    """Return a row a rank: what it holds, and what it sends and receives in the step."""
+    """Return a table with a row for each rank: its cells, and the messages it sent in the step."""
     rows = list[list[str]]()
     for rank, cells in enumerate(frame.cells):
         sent = [each for each in frame.sent if each.source == rank]
@@ -67,12 +67,12 @@ def _grid_of(heads: Sequence[str], frame: Frame) -> Grid:
 
 
 def sent_text(sent: Iterable[tuple[int, int, str, int]]) -> str:
-    """Say what one rank sends, by the rank that gets it: "2 to 1"."""
+    """Describe the messages that one rank sends, by target rank, such as "chunk 2 to 1"."""
     by_target: dict[int, list[str]] = {}
     for _, target, what, _ in sent:
         by_target.setdefault(target, []).append(what)
     texts = {target: " ".join(whats) for target, whats in by_target.items()}
-    if len(texts) > 2 and len(set(texts.values())) == 1:  # the same to many
+    if len(texts) > 2 and len(set(texts.values())) == 1:  # the same message to several ranks
         return f"{next(iter(texts.values()))} to {', '.join(map(str, texts))}"
     return ", ".join(f"{what} to {target}" for target, what in texts.items())
 
@@ -107,7 +107,7 @@ def _lanes(lanes: Lanes) -> Iterator[Printed]:
 
 
 def figures_text(outcome: Outcome) -> str:
-    """Return the figures of a timeline in a line."""
+    """Return the figures of a timeline as one line."""
     return (
         f"{outcome.name}: step {1e3 * outcome.timeline.length:.1f} ms, bubble "
         f"{percent(outcome.timeline.bubble)}, highest MFU {percent(outcome.highest_mfu)}"

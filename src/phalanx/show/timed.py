@@ -1,15 +1,15 @@
-"""Stages of a pipeline that wait instead of computing, on the real runtime; one rank's part.
+"""Pipeline stages that sleep instead of computing, run by the training runtime on one rank.
 
-A stage that waits needs no core, so that eight of them run side by side on a machine of two. All
-else is what a training step does: `Pipeline` takes the actions of the schedule, activations and
-gradients are messages between processes, and backward walks a graph that autograd made:
+A sleeping stage needs no core, so eight stages run in parallel on a machine with two cores. All
+else is as in a training step: `Pipeline` runs the actions of the schedule, activations and
+gradients are messages between processes, and backward runs an autograd graph:
 
     received -- waits I --+
-                          + -- output         F waits before this graph is made
+                          + -- output         F waits before this graph is built
     weight ---- waits W --+
 
-The two halves of a backward are two nodes, so that `B` runs both, and `I` and `W` one each. The
-first stage receives nothing: its `I` has nothing to do, and its `W` does all of the backward.
+The two halves of a backward are two nodes: `B` runs both, and `I` and `W` run one each. The first
+stage receives nothing, so its `I` does nothing, and its `W` runs the complete backward.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from phalanx.parallel.pipeline.stage import Stages
 
 
 class WaitTimes(NamedTuple):
-    """How long a stage takes for one microbatch, in seconds.
+    """Times of a stage for one microbatch.
 
     Attributes:
-        forward_s: F.
-        input_s: I, the gradient of its input.
-        weights_s: W, the gradients of its weights.
+        forward_s: forward F, seconds.
+        input_s: gradient of the input I, seconds.
+        weights_s: gradients of the weights W, seconds.
     """
 
     forward_s: float
@@ -47,7 +47,7 @@ class WaitTimes(NamedTuple):
     weights_s: float
 
     def of(self, action: Action) -> float:
-        """Return the seconds of an action; the first stage has no gradient of an input."""
+        """Return the time of an action, seconds; the first stage has no gradient of an input."""
         both_s = self.input_s + self.weights_s
         if action.stage == 0:
             return {"F": self.forward_s, "B": both_s, "I": 0.0, "W": both_s}[action.op]
@@ -56,13 +56,13 @@ class WaitTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank did.
+    """Measurements of one rank.
 
     Attributes:
-        steps: the waits of each step, in the order in which they ended, by `time.monotonic`, which
-            is one clock for the processes of a host. A B is its I and its W.
-        most_held: the most graphs of a forward of one stage that were there at a time.
-        gradients: of the weight of each of its stages, from the last step.
+        steps: waits of each step, in order of their ends, in seconds of `time.monotonic`, a clock
+            that all processes of a host share. A `B` appears as an `I` and a `W`.
+        most_held: peak number of forward graphs, each of one stage, alive at the same time.
+        gradients: stage -> gradient of its weight in the last step.
     """
 
     steps: list[list[Span]]
@@ -71,11 +71,11 @@ class RankRecord:
 
 
 class TimedStages(Stages):
-    """The stages of a rank that wait.
+    """The stages of a rank, which sleep instead of computing.
 
     Attributes:
-        waits: of the current step, in order.
-        most_held: the most graphs of a forward of one stage that were there at a time.
+        waits: waits of the current step, in order.
+        most_held: peak number of forward graphs, each of one stage, alive at the same time.
     """
 
     has_fixed_sizes: ClassVar[bool] = True
@@ -83,7 +83,7 @@ class TimedStages(Stages):
     def __init__(
         self, num_stages: int, here: Sequence[int], times: WaitTimes, message_size: int
     ) -> None:
-        """Make a weight for each of the stages `here`; messages have `message_size` numbers."""
+        """Create a weight for each stage in `here`; messages have `message_size` float32 values."""
         super().__init__([range(stage, stage + 1) for stage in range(num_stages)], here)
         self.waits: list[Span] = []
         self.most_held = 0
@@ -98,9 +98,9 @@ class TimedStages(Stages):
 
     @override
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
-        """Wait, and return as many numbers as a message has: what came in, plus the weight, 0.
+        """Sleep, and return `received` plus the weight, which is 0, as a message.
 
-        What `forward` returns is the number of the microbatch.
+        `forward` returns the number of the microbatch, which fills the message of the first stage.
         """
         microbatch = int(forward())
         self.wait(Action("F", stage, microbatch))
@@ -112,13 +112,13 @@ class TimedStages(Stages):
         return _wait_in_backward(received, self, Action("I", stage, microbatch)) + weight
 
     def wait(self, action: Action) -> None:
-        """Wait as long as an action takes, and take down when."""
+        """Sleep for the time of an action, and record its span."""
         begin_s = time.monotonic()
         time.sleep(self._times.of(action))
         self.waits.append(Span(action, begin_s, time.monotonic()))
 
     def hold(self, graph: object) -> None:
-        """Count a graph for as long as it is there."""
+        """Count a forward graph until it is freed."""
         self._num_held += 1
         self.most_held = max(self.most_held, self._num_held)
         weakref.finalize(graph, self._let_go)
@@ -128,7 +128,7 @@ class TimedStages(Stages):
 
 
 class _WaitInBackward(Function):
-    """The identity, whose backward waits."""
+    """Identity function whose backward sleeps."""
 
     @staticmethod
     def forward(
@@ -152,7 +152,7 @@ def _wait_in_backward(
 
 
 def half_square(output: Tensor) -> Tensor:
-    """Return half the sum of squares: its gradient is `output`, so that messages carry numbers."""
+    """Return half the sum of squares, whose gradient is `output`, so that messages are not zero."""
     return output.square().sum() / 2
 
 
@@ -164,17 +164,17 @@ def run_rank(
     message_size: int,
     num_steps: int,
 ) -> RankRecord:
-    """Run the schedule on this rank of a pipeline; the ranks begin each step together.
+    """Run the schedule on this rank of a pipeline; a barrier starts each step.
 
-    One step comes before the kept ones: in it the ranks learn the sizes of messages, and connect.
+    A warm-up step precedes the recorded steps: it connects the ranks and exchanges message sizes.
 
     Args:
-        kind: of `schedule.KINDS`.
-        chunks: stages a rank, of kinds that leave it open.
-        num_microbatches: of a step.
-        times: of each stage.
-        message_size: numbers of a message, float32.
-        num_steps: to keep.
+        kind: kind in `schedule.KINDS`.
+        chunks: stages per rank, for kinds with a variable number.
+        num_microbatches: microbatches of a step.
+        times: times of each stage.
+        message_size: number of float32 values of a message.
+        num_steps: number of recorded steps.
     """
     comm = Ranks({"pp": torch.distributed.get_world_size()})
     schedule = build_schedule(kind, comm.size("pp"), num_microbatches, chunks)

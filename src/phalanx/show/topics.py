@@ -1,4 +1,4 @@
-"""The topics of `phalanx show` that are run: the one table, a row a topic."""
+"""Table of the topics of `phalanx show` that run a method."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Topic(NamedTuple):
     """A topic.
 
     Attributes:
-        about: its line in the list of topics.
-        place: module of phalanx.show, and the dataclass of its settings and its function there.
-        given: what the function takes before the settings.
+        about: line in the list of topics.
+        place: "MODULE SETTINGS FUNCTION": module of phalanx.show, and its dataclass and function.
+        given: arguments of the function before the settings.
     """
 
     about: str
@@ -24,7 +24,7 @@ class Topic(NamedTuple):
     given: tuple[Any, ...] = ()
 
     def load(self) -> tuple[type[Any], Callable[[Any], Any]]:
-        """Return the settings and the function, which loads torch."""
+        """Import the module, and torch with it; return the settings class and the function."""
         module, settings, function = self.place.split()
         found = import_module(f"phalanx.show.{module}")
         return getattr(found, settings), functools.partial(getattr(found, function), *self.given)
@@ -44,7 +44,7 @@ _SCHEDULES = {
 
 
 def _steps(*names: str) -> dict[str, Topic]:
-    """Return the topics of strategies, a step each."""
+    """Return topics that run a training step of the strategies `names`."""
     found = dict[str, Topic]()
     for name in names:
         settings = "ShowCube" if name in ON_CUBES else "ShowRun"
@@ -90,7 +90,7 @@ RUN: Final[Mapping[str, Topic]] = {
         kind: Topic(about, "schedules ShowSchedule show_schedule", (kind,))
         for kind, about in _SCHEDULES.items()
     },
-    **_steps(*STRATEGIES),  # those that are left
+    **_steps(*STRATEGIES),  # adds the strategies not listed above
     "parameter-server": Topic(
         "a master's link beside a ring; versions in four consistencies",
         "parameter_server ShowServer show_parameter_server",
@@ -104,4 +104,4 @@ RUN: Final[Mapping[str, Topic]] = {
         "generation ShowGeneration show_paged_attention",
     ),
 }
-"""Name -> topic, in the order of the list."""
+"""Name -> topic, in the order of the list of topics."""

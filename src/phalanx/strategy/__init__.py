@@ -1,4 +1,4 @@
-"""A strategy: the text form and its value, the catalogue of kinds, and what can run; no torch."""
+"""Parallelism strategies: text form and value, catalogue of kinds, and checks. No torch."""
 
 from phalanx.strategy.advice import check_ranks, refuse_first_come, refuse_servers, require_built
 from phalanx.strategy.kinds import AXES, KINDS, Kind, built

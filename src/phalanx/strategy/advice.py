@@ -1,4 +1,4 @@
-"""What can run: refusals that name the nearest strategy that does."""
+"""Checks of a strategy; each error message names the nearest strategy that can run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from phalanx.strategy.value import Axis, Strategy, text_of
 
 
 def require_built(strategy: Strategy) -> None:
-    """Refuse a strategy that the grammar knows and the code does not run yet.
+    """Check that every part of a strategy, and their combination, is implemented.
 
     Raises:
-        StrategyError: names the part that is not built, and the parts that are.
+        StrategyError: the message names the part, and a strategy or the kinds that can run.
     """
     missing = [
         text_of(*each) for each in strategy.named() if KINDS[each[0]][each[1].kind].about is None
@@ -57,10 +57,10 @@ def require_built(strategy: Strategy) -> None:
 
 
 def refuse_servers(strategy: Strategy, where: str) -> None:
-    """Refuse a strategy that needs parameter servers where nobody starts them.
+    """Refuse a strategy with parameter servers in `where`, which does not start servers.
 
     Raises:
-        StrategyError: names the nearest without.
+        StrategyError: `strategy` needs servers; the message names the nearest one without.
     """
     if strategy.is_served:
         dp = strategy.dp
@@ -72,10 +72,10 @@ def refuse_servers(strategy: Strategy, where: str) -> None:
 
 
 def refuse_first_come(strategy: Strategy) -> None:
-    """Refuse a strategy whose updates depend on who comes first.
+    """Refuse a strategy whose results depend on the arrival order of the workers' pushes.
 
     Raises:
-        StrategyError: names the nearest that can be compared.
+        StrategyError: it is not deterministic; the message names the nearest one that is.
     """
     dp = strategy.dp
     if strategy.is_served and dp.kind != "ps" and (dp.kind, dp.option) != ("ssp", 0):
@@ -86,10 +86,10 @@ def refuse_first_come(strategy: Strategy) -> None:
 
 
 def check_ranks(strategy: Strategy, num_ranks: int) -> None:
-    """Refuse a strategy that needs another number of ranks than there are.
+    """Check that a strategy needs exactly `num_ranks` ranks.
 
     Raises:
-        StrategyError: names both numbers and a strategy that fits.
+        StrategyError: it does not; the message has both numbers, and a strategy that fits.
     """
     if strategy.num_ranks == num_ranks:
         return
@@ -110,6 +110,6 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
             continue
         try:
             return strategy.with_degree(name, num_ranks // others)
-        except StrategyError:  # a tensor-parallel degree that its kind cannot arrange: try the next
+        except StrategyError:  # a degree of tp that does not form the grid of its kind
             continue
     return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))

@@ -1,4 +1,4 @@
-"""The catalogue: each kind of each axis, with its option, its grid and its line of `--help`."""
+"""Catalogue of the kinds of each axis, with option, grid and the line that `--help` prints."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to split the work of an axis, or to recompute.
+    """A variant of the parallelism of an axis, or of recomputation.
 
     Attributes:
-        about: what it does, in a line; None while it is not built.
-        option: what the whole number after the slash is called; None where there is none.
-        least: the lowest such number.
-        grid: the sub-axes that its ranks stand in, outer to inner, all of one size but the first
-            of a kind with an option, which has the option's; empty where they stand in a row.
-        degrees: the degrees that make such a grid, in words, with braces for the option.
+        about: description in one line; None for recompute:none, and if it is not implemented.
+        option: name of the integer option after the slash; None if it has no option.
+        least: smallest value of the option.
+        grid: names of the sub-axes of its ranks, outer to inner; empty for one dimension. All have
+            the same size, but if the kind has an option, the first has the option's value.
+        degrees: description of the degrees that form such a grid, with braces for the option.
     """
 
     about: str | None = None
@@ -26,7 +26,7 @@ class Kind:
     degrees: str = ""
 
     def sizes(self, axis: str, degree: int, option: int | None) -> dict[str, int]:
-        """Return the sub-axes of an axis of this kind, outer to inner, and their sizes."""
+        """Return the sub-axes of `axis` for this kind, outer to inner: name -> size."""
         if not self.grid:
             return {axis: degree}
         depth, num_sides = self._depth(option)
@@ -34,17 +34,17 @@ class Kind:
         return {name: side for name in self.grid} | ({self.grid[0]: depth} if self.option else {})
 
     def nearest_degree(self, degree: int, option: int | None) -> int:
-        """Return the degree that makes a grid nearest to `degree`, the smaller of two."""
+        """Return the degree nearest to `degree` that forms a grid; the smaller one in a tie."""
         if not self.grid:
             return degree
         depth, num_sides = self._depth(option)
-        # A whole root of the degree lies next to the rounded one; of the two, the nearer grid wins.
+        # The best side is the rounded root or an integer next to it.
         root = max(1, round((degree / depth) ** (1 / num_sides)))
         legal = [depth * side**num_sides for side in range(max(1, root - 1), root + 2)]
         return min(legal, key=lambda each: (abs(each - degree), each))
 
     def _depth(self, option: int | None) -> tuple[int, int]:
-        """Return the size of the sub-axis that the option gives, else 1, and how many others."""
+        """Return (size of the sub-axis that the option sets, else 1; number of other sub-axes)."""
         return (option or 1, len(self.grid) - 1) if self.option else (1, len(self.grid))
 
 
@@ -105,20 +105,20 @@ KINDS: Final = {
         "selective": Kind("runs again all but matrix products and attention"),
     },
 }
-"""The kinds of each axis, outer to inner, and of recompute last; the first kind is the default."""
+"""Kinds of each axis, outer to inner, and of recompute; the first kind of each is the default."""
 
 SERVED: Final = ("ps", "ssp", "async", "quorum", "local")
-"""Kinds of dp whose processes exchange by parameter servers, each a job of one process."""
+"""Kinds of dp with parameter servers; each worker is a separate job of one process."""
 
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
-"""The axes, outer to inner."""
+"""Names of the axes, outer to inner."""
 
 PARALLEL: Final = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
-"""Axis -> the word by which the field names its parallelism."""
+"""Axis -> common name of its parallelism, as in "pipeline parallelism"."""
 
 
 def built() -> dict[str, str]:
-    """Return the text form of all that runs today, N for a degree, and what it does."""
+    """Return all implemented kinds: text form, with N for the degree -> description."""
     forms: dict[str, str] = {}
     for axis, kinds in KINDS.items():
         for at, (name, kind) in enumerate(kinds.items()):

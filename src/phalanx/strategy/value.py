@@ -1,11 +1,11 @@
-"""A strategy: how the work of one model is split over ranks. One frozen value with a text form.
+"""A strategy: how the work of one model is split over ranks, a frozen value with a text form.
 
     pp2:1f1b,dp2,fsdp2,cp2:ring,tp4:2d,recompute:sqrt
 
 The text is a comma-separated list of `AXIS DEGREE [":" KIND ["/" OPTION]]`, in any order, and of
 the settings `recompute:KIND[/OPTION]`, `cut:LAYERS+LAYERS...` and `schedule:FILE`, which have no
 degree. The canonical order is outer to inner, the slowest link first: pp dp fsdp cp tp. An axis
-that is not named has degree 1. No torch here.
+that is not named has degree 1. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CUT: Final = re.compile(r"[0-9]{1,9}(\+[0-9]{1,9})*")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a strategy: its degree, how it splits, and the number that this kind may take."""
+    """An axis of a strategy: degree, kind, and the integer option of the kind, if it has one."""
 
     degree: int
     kind: str
@@ -35,16 +35,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations are dropped after the forward pass and computed again in the backward."""
+    """Policy for activations that are dropped after the forward and recomputed in the backward."""
 
     kind: str = "none"
     option: int | None = None
 
     def segment_size(self, num_blocks: int) -> int | None:
-        """Return how many consecutive blocks are run again as one, of which only the input is kept.
+        """Return the number of consecutive blocks that are recomputed from one stored input.
 
-        `full` is 1, `every/K` is K, and `sqrt` the root of the number of blocks, rounded up (Chen
-        et al. 2016, section 4.1); None where no block is run again whole.
+        1 for `full`, K for `every/K`, and for `sqrt` the square root of the number of blocks,
+        rounded up (Chen et al. 2016, section 4.1); None if no whole block is recomputed.
 
         Raises:
             StrategyError: K is above the number of blocks.
@@ -64,15 +64,16 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the work is split: a degree and a kind for each axis.
+    """A parallelism strategy: a degree and a kind for each axis.
 
-    `cut` has the layers of each stage of a pipeline, where they are not to be found by their cost,
-    and `schedule` the file of its schedule, where that is not of a kind.
-    `Strategy.parse(text)` reads the text form and `str()` gives the canonical one;
+    `cut` is the number of layers of each pipeline stage; if empty, stages are balanced by cost.
+    `schedule` is the file of a pipeline schedule; if empty, the kind of pp determines the schedule.
+    `Strategy.parse(text)` reads the text form and `str()` returns the canonical one;
     `Strategy.parse(str(strategy)) == strategy` always holds.
 
     Raises:
-        StrategyError: an unknown kind, a degree below 1 or one that the kind cannot arrange.
+        StrategyError: a kind is unknown, a degree is below 1 or does not form the grid of its
+            kind, or `cut` or `schedule` does not match pp.
     """
 
     pp: Axis = Axis(1, "1f1b")
@@ -107,10 +108,10 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            StrategyError: the text cannot be read; the message names the nearest legal text.
+            StrategyError: the text is invalid; the message suggests a valid one.
         """
         try:
             values: dict[str, Any] = {}
@@ -130,27 +131,27 @@ class Strategy:
             yield name, getattr(self, name)
 
     def with_degree(self, name: str, degree: int) -> Strategy:
-        """Return it with another degree of an axis; another of pp has stages of its own."""
+        """Return a copy with another degree of an axis; for pp, drop `cut` and `schedule` too."""
         changed = dataclasses.replace(getattr(self, name), degree=degree)
         of_stages: dict[str, Any] = {"cut": (), "schedule": ""} if name == "pp" else {}
         return dataclasses.replace(self, **{name: changed}, **of_stages)
 
     def named(self) -> Iterator[tuple[str, Axis | Recompute]]:
-        """Yield (name, part) of each part that its text names, outer to inner, recompute last."""
+        """Yield (name, part) of each part that is not the default, outer to inner."""
         for name in KINDS:
             if (part := getattr(self, name)) != getattr(Strategy, name):
                 yield name, part
 
     def grid(self) -> dict[str, int]:
-        """Return the sub-axes that the ranks of tp stand in, outer to inner, and their sizes.
+        """Return the sub-axes of tp, outer to inner: name -> size.
 
-        `tp`; `tp_row, tp_col` for 2d; `tp_depth, tp_row, tp_col` for 2.5d; `tp_y, tp_z, tp_x` for
-        3d.
+        The names are `tp_row, tp_col` for 2d, `tp_depth, tp_row, tp_col` for 2.5d, `tp_y, tp_z,
+        tp_x` for 3d, and else `tp`.
         """
         return KINDS["tp"][self.tp.kind].sizes("tp", self.tp.degree, self.tp.option)
 
     def mesh_axes(self) -> dict[str, int]:
-        """Return the sizes of the axes of the mesh: those above 1, outer to inner; else `dp`."""
+        """Return the axes of the device mesh above size 1, outer to inner; if none, `dp` of 1."""
         axes: dict[str, int] = {}
         for name, axis in self.axes():
             if axis.degree > 1:
@@ -159,46 +160,46 @@ class Strategy:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that the strategy needs."""
+        """Number of processes that the strategy needs."""
         return math.prod(axis.degree for _, axis in self.axes())
 
     @property
     def is_served(self) -> bool:
-        """Whether workers exchange gradients by parameter servers."""
+        """Whether dp exchanges gradients through parameter servers."""
         return self.dp.kind in SERVED
 
     @property
     def of_worker(self) -> Strategy:
-        """How the job of one worker splits the work; all of it where there are no servers."""
+        """Strategy of one worker's job with parameter servers; without servers, this strategy."""
         return dataclasses.replace(self, dp=Strategy.dp) if self.is_served else self
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks that see different samples: dp times fsdp."""
+        """Number of groups of ranks that process different samples: dp times fsdp."""
         return self.dp.degree * self.fsdp.degree
 
     @property
     def has_whole_samples(self) -> bool:
-        """Whether each rank computes whole samples: tp splits features, cp positions."""
+        """Whether each rank processes whole samples; tp splits their features, cp positions."""
         return self.tp.degree * self.cp.degree == 1
 
     @property
     def sample_shards(self) -> int:
-        """In how many shards the positions of a sample are split."""
+        """Number of shards into which the positions of a sample are split."""
         return self.cp.degree
 
     @property
     def of_block(self) -> Strategy:
-        """The axes that split the tensors of one block, and what of it is run again."""
+        """The axes that split the tensors of one block, cp and tp, and its recomputation."""
         return Strategy(cp=self.cp, tp=self.tp, recompute=self.recompute)
 
     def with_whole_positions(self) -> Strategy:
-        """Return it without the axis that splits positions."""
+        """Return a copy without cp, the axis that splits positions."""
         return dataclasses.replace(self, cp=Strategy.cp)
 
     @property
     def num_shards(self) -> int:
-        """Shards of the trained state under fsdp, which splits it over cp too; 1 without fsdp."""
+        """Number of shards of training state under fsdp, which shards over cp too; else 1."""
         return self.fsdp.degree * self.cp.degree if self.fsdp.degree > 1 else 1
 
     def __str__(self) -> str:
@@ -212,12 +213,12 @@ _LONGEST_SHOWN: Final = 60
 
 
 def _shown(text: str) -> str:
-    """Return a text in quotes, cut where it is too long for a message."""
+    """Return a text in quotes, truncated to _LONGEST_SHOWN characters for a message."""
     return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}...")
 
 
 def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...] | str]:
-    """Read one part between two commas into (name, value)."""
+    """Parse one part between commas into (name, value)."""
     name, _, path = part.partition(":")
     if name == "schedule":
         if not path:
@@ -255,7 +256,7 @@ def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...] | st
 
 
 def _check_kind(name: str, kind: str, option: int | None) -> None:
-    """Raise StrategyError unless `kind` is one of the axis's and takes this option."""
+    """Raise StrategyError unless axis `name` has the kind, and the kind accepts the option."""
     kinds = KINDS[name]
     if kind not in kinds:
         raise StrategyError(
@@ -277,7 +278,7 @@ def _check_kind(name: str, kind: str, option: int | None) -> None:
 
 
 def _check_arrangement(name: str, axis: Axis) -> None:
-    """Raise StrategyError unless the ranks of an axis can stand in the grid of its kind."""
+    """Raise StrategyError unless the degree of an axis forms the grid of its kind."""
     kind = KINDS[name][axis.kind]
     best = kind.nearest_degree(axis.degree, axis.option)
     if best != axis.degree:
@@ -289,7 +290,7 @@ def _check_arrangement(name: str, axis: Axis) -> None:
 
 
 def text_of(name: str, part: Axis | Recompute) -> str:
-    """Return NAME DEGREE[:KIND[/OPTION]], of which the end is left out where it is the default."""
+    """Return the text NAME DEGREE[:KIND[/OPTION]] of a part, without a kind that is the default."""
     text = f"{name}{part.degree}" if isinstance(part, Axis) else name
     if part.option is not None:
         return f"{text}:{part.kind}/{part.option}"

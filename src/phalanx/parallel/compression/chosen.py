@@ -10,7 +10,7 @@ import torch
 
 from phalanx.comm.comm import Comm
 from phalanx.errors import ConfigError
-from phalanx.parallel.compression.compressor import AXIS, Compressor
+from phalanx.parallel.compression.compressor import Compressor
 from phalanx.parallel.compression.low_rank import LowRankSum
 from phalanx.parallel.compression.rounded import Bf16, Int8, RoundedSum
 from phalanx.parallel.reduce import GradientReducer
@@ -106,7 +106,9 @@ def measured(comm: Comm) -> dict[str, float]:
     All ranks of the job must call this together, and all get the same result.
     """
     flat = torch.ones(PROBE, device=comm.device)
-    ways: dict[str, Callable[[], object]] = {"float32": lambda: comm.all_reduce(flat, AXIS, "max")}
+    ways: dict[str, Callable[[], object]] = {
+        "float32": lambda: comm.all_reduce(flat.fill_(1), "grad")
+    }
     for name in MEASURED:
         compressor = COMPRESSORS[name](comm)
         ways[name] = lambda it=compressor: it.start(0, flat.fill_(1), [flat]).wait()
