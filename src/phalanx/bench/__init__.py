@@ -1,1 +1,1 @@
-"""What a machine can do: matrix products, a perceptron, a block under tp, a pipeline."""
+"""Benchmarks of this machine: matrix products, collectives, layers, an MLP and scaling."""

@@ -1,8 +1,8 @@
-"""The matmul ceiling: the highest rate at which this device multiplies matrices, measured now.
+"""The matmul ceiling: the highest FLOP/s of matrix products that this device reaches, measured now.
 
-A data sheet states what the silicon could do; the ceiling says what the library, the clocks, the
-cooling and the neighbours leave of it. Square products of doubling size show where the device
-begins to be busy.
+A data sheet states the peak of the chip. The ceiling is lower, because of the library, the clocks,
+the cooling and other work on the machine. Square products of doubling size show from which size the
+device is fully used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CeilingConfig(DeviceConfig):
 
 
 def run(config: CeilingConfig, say: Say) -> Found:
-    """Measure, and show a table and a picture."""
+    """Measure the ceiling; return its table and picture, and write the calibration if requested."""
     del say
     path = None if config.write is None else calibration_file.path_of(config.write)
     ceiling = measure_ceiling(config)
@@ -71,25 +71,25 @@ def run(config: CeilingConfig, say: Say) -> Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling(OnDevice):
-    """What `measure_ceiling` found."""
+    """The matmul ceiling of one device in one data type."""
 
     points: tuple[MatmulPoint, ...]
-    """One for each size measured, smallest first."""
+    """The measured sizes, smallest first."""
     skipped: tuple[tuple[int, str], ...]
-    """Sizes not measured, each with the reason."""
+    """Sizes that were not measured, each with the reason."""
 
     @property
     def flops_per_s(self) -> float:
-        """The ceiling: the fastest repeat of any size."""
+        """The ceiling: the rate of the fastest repeat of any size."""
         return max(point.best_flops_per_s for point in self.points)
 
     @property
     def sustained_flops_per_s(self) -> float:
-        """The highest median over the sizes."""
+        """The highest median rate of any size."""
         return max(point.median_flops_per_s for point in self.points)
 
     def table(self) -> Table:
-        """Draw a row for each size."""
+        """Return a table with one row for each measured size."""
         headings = ["n x n", "repeats", "median ms", "median TFLOP/s", "best TFLOP/s"]
         rows = [
             [
@@ -108,7 +108,7 @@ class Ceiling(OnDevice):
         return table(headings, rows, num_words=0)
 
     def remarks(self) -> list[str]:
-        """Return what goes with the table."""
+        """Return the lines below the table: the ceiling, and the peak of the data sheet if known."""
         words = (
             f"ceiling {self.flops_per_s / 1e12:.3f} TFLOP/s (fastest repeat), sustained "
             f"{self.sustained_flops_per_s / 1e12:.3f} TFLOP/s (best median)"
@@ -122,10 +122,7 @@ class Ceiling(OnDevice):
 
 
 def measure_ceiling(config: CeilingConfig) -> Ceiling:
-    """Measure square products of 512, 1024, ... `max_size`, as memory and time allow.
-
-    A size that would go beyond the budget is not begun.
-    """
+    """Measure square products of 512, 1024, ... `max_size`; skip sizes beyond memory or budget."""
     device, arithmetic = resolved(config)
     points: list[MatmulPoint] = []
     skipped: list[tuple[int, str]] = []
@@ -136,7 +133,7 @@ def measure_ceiling(config: CeilingConfig) -> Ceiling:
             left_s = config.budget_s - (time.perf_counter() - begin_s)
             reason = _obstacle(device, dtype, size, points, left_s)
             if reason is None:
-                # Half of the time left, so that larger sizes get their turn.
+                # Use half of the time left, so that larger sizes can be measured too.
                 points.append(measure_matmul(device, dtype, size, size, size, left_s / 2))
             else:
                 skipped.append((size, reason))
@@ -151,8 +148,8 @@ def _obstacle(
     points: Sequence[MatmulPoint],
     left_s: float,
 ) -> str | None:
-    """Say why a size cannot be measured, or None."""
-    # Operands are drawn as float32, one at a time, before they are converted.
+    """Return why a size cannot be measured: too little memory or time; None if it can."""
+    # Each operand is generated in float32 and then converted, one operand at a time.
     need_bytes = size * size * (3 * dtype.itemsize + 4)
     free_bytes = free_memory_bytes(device)
     if need_bytes > MEMORY_SHARE * free_bytes:

@@ -1,11 +1,12 @@
-"""Collectives between ranks: the latency of a hop and the bandwidth of a rank, fitted to times.
+"""Benchmark of collectives: latency of a hop and bandwidth of a rank, fitted to measured times.
 
-Several sizes of each collective are timed, with the columns of nccl-tests: algbw is size / time,
-and busbw what a link carries at least, whatever the algorithm (nccl-tests, doc/PERFORMANCE.md).
-time = hops x latency + bytes / bandwidth is fitted to them, with the hops and the bytes that a ring
-has. CPUs of a host are measured through shared memory and over gloo. Under torchrun on several
-hosts the ranks of a host are measured first, and then one rank of each host with its like on the
-others, all of a host at a time: that is what a rank has of the network.
+Each collective is timed at several sizes, and reported as in nccl-tests: algbw is size / time, and
+busbw is the least rate that a link must carry under any algorithm (nccl-tests, doc/PERFORMANCE.md).
+The model time = hops x latency + bytes / bandwidth is fitted to the times, with the hops and bytes
+of a ring. Ranks on CPUs of one host are measured through shared memory and over gloo. Under
+torchrun on several hosts, the ranks of each host are measured first. Then ranks with the same
+number on each host form a group, and all groups run at the same time, so that the ranks of a host
+share its network as in training.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 SMALLEST_BYTES: Final = 4 << 10
 GROWTH: Final = 4
-"""Ratio of a size to the one before."""
+"""Ratio of each tensor size to the previous one."""
 
 UNITS: Final[dict[str, Unit]] = {"tp": "server", "dp": "cluster"}
-"""Axis of the ranks of a host, and of one rank of each host -> what its link joins."""
+"""Axis -> level of its link: `tp` joins the ranks of a host, `dp` one rank of each host."""
 
 BETWEEN: Final[dict[Unit, str]] = {"server": "a host's ranks", "cluster": "hosts"}
-"""What a link joins, in the words of a table."""
+"""Level -> the words of a table for the parts that its link joins."""
 
 ENGINES: Final = {"shared memory": True, "gloo": False}
-"""What runs the collectives of CPUs, and whether ranks share memory then."""
+"""Engine of collectives on CPUs -> whether it uses shared memory."""
 
 OF_TRAINING: Final = "shared memory"
-"""Which of them training uses if nobody asks for another."""
+"""Engine that training uses by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class CommConfig(ResultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The median time of one collective."""
+    """The median time of one collective at one size."""
 
     axis: str
     op: str
@@ -82,22 +83,22 @@ class Sample:
     time_s: float
     engine: str = "gloo"
     num_wrong: int = 0
-    """Elements of the result that are not the right ones, on all ranks."""
+    """Wrong elements of the result, summed over the ranks of the axis."""
 
     @property
     def algbw(self) -> float:
-        """Bytes/s of the whole tensor."""
+        """Size of the whole tensor / time, bytes/s."""
         return self.num_bytes / self.time_s
 
     @property
     def busbw(self) -> float:
-        """Bytes/s that a rank sends at least."""
+        """Bytes that each rank sends in a ring / time, bytes/s."""
         return ring(self.op, self.num_ranks, self.num_bytes)[1] / self.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What was fitted to the samples of one collective."""
+    """Latency and bandwidth fitted to the samples of one collective."""
 
     unit: Unit
     engine: str
@@ -106,19 +107,19 @@ class Fit:
     latency_s: float
     bandwidth: float
     largest_error: float
-    """Of a sample's time, in parts of it."""
+    """Largest relative error of the fit over its samples."""
 
     def time_s(self, num_bytes: float) -> float:
-        """Return the seconds that it takes by the model."""
+        """Return the seconds that the fitted model predicts for a tensor of `num_bytes`."""
         hops, sent = ring(self.op, self.num_ranks, num_bytes)
         return hops * self.latency_s + sent / self.bandwidth
 
 
 def run(config: CommConfig, say: Say) -> Found:
-    """Measure, and show a table.
+    """Measure the collectives, fit the links, and return the tables and the picture.
 
     Raises:
-        ConfigError: there are too few ranks, or more than this host can hold.
+        ConfigError: there are too few ranks, or more than fit in this host's memory.
     """
     is_first = not is_under_torchrun() or read_rank_env().rank == 0
     path = None if config.write is None else calibration_file.path_of(config.write)
@@ -200,10 +201,10 @@ def _table(fits: Sequence[Fit]) -> Table:
 
 
 def _asked(config: CommConfig) -> tuple[int, int, str]:
-    """Return ranks, ranks of a host, and the device.
+    """Return the number of ranks, the number of ranks on each host, and the device.
 
     Raises:
-        ConfigError: there is one rank, or fewer GPUs than ranks.
+        ConfigError: there is only one rank, fewer GPUs than ranks, or another number under torchrun.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.device
@@ -225,7 +226,7 @@ def _asked(config: CommConfig) -> tuple[int, int, str]:
 
 
 def time_rank(config: CommConfig, num_here: int) -> list[Sample]:
-    """Time all collectives on this rank, among `num_here` on its host."""
+    """Time all collectives on this rank, with `num_here` ranks on each host."""
     num_ranks = torch.distributed.get_world_size()
     axes = {"dp": num_ranks // num_here, "tp": num_here}
     samples: list[Sample] = []
@@ -237,7 +238,7 @@ def time_rank(config: CommConfig, num_here: int) -> list[Sample]:
 
 
 def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
-    """Yield the samples of one engine, on the axes that it runs."""
+    """Yield the samples of one engine, on the axes whose collectives that engine runs."""
     for axis in ("tp", "dp"):
         num = comm.size(axis)
         is_shared = isinstance(comm.engine(axis), SharedMemory)
@@ -261,7 +262,7 @@ def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
 
 
 class TimedCollective:
-    """One collective on float32 tensors that lie where its engine wants them."""
+    """One collective on float32 tensors allocated so that its engine needs no copy."""
 
     def __init__(self, comm: Comm, op: str, axis: str, size: int) -> None:
         self._comm, self._op, self._axis = comm, op, axis
@@ -271,14 +272,14 @@ class TimedCollective:
         self._fill()
 
     def _fill(self) -> None:
-        """Have each rank hold its own number, and of a gather in its own part alone."""
+        """Fill the tensor of each rank with 1 + its coordinate on the axis."""
         self.whole.fill_(1.0 + self._coord)
 
     def run(self) -> None:
-        """Do it once; a send goes to a neighbour and back."""
+        """Run the collective once; a send goes to the neighbor rank and back."""
         comm, op, axis, whole = self._comm, self._op, self._axis, self.whole
         if op == "all_reduce":
-            comm.all_reduce(whole, axis, "max")  # a sum would grow
+            comm.all_reduce(whole, axis, "max")  # a sum would grow with each call
         elif op == "all_gather":
             self._out = comm.all_gather(whole.chunk(self._num)[self._coord], axis, 0)
         elif op == "reduce_scatter":
@@ -290,21 +291,21 @@ class TimedCollective:
                 start(whole, axis, peer).wait()
 
     def num_wrong(self) -> int:
-        """Return how many elements of the result of the ranks of this axis are wrong."""
+        """Run once more; return the number of wrong result elements over the ranks of the axis."""
         self._fill()
         self.run()
         numbers = torch.arange(1.0, 1 + self._num, device=self.whole.device)
         right = numbers.repeat_interleave(len(self.whole) // self._num)
         if self._op in ("all_reduce", "reduce_scatter"):
             right = numbers.max() if self._op == "all_reduce" else numbers.sum()
-        elif self._op == "send":  # what the even rank of two has sent, and got back
+        elif self._op == "send":  # the number that the even rank of the pair sent and received back
             right = numbers[self._coord & ~1]
         wrong = (self._out != right).sum()
         return int(self._comm.all_reduce(wrong, self._axis))
 
 
 def slowest(of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return each sample of the rank that took longest; a rank without a partner took nothing."""
+    """Return each sample of the slowest rank, because a rank without a send partner takes no time."""
     return [max(same, key=lambda sample: sample.time_s) for same in zip(*of_ranks, strict=True)]
 
 
@@ -333,12 +334,13 @@ def fitted(samples: Sequence[Sample]) -> Iterator[Fit]:
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return seconds a hop and a byte that make the sum of squared relative errors least.
+    """Return seconds per hop and per byte, with the least sum of squared relative errors.
 
     Args:
-        points: hops, bytes and seconds of each time.
+        points: hops, bytes and seconds of each measured time.
 
-    Neither is below zero: where the least would be, the other alone explains the times.
+    Both are at least 0: if the least sum has a negative latency, only bytes are fitted; if it has no
+    positive time per byte, only hops are fitted, and the time per byte is an upper bound.
     """
     rows = [(hops / time_s, sent / time_s) for hops, sent, time_s in points]
     hh, hs = sum(h * h for h, _ in rows), sum(h * s for h, s in rows)
@@ -346,16 +348,16 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     determinant = hh * ss - hs * hs
     latency_s = (h1 * ss - s1 * hs) / determinant if determinant > 0 else 0.0
     per_byte_s = (s1 * hh - h1 * hs) / determinant if determinant > 0 else s1 / ss
-    if per_byte_s <= 0:  # the largest took no longer: all that is known is a bound
+    if per_byte_s <= 0:  # larger sizes took no longer: the times give only a bound
         return h1 / hh, min(time_s / sent for _, sent, time_s in points)
     return (latency_s, per_byte_s) if latency_s >= 0 else (0.0, s1 / ss)
 
 
 def levels_of(fits: Sequence[Fit], num_here: int, in_step: float) -> tuple[Level, ...]:
-    """Return the levels of a cluster: a link is as fast as its all-reduce, and knows each other.
+    """Return the levels of a cluster, each with a link that has the all-reduce's fit.
 
-    On CPUs by the engine that training uses, where a collective takes `in_step` times as long in a
-    step.
+    The link also stores the fits of the other collectives. On CPUs, only the engine of training
+    counts; a collective there takes `in_step` times as long in a step as alone.
     """
     levels: list[Level] = []
     for unit in ("server", "cluster"):

@@ -1,4 +1,4 @@
-"""How long each layer of a decoder takes on this machine, and the best cut into stages by that."""
+"""Benchmark of each layer of a decoder, and the best cut into pipeline stages by these times."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class CutConfig(DecoderConfig):
 
     @property
     def model_shape(self) -> ModelShape:
-        """The decoder."""
+        """Shape of the decoder; `max_seq_len` is at least `seq_len`."""
         sizes = with_sizes(shape_of(self.model), self.shape)
         return dataclasses.replace(sizes, max_seq_len=max(self.seq_len, sizes.max_seq_len))
 
 
 def _strategy_to_cut(text: str) -> Strategy:
-    """Return the strategy, which must have pp, no cut, and nothing that splits a layer."""
+    """Parse the strategy; raise ConfigError unless it has pp, no cut, and splits no layer."""
     strategy = Strategy.parse(text)
     require_built(strategy)
     if strategy.pp.degree == 1 or strategy.cut:
@@ -67,14 +67,14 @@ def _strategy_to_cut(text: str) -> Strategy:
 
 
 def run(config: CutConfig, say: Say) -> Found:
-    """Measure, and show the layers and both cuts."""
+    """Measure the layers; return tables of the layers and of the cuts by FLOPs and by times."""
     strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
     alone = Load(shape, Strategy(), config.microbatch, 1, config.seq_len, config.precision)
     check_fit(dataclasses.replace(alone, has_activations=False, has_moments=False), config.model, 1)
     cut = plan_decoder(strategy, shape).cut
     assert cut is not None, "the strategy has pp"
     by_flops = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
-    keep_freed_memory()  # as ranks do
+    keep_freed_memory()  # as ranks in training do
     torch.set_num_threads(config.threads or 1)
     precision = config.precision
     if precision == "auto":
@@ -105,7 +105,7 @@ def run(config: CutConfig, say: Say) -> Found:
 
 
 def measure(config: CutConfig, shape: ModelShape, precision: str) -> list[tuple[float, float]]:
-    """Return the seconds of forward and backward of embedding, each block and head."""
+    """Return the median seconds of forward and backward of embedding, each block and head."""
     compute: torch.dtype = getattr(torch, precision)
     model = Decoder(shape).to(torch.float64 if precision == "float64" else torch.float32).train()
     model.compute_dtype = compute

@@ -1,7 +1,7 @@
-"""What a step of training takes on processors beside its operators and its collectives alone.
+"""Slowdown of operators and collectives inside a training step on CPUs, compared with alone.
 
-Tensors are not in caches, ranks share cores, and collectives copy what they send and receive. A
-small decoder shows how much each of these costs; the planner reads it in the calibration file.
+In a step, tensors are not in caches, ranks share cores, and collectives copy the buffers that they
+send and receive. Steps of a small decoder measure each cost for the planner's calibration file.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from phalanx.planner.software import DEFAULT
 from phalanx.strategy import Strategy
 
 _CROWD: Final = 4
-"""Ranks that share a core where it is calibrated for more than one."""
+"""Ranks per core in the measurement of cores that several ranks share."""
 
 _STEPS: Final = 9
-"""Steps by which a collective in a step is timed."""
+"""Repeats in the timing of a collective inside a step."""
 
 
 def core_in_step(found: Calibration, compute: Compute, core: Core) -> Core:
-    """Return a core with what the operators of a step take beside the same alone, and in a crowd.
+    """Return `core` with measured slowdowns: `in_step`, and `crowd` for ranks that share a core.
 
-    A small decoder runs on a rank for each core, and on `_CROWD` ranks for each.
+    A small decoder runs on one rank per core, and then on `_CROWD` ranks per core.
     """
     precision = "bfloat16" if "bfloat16" in core.products else "float32"
     one_s, crowd_s = (
@@ -54,7 +54,7 @@ def core_in_step(found: Calibration, compute: Compute, core: Core) -> Core:
 
 
 def time_in_step(num_here: int) -> float:
-    """Return how much longer the sum of a small model's gradients takes in a step than alone."""
+    """Return the time of a small model's gradient all-reduce in a step / alone; at least 1."""
     num_ranks = torch.distributed.get_world_size()
     comm = Ranks({"dp": num_ranks // num_here, "tp": num_here}, "cpu")
     axis = "tp" if num_here > 1 else "dp"
@@ -64,7 +64,7 @@ def time_in_step(num_here: int) -> float:
     alone = torch.cat([g.flatten() for g in gradients])
 
     def call() -> None:
-        comm.all_reduce(alone, axis, "max")  # a sum would grow
+        comm.all_reduce(alone, axis, "max")  # a sum would grow with each call
 
     def whole() -> None:
         compute()
@@ -81,7 +81,7 @@ def time_in_step(num_here: int) -> float:
 
 
 def median_s(call: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of what all ranks call together, after a first time."""
+    """Return the median seconds of `call` on all ranks at once, after one warm-up call."""
     times_s: list[float] = []
     for _ in range(1 + repeats):
         barrier()

@@ -1,4 +1,4 @@
-"""Draw the times of collectives beside the model that was fitted to them. Needs matplotlib."""
+"""Plot the times of collectives with the fitted model. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COLOURS = ("#1f5a99", "#b04a2f", "#3b7d4f")
 
 
 def draw_fits(samples: Sequence[Sample], fits: Sequence[Fit], path: Path) -> None:
-    """Draw time against size: a mark for each measurement, a line for the model.
+    """Plot time against size: a mark for each measurement, a line for the fitted model.
 
-    A panel has one collective among some ranks, and a colour one engine.
+    Each panel has one collective at one level of the cluster; each engine has its own color.
     """
-    # Not pyplot: it keeps every figure in a global register.
+    # Not pyplot, because it keeps every figure in a global registry.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

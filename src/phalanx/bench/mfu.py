@@ -1,19 +1,19 @@
-"""MFU of a plain multi-layer perceptron: an upper bound for what training can reach on a device.
+"""MFU of a plain multi-layer perceptron: an upper bound for the MFU of training on a device.
 
-Square linear layers with ReLU, as many rows as columns, so that every product is a square one of
-the ceiling's table. A step is forward, backward and optimizer, and counts as 6 x layers x width^2 x
-rows FLOPs. There are two recipes:
+The model is a stack of square linear layers with ReLU. The input has as many rows as columns, so
+every product is square, as in the ceiling's table. A step is forward, backward and optimizer, and
+counts as 6 x layers x width^2 x rows FLOPs. There are two recipes:
 
     plain     parameters, gradients and optimizer state all in the data type under test, no biases,
-              fused AdamW, one input for all steps. It asks for its gradient, as it would inside a
-              larger model, so backward is exactly twice forward.
-    lecture   as a user writes it at first: float32 parameters with biases, the data type under test
-              by autocast, Adam with its defaults and lr 1e-4, the mean squared error between input
-              and output as the loss, and a new random input inside each timed step. The input asks
-              for no gradient, so 1 / (3 layers) of the FLOPs that are counted are not executed.
+              fused AdamW, one input for all steps. The input requires a gradient, as the layer's
+              input would inside a larger model, so backward is exactly twice forward.
+    lecture   a first version by a typical user: float32 parameters with biases, the data type under
+              test by autocast, Adam with its defaults and lr 1e-4, the mean squared error between
+              input and output as the loss, and a new random input inside each timed step. The input
+              requires no gradient, so 1 / (3 layers) of the counted FLOPs are not executed.
 
-Beside the MFU stand the two times whose quotient it is: t_theoretical, of the counted FLOPs at
-the ceiling, and t_actual, the median step.
+The table also shows the two times whose quotient is the MFU: t_theoretical, the time of the counted
+FLOPs at the ceiling, and t_actual, the median step.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ _LIKELY_MFU = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class MlpRun(OnDevice):
-    """What `measure_mlp` found."""
+    """The measured steps and utilization of a perceptron."""
 
     recipe: Recipe
     num_layers: int
     width: int
     num_rows: int
     choice: str
-    """Why this width."""
+    """Reason for this width, in a sentence."""
     is_compiled: bool
     num_steps: int
     """Steps measured, after the warm-up."""
     best_step_s: float
     optimizer_s: float
-    """Median time of the optimizer's part of a step."""
+    """Median seconds of the optimizer in a step."""
     utilization: Utilization
-    """Of the median step."""
+    """Utilization of the median step."""
 
     @property
     def theoretical_s(self) -> float:
@@ -74,7 +74,7 @@ class MlpRun(OnDevice):
         return flops / (self.utilization.ceiling_flops_per_s or math.inf)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what a table shows, each with its name."""
+        """Return the rows of the table, each with a name and a text."""
         utilization = self.utilization
         rows = [
             ("layers x width, rows", f"{self.num_layers} x {self.width}, {self.num_rows}"),
@@ -105,12 +105,12 @@ class MfuConfig(DeviceConfig):
 
 
 def run(config: MfuConfig, say: Say) -> Found:
-    """Measure, and show a table and the formulas behind it."""
+    """Measure the perceptron; return a table and the formulas of its MFU."""
     del say
     recipes: tuple[Recipe, ...] = ("plain",) if config.recipe == "plain" else ("lecture", "plain")
     config = dataclasses.replace(config, budget_s=config.budget_s / len(recipes))
     results: list[MlpRun] = []
-    for recipe in recipes:  # what stands beside the first is as wide
+    for recipe in recipes:  # both recipes use the width of the first
         results.append(measure_mlp(dataclasses.replace(config, recipe=recipe)))
         config = dataclasses.replace(config, width=results[0].width)
     result, *beside = results
@@ -132,10 +132,10 @@ def run(config: MfuConfig, say: Say) -> Found:
 
 
 def measure_mlp(config: MfuConfig) -> MlpRun:
-    """Train the perceptron for a few steps and divide its FLOPs by the time.
+    """Train the perceptron for some steps, and compute its utilization from FLOPs and times.
 
-    The ceiling is measured before and after the steps, in the same process: quick products and the
-    square product of the perceptron's own width; the best of all counts.
+    The ceiling is the best rate of quick products before the steps, and of the square product of
+    the perceptron's width, before and after the steps in the same process.
     """
     device, arithmetic = resolved(config)
     ceiling = quick_ceiling(device, arithmetic)
@@ -176,7 +176,7 @@ def _flops(num_layers: int, width: int) -> Flops:
 def _choose_width(
     config: MfuConfig, device: torch.device, dtype: torch.dtype, flops_per_s: float
 ) -> tuple[int, str]:
-    """Return the width to train with, given the ceiling, and a sentence that says why."""
+    """Return the width to train with, given the ceiling, and a sentence with the reason."""
     free_bytes = free_memory_bytes(device)
     element_bytes = _square_bytes(config.recipe, dtype) * config.layers
     if config.width is not None:
@@ -201,10 +201,10 @@ def _choose_width(
 
 
 def _square_bytes(recipe: Recipe, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer for an element of its matrix; all is square.
+    """Return the bytes of a layer per element of its matrix; all tensors of a layer are square.
 
-    A parameter, its gradient and two moments, and three activations; autocast keeps a narrow copy
-    of the parameter besides.
+    They are the parameter, its gradient, two moments and three activations; under autocast also a
+    copy of the parameter in the narrower data type.
     """
     if recipe == "lecture":
         return 4 * 4 + 4 * dtype.itemsize
@@ -217,7 +217,7 @@ def _square_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:
 
 
 Steps = tuple[Callable[[], Tensor], torch.optim.Optimizer]
-"""What makes the loss of a step, and the optimizer."""
+"""Function that returns the loss of a step, and the optimizer."""
 
 
 def _plain(
@@ -267,7 +267,7 @@ def _time_steps(
     optimizer: torch.optim.Optimizer,
     budget_s: float,
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step, and of the optimizer in each step."""
+    """Return the seconds of each step, and the seconds of the optimizer in each step."""
     step_times_s: list[float] = []
     optimizer_times_s: list[float] = []
     begin_s = time.perf_counter()
@@ -275,7 +275,7 @@ def _time_steps(
         _wait(device)
         first_s = time.perf_counter()
         make_loss().backward()
-        # A GPU must have finished backward before the optimizer's own time begins.
+        # Wait, so that the time of the optimizer does not include backward on a GPU.
         _wait(device)
         second_s = time.perf_counter()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Draw the matmul ceiling as SVG. Needs matplotlib, the `plot` extra."""
+"""Plot the matmul ceiling as SVG. Needs matplotlib, the `plot` extra."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def has_matplotlib() -> bool:
-    """Return whether pictures can be drawn here."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw_ceiling(ceiling: Ceiling, path: Path) -> None:
-    """Draw rate against size, median and best, with the ceiling and any data sheet as lines."""
-    # Not pyplot: it keeps every figure in a global register.
+    """Plot median and best rate against size, with lines for the ceiling and any data sheet."""
+    # Not pyplot, because it keeps every figure in a global registry.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,10 +62,10 @@ def draw_ceiling(ceiling: Ceiling, path: Path) -> None:
 
 
 def save_svg(figure: Figure, path: Path) -> None:
-    """Write a figure, the same file for the same measurement."""
+    """Write a figure; equal figures give equal SVG files."""
     from matplotlib import rc_context
 
-    # A fixed salt and no date.
+    # A fixed hash salt and no date make the file reproducible.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
         figure.savefig(path, metadata=metadata, dpi=150)

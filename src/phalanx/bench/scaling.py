@@ -1,9 +1,9 @@
-"""How much faster more ranks are: the same global batch under each strategy, in turns.
+"""Speed-up of more ranks over one rank: the same global batch under alternating strategies.
 
-A round runs every strategy once, each as a job of its own, one after the other: what else the
-machine does in a minute meets all of them. The speed-up of a round is the time of one rank over the
-time of N in that round. N ranks cannot be more than N times as fast; where the median says so, the
-machine did other work meanwhile, and no figure is given.
+Each round runs every strategy once, one after the other, each as a separate job, so that other load
+on the machine affects all strategies. The speed-up of a round is the step time of one rank / the
+step time of N ranks in the same round. N ranks cannot be more than N times as fast: if the median
+speed-up is above N, other work disturbed the measurement, and no speed-up is reported.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from phalanx.train.step import Step
 from phalanx.train.text import compile_blocks
 
 WARMUP_STEPS = 2
-"""Steps of each job that are not timed: buffers are made in them."""
+"""Untimed steps at the start of each job, which allocate buffers."""
 
 ONE_RANK = "dp1"
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """What was measured of one strategy: the median step of each round's job, and of one rank's."""
+    """Median step times of one strategy and of one rank, in seconds, one of each per round."""
 
     strategy: str
     num_ranks: int
@@ -59,17 +59,17 @@ class ScalingPoint:
 
     @property
     def batches_per_s(self) -> float:
-        """Global batches a second, of the median round."""
+        """Global batches per second in the median round."""
         return 1 / statistics.median(self.times_s)
 
     @property
     def speed_ups(self) -> list[float]:
-        """Time of one rank / time of N ranks, round by round."""
+        """Time of one rank / time of N ranks, for each round."""
         return [one / many for one, many in zip(self.one_rank_s, self.times_s, strict=True)]
 
     @property
     def speed_up(self) -> float | None:
-        """Median of the rounds; None if it is above N, which cannot be."""
+        """Median over the rounds; None if it is above N, so that the measurement is wrong."""
         median = statistics.median(self.speed_ups)
         return median if median <= self.num_ranks else None
 
@@ -98,12 +98,16 @@ class ScalingConfig(DecoderConfig):
 
     @property
     def model_shape(self) -> ModelShape:
-        """The decoder; its tokens are drawn at random."""
+        """Shape of the decoder; its tokens are random."""
         return with_sizes(shape_of(self.model), self.shape)
 
 
 def run(config: ScalingConfig, say: Say) -> Found:
-    """Measure, and show a table."""
+    """Measure the strategies, and return the table.
+
+    Raises:
+        ConfigError: a strategy, the batch or the sequence length does not fit.
+    """
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -178,7 +182,7 @@ def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]
 
 
 def measure_scaling(config: ScalingConfig, say: Say) -> list[ScalingPoint]:
-    """Time every strategy, and one rank beside them, in turns."""
+    """Time one rank and every strategy in each round."""
     parsed = [Strategy.parse(text) for text in (ONE_RANK, *config.strategies)]
     texts = list(dict.fromkeys(map(str, parsed)))
     for strategy in parsed:
@@ -206,7 +210,7 @@ def measure_scaling(config: ScalingConfig, say: Say) -> list[ScalingPoint]:
 
 
 def _check(strategy: Strategy, config: ScalingConfig) -> None:
-    """Refuse before any process starts what a rank would refuse."""
+    """Raise, before any process starts, the error that a rank would raise."""
     require_built(strategy)
     num_devices = torch.cuda.device_count() if config.device == "cuda" else strategy.num_ranks
     if strategy.num_ranks > num_devices:
@@ -237,7 +241,7 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
 
 
 def time_rank(text: str, config: ScalingConfig, *, compile: bool = False) -> float:
-    """Take steps on this rank, with compiled blocks if asked; return the median seconds of one."""
+    """Run steps on this rank, with compiled blocks if `compile`; return the median seconds."""
     strategy, shape = Strategy.parse(text), config.model_shape
     comm = Ranks(strategy, config.device)
     device, precision = comm.device, resolve(config.precision, config.device)

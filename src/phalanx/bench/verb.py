@@ -1,6 +1,6 @@
-"""What the verbs of `phalanx bench` share: their settings, and what they have found.
+"""Settings and results that the verbs of `phalanx bench` share.
 
-A verb is a module with the dataclass of its settings and `run(config, say) -> Found`.
+A verb is a module with a dataclass of settings and a function `run(config, say) -> Found`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.measure.products import checked_device
 
 @dataclass(frozen=True, kw_only=True)
 class ResultConfig:
-    """What every verb of bench takes."""
+    """Settings of every bench verb."""
 
     threads: Annotated[int | None, THREADS] = None
     """CPU threads; torch's own choice if unset, or the cores shared evenly by several ranks."""
@@ -34,7 +34,7 @@ class ResultConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig(ResultConfig):
-    """What the verbs of one device take."""
+    """Settings of the verbs that measure one device."""
 
     device: str = "auto"
     """cpu, cuda or cuda:INDEX; auto: the first GPU, else the CPU."""
@@ -46,7 +46,7 @@ class DeviceConfig(ResultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ResultConfig):
-    """What the verbs that run a decoder take."""
+    """Settings of the verbs that run a decoder."""
 
     threads: Annotated[int | None, THREADS] = None
     """CPU threads of each rank, whatever their number is; 1 if unset."""
@@ -61,20 +61,20 @@ class DecoderConfig(ResultConfig):
 
 
 Say = Callable[[str], None]
-"""Shows a line while a verb measures."""
+"""Function that prints a line while a verb measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a verb has found.
+    """The result of a verb.
 
     Attributes:
-        name: of the files that keep it, without their endings.
-        shown: what a console prints of it, in this order.
+        name: name of the result files, without suffix.
+        shown: texts and tables that the console prints, in this order.
         values: plain values for JSON.
-        draw: draws it into a file; None if there is no picture of it.
-        files: ending of each further file -> what writes it.
-        is_shown: whether this process shows and keeps it; of a job on torchrun's ranks one does.
+        draw: function that draws the result into a file; None if there is no picture.
+        files: suffix of each further result file -> function that writes the file.
+        is_shown: whether this process prints and writes the result; under torchrun, only rank 0.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    """What was measured on one device in one data type."""
+    """A measurement on one device in one data type."""
 
     device: str
     device_name: str
@@ -97,7 +97,7 @@ class OnDevice:
 
     @property
     def machine(self) -> str:
-        """The device's name, with its threads if it is a CPU."""
+        """Name of the device, with the number of threads on a CPU."""
         if self.num_threads is None:
             return self.device_name
         threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
@@ -105,7 +105,7 @@ class OnDevice:
 
     @property
     def peak(self) -> Peak | None:
-        """The device's data sheet; None if it is not in the table."""
+        """Peak of the GPU by its data sheet; None on a CPU, or if the table lacks the device."""
         return peak_of(self.device_name, self.arithmetic) if self.device == "cuda" else None
 
 
@@ -120,7 +120,7 @@ def described(device: torch.device, arithmetic: Arithmetic) -> dict[str, Any]:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> Table:
-    """Return a table: `num_words` columns of words, and the others of numbers."""
+    """Return a table; the first `num_words` columns are left-justified, the others right."""
     drawn = Table(show_header=any(headings[1:]))
     for number, heading in enumerate(headings):
         drawn.add_column(heading, justify="left" if number < num_words else "right")
@@ -130,7 +130,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], num_words: int
 
 
 def resolved(config: DeviceConfig) -> tuple[torch.device, Arithmetic]:
-    """Return device and data type, with each `auto` replaced by what this machine has."""
+    """Set the threads; return device and data type, with `auto` resolved for this machine."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     name, arithmetic = config.device, config.dtype

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _BATCHES_READ, _MOST_READ_S = 16, 1.0
-"""Number of the last batch read to time a loader, and seconds after which timing ends earlier."""
+"""Number of batches that time a loader, and seconds after which timing ends earlier."""
 
 
 def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> AnyModule:
