@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from phalanx.bench.verb import Found, ResultConfig, Say
+from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
 from phalanx.cli.bench import measure
 from phalanx.cli.main import main
 from phalanx.measure.environment import environment
@@ -41,7 +41,7 @@ SomeConfig = TypeVar("SomeConfig", bound=ResultConfig)
 
 
 def run_as_verb(
-    name: str, schema: type[SomeConfig], run: Callable[[SomeConfig, Say], Found]
+    name: str, schema: type[SomeConfig], run: Callable[[SomeConfig, PrintLine], BenchResult]
 ) -> NoReturn:
     """Run this script as `phalanx bench` runs a verb: its settings, tables, files and messages."""
     prog = f"python {Path(sys.argv[0])}"

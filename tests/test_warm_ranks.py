@@ -36,8 +36,8 @@ def look() -> dict[str, object]:
         "filters": [str(each) for each in warnings.filters],
         "key": join.job_store().check(["left"]),
         "function": comm.job_mesh.__name__,
-        "method": comm.Ranks.apart.__name__,
-        "asked": len(attach.ASKED),
+        "method": comm.Ranks.with_separate_groups.__name__,
+        "asked": len(attach.ATTACH_CALLED),
         "pulse": (PULSE.steps_done, PULSE.resume_hint),
         "module": len(DONE),
         "threads": torch.get_num_threads(),
@@ -55,8 +55,8 @@ def leave_all() -> int:
     random.seed(1)
     join.job_store().set("left", "1")
     comm.job_mesh = leave_all
-    comm.Ranks.apart = leave_all
-    attach.ASKED.append(True)
+    comm.Ranks.with_separate_groups = leave_all
+    attach.ATTACH_CALLED.append(True)
     PULSE.saved("step 7")
     DONE.append("a job")
     torch.set_num_threads(2)

@@ -46,7 +46,7 @@ from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import describe
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import Rank
-from phalanx.launch.rank import LEAVE, Line, RankInfo
+from phalanx.launch.rank import LEAVE, ParentPipe, RankInfo
 from phalanx.launch.signals import leave_to_parent
 
 MOST_RANKS = 4
@@ -244,13 +244,13 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
             job = connection.recv()
             if job == LEAVE:  # a second time, to the ranks of a job that failed
                 continue
-            line = Line(connection, job[0].sockets)
+            line = ParentPipe(connection, job[0].sockets)
             line.open()
             start.begin(job[0].threads, job[0].timeout_s)
             contextvars.copy_context().run(_do, line, *job)
             one_rank.flush_streams()
             line.wait_to_leave()
-            one_rank.end_helpers()
+            one_rank.end_children()
             done = pickle.loads(job[-1])[0].__qualname__ if CHANGES else ""
             del job, line
             connection.send(("ready", start.put_back()))
@@ -267,7 +267,7 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
 
 
 def _do(
-    line: Line, info: RankInfo, folder: str, path: list[str], argv: list[str], call: bytes
+    line: ParentPipe, info: RankInfo, folder: str, path: list[str], argv: list[str], call: bytes
 ) -> None:
     os.chdir(folder)
     sys.path[:], sys.argv = path, argv

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import phalanx
 from phalanx.script import replicas
-from phalanx.script.as_prepared import MadeGradients
+from phalanx.script.as_prepared import RecordedGradients
 
 
 class Images(Dataset):
@@ -100,14 +100,14 @@ class Comparison:
         self.is_on = True
         self.spent_s = 0.0
         self._sent = torch.zeros(0)
-        replicas.SHARE /= 2  # of the time of all steps, of which half have it
+        replicas.MAX_CHECK_FRACTION /= 2  # of the time of all steps, of which half have it
 
     @contextmanager
     def switched(self) -> Iterator[None]:
         """Have it be on where `is_on`, inside."""
         of = replicas.Replicas
         parts = [(of, "judge", True), (of, "take", None), (of, "note_step", None)]
-        parts += [(MadeGradients, "num_changed", 0), (of, "words", None)]
+        parts += [(RecordedGradients, "num_changed", 0), (of, "words", None)]
         for kind, name, otherwise in parts:
             patch.object(kind, name, self._timed(getattr(kind, name), otherwise)).start()
         yield

@@ -48,7 +48,7 @@ def measure(mib: int) -> tuple[dict[str, list[float]], str]:
             way()
             dist.barrier()
             seconds[name].append(time.perf_counter() - begin_s)
-    fastest = chosen.fastest(chosen.measured(comm))
+    fastest = chosen.fastest(chosen.measure_seconds(comm))
     return {name: values[1:] for name, values in seconds.items()}, fastest
 
 

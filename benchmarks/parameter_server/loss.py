@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.comm.alone import Alone
+from phalanx.comm.alone import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
@@ -81,7 +81,7 @@ def main(kind: str, num_steps: int, out: Path) -> None:
 
     def alone() -> None:
         model = make_model()
-        more = {"comm": Alone(), "num_steps": num_steps}
+        more = {"comm": SingleRankComm(), "num_steps": num_steps}
         step = Step(model, build_optimizer(model, CONFIG), NextByte(), CONFIG, **more)
         for number in range(num_steps):
             begins = (place(number, worker) for worker in range(NUM_WORKERS))
@@ -95,7 +95,7 @@ def main(kind: str, num_steps: int, out: Path) -> None:
     def work(made, worker: int) -> None:
         rng, model, objective = random.Random(worker), make_model(), NextByte()
         optimizer = build_optimizer(model, CONFIG)
-        more = {"comm": Alone(), "num_steps": num_steps}
+        more = {"comm": SingleRankComm(), "num_steps": num_steps}
         step = STEPS[name](model, optimizer, objective, CONFIG, **more)
         client = Client(
             made.meeting, worker, consistency, (0, num_steps // consistency.num_local_steps)

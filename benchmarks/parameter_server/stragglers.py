@@ -50,7 +50,7 @@ def work(
         update = client.push(clock, worker, [torch.ones(1000)], **numbers)
         counts[worker] += 1
         clock += 1
-        if consistency.is_open:
+        if consistency.is_asynchronous:
             needed = update + 1 if consistency.kind == "quorum" else 0
             if time.monotonic() < until[0]:
                 version = client.pull(weights, needed)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.comm.alone import Alone
+from phalanx.comm.alone import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
@@ -68,7 +68,7 @@ def main(num_rows: int) -> None:
             meeting = stack.enter_context(local_roles(2)).meeting
             model = Recommender(num_rows, sparse=sparse)
             given: Any = (model, build_optimizer(model, config), Clicks(), config)
-            steps[name] = ClockedStep(*given, comm=Alone(), num_steps=STEPS)
+            steps[name] = ClockedStep(*given, comm=SingleRankComm(), num_steps=STEPS)
             client = Client(meeting, 0, Consistency("ps", 1), (0, STEPS))
             client.is_shared = False
             steps[name].join(client, server, is_first=True)

@@ -27,7 +27,7 @@ def ask(strategy: Strategy, shape: ModelShape, microbatches: list[tuple[int, int
     """Make the plan of each stage, and ask it everything."""
     first = plan_decoder(strategy, shape, compute=torch.bfloat16)
     for pp_rank in range(strategy.pp.degree):
-        plan = first.of(pp_rank) if pp_rank else first
+        plan = first.for_pp_rank(pp_rank) if pp_rank else first
         plan.holds(len(microbatches))
         plan.traffic(microbatches)
         plan.announces(microbatches, [])

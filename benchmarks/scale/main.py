@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
 from phalanx.checkpoint.sharding import Sharding, WritePlan, plan_reads
-from phalanx.checkpoint.state import held_once_trained
+from phalanx.checkpoint.state import local_shards_with_moments
 from phalanx.comm.comm import Ranks
 from phalanx.comm.join import num_files
 from phalanx.comm.ledger import Ledger
@@ -83,7 +83,7 @@ def split(model_name: str, strategy: Strategy, comm: Ranks) -> dict[str, Shardin
     with torch.device("meta"):
         model = Decoder(shape_of(model_name))
     Plan(strategy, model).build(comm)
-    held = held_once_trained(model, build_optimizer(model, OptimizerConfig()))
+    held = local_shards_with_moments(model, build_optimizer(model, OptimizerConfig()))
     return {name: each.sharding for name, each in held.items()}
 
 

@@ -18,7 +18,7 @@ from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.placed import placed
+from phalanx.parallel.tensor.placed import sharded_parameters
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Axis, Strategy
 
@@ -42,7 +42,7 @@ def theory(
     """Return what one rank should move and hold; sizes are such that nothing is padded."""
     entries = collectives(strategy, shape, batch, precision)
     model = OneBlock(shape, precision)
-    rows = placed(skeleton_of(model), bind_roles(model, PATTERNS), layout_of(strategy))
+    rows = sharded_parameters(skeleton_of(model), bind_roles(model, PATTERNS), layout_of(strategy))
     kept = activations(shape, strategy, batch.length, batch.num_rows, precision)
     return Amounts(
         sent_bytes=sum(entry.sent_bytes for entry in entries),
@@ -59,7 +59,7 @@ def collectives(
     model = OneBlock(shape, precision)
     layout, bindings = layout_of(strategy), bind_roles(model, PATTERNS)
     target = Target(strategy, skeleton_of(model), model.compute, PATTERNS)
-    rows = placed(target.skeleton, bindings, layout)
+    rows = sharded_parameters(target.skeleton, bindings, layout)
     return account.traffic(target, layout, bindings, rows, [batch])
 
 

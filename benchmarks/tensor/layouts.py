@@ -26,7 +26,7 @@ from rich.table import Table
 from account import Amounts, crossing_tokens, theory
 from block import DEFAULT_SIZES, PATTERNS, BlockSize, OneBlock, Precision
 from phalanx.account.fit import check_memory_for
-from phalanx.bench.verb import Found, ResultConfig, Say, table
+from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig, table
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
@@ -157,7 +157,7 @@ def check_size(strategy: Strategy, size: BlockSize, precision: Precision) -> Non
         )
 
 
-def run(config: TensorConfig, say: Say) -> Found:
+def run(config: TensorConfig, say: PrintLine) -> BenchResult:
     """Measure, and show a table for each size."""
     del say
     result = measure_tensor(config)
@@ -186,7 +186,7 @@ def run(config: TensorConfig, say: Say) -> Found:
             "for them, products alone take longer than a step did; measure again on an idle "
             "machine"
         )
-    return Found(name=f"tensor-cpu-{precision}", shown=shown, values=values_of(result))
+    return BenchResult(name=f"tensor-cpu-{precision}", shown=shown, values=values_of(result))
 
 
 def _tensor_table(points: Sequence[LayoutPoint]) -> Table:

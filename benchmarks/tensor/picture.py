@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from layouts import parse_layout
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.tensor.apply import LAYOUTS
 from phalanx.parallel.tensor.layout import Layout
@@ -42,7 +42,7 @@ Cell = tuple[int, int, int, int]
 def activation_cells(layout: Layout, spec: Spec, num_features: int) -> list[Cell]:
     """Return what this rank holds of an activation whose lines are rows, and in them positions."""
     batch = BatchShape(NUM_ROWS, LENGTH)
-    rows, positions, features = layout.held(spec, batch, num_features)
+    rows, positions, features = layout.shard_ranges(spec, batch, num_features)
     return [
         (row * LENGTH + positions.start, len(positions), features.start, len(features))
         for row in rows
@@ -61,7 +61,7 @@ def holders(text: str) -> list[dict[Cell, list[int]]]:
     sizes = parse_layout(text).grid()
     panels: list[dict[Cell, list[int]]] = [defaultdict(list) for _ in PANELS]
     for rank, coords in enumerate(product(*map(range, sizes.values()))):
-        comm = Counting(sizes, dict(zip(sizes, coords, strict=True)))
+        comm = CountingComm(sizes, dict(zip(sizes, coords, strict=True)))
         layout = LAYOUTS[parse_layout(text).tp.kind](comm)
         held = (
             activation_cells(layout, layout.residual, HIDDEN),

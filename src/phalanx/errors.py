@@ -170,7 +170,7 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def limit_met(error: BaseException) -> str:
+def system_limit_advice(error: BaseException) -> str:
     """Return advice if `error` came from a system limit in `LIMITS`, else an empty string."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError):
@@ -186,7 +186,7 @@ def within_limits(what: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        if not (advice := limit_met(error)):
+        if not (advice := system_limit_advice(error)):
             raise
         raise ConfigError(f"{what}: {advice}") from error
 

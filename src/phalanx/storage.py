@@ -1,6 +1,6 @@
 """Atomic writes of files and folders, and reads that accept regular files only.
 
-    new_folder      write under a temporary name in the same parent, sync, rename (`become`)
+    new_folder      write under a temporary name in the same parent, sync, rename (`publish_folder`)
     replace_file    the same for a file; an existing file stays intact until the rename
 
 A crash leaves a folder whose name ends with PARTIAL, which no code reads.
@@ -174,13 +174,13 @@ def new_folder(final: Path) -> Generator[Path]:
         for path in partial.iterdir():
             # Without the sync, a power cut could leave files of the right size that contain zeros.
             sync(path)
-        become(partial, final)
+        publish_folder(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def become(partial: Path, final: Path) -> None:
+def publish_folder(partial: Path, final: Path) -> None:
     """Rename a folder whose files are synced to `final`, the name that marks it as complete.
 
     Raises:
@@ -215,7 +215,7 @@ def check_free(source: Path, destination: Path) -> None:
     Raises:
         ConfigError: it is inside `source`, is a file, or is not empty.
     """
-    if _whole(destination).is_relative_to(_whole(source)):
+    if _resolved(destination).is_relative_to(_resolved(source)):
         raise ConfigError(
             f"{destination} lies in {source}, which is read; give a folder outside of it"
         )
@@ -235,11 +235,11 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
     left_bytes = free_bytes(destination)
     if left_bytes < num_bytes:
         raise CheckpointError(
-            f"{destination} needs {size_text(num_bytes)}, but {_whole(destination).parent} "
+            f"{destination} needs {size_text(num_bytes)}, but {_resolved(destination).parent} "
             f"has {size_text(left_bytes)} left; make room, or choose a folder on another disk"
         )
     try:
-        with new_folder(_whole(destination)) as partial:
+        with new_folder(_resolved(destination)) as partial:
             yield partial
     except OSError as error:
         raise CheckpointError(
@@ -250,10 +250,10 @@ def published(destination: Path, num_bytes: int) -> Generator[Path]:
 
 def existing(path: Path) -> Path:
     """Return `path` if it exists, even as a broken link, else its nearest existing parent."""
-    return next(each for each in (path, *_whole(path).parents) if os.path.lexists(each))
+    return next(each for each in (path, *_resolved(path).parents) if os.path.lexists(each))
 
 
-def _whole(path: Path) -> Path:
+def _resolved(path: Path) -> Path:
     """Return `path` with links resolved; unlike `Path.resolve`, accept a cycle of links."""
     return Path(os.path.realpath(path))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.account.count import Case, Counted, count
+from phalanx.account.count import BlockBytes, Case, count
 from phalanx.models import loss
 from phalanx.models.registry import shape_of
 from phalanx.parallel.tensor import loss as split_loss
@@ -32,7 +32,7 @@ def case(text: str, num_rows: int, device: Any = "cuda") -> Case:
     return Case(SHAPE, strategy, 2049, num_rows, "bfloat16", device)
 
 
-def counted(of: Case) -> tuple[Counted, int]:
+def counted(of: Case) -> tuple[BlockBytes, int]:
     """Return the count of a case, and the operators that it took."""
     with Operators() as operators:
         found = count.__wrapped__(of)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.account import host
-from phalanx.account.fit import Load, _need_of_rank, check_fit, need_of
+from phalanx.account.fit import MemoryInputs, _need_of_rank, check_fit, need_of
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
 from phalanx.models.decoder import Decoder
@@ -26,13 +26,13 @@ SMALL = ModelShape(
 )  # fmt: skip
 
 
-def load(strategy: str, shape: ModelShape = SMALL, **changes: object) -> Load:
+def load(strategy: str, shape: ModelShape = SMALL, **changes: object) -> MemoryInputs:
     return dataclasses.replace(
-        Load(shape, Strategy.parse(strategy), 2, 1, 32, "float32"), **changes
+        MemoryInputs(shape, Strategy.parse(strategy), 2, 1, 32, "float32"), **changes
     )
 
 
-def on_gpu(of: Load) -> Load:
+def on_gpu(of: MemoryInputs) -> MemoryInputs:
     return dataclasses.replace(of, device="cuda")
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 import phalanx.cli.bench as bench
 from forked_torchrun import run_two
 from phalanx.bench.collectives import (
-    OF_TRAINING,
     OPS,
+    TRAINING_ENGINE,
     CommConfig,
     Sample,
     fit,
-    fitted,
+    fit_samples,
     levels_of,
-    slowest,
+    slowest_samples,
     time_rank,
 )
 from phalanx.errors import ConfigError
@@ -39,7 +39,7 @@ def test_a_link_is_found_again_in_its_times(
         hops, sent = ring(op, num_ranks, size)
         time_s = hops * latency_s + sent / bandwidth
         samples.append(Sample(axis="tp", op=op, num_ranks=num_ranks, num_bytes=size, time_s=time_s))
-    (found,) = fitted(samples)
+    (found,) = fit_samples(samples)
     assert found.latency_s == pytest.approx(latency_s, rel=1e-3)
     assert found.bandwidth == pytest.approx(bandwidth, rel=1e-2)
     assert found.largest_error < 1e-2
@@ -69,7 +69,7 @@ def test_two_ranks_are_measured_and_kept(
     assert max(map(len, shown)) <= 100
     (level,) = read(path).levels
     assert level.devices == 2
-    of = {one["op"]: one for one in document["fits"] if one["engine"] == OF_TRAINING}
+    of = {one["op"]: one for one in document["fits"] if one["engine"] == TRAINING_ENGINE}
     assert set(level.link.measured) == set(OPS)
     assert level.link.bandwidth == of["all_reduce"]["bandwidth"] > 0
     assert level.link.measured["send"].latency_s == of["send"]["latency_s"]
@@ -78,8 +78,8 @@ def test_two_ranks_are_measured_and_kept(
 @pytest.mark.slow
 def test_hosts_are_measured_apart() -> None:
     config = CommConfig(max_mib=1, repeats=1, device="cpu")
-    samples = slowest(run_ranks(time_rank, 4, config, 2))  # as on two hosts of two ranks
-    levels = levels_of(list(fitted(samples)), 2, 1.5)
+    samples = slowest_samples(run_ranks(time_rank, 4, config, 2))  # as on two hosts of two ranks
+    levels = levels_of(list(fit_samples(samples)), 2, 1.5)
     assert [(level.name, level.devices) for level in levels] == [("server", 2), ("cluster", 4)]
 
 

@@ -29,7 +29,7 @@ def reserve_before_steps(run: Path, split: str) -> tuple[bool, bool]:
         runs.step(model, optimizer)
         saver.begin(model, optimizer, runs.about(1))
         same = saver._copy._buffer is buffer
-        held = sum(each.local.nbytes for each in state.held_by(model, optimizer, {}).values())
+        held = sum(each.local.nbytes for each in state.local_shards(model, optimizer, {}).values())
         return same, buffer.nbytes <= held
 
 
@@ -37,7 +37,7 @@ def reserve_before_steps(run: Path, split: str) -> tuple[bool, bool]:
 def test_the_first_save_needs_no_more_memory_than_was_reserved(tmp_path: Path, split: str) -> None:
     for same, is_bounded in run_ranks(reserve_before_steps, 2, tmp_path, split, threads=1):
         assert same and is_bounded
-    assert list(manifest.whole(tmp_path)) == [1]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [1]
 
 
 def save_without_memory(run: Path, free_bytes: int | None) -> tuple[str, bool]:

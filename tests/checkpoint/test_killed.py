@@ -43,7 +43,7 @@ def assert_nothing_is_lost(run: Path) -> None:
     for steps_done, value in run_ranks(runs.go_on, 2, run, threads=1):
         assert steps_done == value >= last
     assert all(name[-8:].isdigit() for name in runs.folders(run))
-    assert max(manifest.whole(run)) == steps_done + 1
+    assert max(manifest.complete_checkpoints(run)) == steps_done + 1
 
 
 def stand_still(run: Path) -> None:
@@ -106,7 +106,7 @@ def die() -> None:
 
 def save_twice_until(run: Path, moment: str) -> None:
     """Save after the first step, and again after the same; be killed at a moment of the second."""
-    become, unlink = files.become, Path.unlink
+    become, unlink = files.publish_folder, Path.unlink
     runs.save_value(run, 1, 10)
 
     def become_or_die(partial: Path, final: Path) -> None:
@@ -121,7 +121,7 @@ def save_twice_until(run: Path, moment: str) -> None:
         if moment == "the manifest removed" and path.name == manifest.NAME:
             die()
 
-    files.become = become_or_die
+    files.publish_folder = become_or_die
     Path.unlink = unlink_and_die
     runs.save_value(run, 1, 20)
 
@@ -131,7 +131,9 @@ def resume_and_save(run: Path) -> tuple[int, dict[int, int], list[str]]:
     stands = runs.value_of(manifest.find(run))
     runs.save_value(run, 1, 30)
     runs.save_value(run, 2, 40)
-    later = {step: runs.value_of(folder) for step, folder in manifest.whole(run).items()}
+    later = {
+        step: runs.value_of(folder) for step, folder in manifest.complete_checkpoints(run).items()
+    }
     return stands, later, runs.folders(run)
 
 

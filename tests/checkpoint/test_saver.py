@@ -109,7 +109,7 @@ def saves_by_the_clock(run: Path) -> list[str]:
 def test_one_by_the_clock_is_replaced_by_the_next(tmp_path: Path) -> None:
     (names,) = run_ranks(saves_by_the_clock, 1, tmp_path, threads=1)
     assert names == ["step-00000002", "step-00000005", "step-00000006"]
-    assert manifest.passing(tmp_path) == [manifest.folder_of(tmp_path, 6)]
+    assert manifest.temporary_checkpoints(tmp_path) == [manifest.folder_of(tmp_path, 6)]
 
 
 def save_by(way: str, run: Path, rank: int) -> list[str]:
@@ -313,9 +313,9 @@ def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
         f"cannot save in {tmp_path}: another process saves to {folder}; wait until it has ended, "
         "or give another --out"
     )
-    assert list(manifest.whole(tmp_path)) == [3]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [3]
     assert run_ranks(words_of_second_job, 1, tmp_path, threads=1) == [""]  # it has ended
-    assert list(manifest.whole(tmp_path)) == [4]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [4]
 
 
 def test_a_lock_that_is_soon_free_is_waited_for(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_disk_that_refuses_leaves_the_checkpoint_that_was_to_be_replaced(
     partial = files.make_partial(final, replaces=True)
     with pytest.raises(OSError, match="No space left"):
         files.publish(partial, final, runs.ABOUT)
-    assert manifest.whole(tmp_path) == {1: final}
+    assert manifest.complete_checkpoints(tmp_path) == {1: final}
 
 
 def save_without_locks(run: Path) -> None:
@@ -404,7 +404,7 @@ def save_without_locks(run: Path) -> None:
 
 def test_a_run_is_saved_where_a_disk_has_no_locks(tmp_path: Path) -> None:
     run_ranks(save_without_locks, 1, tmp_path, threads=1)
-    assert list(manifest.whole(tmp_path)) == [1]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [1]
 
 
 def syncs(run: Path) -> dict[str, int]:
@@ -448,7 +448,7 @@ def save_beside_what_cannot_be_removed(run: Path) -> list[str]:
         for steps_done in (1, 2):
             saver_.begin(model, optimizer, runs.about(steps_done))
             saver_.finish()
-        left = manifest.whole(run)
+        left = manifest.complete_checkpoints(run)
         files.shutil.rmtree = rmtree
         saver_.begin(model, optimizer, runs.about(3))
     assert list(left) == [2]
@@ -509,4 +509,4 @@ def test_a_folder_whose_digits_are_of_another_script_is_no_checkpoint(tmp_path: 
     for name in ("step-٣", "step-00000002"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / manifest.NAME).touch()
-    assert list(manifest.whole(tmp_path)) == [2]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [2]

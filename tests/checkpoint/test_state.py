@@ -339,9 +339,9 @@ def test_only_whole_checkpoints_are_found_and_the_last_by_number(tmp_path: Path)
         folder.mkdir(parents=True)
         if name != "step-00000012":
             manifest.write(folder, runs.ABOUT)
-    assert list(manifest.whole(tmp_path)) == [9, 10]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [9, 10]
     assert manifest.find(tmp_path).name == "step-00000010"
-    assert manifest.not_whole_after(manifest.find(tmp_path)) == (
+    assert manifest.incomplete_after(manifest.find(tmp_path)) == (
         "resumes from step-00000010: step-00000012 has no manifest.json, so not all was saved"
     )
-    assert manifest.not_whole_after(tmp_path / "checkpoints" / "step-00000012") is None
+    assert manifest.incomplete_after(tmp_path / "checkpoints" / "step-00000012") is None

@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) 
             )
         if rank == 0 and number == 1:
             assert "rank 0, which publishes it, says nothing for " in words
-    assert list(manifest.whole(tmp_path)) == [1]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [1]
 
 
 def limit_of_a_save(run: Path) -> float:
@@ -99,7 +99,7 @@ def save_slowly(run: Path, rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, by_hand(1)])
 def test_a_slow_disk_is_waited_for(tmp_path: Path, rank: int) -> None:
     run_ranks(save_slowly, 2, tmp_path, rank, threads=1, timeout_s=60)
-    assert list(manifest.whole(tmp_path)) == [1]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [1]
 
 
 def stop_while_writing(run: Path, rank: int) -> None:
@@ -129,7 +129,7 @@ def test_a_stopped_process_ends_the_job(tmp_path: Path, rank: int, words: str) -
     with pytest.raises(CheckpointError, match=words) as raised:
         run_ranks(stop_while_writing, 2, tmp_path, rank, threads=1, timeout_s=60)
     assert "(this run has no checkpoint yet)" in str(raised.value)
-    assert not manifest.whole(tmp_path)
+    assert not manifest.complete_checkpoints(tmp_path)
 
 
 ENDED = "the run of rank 0 has ended"
@@ -140,7 +140,7 @@ def end_while_writing(run: Path, error: Exception, silent_s: float | None) -> tu
 
     None: rank 1 does not write before rank 0 has ended.
     """
-    progress.GONE_S = progress.GRACE_S = 0.5
+    progress.LOST_TIMEOUT_S = progress.GRACE_S = 0.5
     model, optimizer = runs.build()
     write_file = saver._write_file
 
@@ -181,7 +181,7 @@ def test_a_lost_rank_is_not_waited_for_and_any_other_is(
         end_while_writing, 2, tmp_path, error, silent_s, threads=1, timeout_s=60
     )
     assert (kind, words[0]) == (type(error).__name__, str(error))
-    assert list(manifest.whole(tmp_path)) == ([1] if is_saved else [])
+    assert list(manifest.complete_checkpoints(tmp_path)) == ([1] if is_saved else [])
     if is_saved:
         assert words[1:] == [] and words_1 == ["it is saved"]
     else:

@@ -131,9 +131,11 @@ def test_a_request_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_verb_that_moved_is_a_command() -> None:
-    _, topic = bench.MOVED["pipeline"].split(" show ")
+    _, topic = bench.REMOVED_VERBS["pipeline"].split(" show ")
     assert topic in RUN
-    assert (Path(__file__).parents[2] / bench.MOVED["tensor"].removeprefix("python ")).is_file()
+    assert (
+        Path(__file__).parents[2] / bench.REMOVED_VERBS["tensor"].removeprefix("python ")
+    ).is_file()
 
 
 def test_help_names_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +150,7 @@ def test_the_ceiling_is_kept_for_the_planner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the links that `bench comm` has measured before."""
-    monkeypatch.setattr(in_step, "_CROWD", 2)  # ranks that wait, in place of new ones
+    monkeypatch.setattr(in_step, "_RANKS_PER_CORE", 2)  # ranks that wait, in place of new ones
     path = tmp_path / "mine.json"
     link = Link(name="memory", bandwidth=1e9, latency_s=1e-4, source="a test", date="2026-11-25")
     level = Level(name="server", devices=2, link=link)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from phalanx.cli.layout import crossings, tables_of
+from phalanx.cli.layout import host_crossing_warnings, tables_of
 from phalanx.models.registry import shape_of
 from phalanx.strategy import Strategy
 
@@ -49,7 +49,7 @@ def test_stages_are_told_with_their_layers_and_cost() -> None:
 def test_an_inner_axis_on_several_hosts_is_warned_of(
     text: str, num_here: int, axes: list[str]
 ) -> None:
-    lines = [*crossings(Strategy.parse(text), num_here)]
+    lines = [*host_crossing_warnings(Strategy.parse(text), num_here)]
     assert [line.split()[0] for line in lines] == axes
     if text == "tp8" and lines:
         assert lines[0].endswith("4 of its ranks fit on one")

@@ -21,7 +21,7 @@ from phalanx.config.file import to_toml
 from phalanx.config.schema import ServerConfig
 from phalanx.config.validate import check
 from phalanx.errors import ConfigError
-from phalanx.train.job.resume import to_keep
+from phalanx.train.job.resume import stored_settings
 from phalanx.train.run import train
 from small_run import losses, small_run
 
@@ -117,7 +117,7 @@ def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> No
     """Strangers speak to the coordinator meanwhile: without keys, and with another job's."""
     config = small_run(tmp_path, batch=BatchConfig(global_size=12, microbatch=2), steps=30)
     train(TrainConfig(**{**vars(config), "out": str(tmp_path / "alone")}))
-    (tmp_path / "job.toml").write_text(to_toml(to_keep(config)))
+    (tmp_path / "job.toml").write_text(to_toml(stored_settings(config)))
     secret = ("--secret", str(tmp_path / "secret"))
     assert main(["server", "secret", *secret]) == 0
     where = "tcp://10.77.1.1:7100"

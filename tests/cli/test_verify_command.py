@@ -16,7 +16,7 @@ import pytest
 from forked_torchrun import run_two
 from phalanx.cli import verify
 from phalanx.cli.main import main
-from phalanx.cli.verify import beside
+from phalanx.cli.verify import with_second_axis
 from phalanx.config.load import load_config
 from phalanx.parallel.pipeline.sizes import HEADER_BYTES
 from phalanx.strategy import Strategy
@@ -204,7 +204,7 @@ def test_train_is_asked_for_by_the_word_alone(capsys: pytest.CaptureFixture[str]
     [("pp2", "pp2,dp2"), ("tp2", "dp2,tp2"), ("dp2:naive", "dp2:naive,tp2"), ("dp2,tp2", "")],
 )
 def test_one_axis_says_what_to_run_beside(text: str, other: str) -> None:
-    assert beside(Strategy.parse(text)) == other
+    assert with_second_axis(Strategy.parse(text)) == other
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,6 @@ def test_one_axis_says_what_to_run_beside(text: str, other: str) -> None:
 def test_what_to_run_beside_can_run(form: str) -> None:
     # 8 ranks stand in a grid of every tensor layout but 2d; an option is the word in capitals.
     text = re.sub("/[A-Z]+", "/2", form).replace("N", "4" if form.endswith("2d") else "8")
-    if other := beside(Strategy.parse(text)):
+    if other := with_second_axis(Strategy.parse(text)):
         require_built(Strategy.parse(other))
     assert bool(other) != Strategy.parse(text).is_served

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nccl_rules import Call, Event, Message, Wait, check
 from phalanx.comm.algorithms.catalogue import COLLECTIVES, ROOTED, algorithms_of, list_steps
-from phalanx.comm.algorithms.running import REDUCTIONS, Chunks, Flat, Passing
+from phalanx.comm.algorithms.running import REDUCTIONS, AllToAllChunks, Chunks, FlatChunks
 from phalanx.comm.algorithms.steps import Steps, cut
 from phalanx.debug.fingerprint import Fingerprint
 from phalanx.errors import ConfigError
@@ -50,7 +50,7 @@ def values(num_ranks: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tens
 
 
 def flats(rows: Tensor) -> list[Chunks]:
-    return [Flat(row, len(rows)) for row in rows]
+    return [FlatChunks(row, len(rows)) for row in rows]
 
 
 def expected(rows: Tensor, reduction: str) -> Tensor:
@@ -105,7 +105,7 @@ def test_every_collective_by_every_algorithm(collective: str, algorithm: str) ->
         if collective == "all-to-all":
             given = torch.arange(num_ranks**2 * 3).view(num_ranks, num_ranks, 3)
             output = torch.full_like(given, -1)
-            simulate(steps, [Passing(given[r], output[r], r) for r in range(num_ranks)])
+            simulate(steps, [AllToAllChunks(given[r], output[r], r) for r in range(num_ranks)])
             assert torch.equal(output, given.transpose(0, 1))
             continue
         rows = torch.randint(99, (num_ranks, 5 * num_ranks))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.comm import Comm, Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
@@ -18,7 +18,7 @@ GRID = {"dp": 2, "fsdp": 3, "tp_row": 2, "tp_col": 2}
 
 
 def test_sizes_and_coordinates_of_axes_and_sets() -> None:
-    comm = Counting(GRID, {"dp": 1, "fsdp": 2, "tp_col": 1})
+    comm = CountingComm(GRID, {"dp": 1, "fsdp": 2, "tp_col": 1})
     assert comm.axes == GRID
     assert comm.axes_of("tp") == ("tp_row", "tp_col")
     assert comm.axes_of("data") == comm.axes_of("loss") == comm.axes_of("grad") == ("dp", "fsdp")
@@ -29,7 +29,7 @@ def test_sizes_and_coordinates_of_axes_and_sets() -> None:
 
 
 def test_what_a_job_lacks_is_of_one_rank() -> None:
-    comm = Counting(Strategy.parse("tp4").mesh_axes())
+    comm = CountingComm(Strategy.parse("tp4").mesh_axes())
     assert comm.axes == {"tp": 4} and comm.axes_of("tp") == ("tp",)
     x = torch.empty(4, 2, device="meta")
     for name in ("data", "dp", "cp"):
@@ -74,11 +74,11 @@ def run_all(comm: Comm, axis: str, name: str) -> list[Tensor]:
 
 
 def results(axes: dict[str, int], axis: str, name: str) -> list[list[Tensor]]:
-    """Return what each of the job's ranks has, and check that `Counting` notes what is sent."""
+    """Return what each of the job's ranks has, and check that `CountingComm` notes what is sent."""
     comm = Ranks(axes)
     with Ledger(comm) as ledger, ledger.phase("forward"):
         found = run_all(comm, axis, name)
-    counting = Counting(axes, {axis: comm.coord(axis) for axis in axes})
+    counting = CountingComm(axes, {axis: comm.coord(axis) for axis in axes})
     with counting.phase("forward"):
         noted = run_all(counting, axis, name)
     assert ledger.entries() == counting.entries()
@@ -130,7 +130,7 @@ def test_collectives_give_what_they_say_and_are_counted(
 def swap(text: str) -> tuple[Tensor, list[Entry], list[Entry]]:
     """Change with the rank across the diagonal."""
     comm = Ranks(Strategy.parse(text))
-    counting = Counting(comm.axes)
+    counting = CountingComm(comm.axes)
     partner = comm.coord("tp_col") * comm.size("tp_row") + comm.coord("tp_row")
     with Ledger(comm) as ledger:
         found = comm.swap(torch.full((2, 3), float(comm.coord("tp"))).T, "tp", partner)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.account.count import Spans
+from phalanx.account.count import AllocationTrace
 from phalanx.comm.comm import Comm, Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.launch.local import run_ranks
 
 SHAPE = 8, 256, 64
@@ -25,7 +25,7 @@ def most_held(comm: Comm, device: str) -> list[int]:
             ("reduce_scatter", {"is_spent": True}),
         ):
             tensor = comm.empty(SHAPE, given, "tp").copy_(given)
-            with Spans() as spans:
+            with AllocationTrace() as spans:
                 getattr(comm, name)(tensor, "tp", dim, **more)
             found.append(max(spans.levels([])))
     return found
@@ -33,7 +33,7 @@ def most_held(comm: Comm, device: str) -> list[int]:
 
 def both_held(shares_memory: bool, device: str) -> list[list[int]]:
     ranks = Ranks({"tp": 2}, shares_memory=shares_memory)
-    return [most_held(ranks, "cpu"), most_held(Counting({"tp": 2}, device=device), "meta")]
+    return [most_held(ranks, "cpu"), most_held(CountingComm({"tp": 2}, device=device), "meta")]
 
 
 @pytest.mark.parametrize(("shares_memory", "device"), [(True, "cpu"), (False, "cuda")])

@@ -90,7 +90,7 @@ def test_connections_grow_with_the_logarithm_of_the_ranks() -> None:
 
 def test_the_files_that_the_system_allows_are_used(limits: tuple[int, int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 256), limits[1]))
-    join.allow_files()
+    join.raise_file_limit()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard or (sys.platform == "darwin" and soft > 256)
 
@@ -137,7 +137,7 @@ def test_a_job_has_one_mesh_of_the_same_axes() -> None:
 def groups_beside(num_models: int) -> tuple[set[str], float]:
     """Ask for a second group of each axis, as one model after another does, and sum over one."""
     comm = Ranks({"dp": 2, "fsdp": 2})
-    others = [comm.apart("data") for _ in range(num_models)]
+    others = [comm.with_separate_groups("data") for _ in range(num_models)]
     names = {other._engines[axis].group.group_name for other in others for axis in ("dp", "fsdp")}
     assert names.isdisjoint(group.group_name for group in comm._job.groups.values())
     return names, float(others[-1].all_reduce(torch.ones(()), "data"))

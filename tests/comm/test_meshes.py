@@ -12,7 +12,7 @@ import torch.distributed as dist
 from phalanx.comm import join
 from phalanx.comm.axes import flattened, single_axis
 from phalanx.comm.comm import Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.meshes import job_mesh
 from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
@@ -21,9 +21,9 @@ from phalanx.strategy import Strategy
 def groups_of(axes: dict[str, int]) -> tuple[Ranks, list[object], float]:
     """Return what is made of a mesh of `axes` once, and a sum over a second group of dp."""
     comm = Ranks(axes)
-    other: Any = comm.apart("dp")
+    other: Any = comm.with_separate_groups("dp")
     job = job_mesh(axes)
-    made = [job, job.whole, job.inner, other.engine("dp").group, *job.groups.values()]
+    made = [job, job.whole, job.stage_mesh, other.engine("dp").group, *job.groups.values()]
     return comm, [*made, *job.one_way.values()], float(other.all_reduce(torch.ones(()), "dp"))
 
 
@@ -84,8 +84,8 @@ def test_flattened_axes() -> None:
 
 
 def test_a_rank_that_only_counts_knows_its_number() -> None:
-    comm = Counting({"pp": 2, "dp": 3, "tp": 4}, {"pp": 1, "dp": 1, "tp": 2})
+    comm = CountingComm({"pp": 2, "dp": 3, "tp": 4}, {"pp": 1, "dp": 1, "tp": 2})
     assert (comm.rank, comm.is_first) == (18, False)
     assert comm.ranks("dp") == (14, 18, 22)
     assert comm.axis_by_ranks()[6, 18] == "pp"
-    assert Counting({"dp": 2}).is_first
+    assert CountingComm({"dp": 2}).is_first

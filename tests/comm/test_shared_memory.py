@@ -328,7 +328,10 @@ def engines(lacks: str) -> list[str]:
         x = torch.ones(3)
         comm.all_reduce(x, "dp")
         assert (x == 2).all()
-        return [type(comm.engine("dp")).__name__, type(comm.apart("dp").engine("dp")).__name__]
+        return [
+            type(comm.engine("dp")).__name__,
+            type(comm.with_separate_groups("dp").engine("dp")).__name__,
+        ]
 
 
 @pytest.mark.fresh_ranks

@@ -25,10 +25,10 @@ from phalanx.config.fields import (
     value_at,
     with_value,
 )
-from phalanx.config.help import texts_of
+from phalanx.config.help import field_docstrings
 from phalanx.config.validate import check
 from phalanx.errors import ConfigError
-from phalanx.train.job.resume import to_keep
+from phalanx.train.job.resume import stored_settings
 from phalanx.verify.settings import VerifyConfig
 
 KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
@@ -99,7 +99,13 @@ def test_every_number_has_a_range(schema: type) -> None:
 
 
 def test_every_setting_of_a_run_is_for_something() -> None:
-    purposes = (Use.LAW, Use.STREAM, Use.RESOLVED, Use.LOCAL, Use.PATH)
+    purposes = (
+        Use.EQUAL,
+        Use.DATA_ORDER,
+        Use.RESOLVED,
+        Use.LOCAL,
+        Use.PATH,
+    )
     for setting in settings(TrainConfig):
         assert [use in setting.use for use in purposes].count(True) == 1, setting.key
         assert (setting.hint == (str | None)) or Use.PATH not in setting.use
@@ -107,7 +113,7 @@ def test_every_setting_of_a_run_is_for_something() -> None:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_setting_has_a_text_and_a_legal_default(schema: type) -> None:
-    assert set(texts_of(schema)) >= {setting.key for setting in settings(schema)}
+    assert set(field_docstrings(schema)) >= {setting.key for setting in settings(schema)}
     check_values(schema())
 
 
@@ -127,4 +133,4 @@ def test_every_setting_can_be_replaced_and_read_back(key: str, data: st.DataObje
 def test_a_run_keeps_what_another_start_of_it_needs() -> None:
     left = {"out", "resume", "nproc", "report", "batch.accumulation"}
     left |= {"server.coordinator", "server.worker", "server.secret"}
-    assert set(KEYS) - set(to_keep(TrainConfig())) == left
+    assert set(KEYS) - set(stored_settings(TrainConfig())) == left

@@ -12,7 +12,7 @@ from phalanx.config import CorpusConfig, OptimizerConfig, TrainConfig
 from phalanx.config.fields import (
     settings,
 )
-from phalanx.config.load import load_config, unfound_paths
+from phalanx.config.load import load_config, missing_path_notes
 from phalanx.config.validate import check
 from phalanx.errors import ConfigError, PhalanxError
 
@@ -145,8 +145,8 @@ def test_a_path_of_a_file_that_is_not_here_is_named_where_it_is(
     (tmp_path / "y").mkdir()
     (tmp_path / "x" / "run.toml").write_text('data = "notes"\ntokenizer = "t.json"')
     monkeypatch.chdir(tmp_path / "y")
-    assert unfound_paths(load_config(["--config", "../x/run.toml"])) == [
+    assert missing_path_notes(load_config(["--config", "../x/run.toml"])) == [
         "data 'notes', of ../x/run.toml, is looked for in the working folder; ../x/notes exists",
         "tokenizer 't.json', of ../x/run.toml, is looked for in the working folder",
     ]
-    assert unfound_paths(load_config(["--data", "notes"])) == []
+    assert missing_path_notes(load_config(["--data", "notes"])) == []

@@ -246,7 +246,7 @@ def byte_level(*, add_prefix_space: bool, normalizer: Any = None) -> Tokenizer:
     ],
 )
 def test_tokens_stand_for_all_of_a_text(tokenizer: Tokenizer, text: str, lost: str | None) -> None:
-    spelling = tk.Spelling(tokenizer)
+    spelling = tk.CoverageCheck(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if lost is None:
         assert spelling.check(text, ids, "a.txt") == len(text.encode())

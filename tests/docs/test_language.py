@@ -69,7 +69,7 @@ NAMED_TWICE = {
     *("account.py", "check.py", "compare.py", "convert.py", "cut.py", "layers.py"),
     *("layout.py", "loader.py", "loss.py", "optimizer.py", "order.py"),
     *("plan.py", "run.py", "session.py", "split.py", "summary.py", "flops.py", "watch.py"),
-    *("Attention", "Block", "Dropout", "Found", "Head", "MLP", "Masks", "Norm"),
+    *("Attention", "Block", "Dropout", "Head", "MLP", "Masks", "Norm"),
     *("Case", "Kind", "Watch"),
 }
 """Files and classes of src whose name another has too: a list that only shrinks."""

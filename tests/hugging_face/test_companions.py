@@ -19,7 +19,7 @@ from phalanx.checkpoint import manifest
 from phalanx.config import ShapeConfig, TrainConfig
 from phalanx.data.tokenizer import END_OF_TEXT, MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError
-from phalanx.hugging_face.companions import ORIGIN, encode_as_run, ids_of, write_missing
+from phalanx.hugging_face.companions import ORIGIN, ids_of, prepend_separator, write_missing
 from phalanx.hugging_face.config import config_to_hf
 from phalanx.hugging_face.convert import convert
 from phalanx.hugging_face.folder import WEIGHTS
@@ -172,7 +172,7 @@ def test_the_tokenizer_is_taken_as_it_is_whatever_the_type(name: str, tmp_path: 
     assert write_missing(tmp_path, ids, 64) == ["generation_config.json", "tokenizer_config.json"]
     separator = ids["bos_token_id"]
     assert isinstance(separator, int)
-    encode_as_run(tmp_path, separator)
+    prepend_separator(tmp_path, separator)
     tokenizer, own = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     text = f" it's 12,345 Ünicode\n\n  <s> </s> 日本 [INST] {END_OF_TEXT}"
     ids_of_text = own.encode(text, add_special_tokens=False).ids

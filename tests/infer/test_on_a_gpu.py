@@ -40,7 +40,7 @@ def test_the_flash_call_agrees_with_attention_sequence_by_sequence(
         return found
 
     calls: list[int] = []
-    at_once = PagedAttention._attend_at_once  # pyright: ignore[reportPrivateUsage]
+    at_once = PagedAttention._attend_flash  # pyright: ignore[reportPrivateUsage]
 
     def counted(
         self: PagedAttention, layer: int, window: int | None, q: torch.Tensor
@@ -48,7 +48,7 @@ def test_the_flash_call_agrees_with_attention_sequence_by_sequence(
         calls.append(layer)
         return at_once(self, layer, window, q)
 
-    monkeypatch.setattr(PagedAttention, "_attend_at_once", counted)
+    monkeypatch.setattr(PagedAttention, "_attend_flash", counted)
     by_flash = scores()
     assert calls
     monkeypatch.setattr("phalanx.infer.paged.runs_flash", lambda q: False)

@@ -28,7 +28,7 @@ QUICK = {(1, 64, True, False), (4, 7, True, False), (16, 512, True, True), (16, 
 
 
 @pytest.mark.parametrize(
-    ("block_size", "budget", "finds_prefixes", "is_ample"),
+    ("block_size", "budget", "has_prefix_cache", "is_ample"),
     [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in GRID],
 )
 def test_tokens_equal_generate(
@@ -46,7 +46,7 @@ def test_tokens_equal_generate(
     assert served.scheduler.pool.num_held == 0
     if not is_ample and budget > 7:
         assert served.scheduler.num_preemptions > 0
-    assert (served.scheduler.num_found_tokens > 0) is finds_prefixes
+    assert (served.scheduler.num_cached_tokens > 0) is finds_prefixes
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ def test_changed_weights_are_used_at_once_and_the_prefixes_forgotten() -> None:
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.mul_(1.5)
-    served.weights_changed()
+    served.invalidate_cache()
     (request,) = served.add(prompts(8)[1], GREEDY)
     served.step()
-    assert request.num_found == 0
-    served.weights_changed()  # while a request is under way
+    assert request.num_cached == 0
+    served.invalidate_cache()  # while a request is under way
     after = served.generate(prompts(8), GREEDY)
     assert after == engine(live).generate(prompts(8), GREEDY) != before
 

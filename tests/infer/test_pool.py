@@ -67,7 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, is_broken: bool) -> None:
         table, tokens = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         if is_broken:
-            self.pool.discard(table)
+            self.pool.unpublish(table)
             found = self.pool.match([*tokens, 0])
             assert not set(found.blocks) & set(table.blocks)
             self.pool.free(found)
@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.sequences)
     @rule()
     def forget(self) -> None:
-        self.pool.forget()
+        self.pool.clear_prefixes()
         assert self.pool.match([0, 0, 1]).blocks == []
 
     @invariant()

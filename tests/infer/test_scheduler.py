@@ -24,7 +24,7 @@ def request(num_prompt: int, num_new: int, first: int = 0) -> GenerationRequest:
 
 def take(scheduler: Scheduler, step: ScheduledStep) -> list[GenerationRequest]:
     """Give each request of a step its next token; return those."""
-    served = [part.request for part in step.parts if part.gives_token]
+    served = [part.request for part in step.parts if part.computes_logits]
     for each in served:
         each.tokens.append(-len(each.tokens))
         if each.num_generated == each.sampling.max_tokens:
@@ -41,7 +41,7 @@ def check_step(scheduler: Scheduler, step: ScheduledStep) -> None:
         if scheduler.is_chunked:
             assert num_tokens <= room
         else:
-            assert part.gives_token
+            assert part.computes_logits
         room -= num_tokens
 
 
@@ -125,8 +125,8 @@ def test_a_prefix_that_is_shared_is_computed_once(budget: int) -> None:
     computed: list[int] = []
     run(scheduler, lambda step, served: computed.append(step.num_tokens))
     assert sum(computed) <= 1024 + 32 * (20 + 3) + 32 * 16
-    assert requests[0].num_found == 0
-    assert all(each.num_found == 1024 for each in requests[1:])
+    assert requests[0].num_cached == 0
+    assert all(each.num_cached == 1024 for each in requests[1:])
     assert scheduler.pool.num_held == 0
 
 

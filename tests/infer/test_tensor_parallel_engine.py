@@ -28,7 +28,7 @@ def write(out: Path, served: Served, texts: TextEngine) -> None:
     engine = texts.engine
     engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
     tokens = engine.generate(prompts(32), GREEDY)
-    found = [engine.scheduler.num_preemptions, engine.scheduler.num_found_tokens, tokens]
+    found = [engine.scheduler.num_preemptions, engine.scheduler.num_cached_tokens, tokens]
     out.write_text(json.dumps(found))
 
 
@@ -41,7 +41,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "block_size", "budget", "finds_prefixes", "is_ample"),
+    ("strategy", "block_size", "budget", "has_prefix_cache", "is_ample"),
     [pytest.param(*c, marks=[] if c == ("tp2", *QUICK) else pytest.mark.slow) for c in CELLS],
 )
 def test_tokens_equal_generate(

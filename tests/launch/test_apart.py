@@ -5,7 +5,7 @@ import time
 import pytest
 
 from phalanx.launch import local
-from phalanx.launch.apart import run_apart
+from phalanx.launch.apart import run_supervised
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -21,4 +21,4 @@ def stand() -> None:
 
 def test_what_serves_others_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "LEAVING_S", 0.1)
-    assert run_apart([(give, (3,)), (give, (4,))], [(stand, ())]) == [3, 4]
+    assert run_supervised([(give, (3,)), (give, (4,))], [(stand, ())]) == [3, 4]

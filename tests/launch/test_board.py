@@ -2,20 +2,21 @@
 
 import pytest
 
-from phalanx.launch.board import PATIENCE, STILL_S, Board, named
+from phalanx.launch.board import PATIENCE, STILL_S, HeartbeatMonitor, named
 from phalanx.launch.heartbeat import Beat
 
 
 def test_ranks_that_stand_still_are_told_once() -> None:
-    board = Board(600.0)
+    board = HeartbeatMonitor(600.0)
     waits = Beat(doing="backward of step 5", place="data.py:3 in wait", is_stepping=True)
 
     def stall(still_s: float, is_stepping: bool = True) -> str | None:
         for rank in (0, 2, 3):
-            board.hear(
-                rank, Beat(**{**vars(waits), "still_s": still_s, "is_stepping": is_stepping})
+            board.record(
+                rank,
+                Beat(**{**vars(waits), "seconds_at_place": still_s, "is_stepping": is_stepping}),
             )
-        board.hear(1, Beat(doing="data of step 5", is_stepping=is_stepping))
+        board.record(1, Beat(doing="data of step 5", is_stepping=is_stepping))
         return board.stall()
 
     assert stall(STILL_S - 1) is None
@@ -37,12 +38,12 @@ def test_ranks_that_stand_still_are_told_once() -> None:
 
 
 def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() -> None:
-    board = Board(600.0)
-    waits = Beat(doing="waiting", still_s=PATIENCE * STILL_S + 1, place="a", waits=True)
-    board.hear(1, waits)
-    board.hear(0, Beat(doing="preparing"))
+    board = HeartbeatMonitor(600.0)
+    waits = Beat(doing="waiting", seconds_at_place=PATIENCE * STILL_S + 1, place="a", waits=True)
+    board.record(1, waits)
+    board.record(0, Beat(doing="preparing"))
     assert board.stall() is None
-    board.hear(0, Beat(doing="preparing", still_s=PATIENCE * STILL_S + 1, place="b"))
+    board.record(0, Beat(doing="preparing", seconds_at_place=PATIENCE * STILL_S + 1, place="b"))
     assert (told := board.stall()) is not None
     assert told.startswith("rank 0 at one place for 101 s:\n")
 
@@ -50,11 +51,11 @@ def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() ->
 def test_silence_is_measured_by_the_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr("phalanx.launch.board.time.monotonic", lambda: now_s)
-    board = Board(600.0)
+    board = HeartbeatMonitor(600.0)
     for rank in range(3):
-        board.hear(rank, Beat())
+        board.record(rank, Beat())
     now_s = 9.0
-    board.hear(1, Beat())
+    board.record(1, Beat())
     assert board.silent(8.0) == [0, 2]
     board.wake(5.0)  # the watcher was stopped for five of the nine seconds
     assert board.silent(8.0) == []

@@ -45,7 +45,7 @@ def test_a_script_that_steps_says_so_and_which_checkpoint_stands() -> None:
     assert beat.doing == "the checkpoint after step 4" and beat.resume_hint == one.advice()
     one.heed()
     one.heed()
-    assert [beat.heeds_stop for beat in told] == [False, True]
+    assert [beat.handles_stop for beat in told] == [False, True]
 
 
 def two_places() -> Generator[None]:
@@ -62,7 +62,7 @@ def test_only_the_same_call_at_the_same_place_stands_still(monkeypatch: pytest.M
     def look() -> float:
         nonlocal now_s
         now_s += 2.0
-        return one.beat().still_s
+        return one.beat().seconds_at_place
 
     next(call)
     assert [look(), look(), look()] == [0.0, 2.0, 4.0]
@@ -90,7 +90,7 @@ def test_a_place_of_long_arithmetic_is_no_standing_still(monkeypatch: pytest.Mon
         stills = []
         for _ in range(3):
             now_s += 2.0
-            stills.append(one.beat().still_s)
+            stills.append(one.beat().seconds_at_place)
         return stills
 
     assert _engine_run_backward() == [0.0, 0.0, 0.0]

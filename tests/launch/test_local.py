@@ -26,7 +26,7 @@ from phalanx.errors import (
     TrainingError,
 )
 from phalanx.launch import board, local, rank
-from phalanx.launch.board import Board
+from phalanx.launch.board import HeartbeatMonitor
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import is_reader_gone
 from phalanx.launch.heartbeat import PULSE
@@ -245,21 +245,21 @@ def test_a_reader_that_left_is_known_from_what_the_rank_says() -> None:
 
 
 def sleep_long(begun: Path, heeds_stop: bool) -> None:
-    with PULSE.heeding() if heeds_stop else nullcontext():
+    with PULSE.handling_stop() if heeds_stop else nullcontext():
         begun.touch()
         time.sleep(100)
 
 
-@pytest.mark.parametrize("heeds_stop", [False, True])
+@pytest.mark.parametrize("handles_stop", [False, True])
 def test_a_signal_ends_at_once_what_does_not_heed_it(
     heeds_stop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the second one, where the first is heeded."""
     begun, told = tmp_path / "begun", list[str]()
     is_heard, is_told = threading.Event(), threading.Event()
-    hear = Board.hear
+    hear = HeartbeatMonitor.record
 
-    def hear_and_note(self: Board, rank: int, beat: Any) -> None:
+    def hear_and_note(self: HeartbeatMonitor, rank: int, beat: Any) -> None:
         hear(self, rank, beat)
         if begun.exists() and self.heeds_stop() == heeds_stop:
             is_heard.set()
@@ -273,7 +273,7 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
             event.wait()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Board, "hear", hear_and_note)
+    monkeypatch.setattr(HeartbeatMonitor, "hear", hear_and_note)
     monkeypatch.setattr(local, "report", report)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted) as caught:

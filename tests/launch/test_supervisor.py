@@ -50,7 +50,7 @@ def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
 def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
     """Those that began their steps while the parent had no time to listen will heed it."""
     ours, theirs = Pipe()
-    for beat in (Beat(), Beat(), Beat(heeds_stop=True)):
+    for beat in (Beat(), Beat(), Beat(handles_stop=True)):
         theirs.send(("beat", beat))
     process: Any = SimpleNamespace(pid=os.getpid())
     watch = Supervisor([(process, ours)], [signal.SIGTERM], 100.0).watch

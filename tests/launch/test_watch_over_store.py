@@ -16,7 +16,7 @@ import torch.distributed as dist
 from namespaces import HOSTS, ip
 from phalanx.errors import ConfigError, TrainingError
 from phalanx.launch import watch
-from phalanx.launch.board import SILENT_S, Board
+from phalanx.launch.board import SILENT_S, HeartbeatMonitor
 from phalanx.launch.failure import PeerFailed
 from phalanx.launch.heartbeat import Beat
 from phalanx.launch.interface import address_towards, interface_of
@@ -141,7 +141,7 @@ def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
             first._exchange.send(Beat())
         for _ in range(2):
             second._listen(True)
-        return second._speaks()
+        return second._is_reporter()
 
     assert not look(True) and set(read) == {range(1)}
     assert second._board.silent(1.0, second._heard()) == []
@@ -159,13 +159,13 @@ def test_who_was_stopped_itself_holds_nobody_for_silent(
     first._listen(True)
     clock[0] = 3600.0
     first._exchange.reached_s += first._board.look_up()
-    assert first._lost(1.0) == first._board.over(first._heard()) == ""
+    assert first._lost(1.0) == first._board.timeout_message(first._heard()) == ""
 
 
 def spied(
-    read: Callable[[Exchange, range, Board], None], seen: list[range]
-) -> Callable[[Exchange, range, Board], None]:
-    def spy(exchange: Exchange, ranks: range, board: Board) -> None:
+    read: Callable[[Exchange, range, HeartbeatMonitor], None], seen: list[range]
+) -> Callable[[Exchange, range, HeartbeatMonitor], None]:
+    def spy(exchange: Exchange, ranks: range, board: HeartbeatMonitor) -> None:
         seen.append(ranks)
         read(exchange, ranks, board)
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.errors import StrategyError, TrainingError
 from phalanx.launch.local import run_ranks
@@ -39,7 +39,7 @@ def test_traffic_is_twice_the_parameters_less_one_share(kind: data.Kind, calls: 
 
 def test_each_rank_holds_the_whole() -> None:
     total = sum(SIZES)
-    assert data.layout(SIZES, 8) == StateBytes(total + 8, 0, total, 0, 2 * total)
+    assert data.replicated_bytes(SIZES, 8) == StateBytes(total + 8, 0, total, 0, 2 * total)
 
 
 class Branches(nn.Module):
@@ -212,14 +212,14 @@ class Linked(nn.Linear):
 
 def test_a_sparse_buffer_is_refused_by_name() -> None:
     with pytest.raises(StrategyError, match="the buffer 'links' is a torch"):
-        data.apply(Linked(), Counting({"dp": 2}))
+        data.apply(Linked(), CountingComm({"dp": 2}))
 
 
 def test_a_sparse_gradient_without_a_sparse_module_is_made_dense() -> None:
     found: dict[bool, torch.Tensor] = {}
     for sparse in (True, False):
         model = nn.Linear(2, 5, bias=False)
-        reducer = data.BucketedReducer(list(model.parameters()), Counting({"dp": 2}))
+        reducer = data.BucketedReducer(list(model.parameters()), CountingComm({"dp": 2}))
         for numbers, last in (([0, 3, 3], []), ([1, 3], reducer.parameters)):
             reducer.before_backward(last)
             rows = nn.functional.embedding(torch.tensor(numbers), model.weight, sparse=sparse)

@@ -14,8 +14,8 @@ from phalanx.parallel.groups import (
     Parameter,
     Place,
     groups_of,
-    most_gathered,
-    most_gradients,
+    peak_gathered_bytes,
+    peak_gradient_bytes,
 )
 from phalanx.parallel.skeleton import skeleton_of
 
@@ -60,7 +60,7 @@ HEAD = (("norm", "output"), True, False)
 )
 def test_groups_are_the_blocks_the_ends_and_the_rest(sizes: dict, expected: list) -> None:
     """A tied weight is read at both ends, so the ends are of the rest then."""
-    found = [(g.names, g.is_kept, g.is_gathered_again) for g in decoder_groups(**sizes)]
+    found = [(g.names, g.stays_gathered, g.is_gathered_again) for g in decoder_groups(**sizes)]
     assert found == expected
 
 
@@ -90,7 +90,7 @@ def test_the_most_that_is_gathered(
     embedding: int, head: int, rest: int, segment_size: int, most: int
 ) -> None:
     groups = sizes_of(embedding=embedding, head=head, rest=rest)
-    assert most_gathered(groups, 4, segment_size) == 4 * most
+    assert peak_gathered_bytes(groups, 4, segment_size) == 4 * most
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_the_most_of_gradients(
 ) -> None:
     """A group's one gradient is full until its share, a quarter of it, is there."""
     groups = sizes_of(embedding=embedding, head=head, rest=rest)
-    assert most_gradients(groups, 4, "none") == 4 * first
-    assert most_gradients(groups, 4, "shards") == 4 * shares
-    assert most_gradients(groups, 4, "full") == 4 * full
+    assert peak_gradient_bytes(groups, 4, "none") == 4 * first
+    assert peak_gradient_bytes(groups, 4, "shards") == 4 * shares
+    assert peak_gradient_bytes(groups, 4, "full") == 4 * full
 
 
 class Odd(nn.Module):

@@ -62,9 +62,9 @@ def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> 
     parsed = Strategy.parse(f"{axis}{degree}:{kind}{option}")
     # The ranks of cp hold copies of what they do not split, so gradients are summed as over dp.
     skeleton = skeleton_of_shape(SHAPE, torch.float32)
-    asked = [split.axis for split in SPLITS if split.is_asked(Target(parsed, skeleton))]
+    asked = [split.axis for split in SPLITS if split.applies_to(Target(parsed, skeleton))]
     assert asked == (["cp", "dp"] if axis == "cp" else [axis])
-    assert not any(split.is_asked(Target(Strategy(), skeleton)) for split in SPLITS)
+    assert not any(split.applies_to(Target(Strategy(), skeleton)) for split in SPLITS)
     assert plan_decoder(parsed, SHAPE).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
 
 

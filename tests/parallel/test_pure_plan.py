@@ -84,7 +84,7 @@ def everything(model: nn.Module) -> list[Any]:
 def ask(plan: Plan[Any]) -> None:
     """Ask a plan all that it answers."""
     for pp_rank in range(plan.strategy.pp.degree):
-        of = plan.of(pp_rank)
+        of = plan.for_pp_rank(pp_rank)
         of.holds(4)
         of.traffic(MICROBATCHES)
         of.announces(MICROBATCHES, [])
@@ -93,7 +93,7 @@ def ask(plan: Plan[Any]) -> None:
     assert (plan.schedule(4) is None) == (plan.cut is None) == (plan.strategy.pp.degree == 1)
     assert (plan.layout is None) == (plan.strategy.tp.degree == 1)
     assert (plan.order is None) == (plan.strategy.cp.degree == 1)
-    assert isinstance(plan.uncompiled, str)
+    assert isinstance(plan.uncompilable_axes, str)
 
 
 def texts() -> list[str]:
@@ -142,7 +142,7 @@ def test_a_plan_of_a_shape_answers_as_one_of_the_model(text: str) -> None:
         model = Decoder(SHAPE)
     plans = plan_decoder(strategy, SHAPE), Plan(strategy, model)
     for pp_rank in range(strategy.pp.degree):
-        one, other = (plan.of(pp_rank) for plan in plans)
+        one, other = (plan.for_pp_rank(pp_rank) for plan in plans)
         assert one.holds(4) == other.holds(4)
         assert one.traffic(MICROBATCHES) == other.traffic(MICROBATCHES)
         assert one.announces(MICROBATCHES, []) == other.announces(MICROBATCHES, [])
@@ -165,7 +165,7 @@ def test_each_kind_of_block_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert strategy.num_ranks == 16_384
     plan = plan_decoder(strategy, shape_of("llama3-405b"), compute=torch.bfloat16)
     for pp_rank in range(16):
-        of = plan.of(pp_rank)
+        of = plan.for_pp_rank(pp_rank)
         of.traffic([(1, 8192)] * 32)
         of.holds(32)
         of.table()

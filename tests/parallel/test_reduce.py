@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
@@ -156,7 +156,7 @@ class Told(reduce.GradientReducer):
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        super().__init__([], Counting({"pp": 2}))
+        super().__init__([], CountingComm({"pp": 2}))
         self.calls: list[str] = []
 
     def before_backward(self, last: Any, reached: Any = None) -> None:
@@ -185,6 +185,6 @@ def test_a_reducer_around_another_tells_it_all() -> None:
             parameter.grad = torch.ones(2)
         outer.before_backward([])
         outer.finish()
-        outer.abandon()
+        outer.reset_step()
         outer.after_step()
         assert inner.calls == ["before_backward", "finish", "abandon", "after_step"]

@@ -14,7 +14,7 @@ from phalanx.cli.plan_script import plan_script
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.planner.any_module import PlannedModule
 from phalanx.planner.hardware import device
-from phalanx.planner.held import Memory, memory
+from phalanx.planner.held import StageMemory, memory
 from phalanx.script.counting import module_of
 from phalanx.script.trainer import trainer_of
 from phalanx.strategy import Strategy
@@ -114,7 +114,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def held(script: str, name: str, on: str = "h100") -> Memory:
+def held(script: str, name: str, on: str = "h100") -> StageMemory:
     """Return what a job holds on one device."""
     trainer = trainer_of(f"{script}:{name}")
     module = module_of(trainer, name)
@@ -187,8 +187,8 @@ def test_a_data_type_without_a_peak_is_refused(script: str) -> None:
 def test_accumulated_gradients_are_there_when_activations_are_the_most(script: str) -> None:
     gradients = 4 * (4 * 4096 * 4096 + 4 * 4096)
     one, two = (held(script, name) for name in ("wide", "wide_accumulated"))
-    assert (one.gradients, one.early) == (gradients, 0)
-    assert (two.gradients, two.early) == (gradients, gradients)
+    assert (one.gradients, one.early_gradients) == (gradients, 0)
+    assert (two.gradients, two.early_gradients) == (gradients, gradients)
     assert two.activations and two.at_peak()["gradients"] == gradients
     assert two.total == two.weights + gradients + two.activations + two.margin
 

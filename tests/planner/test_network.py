@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from phalanx.planner import network
 from phalanx.planner.hardware import CLUSTERS, cluster
-from phalanx.planner.network import Members, group_of, reach, seconds
+from phalanx.planner.network import GroupLayout, group_of, reach, seconds
 from phalanx.planner.software import SOFTWARE
 from phalanx.strategy import Strategy
 
@@ -25,19 +25,19 @@ LLAMA = CLUSTERS["h100-llama3"]
 
 def test_ranks_of_an_axis_lie_apart() -> None:
     axes = Strategy.parse("pp2,dp3,fsdp4,tp8").mesh_axes()
-    assert group_of(axes, ("tp",)) == Members(8, 1)
-    assert group_of(axes, ("fsdp",)) == Members(4, 8)
-    assert group_of(axes, ("dp", "fsdp")) == Members(12, 8)
-    assert group_of(axes, ("pp",)) == Members(2, 96)
+    assert group_of(axes, ("tp",)) == GroupLayout(8, 1)
+    assert group_of(axes, ("fsdp",)) == GroupLayout(4, 8)
+    assert group_of(axes, ("dp", "fsdp")) == GroupLayout(12, 8)
+    assert group_of(axes, ("pp",)) == GroupLayout(2, 96)
 
 
 def test_a_call_takes_its_hops_and_its_bytes() -> None:
     """Alpha-beta: of a ring n - 1 hops, of a tree twice the logarithm."""
     link = LLAMA.levels[0].link
     for op, hops in (("all_gather", 7), ("reduce_scatter", 7), ("all_reduce", 6), ("send", 1)):
-        found = seconds(op, Members(8, 1), 450e6, 3, LLAMA, PLAIN)
+        found = seconds(op, GroupLayout(8, 1), 450e6, 3, LLAMA, PLAIN)
         assert found == pytest.approx(3 * hops * link.latency_s + 450e6 / 450e9)
-    assert seconds("all_gather", Members(1, 1), 1e9, 3, LLAMA, PLAIN) == 0
+    assert seconds("all_gather", GroupLayout(1, 1), 1e9, 3, LLAMA, PLAIN) == 0
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_call_takes_its_hops_and_its_bytes() -> None:
     ],
 )
 def test_the_links_of_llama_3(size: int, stride: int, gigabytes_per_s: float, level: str) -> None:
-    found = reach(Members(size, stride), LLAMA, PLAIN)
+    found = reach(GroupLayout(size, stride), LLAMA, PLAIN)
     assert found.level == level
     assert found.bandwidth <= gigabytes_per_s * 1e9 * (1 + 1e-9)
     if level != "cluster" or stride > 1:
@@ -66,11 +66,11 @@ def test_a_larger_group_is_never_faster(doublings: int, apart: int, name: str) -
     size = 2**doublings
     if 2 * size * stride > job.num_devices:
         return
-    one, two = (reach(Members(n, stride), job, PLAIN) for n in (size, 2 * size))
+    one, two = (reach(GroupLayout(n, stride), job, PLAIN) for n in (size, 2 * size))
     assert two.latency_s >= one.latency_s
     for op in ("all_gather", "all_reduce", "send"):
         small, large = (
-            seconds(op, Members(n, stride), 0.0, 1, job, PLAIN) for n in (size, 2 * size)
+            seconds(op, GroupLayout(n, stride), 0.0, 1, job, PLAIN) for n in (size, 2 * size)
         )
         assert large >= small
     assert two.bandwidth > 0 and math.isfinite(two.bandwidth)
@@ -84,22 +84,22 @@ def test_all_gathers_fall_over_nodes_as_measured() -> None:
         job = cluster(f"h100-p5:{size}")
         software = dataclasses.replace(PLAIN, outer_bandwidth=0.9)
         sent = 256e6 * (size - 1) / size
-        found = sent / seconds("all_gather", Members(size, 1), sent, 1, job, software) / 1e9
+        found = sent / seconds("all_gather", GroupLayout(size, 1), sent, 1, job, software) / 1e9
         assert 0.5 < found / gigabytes_per_s < 1.3, nodes  # they fall by 17 times
 
 
 def test_messages_come_late_where_a_fabric_is_strained() -> None:
     near, far = (
-        reach(Members(2, size // 2), cluster(f"h100-p5:{size}"), PLAIN) for size in (256, 512)
+        reach(GroupLayout(2, size // 2), cluster(f"h100-p5:{size}"), PLAIN) for size in (256, 512)
     )
     assert near.late_s == 0 < far.late_s and near.bandwidth > far.bandwidth
-    assert reach(Members(2, 256), cluster("h100:512"), PLAIN).late_s == 0
+    assert reach(GroupLayout(2, 256), cluster("h100:512"), PLAIN).late_s == 0
 
 
 def test_an_exchange_leaves_a_server_by_its_own_link() -> None:
     job = CLUSTERS["h100"]
-    inside = network.exchange_s(Members(8, 1), 8e6, job, PLAIN)
-    across = network.exchange_s(Members(16, 1), 8e6, job, PLAIN)
+    inside = network.exchange_s(GroupLayout(8, 1), 8e6, job, PLAIN)
+    across = network.exchange_s(GroupLayout(16, 1), 8e6, job, PLAIN)
     assert inside == pytest.approx(8e6 / 450e9, rel=0.3)
     assert across == pytest.approx(4e6 / 50e9, rel=0.3)
 
@@ -108,17 +108,19 @@ def test_an_exchange_leaves_a_server_by_its_own_link() -> None:
 def test_each_peer_of_a_full_mesh_has_a_link_of_its_own(size: int) -> None:
     """An MI300X has 7 links of 64 GB/s: ranks use the links to their group, a message one."""
     job, sent = CLUSTERS["mi300x"], 64e9
-    inside = reach(Members(size, 1), job, PLAIN)
+    inside = reach(GroupLayout(size, 1), job, PLAIN)
     assert inside.bandwidth == pytest.approx((size - 1) * 64e9)
-    gathered = seconds("all_gather", Members(size, 1), sent, 1, job, PLAIN)
+    gathered = seconds("all_gather", GroupLayout(size, 1), sent, 1, job, PLAIN)
     assert gathered == pytest.approx(1 / (size - 1), rel=1e-3)
-    assert seconds("send", Members(size, 1), sent, 1, job, PLAIN) == pytest.approx(1, rel=1e-3)
-    exchanged = network.exchange_s(Members(size, 1), sent, job, PLAIN)
+    assert seconds("send", GroupLayout(size, 1), sent, 1, job, PLAIN) == pytest.approx(1, rel=1e-3)
+    exchanged = network.exchange_s(GroupLayout(size, 1), sent, job, PLAIN)
     assert exchanged == pytest.approx(1 / (size - 1), rel=1e-3)
 
 
 def test_a_mesh_between_servers_has_the_links_of_the_network() -> None:
     job, sent = CLUSTERS["mi300x"], 50e9
-    assert reach(Members(16, 1), job, PLAIN).bandwidth == pytest.approx(8 * 50e9)
-    assert reach(Members(4, 4), job, PLAIN).bandwidth == pytest.approx(64e9)  # two of each server
-    assert network.exchange_s(Members(2, 8), sent, job, PLAIN) == pytest.approx(0.5, rel=1e-3)
+    assert reach(GroupLayout(16, 1), job, PLAIN).bandwidth == pytest.approx(8 * 50e9)
+    assert reach(GroupLayout(4, 4), job, PLAIN).bandwidth == pytest.approx(
+        64e9
+    )  # two of each server
+    assert network.exchange_s(GroupLayout(2, 8), sent, job, PLAIN) == pytest.approx(0.5, rel=1e-3)

@@ -119,7 +119,7 @@ def test_the_best_checkpoint_stays_and_patience_ends_the_run(tmp_path: Path) -> 
     summary = trainer.train("dp2", options)
     losses = [each.loss for each in summary.evaluations]
     assert losses == sorted(losses) and summary.steps_done == 10, "each is better by max"
-    assert list(manifest.whole(tmp_path)) == [10]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [10]
     down = dataclasses.replace(options, out=tmp_path / "down", best="min:loss")
     first = dataclasses.replace(trainer, steps=1).train("dp2", down)
     assert first.best is not None and "after step 0" in first.best
@@ -143,7 +143,7 @@ def test_the_best_in_the_middle_outlives_later_ones(tmp_path: Path) -> None:
     losses = {each.step: each.loss for each in summary.evaluations}
     best = min(losses, key=lambda step: losses[step])
     assert 0 < best < 8, losses
-    assert list(manifest.whole(tmp_path)) == [best, 10]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [best, 10]
 
 
 def descending(parameters: Any) -> torch.optim.Optimizer:
@@ -183,7 +183,7 @@ def test_one_rank_may_end_the_run(tmp_path: Path) -> None:
     trainer = dataclasses.replace(jobs.job(), callbacks={"end": EndsAt(3, rank=1)})
     summary = trainer.train("dp2", phalanx.Options(out=tmp_path, threads=1))
     assert (summary.steps_done, summary.evaluations[-1].step) == (3, 3)
-    assert list(manifest.whole(tmp_path)) == [3]
+    assert list(manifest.complete_checkpoints(tmp_path)) == [3]
 
 
 def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from marks import by_hand
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.dropout import Masks, name_draws
+from phalanx.parallel.dropout import Masks, warn_of_first_draws
 
 
 class Dropping(nn.Module):
@@ -209,7 +209,7 @@ class Interrupted(Drawing):
 
 def test_the_watch_of_a_forward_that_is_interrupted_ends_with_the_next() -> None:
     model = Interrupted()
-    name_draws(model)
+    warn_of_first_draws(model)
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 6))
     with pytest.warns(UserWarning, match="draws from each rank's own generator"):

@@ -24,7 +24,7 @@ import phalanx
 from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.script import session
-from phalanx.script.replicas import OnHost
+from phalanx.script.replicas import AsyncHostCopy
 from phalanx.strategy import Strategy
 
 READS = {
@@ -132,7 +132,7 @@ def test_the_trainer_waits_once_a_step(tmp_path: Path, strategy: str) -> None:
 
 
 class _OfADevice:
-    """A tensor of a device in the eyes of `OnHost`, which notes how it is copied."""
+    """A tensor of a device in the eyes of `AsyncHostCopy`, which notes how it is copied."""
 
     is_cuda = True
 
@@ -157,7 +157,7 @@ def test_a_copy_to_the_host_is_waited_for_when_it_is_read(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     tensor: Any = _OfADevice(calls)
-    on_host = OnHost(tensor)
+    on_host = AsyncHostCopy(tensor)
     assert calls == ["copy", "record"]
     assert on_host.tolist() == [True, False]
     assert calls == ["copy", "record", "synchronize"]

@@ -54,7 +54,7 @@ def test_a_call_out_of_its_state_is_refused(call: Callable[[], None], words: str
 
 def test_two_optimizers_take_one_step_and_a_reset_begins_anew() -> None:
     at = whole()
-    assert at.state is State.WHOLE and not at.is_used
+    assert at.state is State.REDUCED and not at.is_used
     at.refuse_clip()
     at.refuse_save(is_skipped=True)  # a scaler has left the step out
     for optimizer in (FIRST, SECOND):

@@ -83,7 +83,7 @@ def test_blocks_are_compiled(tmp_path: Path) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    return list(manifest.whole(folder))
+    return list(manifest.complete_checkpoints(folder))
 
 
 def test_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:

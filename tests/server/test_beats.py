@@ -45,7 +45,7 @@ def test_a_server_is_there_while_it_answers_one_message_but_not_for_ever(
     def turn() -> bool:
         """Have some time pass in which the coordinator listens; return whether `a` is there."""
         now_s[0] += STEP_S
-        coordinator.turn()
+        coordinator.run_once()
         return "a" in coordinator.map["addresses"]
 
     try:
@@ -54,7 +54,7 @@ def test_a_server_is_there_while_it_answers_one_message_but_not_for_ever(
             pass
         coordinator.link(server.address).send(WireMessage("compute"))
         while not has_begun.is_set():
-            coordinator.turn()
+            coordinator.run_once()
         for _ in range(NUM_STEPS):
             assert coordinator.listener.socket.poll(20_000), "the server says nothing"
             assert turn()

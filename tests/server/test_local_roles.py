@@ -83,7 +83,7 @@ def work(
             needed = consistency.needs(clock + 1)
             recipes = [
                 (v, -float(consistency.num_slots), 1.0)
-                for v in sorted(client.totals(needed) if not consistency.is_open else ())
+                for v in sorted(client.totals(needed) if not consistency.is_asynchronous else ())
                 if v >= client.applied
             ]
             version = client.pull(weights, needed, recipes)
@@ -253,7 +253,7 @@ def test_a_shard_that_is_lost_with_its_only_server_ends_the_job(
         client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
         client.pull(weights, 0)
         lose(made, "server0")
-        monkeypatch.setattr(requests, "ALONE_S", 0.3)
+        monkeypatch.setattr(requests, "UNREPLICATED_LOSS_S", 0.3)
         if comes_back:
             made.start("server0")
         with pytest.raises(TrainingError, match=r"^server0 was lost with its part of the weights"):

@@ -69,7 +69,7 @@ def work(
             numbers = {"base": version, "tokens": 1.0, "loss": 1.0, "rate": rate}
             client.push(clock, worker, grads, **numbers)
             needed = consistency.needs(clock + 1)
-            totals = client.totals(needed) if not consistency.is_open else {}
+            totals = client.totals(needed) if not consistency.is_asynchronous else {}
             recipes = [(v, rate, 1.0) for v in sorted(totals) if v >= client.applied]
             version = client.pull(flats, needed, recipes)
             for number, table in enumerate(tables):

@@ -136,11 +136,11 @@ def test_a_quorum_is_applied_with_who_came_and_the_late_one_joins_the_next() -> 
     for slot in range(3):
         push(shard, 0, slot, 1.0)
     assert shard.completed(4) == 1
-    shard.close_open()
+    shard.apply_asynchronous()
     assert shard.weights[0].item() == -0.75  # the mean of three, at 3/4 of the rate
     push(shard, 0, 3, 1.0)
     assert shard.completed(4) == 1 and shard.completed(1) == 2  # a quorum of those who are left
-    shard.close_open()
+    shard.apply_asynchronous()
     assert dict(shard.ages) == {0: 3, 1: 1}
 
 

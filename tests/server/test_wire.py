@@ -28,7 +28,7 @@ from phalanx.server.message import (
     num_frames,
 )
 from phalanx.server.secret import Secret
-from phalanx.server.shared import deal
+from phalanx.server.shared import copy_concatenated
 from phalanx.server.wire import Connection, Listener
 
 
@@ -60,7 +60,7 @@ def test_a_flat_tensor_is_cut_into_frames_and_dealt_out_again(size: int) -> None
     found = torch.zeros_like(flat)
     for parts in ([found], list(found.split(1 << 16)), [found[: size // 3], found[size // 3 :]]):
         found.zero_()
-        deal(frames, parts)
+        copy_concatenated(frames, parts)
         assert torch.equal(found, flat)
 
 

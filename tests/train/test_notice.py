@@ -23,7 +23,7 @@ def test_a_notice_stands_above_the_bar_and_not_in_its_line(monkeypatch: pytest.M
     monkeypatch.setattr(notice, "PATIENCE_S", 0.0)
     file = io.StringIO()
     display = LiveDisplay(Console(file=file, force_terminal=True, width=80), 5)
-    with notice.said_if_long("the model writes a sample"):
+    with notice.notice_if_slow("the model writes a sample"):
         while "sample" not in file.getvalue():
             time.sleep(0.01)
     display.close()

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
-from phalanx.train.pace import Pace
+from phalanx.train.pace import StopAndSaveSync
 
 STEP_S = 0.25
 
@@ -12,7 +12,7 @@ STEP_S = 0.25
 def decisions(num_steps: int, save_every_s: float, stop_at: int) -> list[tuple[int, bool, int]]:
     """Take steps of which each is a quarter of a second long, but on rank 1's clock an hour."""
     now_s = 0.0
-    pace = Pace(save_every_s, dist.get_rank() == 0, clock=lambda: now_s)
+    pace = StopAndSaveSync(save_every_s, dist.get_rank() == 0, clock=lambda: now_s)
     made: list[tuple[int, bool, int]] = []
     for step in range(1, num_steps + 1):
         now_s += STEP_S if dist.get_rank() == 0 else 3600.0

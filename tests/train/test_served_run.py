@@ -41,7 +41,7 @@ def moved_by_rows(folder: Path) -> tuple[list[float], str]:
     """Train with an embedding that moves by rows; return losses, and the checkpoint of step 3."""
     more = {"server": BY_ROWS, "shape": UNTIED}
     whole = run(folder, "dp2:ps", "whole", steps=6, save_every=3, **more)
-    return whole, str(manifest.whole(folder / "whole")[3])
+    return whole, str(manifest.complete_checkpoints(folder / "whole")[3])
 
 
 @pytest.mark.fresh_ranks
@@ -49,7 +49,7 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
     alone = run(tmp_path, "dp1", "alone", steps=6)
     ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3)
     torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
-    middle = manifest.whole(tmp_path / "served")[3]
+    middle = manifest.complete_checkpoints(tmp_path / "served")[3]
     for strategy in ("dp3:ps", "dp2"):
         again = run(tmp_path, strategy, strategy[:3] + "again", steps=6, resume=str(middle))
         torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
@@ -59,7 +59,7 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
 def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) -> None:
     """Outer momentum, and the moments of each worker, are in the checkpoint."""
     whole = run(tmp_path, "dp2:local/2", "whole", steps=8, save_every=4)
-    middle = str(manifest.whole(tmp_path / "whole")[4])
+    middle = str(manifest.complete_checkpoints(tmp_path / "whole")[4])
     again = run(tmp_path, "dp2:local/2", "again", steps=8, resume=middle)
     assert again == whole[4:]
     assert len(run(tmp_path, "dp2", "other", steps=6, resume=middle)) == 2
@@ -105,7 +105,7 @@ def test_servers_of_another_rule_resume_as_if_there_had_been_no_pause(
 ) -> None:
     server = ServerConfig(rule=rule)
     whole = run(tmp_path, "dp2:ps", "whole", steps=6, save_every=3, server=server)
-    middle = str(manifest.whole(tmp_path / "whole")[3])
+    middle = str(manifest.complete_checkpoints(tmp_path / "whole")[3])
     again = run(tmp_path, "dp2:ps", "again", steps=6, resume=middle, server=server)
     assert again == whole[3:] and whole[-1] < whole[0]
 
@@ -179,7 +179,7 @@ def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
         is_over.set()
         ending.join()
         signal.signal(signal.SIGTERM, before)
-    (step,) = manifest.whole(out)
+    (step,) = manifest.complete_checkpoints(out)
     assert step % 4 == 0 and step == len(losses(out))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.alone import Alone
+from phalanx.comm.alone import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
@@ -17,7 +17,7 @@ from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.train.local_step import LocalStep
 from phalanx.train.optimizer import build_optimizer, learning_rate
-from phalanx.train.served_step import ClockedStep, OpenStep, ServedStep
+from phalanx.train.served_step import AsyncStep, ClockedStep, ServedStep
 
 NUM_STEPS = 4
 AS_SET = ServerConfig()
@@ -43,7 +43,7 @@ def worker(
     torch.manual_seed(0)
     model, config = nn.Linear(3, 2).double(), OptimizerConfig(lr=1e-2)
     given: Any = (model, build_optimizer(model, config), Squares(), config)
-    step = kind(*given, comm=Alone(), num_steps=NUM_STEPS)
+    step = kind(*given, comm=SingleRankComm(), num_steps=NUM_STEPS)
     client = Client(made.meeting, 0, consistency, (0, NUM_STEPS), timeout_s=10)
     step.join(client, server, is_first=True)
     return step
@@ -81,7 +81,7 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
 
 
 @pytest.mark.parametrize(("kind", "consistency"), [
-    (ClockedStep, Consistency("ssp", 1, 2)), (OpenStep, Consistency("async", 1)),
+    (ClockedStep, Consistency("ssp", 1, 2)), (AsyncStep, Consistency("async", 1)),
 ])  # fmt: skip
 def test_a_step_whose_samples_another_has_pushed_records_their_loss(
     kind: type[ServedStep], consistency: Consistency, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +110,7 @@ def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
 
     def work(made: LocalRoles, number: int, model: nn.Module) -> None:
         given: Any = (model, build_optimizer(model, config), Squares(), config)
-        step = ClockedStep(*given, comm=Alone(), num_steps=num_steps)
+        step = ClockedStep(*given, comm=SingleRankComm(), num_steps=num_steps)
         client = Client(made.meeting, number, consistency, (0, num_steps), timeout_s=60)
         step.join(client, AS_SET, is_first=number == 0)
         for batch in batches:

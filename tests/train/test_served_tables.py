@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.alone import Alone
+from phalanx.comm.alone import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, TrainingError
@@ -56,7 +56,7 @@ def step_of(
 ) -> ClockedStep:  # fmt: skip
     """Return the step of a worker, which has joined the job."""
     given: Any = (model, build_optimizer(model, CONFIG), Squares(), CONFIG)
-    step = ClockedStep(*given, comm=Alone(), num_steps=num_steps)
+    step = ClockedStep(*given, comm=SingleRankComm(), num_steps=num_steps)
     client = Client(made.meeting, number, consistency, (0, num_steps), timeout_s=60)
     client.is_shared = is_shared
     try:

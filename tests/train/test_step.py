@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.launch.heartbeat import PULSE
@@ -78,13 +78,13 @@ def test_each_element_counts_once_in_every_norm() -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_scaling_gives_the_limit_and_leaves_small_gradients_alone(p: float) -> None:
     gradients = [torch.tensor([3.0, -4.0], dtype=torch.float64), torch.zeros(0)]
-    norm = float(gradient_norm(gradients, Counting({}), p))
+    norm = float(gradient_norm(gradients, CountingComm({}), p))
     scale_to(gradients, norm, 0.5)
-    assert float(gradient_norm(gradients, Counting({}), p)) == pytest.approx(0.5, rel=1e-5)
+    assert float(gradient_norm(gradients, CountingComm({}), p)) == pytest.approx(0.5, rel=1e-5)
     before = gradients[0].clone()
     scale_to(gradients, 0.5, 2.0)
     assert torch.equal(gradients[0], before)
-    assert gradient_norm([], Counting({}), p).dtype == torch.float64  # as a stage that has some
+    assert gradient_norm([], CountingComm({}), p).dtype == torch.float64  # as a stage that has some
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +92,9 @@ def test_the_norm_of_millions_of_elements_loses_none(dtype: torch.dtype) -> None
     gradient = torch.randn(8_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     for p in (1.0, 2.0):
         expected = float(gradient.double().norm(p))
-        assert float(gradient_norm([gradient], Counting({}), p)) == pytest.approx(expected, 1e-5)
+        assert float(gradient_norm([gradient], CountingComm({}), p)) == pytest.approx(
+            expected, 1e-5
+        )
 
 
 def test_learning_rate_rises_in_a_line_and_falls_by_half_a_cosine() -> None:

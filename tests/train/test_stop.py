@@ -72,7 +72,7 @@ def interrupted(config: TrainConfig, signum: int, after: int) -> tuple[Interrupt
 def test_a_run_that_was_stopped_goes_on_to_the_bit(config: TrainConfig, tmp_path: Path) -> None:
     out = Path(config.out or "")
     error, before = interrupted(config, signal.SIGTERM, 5)
-    (last,) = manifest.whole(out)
+    (last,) = manifest.complete_checkpoints(out)
     assert last == len(before) >= 5
     assert str(error) == (
         f"interrupted by SIGTERM; step {last} of 100000 is done; last checkpoint: "
@@ -81,7 +81,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(config: TrainConfig, tmp_path
     again = dataclasses.replace(config, resume=config.out)
     error, both = interrupted(again, signal.SIGHUP, last + 5)
     assert error.signum == signal.SIGHUP
-    assert list(manifest.whole(out)) == [len(both)]  # the one before was made to go on from it
+    assert list(manifest.complete_checkpoints(out)) == [
+        len(both)
+    ]  # the one before was made to go on from it
     reference = dataclasses.replace(config, out=str(tmp_path))
     error, whole = interrupted(reference, signal.SIGINT, last + 5)
     assert str(error).startswith("interrupted; step ")

@@ -246,7 +246,7 @@ OF_DP: dict[str, Mutant] = {
         "blocks.1.attention", "backward gives another gradient",
     ),
     "a window that is one position too wide": (
-        "windowed", [(attention, "first_seen", _wider_window)],
+        "windowed", [(attention, "first_attended", _wider_window)],
         "blocks.0.attention", "what it gives to blocks.0.attention.output",
     ),
     "GELU in place of SiLU": (
@@ -378,15 +378,15 @@ def _unshifted_labels(right: Any) -> Any:
 
 OF_CP: dict[str, Mutant] = {
     "keys after a query that it looks at": (
-        "llama", [(partial, "_hidden", lambda right: lambda *args: None)],
+        "llama", [(partial, "_block_mask", lambda right: lambda *args: None)],
         "blocks.0.attention", "what it gives to blocks.0.attention.output",
     ),
     "a hop that is not merged with those before": (
-        "gpt2", [(partial.Mixed, "_merge", _dropped_hop)],
+        "gpt2", [(partial.PartialAttention, "_merge", _dropped_hop)],
         "blocks.0.attention", "what it gives to blocks.0.attention.output",
     ),
     "gradients of keys that are summed without delta": (
-        "llama", [(partial.Backward, "of", _without_delta)],
+        "llama", [(partial.BackwardState, "of", _without_delta)],
         "blocks.1.attention", "backward gives another gradient",
     ),
     "dropout of the first positions on all ranks": (

@@ -3,7 +3,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from phalanx.verify.compare import Beside
+from phalanx.verify.compare import StepwiseReference
 from phalanx.verify.record import Case
 from phalanx.verify.reference import ReferenceRun, StepRecord, Training
 
@@ -29,7 +29,7 @@ def passing(factor: float) -> list[bool]:
     ours: StepRecord = next(ReferenceRun(dataclasses.replace(case, training=pieces), cpu).steps())
     ours = {**ours, "gradient": {n: g * factor for n, g in ours["gradient"].items()}}
     whole = dataclasses.replace(case, training=Training(torch.optim.AdamW))
-    found = Beside(whole, cpu).compare(0, ours)
+    found = StepwiseReference(whole, cpu).compare(0, ours)
     return [row.passes for row in found if row.quantity == "gradient"]
 
 

@@ -76,7 +76,7 @@ def differing_on_ranks(layouts: Sequence[str]) -> tuple[list[str], bool, list[st
         if dist.get_rank() == 0:
             found += [f"{text} {name}" for name in due if not torch.equal(ours[name], due[name])]
         fused |= any(map(is_fused, named.values()))
-        with planted((record, "_brings", lambda right: on_rank(1, lambda *_: False, right))):
+        with planted((record, "_sends_shard", lambda right: on_rank(1, lambda *_: False, right))):
             if any(tensor.isnan().any() for tensor in full_tensors(named, comm).values()):
                 lacking.append(text)
     of_torch.setLevel(before)  # ranks that stay begin the next job with it

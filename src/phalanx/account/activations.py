@@ -13,7 +13,7 @@ the dropout mask of the embedding; and the input of the last norm with the gradi
 computes in forward. Under tp and cp, all these sizes are the rank's own shards.
 
 During the backward of ring attention, blocks of keys and values and their gradients are in transit,
-in addition to the saved bytes: `passing`. `passing` has a closed form here, because a count cannot
+in addition to the saved bytes. `ring_buffers` has a closed form here, because a count cannot
 separate these buffers from gradients inside the block.
 
 `most` also includes temporary buffers of the head or of a block. The counts do not hold for
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.account.count import Case, Counted, Device, count, kind_of
+from phalanx.account.count import BlockBytes, Case, Device, count, one_block_shape
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.strategy import Recompute, Strategy
@@ -48,14 +48,14 @@ class Activations:
     """Saved by the last norm and the loss; freed before backward reaches the blocks."""
     gradient: int
     """The gradient of the residual stream."""
-    passing: int = 0
+    ring_buffers: int = 0
     """Ring buffers in transit during attention's backward, less the MLP's bytes freed by then."""
-    head_at_work: int = 0
+    head_peak: int = 0
     """Peak while the head runs, forward and backward, `head` included."""
     tied: int = 0
-    """Part of `block_at_work`: a tied embedding's gradient from the head, held until the embedding
+    """Part of `block_peak`: a tied embedding's gradient from the head, held until the embedding
     adds its own."""
-    block_at_work: int = 0
+    block_peak: int = 0
     """Peak in the backward of a block, in addition to bytes that blocks saved; includes
     `recomputed` and `gradient`."""
 
@@ -67,13 +67,15 @@ class Activations:
     @property
     def peak(self) -> int:
         """Peak bytes held for backward, without temporary buffers of the head and of blocks."""
-        in_backward = self.blocks + self.recomputed + self.inputs + self.gradient + self.passing
+        in_backward = (
+            self.blocks + self.recomputed + self.inputs + self.gradient + self.ring_buffers
+        )
         return max(self.kept, in_backward)
 
     @property
     def most(self) -> int:
         """Peak bytes held at any time, temporary buffers and ring buffers included."""
-        return self.blocks + self.inputs + max(self.head_at_work, self.block_at_work + self.passing)
+        return self.blocks + self.inputs + max(self.head_peak, self.block_peak + self.ring_buffers)
 
 
 def activations(
@@ -134,14 +136,14 @@ def _of_blocks(case: Case, recompute: Recompute) -> Activations:
         inputs=max(each.inputs for each in counted),
         head=first.head,
         gradient=first.stream,
-        passing=_passing(case),
-        head_at_work=max(first.head, first.head_at_work),
+        ring_buffers=_passing(case),
+        head_peak=max(first.head, first.head_at_work),
         tied=_tied_bytes(case),
-        block_at_work=block_at_work,
+        block_peak=block_at_work,
     )
 
 
-def _count_blocks(case: Case) -> list[Counted]:
+def _count_blocks(case: Case) -> list[BlockBytes]:
     """Return the count of each block of a decoder; blocks with the same window are counted once."""
     shape = case.shape
     windows = [shape.window_of(number) for number in range(shape.num_layers)]
@@ -150,7 +152,7 @@ def _count_blocks(case: Case) -> list[Counted]:
 
 
 def _of_window(case: Case, window: int | None) -> Case:
-    return dataclasses.replace(case, shape=kind_of(case.shape, window, case.seq_len))
+    return dataclasses.replace(case, shape=one_block_shape(case.shape, window, case.seq_len))
 
 
 def _tied_bytes(case: Case) -> int:
@@ -175,7 +177,7 @@ def _passing(case: Case) -> int:
     return max(0, passing - freed) * num_held * case.num_sequences // tp.degree
 
 
-def held_by(
+def peak_on_rank(
     of: Activations,
     num_layers: int,
     cut: Sequence[range] | None,
@@ -197,15 +199,15 @@ def held_by(
     kept = [_kept(links, num_layers, of) for links in cut]
     heads = [*[0] * (len(cut) - 1), of.head]
     at_work = [
-        held - head + max(of.head_at_work, of.block_at_work + of.passing)
+        held - head + max(of.head_peak, of.block_peak + of.ring_buffers)
         if head
-        else held + of.block_at_work - of.tied + of.passing
+        else held + of.block_peak - of.tied + of.ring_buffers
         for held, head in zip(kept, heads, strict=True)
     ]
-    return in_flight(kept, at_work, schedule, pp_rank)
+    return peak_in_flight(kept, at_work, schedule, pp_rank)
 
 
-def in_flight(
+def peak_in_flight(
     kept: Sequence[int], at_work: Sequence[int], schedule: Schedule | None, pp_rank: int
 ) -> int:
     """Return the peak bytes of all microbatches in flight on a rank.

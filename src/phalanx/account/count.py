@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.models import kernels
 from phalanx.models.attention import Documents
 from phalanx.models.decoder import Block, Decoder
@@ -77,7 +77,7 @@ class Case:
     has_casts: bool = False
 
 
-class Counted(NamedTuple):
+class BlockBytes(NamedTuple):
     """Bytes of one microbatch on one rank.
 
     Attributes:
@@ -100,7 +100,7 @@ class Counted(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
+def one_block_shape(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
     """Return a decoder of one block, equal to the blocks of `shape` whose window is `window`."""
     return dataclasses.replace(
         shape,
@@ -113,15 +113,15 @@ def kind_of(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def count(case: Case) -> Counted:
+def count(case: Case) -> BlockBytes:
     """Count the bytes of `case` by a run on the meta device; results are cached.
 
     Raises:
         StrategyError: the strategy cannot split this decoder.
     """
-    model, spans = decoder_of(case), Spans()
+    model, spans = decoder_of(case), AllocationTrace()
     kernel_mode, (block, *_) = Kernels(case.device), model.blocks
-    block.forward = MethodType(functools.partial(_marked, spans, kernel_mode), block)
+    block.forward = MethodType(functools.partial(_forward_with_marks, spans, kernel_mode), block)
     split(case, model)
     streams: list[int] = []
 
@@ -134,7 +134,7 @@ def count(case: Case) -> Counted:
     block.register_forward_pre_hook(functools.partial(enter, "block"))
     model.norm.register_forward_pre_hook(functools.partial(enter, "head"))
     labels_BT = labels_of(case)  # alive until the end, as all inputs of a step are
-    with kernels.assumed(case.device, in_chunks=True), kernel_mode, spans:
+    with kernels.assumed_device(case.device, in_chunks=True), kernel_mode, spans:
         batch = batch_of(case)
         loss = model(labels_BT=labels_BT, **batch)
         spans.mark("loss")
@@ -146,7 +146,7 @@ def count(case: Case) -> Counted:
     end = marks.get("end", len(levels) - 1)
     again = levels[marks["made again"]] - levels[marks["again"]] if "again" in marks else 0
     floor = head_from - stream_of_head
-    return Counted(
+    return BlockBytes(
         inputs=block_from - stream,
         stream=stream,
         block=head_from - block_from,
@@ -171,7 +171,7 @@ def decoder_of(case: Case) -> Decoder:
 def split(case: Case, model: Decoder) -> None:
     """Split `model` in place by the strategy of `case`, as one rank stores it."""
     compute: torch.dtype = getattr(torch, case.precision)
-    comm = Counting(case.strategy.mesh_axes(), device=case.device)
+    comm = CountingComm(case.strategy.mesh_axes(), device=case.device)
     Plan(case.strategy, model, compute=compute).apply(comm)
 
 
@@ -202,7 +202,7 @@ class _Storage:
     num_bytes: int
 
 
-class Spans(TorchDispatchMode):
+class AllocationTrace(TorchDispatchMode):
     """A dispatch mode that records allocations and frees of storages, and marks between them.
 
     Attributes:
@@ -241,10 +241,12 @@ class Spans(TorchDispatchMode):
         for x in tensors_in(out):
             if x.ndim and storage_id(x) not in given:
                 self._add(x.untyped_storage())
-        self.see(func, args, kwargs, out)
+        self.on_operator(func, args, kwargs, out)
         return out
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def on_operator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         """Handle an operator that has run; subclasses override this hook."""
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -287,7 +289,9 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _marked(spans: Spans, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any) -> Tensor:
+def _forward_with_marks(
+    spans: AllocationTrace, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any
+) -> Tensor:
     """Run the block's forward; mark begin and end of recomputation, and the end of backward."""
     is_again = "loss" in spans.marks
     if is_again:

@@ -40,7 +40,7 @@ _SMALLEST_GPU_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Load:
+class MemoryInputs:
     """The model, layout and sizes that determine the memory of a rank.
 
     Attributes:
@@ -86,13 +86,13 @@ class Need:
         return self.weights + self.moments + (sum(last) if self.is_accumulated else max(last))
 
 
-def need_of(load: Load) -> Need:
+def need_of(load: MemoryInputs) -> Need:
     """Return the need of one rank; in a pipeline, the largest need of any rank."""
     needs = (_need_of_rank(load, pp_rank) for pp_rank in range(load.strategy.pp.degree))
     return max(needs, key=lambda need: need.total)
 
 
-def _need_of_host(load: Load, num_here: int) -> int:
+def _need_of_host(load: MemoryInputs, num_here: int) -> int:
     """Return the least bytes that this host's ranks need in total; on GPU, the fullest rank's.
 
     If the host runs only some of the ranks, each counts as the pipeline stage of the least need.
@@ -106,7 +106,7 @@ def _need_of_host(load: Load, num_here: int) -> int:
     return num_here * sum(needs) // len(needs) + each
 
 
-def _need_of_rank(load: Load, pp_rank: int) -> Need:
+def _need_of_rank(load: MemoryInputs, pp_rank: int) -> Need:
     strategy, shape = load.strategy, load.shape
     num_here, cut, schedule = num_parameters(shape).total, None, None
     if strategy.pp.degree > 1:
@@ -126,14 +126,14 @@ def _need_of_rank(load: Load, pp_rank: int) -> Need:
 
 
 def _activations(
-    load: Load, cut: Sequence[range] | None, schedule: Schedule | None, pp_rank: int
+    load: MemoryInputs, cut: Sequence[range] | None, schedule: Schedule | None, pp_rank: int
 ) -> int:
-    from phalanx.account.activations import activations, held_by
+    from phalanx.account.activations import activations, peak_on_rank
 
     strategy, shape = load.strategy, load.shape
     sizes = (load.seq_len, load.microbatch, load.arithmetic)
     of_one = activations(shape, strategy, *sizes, device=load.device)
-    return held_by(of_one, shape.num_layers, cut, schedule, pp_rank)
+    return peak_on_rank(of_one, shape.num_layers, cut, schedule, pp_rank)
 
 
 def check_memory_for(num_ranks: int) -> None:
@@ -152,7 +152,7 @@ def check_memory_for(num_ranks: int) -> None:
         )
 
 
-def check_fit(load: Load, name: str, num_here: int) -> None:
+def check_fit(load: MemoryInputs, name: str, num_here: int) -> None:
     """Check that the model `name` can fit in the memory of the `num_here` ranks of this host.
 
     Raises:
@@ -180,7 +180,7 @@ def check_fit(load: Load, name: str, num_here: int) -> None:
     )
 
 
-def _parts(load: Load) -> str:
+def _parts(load: MemoryInputs) -> str:
     """Return the need of one rank as text, by weights, moments, gradients and activations."""
     need = need_of(load)
     parts = [f"{_gib(need.weights)} of weights", f"{_gib(need.gradients)} of gradients"]
@@ -193,10 +193,10 @@ def _parts(load: Load) -> str:
     return f"{which} {', '.join(parts)}"
 
 
-def _advice(load: Load, num_here: int, room: int) -> list[str]:
+def _advice(load: MemoryInputs, num_here: int, room: int) -> list[str]:
     """Return up to two options under which the model fits in `room`, and the largest preset."""
 
-    def fitting(ways: Iterable[tuple[str, Load]]) -> Iterator[tuple[str, int]]:
+    def fitting(ways: Iterable[tuple[str, MemoryInputs]]) -> Iterator[tuple[str, int]]:
         for words, other in ways:
             states = dataclasses.replace(other, has_activations=False)
             with suppress(StrategyError):  # another model may have fewer layers than stages
@@ -210,7 +210,7 @@ def _advice(load: Load, num_here: int, room: int) -> list[str]:
     return advice + [f"{words} ({_gib(size)} GiB)" for words, size in models]
 
 
-def _other_splits(load: Load) -> Iterator[tuple[str, Load]]:
+def _other_splits(load: MemoryInputs) -> Iterator[tuple[str, MemoryInputs]]:
     """Yield alternatives for the same model, the least change first: options, and their load."""
     strategy = load.strategy
     degree = strategy.dp.degree * strategy.fsdp.degree
@@ -227,7 +227,7 @@ def _other_splits(load: Load) -> Iterator[tuple[str, Load]]:
             yield f"--batch.microbatch 1{words}", tiny
 
 
-def _smaller_models(load: Load) -> Iterator[tuple[str, Load]]:
+def _smaller_models(load: MemoryInputs) -> Iterator[tuple[str, MemoryInputs]]:
     """Yield presets that allow the sequence length, the largest first: option, and its load."""
     largest_first = sorted(PRESETS.items(), key=lambda row: -num_parameters(row[1]).total)
     for name, shape in largest_first:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from phalanx.account.count import Case, kind_of
+from phalanx.account.count import Case, one_block_shape
 from phalanx.account.work import Work, product_flops, work_of
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape, causal_pairs
@@ -105,7 +105,7 @@ def step_flops(
     segment_size = recompute.segment_size(shape.num_layers)
     recomputed = 0
     if segment_size is not None:
-        again = product_flops(_of_sequence(shape, seq_len, "full").again)
+        again = product_flops(_of_sequence(shape, seq_len, "full").recompute)
         last = num_sequences * (forward_flops - again)
         num_segments = -(-shape.num_layers // segment_size)
         recomputed = shape.num_layers * block + all_attention - num_segments * last
@@ -119,7 +119,7 @@ def step_flops(
 def _of_sequence(shape: ModelShape, seq_len: int, recompute: Literal["none", "full"]) -> Work:
     """Count one sequence through one block without a window; its weights are as in all blocks."""
     strategy = Strategy(recompute=Recompute(recompute))
-    one = kind_of(shape, None, seq_len)
+    one = one_block_shape(shape, None, seq_len)
     # Products with weights are equal on all devices; GPU kernels take fewer operators to trace.
     return work_of(Case(one, strategy, seq_len, 1, "float32", "cuda"))
 

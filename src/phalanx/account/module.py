@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from phalanx.account.count import Spans, storage_id
+from phalanx.account.count import AllocationTrace, storage_id
 from phalanx.account.work import Operation, operation_of
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.blocks import blocks_of
@@ -35,7 +35,7 @@ class CountedLink:
         forward, backward: its operations, without recomputation.
         kept: bytes saved for backward, its output included.
         output: bytes of its output.
-        at_work: peak bytes in its backward, in addition to bytes that earlier links saved.
+        peak: peak bytes in its backward, in addition to bytes that earlier links saved.
         is_block: whether recomputation can run it again.
     """
 
@@ -44,7 +44,7 @@ class CountedLink:
     backward: tuple[Operation, ...]
     kept: int
     output: int
-    at_work: int
+    peak: int
     is_block: bool
 
     @property
@@ -87,7 +87,7 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
     return run.counted(gradients, blocks)
 
 
-class _Run(Spans):
+class _Run(AllocationTrace):
     """A dispatch mode that records operations and storages by link."""
 
     def __init__(self, model: nn.Module, links: Sequence[Sequence[str]]) -> None:
@@ -150,7 +150,7 @@ class _Run(Spans):
                 backward=tuple(self._backward[number]),
                 kept=levels[begins[number + 1]] - levels[begins[number]],
                 output=self._output[number],
-                at_work=max(most[number], levels[begins[number + 1]] - levels[begins[number]]),
+                peak=max(most[number], levels[begins[number + 1]] - levels[begins[number]]),
                 is_block=set(names) <= blocks,
             )
             for number, names in enumerate(self._links)

@@ -53,7 +53,7 @@ class Operation(NamedTuple):
         num_bytes: bytes read and written.
         product: rows, columns and inner size of a matrix product; zeros for other operators.
         scores: attention scores, all queries x all keys, masked pairs included; 0 for others.
-        is_of_weights: whether it reads only weights or their gradients.
+        reads_only_weights: whether it reads only weights or their gradients.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Operation(NamedTuple):
     num_bytes: int
     product: tuple[int, int, int] = (0, 0, 0)
     scores: int = 0
-    is_of_weights: bool = False
+    reads_only_weights: bool = False
 
 
 class Work(NamedTuple):
@@ -71,14 +71,14 @@ class Work(NamedTuple):
         inputs: the embedding, forward and backward.
         block: forward of one block.
         backward: backward of one block, without recomputation.
-        again: recomputation of one block in backward.
+        recompute: recomputation of one block in backward.
         head: the last norm, the output projection and the loss, forward and backward.
     """
 
     inputs: tuple[Operation, ...]
     block: tuple[Operation, ...]
     backward: tuple[Operation, ...]
-    again: tuple[Operation, ...]
+    recompute: tuple[Operation, ...]
     head: tuple[Operation, ...]
 
 
@@ -114,7 +114,7 @@ def _scaled(one: Case, num_sequences: int, parts: int) -> Work:
 
 def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> Operation:
     """Scale an operation with the number of tokens; in a product, the size that counts tokens."""
-    if of.is_of_weights:
+    if of.reads_only_weights:
         return of
     rows, columns, inner = of.product
     if rows:
@@ -145,11 +145,11 @@ def _count(case: Case) -> Work:
     """Return the operations of `case` from a run on the meta device; results are cached."""
     model, seen = decoder_of(case), _Operations(case)
     kernel_mode, (block, *_) = Kernels(case.device), model.blocks
-    block.forward = MethodType(functools.partial(_seen, seen, kernel_mode), block)
+    block.forward = MethodType(functools.partial(_forward_by_part, seen, kernel_mode), block)
     split(case, model)
     model.norm.register_forward_pre_hook(seen.enter_head)
-    seen.know(model.parameters())
-    with kernels.assumed(case.device), kernel_mode, seen:
+    seen.register_weights(model.parameters())
+    with kernels.assumed_device(case.device), kernel_mode, seen:
         batch = batch_of(case)
         loss = model(labels_BT=labels_of(case), **batch)
         seen.is_backward = True
@@ -171,7 +171,7 @@ class _Operations(TorchDispatchMode):
         self._weights: list[Tensor] = []  # kept alive, so that no new storage reuses their ids
         self._of_weights: set[int] = set()
 
-    def know(self, weights: Iterable[Tensor]) -> None:
+    def register_weights(self, weights: Iterable[Tensor]) -> None:
         """Register tensors that are weights, or results computed from weights alone."""
         for each in weights:
             local = each.to_local() if isinstance(each, DTensor) else each
@@ -206,13 +206,15 @@ class _Operations(TorchDispatchMode):
         is_of_weights = all(storage_id(x) in self._of_weights for x in inputs if x.ndim)
         rows, _, inner = found.product
         if is_of_weights or (inner == self._num_tokens and rows != inner):  # a weight's gradient
-            self.know(outputs)
+            self.register_weights(outputs)
         of_weights = is_of_weights and bool(inputs)
         self.parts[self.part].append(found._replace(is_of_weights=of_weights))
         return out
 
 
-def _seen(seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any) -> Tensor:
+def _forward_by_part(
+    seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any
+) -> Tensor:
     """Run the block's forward, and set the part of its forward, recomputation and backward."""
     seen.enter("again" if seen.is_backward else "block")
     if not seen.is_backward and x.requires_grad:

@@ -19,7 +19,15 @@ from rich.table import Table
 
 from phalanx.bench.in_step import core_in_step
 from phalanx.bench.picture import draw_ceiling
-from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
+from phalanx.bench.verb import (
+    BenchResult,
+    DeviceConfig,
+    OnDevice,
+    PrintLine,
+    device_fields,
+    resolve_device,
+    table,
+)
 from phalanx.config.fields import Range
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.logs import values_of
@@ -42,7 +50,7 @@ class CeilingConfig(DeviceConfig):
     FILE.json, which stands for a cluster too."""
 
 
-def run(config: CeilingConfig, say: Say) -> Found:
+def run(config: CeilingConfig, say: PrintLine) -> BenchResult:
     """Measure the ceiling; return its table and picture, and write the calibration if requested."""
     del say
     path = None if config.write is None else calibration_file.path_of(config.write)
@@ -55,7 +63,7 @@ def run(config: CeilingConfig, say: Say) -> Found:
         if compute.core is not None:
             compute = dataclasses.replace(compute, core=core_in_step(found, compute, compute.core))
         calibration_file.keep(path, dataclasses.replace(found, compute=compute))
-    return Found(
+    return BenchResult(
         name=f"ceiling-{ceiling.device}-{ceiling.arithmetic}",
         shown=[
             f"Matrix products in {ceiling.arithmetic}, {ceiling.machine}",
@@ -108,7 +116,7 @@ class Ceiling(OnDevice):
         return table(headings, rows, num_words=0)
 
     def remarks(self) -> list[str]:
-        """Return the lines below the table: the ceiling, and the peak of the data sheet if known."""
+        """Return the lines below the table: the ceiling, and the data sheet's peak if known."""
         words = (
             f"ceiling {self.flops_per_s / 1e12:.3f} TFLOP/s (fastest repeat), sustained "
             f"{self.sustained_flops_per_s / 1e12:.3f} TFLOP/s (best median)"
@@ -123,7 +131,7 @@ class Ceiling(OnDevice):
 
 def measure_ceiling(config: CeilingConfig) -> Ceiling:
     """Measure square products of 512, 1024, ... `max_size`; skip sizes beyond memory or budget."""
-    device, arithmetic = resolved(config)
+    device, arithmetic = resolve_device(config)
     points: list[MatmulPoint] = []
     skipped: list[tuple[int, str]] = []
     begin_s = time.perf_counter()
@@ -138,7 +146,9 @@ def measure_ceiling(config: CeilingConfig) -> Ceiling:
             else:
                 skipped.append((size, reason))
             size *= 2
-    return Ceiling(**described(device, arithmetic), points=tuple(points), skipped=tuple(skipped))
+    return Ceiling(
+        **device_fields(device, arithmetic), points=tuple(points), skipped=tuple(skipped)
+    )
 
 
 def _obstacle(

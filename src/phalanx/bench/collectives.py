@@ -24,7 +24,7 @@ from rich.table import Table
 from phalanx.account.fit import check_memory_for
 from phalanx.bench.in_step import median_s, time_in_step
 from phalanx.bench.link_picture import draw_fits
-from phalanx.bench.verb import Found, ResultConfig, Say, table
+from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig, table
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.shared_memory import SharedMemory
 from phalanx.config.fields import Range
@@ -41,16 +41,16 @@ SMALLEST_BYTES: Final = 4 << 10
 GROWTH: Final = 4
 """Ratio of each tensor size to the previous one."""
 
-UNITS: Final[dict[str, Unit]] = {"tp": "server", "dp": "cluster"}
+LEVEL_OF_AXIS: Final[dict[str, Unit]] = {"tp": "server", "dp": "cluster"}
 """Axis -> level of its link: `tp` joins the ranks of a host, `dp` one rank of each host."""
 
-BETWEEN: Final[dict[Unit, str]] = {"server": "a host's ranks", "cluster": "hosts"}
+LEVEL_WORDS: Final[dict[Unit, str]] = {"server": "a host's ranks", "cluster": "hosts"}
 """Level -> the words of a table for the parts that its link joins."""
 
 ENGINES: Final = {"shared memory": True, "gloo": False}
 """Engine of collectives on CPUs -> whether it uses shared memory."""
 
-OF_TRAINING: Final = "shared memory"
+TRAINING_ENGINE: Final = "shared memory"
 """Engine that training uses by default."""
 
 
@@ -115,7 +115,7 @@ class Fit:
         return hops * self.latency_s + sent / self.bandwidth
 
 
-def run(config: CommConfig, say: Say) -> Found:
+def run(config: CommConfig, say: PrintLine) -> BenchResult:
     """Measure the collectives, fit the links, and return the tables and the picture.
 
     Raises:
@@ -123,13 +123,13 @@ def run(config: CommConfig, say: Say) -> Found:
     """
     is_first = not is_under_torchrun() or read_rank_env().rank == 0
     path = None if config.write is None else calibration_file.path_of(config.write)
-    num_ranks, num_here, device = _asked(config)
+    num_ranks, num_here, device = _ranks_and_device(config)
     if device == "cpu":
         check_memory_for(num_here)
-    samples = slowest(
+    samples = slowest_samples(
         run_ranks(time_rank, num_ranks, config, num_here, device=device, threads=config.threads)
     )
-    fits = list(fitted(samples))
+    fits = list(fit_samples(samples))
     in_step = 1.0
     if device == "cpu":
         in_step = max(run_ranks(time_in_step, num_ranks, num_here, threads=config.threads))
@@ -140,7 +140,7 @@ def run(config: CommConfig, say: Say) -> Found:
         num_hosts = num_ranks // num_here
         calibration_file.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
         kept = f"wrote {path}"
-    return Found(
+    return BenchResult(
         name=f"comm-{device}",
         is_shown=is_first,
         shown=[
@@ -171,7 +171,7 @@ def _samples_table(samples: Sequence[Sample]) -> Table:
         (
             one.op,
             one.engine,
-            str(one.num_ranks) if UNITS[one.axis] == "server" else f"{one.num_ranks} hosts",
+            str(one.num_ranks) if LEVEL_OF_AXIS[one.axis] == "server" else f"{one.num_ranks} hosts",
             f"{one.num_bytes / 1024:.0f}",
             f"{1e6 * one.time_s:.1f}",
             f"{one.algbw / 1e9:.3g}",
@@ -187,7 +187,7 @@ def _table(fits: Sequence[Fit]) -> Table:
     headings = ("between", "by", "collective", "ranks", "hop, us", "GB/s", "largest error")
     rows = [
         (
-            BETWEEN[one.unit],
+            LEVEL_WORDS[one.unit],
             one.engine,
             one.op,
             str(one.num_ranks),
@@ -200,11 +200,11 @@ def _table(fits: Sequence[Fit]) -> Table:
     return table(headings, rows, num_words=3)
 
 
-def _asked(config: CommConfig) -> tuple[int, int, str]:
+def _ranks_and_device(config: CommConfig) -> tuple[int, int, str]:
     """Return the number of ranks, the number of ranks on each host, and the device.
 
     Raises:
-        ConfigError: there is only one rank, fewer GPUs than ranks, or another number under torchrun.
+        ConfigError: there is one rank, fewer GPUs than ranks, or `ranks` contradicts torchrun.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.device
@@ -231,13 +231,13 @@ def time_rank(config: CommConfig, num_here: int) -> list[Sample]:
     axes = {"dp": num_ranks // num_here, "tp": num_here}
     samples: list[Sample] = []
     if torch.distributed.get_backend() == "nccl":
-        return list(_timed(config, Ranks(axes, "cuda"), "NCCL"))
+        return list(_samples(config, Ranks(axes, "cuda"), "NCCL"))
     for engine, shares_memory in ENGINES.items():
-        samples += _timed(config, Ranks(axes, shares_memory=shares_memory), engine)
+        samples += _samples(config, Ranks(axes, shares_memory=shares_memory), engine)
     return sorted(samples, key=lambda sample: (sample.axis == "dp", OPS.index(sample.op)))
 
 
-def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
+def _samples(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
     """Yield the samples of one engine, on the axes whose collectives that engine runs."""
     for axis in ("tp", "dp"):
         num = comm.size(axis)
@@ -262,7 +262,7 @@ def _timed(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
 
 
 class TimedCollective:
-    """One collective on float32 tensors allocated so that its engine needs no copy."""
+    """One collective on float32 tensors that `comm` allocates, so that no copy is needed."""
 
     def __init__(self, comm: Comm, op: str, axis: str, size: int) -> None:
         self._comm, self._op, self._axis = comm, op, axis
@@ -291,7 +291,7 @@ class TimedCollective:
                 start(whole, axis, peer).wait()
 
     def num_wrong(self) -> int:
-        """Run once more; return the number of wrong result elements over the ranks of the axis."""
+        """Run it again; return the number of wrong result elements over the ranks of the axis."""
         self._fill()
         self.run()
         numbers = torch.arange(1.0, 1 + self._num, device=self.whole.device)
@@ -304,12 +304,14 @@ class TimedCollective:
         return int(self._comm.all_reduce(wrong, self._axis))
 
 
-def slowest(of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return each sample of the slowest rank, because a rank without a send partner takes no time."""
-    return [max(same, key=lambda sample: sample.time_s) for same in zip(*of_ranks, strict=True)]
+def slowest_samples(samples_by_rank: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return each sample of the slowest rank; a rank without a send partner takes no time."""
+    return [
+        max(same, key=lambda sample: sample.time_s) for same in zip(*samples_by_rank, strict=True)
+    ]
 
 
-def fitted(samples: Sequence[Sample]) -> Iterator[Fit]:
+def fit_samples(samples: Sequence[Sample]) -> Iterator[Fit]:
     """Yield the fit of each collective on each axis, in the order of the samples."""
     groups: dict[tuple[str, str, str], list[Sample]] = {}
     for sample in samples:
@@ -323,7 +325,7 @@ def fitted(samples: Sequence[Sample]) -> Iterator[Fit]:
             for hops, sent, time_s in points
         ]
         yield Fit(
-            unit=UNITS[axis],
+            unit=LEVEL_OF_AXIS[axis],
             engine=engine,
             op=op,
             num_ranks=num,
@@ -339,8 +341,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     Args:
         points: hops, bytes and seconds of each measured time.
 
-    Both are at least 0: if the least sum has a negative latency, only bytes are fitted; if it has no
-    positive time per byte, only hops are fitted, and the time per byte is an upper bound.
+    Neither is negative: if the least sum has a negative latency, only bytes are fitted. If it has
+    no positive time per byte, only hops are fitted, and the time per byte is an upper bound.
     """
     rows = [(hops / time_s, sent / time_s) for hops, sent, time_s in points]
     hh, hs = sum(h * h for h, _ in rows), sum(h * s for h, s in rows)
@@ -365,7 +367,7 @@ def levels_of(fits: Sequence[Fit], num_here: int, in_step: float) -> tuple[Level
         engines = [one.engine for one in here]
         if not here:
             continue
-        backend = OF_TRAINING if OF_TRAINING in engines else engines[0]
+        backend = TRAINING_ENGINE if TRAINING_ENGINE in engines else engines[0]
         of = {one.op: one for one in here if one.engine == backend}
         whole = of["all_reduce"]
         link = Link(

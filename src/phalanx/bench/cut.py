@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 from rich.table import Table
 
-from phalanx.account.fit import Load, check_fit
-from phalanx.bench.verb import DecoderConfig, Found, Say, table
+from phalanx.account.fit import MemoryInputs, check_fit
+from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import ConfigError
@@ -66,10 +66,10 @@ def _strategy_to_cut(text: str) -> Strategy:
     return strategy
 
 
-def run(config: CutConfig, say: Say) -> Found:
+def run(config: CutConfig, say: PrintLine) -> BenchResult:
     """Measure the layers; return tables of the layers and of the cuts by FLOPs and by times."""
     strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
-    alone = Load(shape, Strategy(), config.microbatch, 1, config.seq_len, config.precision)
+    alone = MemoryInputs(shape, Strategy(), config.microbatch, 1, config.seq_len, config.precision)
     check_fit(dataclasses.replace(alone, has_activations=False, has_moments=False), config.model, 1)
     cut = plan_decoder(strategy, shape).cut
     assert cut is not None, "the strategy has pp"
@@ -84,7 +84,7 @@ def run(config: CutConfig, say: Say) -> Found:
     of_both = [forward_s + backward_s for forward_s, backward_s in times]
     by_times = with_best_cut(strategy, of_both)
     cuts = {"FLOPs": by_flops, "times": by_times}
-    return Found(
+    return BenchResult(
         name=f"cut-{config.model}-pp{strategy.pp.degree}",
         shown=[
             _table_of_layers(shape, times),

@@ -28,7 +28,7 @@ from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import DEFAULT
 from phalanx.strategy import Strategy
 
-_CROWD: Final = 4
+_RANKS_PER_CORE: Final = 4
 """Ranks per core in the measurement of cores that several ranks share."""
 
 _STEPS: Final = 9
@@ -38,18 +38,19 @@ _STEPS: Final = 9
 def core_in_step(found: Calibration, compute: Compute, core: Core) -> Core:
     """Return `core` with measured slowdowns: `in_step`, and `crowd` for ranks that share a core.
 
-    A small decoder runs on one rank per core, and then on `_CROWD` ranks per core.
+    A small decoder runs on one rank per core, and then on `_RANKS_PER_CORE` ranks per core.
     """
     precision = "bfloat16" if "bfloat16" in core.products else "float32"
     one_s, crowd_s = (
-        statistics.median(run_ranks(step_s, num * found.num_here, threads=1)) for num in (1, _CROWD)
+        statistics.median(run_ranks(step_s, num * found.num_here, threads=1))
+        for num in (1, _RANKS_PER_CORE)
     )
     alone = dataclasses.replace(core, in_step=1.0)
     measured = dataclasses.replace(found, compute=dataclasses.replace(compute, core=alone))
     planned = PlannedStep(SMALL, Strategy(), SMALL.max_seq_len, SMALL_ROWS, 1, precision)
     device = calibration.as_cluster("this", measured).device
     in_step = one_s / model_spent(planned, device, DEFAULT).alone
-    crowd = math.log(crowd_s / one_s / _CROWD) / math.log(_CROWD)
+    crowd = math.log(crowd_s / one_s / _RANKS_PER_CORE) / math.log(_RANKS_PER_CORE)
     return dataclasses.replace(core, in_step=in_step, crowd=max(0.0, crowd))
 
 

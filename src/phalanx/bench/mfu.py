@@ -30,7 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.account.flops import Flops
-from phalanx.bench.verb import DeviceConfig, Found, OnDevice, Say, described, resolved, table
+from phalanx.bench.verb import (
+    BenchResult,
+    DeviceConfig,
+    OnDevice,
+    PrintLine,
+    device_fields,
+    resolve_device,
+    table,
+)
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
@@ -104,7 +112,7 @@ class MfuConfig(DeviceConfig):
     """lecture: float32 weights under autocast, biases, Adam, new inputs; plain stands beside it."""
 
 
-def run(config: MfuConfig, say: Say) -> Found:
+def run(config: MfuConfig, say: PrintLine) -> BenchResult:
     """Measure the perceptron; return a table and the formulas of its MFU."""
     del say
     recipes: tuple[Recipe, ...] = ("plain",) if config.recipe == "plain" else ("lecture", "plain")
@@ -119,7 +127,7 @@ def run(config: MfuConfig, say: Say) -> Found:
     columns = [dict(each.rows()) for each in results]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     headings = ("recipe", *(each.recipe for each in results)) if beside else ("", "")
-    return Found(
+    return BenchResult(
         name=f"{name}-compiled" if result.is_compiled else name,
         shown=[
             f"MFU of a perceptron in {result.arithmetic}, {result.machine}",
@@ -137,7 +145,7 @@ def measure_mlp(config: MfuConfig) -> MlpRun:
     The ceiling is the best rate of quick products before the steps, and of the square product of
     the perceptron's width, before and after the steps in the same process.
     """
-    device, arithmetic = resolved(config)
+    device, arithmetic = resolve_device(config)
     ceiling = quick_ceiling(device, arithmetic)
     with arithmetic_of(arithmetic) as dtype:
         width, choice = _choose_width(config, device, dtype, ceiling)
@@ -146,7 +154,7 @@ def measure_mlp(config: MfuConfig) -> MlpRun:
         make_loss, optimizer = make(device, dtype, config.layers, width, config.compile)
         step_times_s, optimizer_times_s = _time_steps(device, make_loss, optimizer, config.budget_s)
         ceiling = max(ceiling, _square_rate(device, dtype, width))
-    found = OnDevice(**described(device, arithmetic))
+    found = OnDevice(**device_fields(device, arithmetic))
     return MlpRun(
         **vars(found),
         recipe=config.recipe,

@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 import torch
 from rich.table import Table
 
-from phalanx.account.fit import Load, check_fit, check_memory_for
-from phalanx.bench.verb import DecoderConfig, Found, Say, table
+from phalanx.account.fit import MemoryInputs, check_fit, check_memory_for
+from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
@@ -69,7 +69,7 @@ class ScalingPoint:
 
     @property
     def speed_up(self) -> float | None:
-        """Median over the rounds; None if it is above N, so that the measurement is wrong."""
+        """Median over the rounds; None if it is above N, because then the measurement is wrong."""
         median = statistics.median(self.speed_ups)
         return median if median <= self.num_ranks else None
 
@@ -102,7 +102,7 @@ class ScalingConfig(DecoderConfig):
         return with_sizes(shape_of(self.model), self.shape)
 
 
-def run(config: ScalingConfig, say: Say) -> Found:
+def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
     """Measure the strategies, and return the table.
 
     Raises:
@@ -125,7 +125,7 @@ def run(config: ScalingConfig, say: Say) -> Found:
     ]
     kept = ("model", "global_size", "seq_len", "precision", "device", "threads", "steps", "rounds")
     settings = {name: getattr(config, name) for name in kept}
-    return Found(
+    return BenchResult(
         name=f"scaling-{device}",
         shown=[_table(points, num_tokens), *_remarks(points, config)],
         values={
@@ -181,7 +181,7 @@ def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]
     return lines
 
 
-def measure_scaling(config: ScalingConfig, say: Say) -> list[ScalingPoint]:
+def measure_scaling(config: ScalingConfig, say: PrintLine) -> list[ScalingPoint]:
     """Time one rank and every strategy in each round."""
     parsed = [Strategy.parse(text) for text in (ONE_RANK, *config.strategies)]
     texts = list(dict.fromkeys(map(str, parsed)))
@@ -194,7 +194,7 @@ def measure_scaling(config: ScalingConfig, say: Say) -> list[ScalingPoint]:
         say(f"round {number + 1} of {config.rounds}: {', '.join(texts)} ...")
         for text in texts:
             seconds = run_ranks(
-                time_rank,
+                time_strategy,
                 Strategy.parse(text).num_ranks,
                 text,
                 config,
@@ -220,7 +220,7 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
     batch = solve_batch(
         BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
     )
-    load = Load(
+    load = MemoryInputs(
         shape=config.model_shape,
         strategy=strategy,
         microbatch=batch.microbatch,
@@ -240,7 +240,7 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
         )
 
 
-def time_rank(text: str, config: ScalingConfig, *, compile: bool = False) -> float:
+def time_strategy(text: str, config: ScalingConfig, *, compile: bool = False) -> float:
     """Run steps on this rank, with compiled blocks if `compile`; return the median seconds."""
     strategy, shape = Strategy.parse(text), config.model_shape
     comm = Ranks(strategy, config.device)

@@ -60,12 +60,12 @@ class DecoderConfig(ResultConfig):
     """Sizes that replace the preset's."""
 
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 """Function that prints a line while a verb measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BenchResult:
     """The result of a verb.
 
     Attributes:
@@ -109,7 +109,7 @@ class OnDevice:
         return peak_of(self.device_name, self.arithmetic) if self.device == "cuda" else None
 
 
-def described(device: torch.device, arithmetic: Arithmetic) -> dict[str, Any]:
+def device_fields(device: torch.device, arithmetic: Arithmetic) -> dict[str, Any]:
     """Return the fields of `OnDevice` for a device of this machine."""
     return {
         "device": device.type,
@@ -129,7 +129,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], num_words: int
     return drawn
 
 
-def resolved(config: DeviceConfig) -> tuple[torch.device, Arithmetic]:
+def resolve_device(config: DeviceConfig) -> tuple[torch.device, Arithmetic]:
     """Set the threads; return device and data type, with `auto` resolved for this machine."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)

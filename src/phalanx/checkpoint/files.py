@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.errors import CheckpointError
-from phalanx.storage import PARTIAL, become, checksum, sync
+from phalanx.storage import PARTIAL, checksum, publish_folder, sync
 
 
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
@@ -29,7 +29,9 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
             continue
         problem = _problem(folder / name, num_bytes, sha256)
         if problem is not None:
-            raise CheckpointError(f"its file {name} {problem}{manifest.others_than(folder)}")
+            raise CheckpointError(
+                f"its file {name} {problem}{manifest.older_checkpoints_hint(folder)}"
+            )
 
 
 def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
@@ -69,7 +71,7 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
         OSError: the folder cannot be created.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    whole = manifest.whole(final.parent.parent).values()
+    whole = manifest.complete_checkpoints(final.parent.parent).values()
     for path in final.parent.iterdir():
         if path.suffix == manifest.REMOVED and path in whole:
             path.rename(path.with_suffix(""))
@@ -105,7 +107,7 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
     sync(partial)  # if the sync fails, the checkpoint to replace is still in place
     if is_there:
         final.rename(removed)
-    become(partial, final)
+    publish_folder(partial, final)
     if is_there:
         _remove(removed)
 
@@ -117,9 +119,9 @@ def remove_older(run: Path, keep: int | None, best: int | None = None) -> None:
     and the others except the last `keep`. The checkpoint after `best` steps is never removed.
     A checkpoint that cannot be removed does not fail the run: the next save tries again.
     """
-    found = manifest.whole(run)
+    found = manifest.complete_checkpoints(run)
     whole = list(found.values())
-    passing = manifest.passing(run)
+    passing = manifest.temporary_checkpoints(run)
     lasting = [folder for folder in whole if folder not in passing]
     older = [folder for folder in passing if folder != whole[-1]]
     for folder in older + ([] if keep is None else lasting[:-keep]):

@@ -113,15 +113,18 @@ def write_json(path: Path, content: Mapping[str, Any], indent: int | None = None
     path.write_text(text, encoding="utf-8")
 
 
-def harmless(value: Any) -> Any:
+def escape_control(value: Any) -> Any:
     """Return a JSON value with every control character in its strings escaped."""
     match value:
         case str():
             return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
         case dict():
-            return {harmless(k): harmless(v) for k, v in cast("dict[str, Any]", value).items()}
+            return {
+                escape_control(k): escape_control(v)
+                for k, v in cast("dict[str, Any]", value).items()
+            }
         case list() | tuple():
-            return [harmless(inner) for inner in cast("list[Any]", value)]
+            return [escape_control(inner) for inner in cast("list[Any]", value)]
         case _:
             return value
 
@@ -192,5 +195,5 @@ def is_plain_name(name: str) -> bool:
 
 def brief(value: object, limit: int = 80) -> str:
     """Return an untrusted value, or an error that quotes one, as text of at most `limit`."""
-    text = harmless(str(value)) if isinstance(value, Exception) else repr(value)
+    text = escape_control(str(value)) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

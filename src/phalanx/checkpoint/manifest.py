@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from phalanx.checkpoint.foreign import (
     brief,
     decode,
-    harmless,
+    escape_control,
     is_plain_name,
     read_json,
     write_json,
@@ -149,7 +149,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         CheckpointError: the file would be too large for `read_json`.
         OSError: the write failed, for example because the disk is full.
     """
-    values = harmless(dataclasses.asdict(manifest))
+    values = escape_control(dataclasses.asdict(manifest))
     values["sha256"] = _sha256(values)
     write_json(folder / NAME, values, indent=2)
 
@@ -169,12 +169,14 @@ def read(folder: Path) -> Manifest:
     try:
         return _decode(read_json(path))
     except FileNotFoundError as error:
-        others = others_than(folder)
+        others = older_checkpoints_hint(folder)
         raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}{others}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{others_than(folder)}") from error
+        raise CheckpointError(f"{error}{older_checkpoints_hint(folder)}") from error
     except ValueError as error:
-        raise CheckpointError(f"cannot read {path}: {error}{others_than(folder)}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error}{older_checkpoints_hint(folder)}"
+        ) from error
 
 
 def _decode(values: dict[str, Any]) -> Manifest:
@@ -218,7 +220,7 @@ def run_of(folder: Path) -> Path | None:
     return None
 
 
-def whole(run: Path) -> dict[int, Path]:
+def complete_checkpoints(run: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a run folder by steps done, in ascending order.
 
     `publish` renames the checkpoint that it replaces to `step-N.removed` before the new one gets
@@ -240,7 +242,7 @@ def _step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def not_whole_after(folder: Path) -> str | None:
+def incomplete_after(folder: Path) -> str | None:
     """Return a message that names incomplete checkpoints later than `folder`; None without any."""
     steps_done = _step_of(folder)
     later = sorted(
@@ -254,17 +256,17 @@ def not_whole_after(folder: Path) -> str | None:
     return f"resumes from {folder.name}: {', '.join(later)} {have} no {NAME}, so not all was saved"
 
 
-def passing(run: Path) -> list[Path]:
+def temporary_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder that are `is_passing`."""
     found: list[Path] = []
-    for folder in whole(run).values():
+    for folder in complete_checkpoints(run).values():
         with suppress(CheckpointError):  # an unreadable checkpoint must not be removed
             if read(folder).is_passing:
                 found.append(folder)
     return found
 
 
-def others_than(folder: Path) -> str:
+def older_checkpoints_hint(folder: Path) -> str:
     """Return the end of a message on a damaged checkpoint: older ones of the run to use instead.
 
     At most NUM_NAMED checkpoints are named, latest first; the text is empty if there are none.
@@ -272,7 +274,9 @@ def others_than(folder: Path) -> str:
     run, steps_done = run_of(folder), _step_of(folder)
     if run is None or steps_done is None:
         return ""
-    older = [str(path) for step, path in reversed(whole(run).items()) if step < steps_done]
+    older = [
+        str(path) for step, path in reversed(complete_checkpoints(run).items()) if step < steps_done
+    ]
     named = ", ".join(older[:NUM_NAMED])
     return f"; older checkpoints that can be used instead: {named}" if named else ""
 
@@ -287,7 +291,7 @@ def find(path: Path) -> Path:
         return path
     if not path.exists():
         raise CheckpointError(f"no checkpoint in {path}: it does not exist{hint_of_missing(path)}")
-    found = whole(path)
+    found = complete_checkpoints(path)
     if not found:
         raise CheckpointError(
             f"no checkpoint in {path}: expected a run folder with checkpoints/step-*/{NAME}, or "

@@ -18,7 +18,7 @@ SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "ro
 Adagrad's `sum` is excluded, because a user's optimizer may have a `sum` below 0."""
 
 
-class Together:
+class CombinedOptimizer:
     """Several optimizers with the attributes of one that checkpoints use."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -28,10 +28,10 @@ class Together:
         self.state = {p: held for each in parts for p, held in each.state.items()}
 
 
-AnyOptimizer = torch.optim.Optimizer | Together
+AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
 
 
-def check_whole(
+def check_state_keys(
     moments: Mapping[str, torch.Tensor],
     trained: Mapping[str, torch.Tensor],
     optimizer: AnyOptimizer,
@@ -42,7 +42,7 @@ def check_whole(
         name, key = parameter_and_key(stored_name)
         found.setdefault(name, set()).add(key)
     names = {parameter: name for name, parameter in trained.items()}
-    parts = optimizer.parts if isinstance(optimizer, Together) else [optimizer]
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for part, group in [(each, group) for each in parts for group in each.param_groups]:
         if (kept := dry_state(part, group)) is None:
             continue

@@ -26,7 +26,7 @@ from phalanx.errors import CheckpointError, PeerLost, named
 POLL_S: Final = 0.05
 """Largest seconds between two polls of the store, plus 1 s for every 4,000 ranks."""
 
-GONE_S: Final = 10.0
+LOST_TIMEOUT_S: Final = 10.0
 """Timeout without progress once a rank is known to be lost, in seconds."""
 
 GRACE_S: Final = 5.0
@@ -39,8 +39,8 @@ State = Literal["writing", "written", "failed"]
 class SaveProgress:
     """The progress of the current save on every rank, as far as this rank has read it.
 
-    The main thread calls `begin`, `is_late`, `expect_loss` and `silence`; the writer thread calls
-    the other methods, and `silence` too.
+    The main thread calls `begin`, `is_late`, `expect_loss` and `timeout_error`; the writer thread
+    calls the other methods, and `timeout_error` too.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class SaveProgress:
         self._reported_s = self._moved_s = time.monotonic()
         self._store.set(str(self.rank), "[0]")
         if self.rank == 0:
-            self.conclude("published")
+            self.publish_outcome("published")
 
     def begin(self) -> None:
         """Count the next save, and restart the timeout."""
@@ -76,7 +76,7 @@ class SaveProgress:
 
         The remaining ranks still publish the save if the lost rank had written its file.
         """
-        self.timeout_s = min(self.timeout_s, GONE_S)
+        self.timeout_s = min(self.timeout_s, LOST_TIMEOUT_S)
         self._is_loss_expected = True
 
     def _error(self, words: str) -> CheckpointError | PeerLost:
@@ -88,7 +88,7 @@ class SaveProgress:
         """Whether this rank has seen no progress for longer than rank 0 would wait."""
         return time.monotonic() - self._moved_s > self.timeout_s + GRACE_S
 
-    def moved(self, num_bytes: int) -> None:
+    def report_bytes(self, num_bytes: int) -> None:
         """Report the bytes that this rank has written, at most once per poll interval.
 
         Raises:
@@ -144,7 +144,7 @@ class SaveProgress:
         """
         return self._look_at_all() if self.rank == 0 else self._look_at_first()
 
-    def conclude(
+    def publish_outcome(
         self, outcome: Literal["open", "published", "failed"], error: Exception | None = None
     ) -> None:
         """Publish the outcome of the save for the other ranks; only rank 0 calls this."""
@@ -156,7 +156,7 @@ class SaveProgress:
     def _look_at_all(self) -> list[Any]:
         lines = self._store.multi_get([str(rank) for rank in range(self._num_ranks)])
         states = [json.loads(line) for line in lines]
-        self.conclude("open")
+        self.publish_outcome("open")
         late: list[int] = []
         for rank, state in enumerate(states):
             self._note(str(rank), state)
@@ -180,10 +180,10 @@ class SaveProgress:
         if state[2][0] == self._number:
             raise (PeerLost if state[2][2] else CheckpointError)(state[2][1])
         if self.is_late:
-            raise TimeoutError(str(self.silence()))
+            raise TimeoutError(str(self.timeout_error()))
         return [state]
 
-    def silence(self) -> CheckpointError | PeerLost:
+    def timeout_error(self) -> CheckpointError | PeerLost:
         """Return the error of this rank for a save without progress."""
         waited_s = time.monotonic() - self._moved_s
         who = "this rank's disk takes" if self.rank == 0 else "rank 0, which publishes it, says"

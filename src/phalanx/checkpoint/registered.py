@@ -37,7 +37,7 @@ LOCAL_ROUNDS: Final = "local_rounds"
 TABLE_SUMS: Final = "table_sums"
 """Name of the registered state of embedding tables that servers update by row-wise Adagrad."""
 
-_LEFT: Final = {LOCAL_ROUNDS, TABLE_SUMS}
+_IGNORED_NAMES: Final = {LOCAL_ROUNDS, TABLE_SUMS}
 """Names that a run ignores in a checkpoint if it has not registered them."""
 
 _EXTRA_STATE: Final = "_extra_state"
@@ -46,11 +46,11 @@ _EXTRA_STATE: Final = "_extra_state"
 _COMPARED: Final = 1 << 16
 """Most elements of a tensor that is compared between ranks at each save."""
 
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 """The keys and indices that lead to a value in a nested state."""
 
 
-class Parts(NamedTuple):
+class SplitState(NamedTuple):
     """The states of all registered objects, separated into JSON values and tensors.
 
     Attributes:
@@ -129,7 +129,7 @@ class Registered:
         if extra.modules:
             self.add("extra_state", extra)
 
-    def parts(self) -> Parts:
+    def parts(self) -> SplitState:
         """Return the present states of all registered objects.
 
         Raises:
@@ -140,9 +140,9 @@ class Registered:
         for name, each in self._objects.items():
             plain[name], own = _parts_of(name, each)
             tensors |= own
-        return Parts(plain, tensors)
+        return SplitState(plain, tensors)
 
-    def room(self, plain: Mapping[str, Any], index: Index) -> dict[str, Tensor]:
+    def empty_tensors(self, plain: Mapping[str, Any], index: Index) -> dict[str, Tensor]:
         """Return empty tensors for the saved ones; DTensors where the object has DTensors now.
 
         Args:
@@ -178,14 +178,14 @@ class Registered:
                 else:
                     room[tensor] = torch.empty(shape, dtype=index[tensor].dtype)
         named = [each for each in index if each.startswith(PREFIX) and each not in room]
-        left = tuple(f"{PREFIX}{name}." for name in _LEFT)
+        left = tuple(f"{PREFIX}{name}." for name in _IGNORED_NAMES)
         if unknown := [each for each in named if not each.startswith(left)]:
             raise CheckpointError(f"nothing says whose its tensor {brief(unknown[0])} is")
         return room
 
     def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved states without those that this run ignores, see _LEFT."""
-        names = {*self._objects, *(plain.keys() - _LEFT)}
+        names = {*self._objects, *(plain.keys() - _IGNORED_NAMES)}
         return {name: each for name, each in plain.items() if name in names}
 
     def load(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -207,7 +207,7 @@ class Registered:
                     f"state: {type(error).__name__}: {brief(error, 200)}"
                 ) from error
 
-    def warn_of_others(self, parts: Parts) -> None:
+    def warn_if_ranks_differ(self, parts: SplitState) -> None:
         """Warn once if an object's state differs between ranks; all ranks call this together."""
         own = {name: _digest(name, *parts) for name in parts.plain}
         first, *others = gather_objects(own)
@@ -248,7 +248,7 @@ class ExtraState:
 
 def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON values of an object's state, and its tensors by their names in the files."""
-    found: list[tuple[Path, Tensor]] = []
+    found: list[tuple[KeyPath, Tensor]] = []
     state = _without_tensors(each.state_dict(), (), found)
     what = f"'{name}', a {type(each).__name__}"
     tensors: dict[str, Tensor] = {}
@@ -268,7 +268,7 @@ def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return plain, tensors
 
 
-def _without_tensors(value: Any, path: Path, found: list[tuple[Path, Tensor]]) -> Any:
+def _without_tensors(value: Any, path: KeyPath, found: list[tuple[KeyPath, Tensor]]) -> Any:
     """Return a state with None in place of each tensor; append the tensors to `found`."""
     if isinstance(value, Tensor):
         found.append((path, value))
@@ -283,7 +283,7 @@ def _without_tensors(value: Any, path: Path, found: list[tuple[Path, Tensor]]) -
     return value
 
 
-def _paths_of(name: str, plain: Any) -> list[tuple[Path, str]]:
+def _paths_of(name: str, plain: Any) -> list[tuple[KeyPath, str]]:
     """Return the paths of an object's tensors in its state, with their names in the files."""
     problem = f"it does not say which tensors the state of '{name}' has"
     try:
@@ -295,7 +295,7 @@ def _paths_of(name: str, plain: Any) -> list[tuple[Path, str]]:
     return paths
 
 
-def _put(state: Any, path: Path, tensor: Tensor) -> Any:
+def _put(state: Any, path: KeyPath, tensor: Tensor) -> Any:
     """Return a state with `tensor` inserted at `path`."""
     if not path:
         return tensor

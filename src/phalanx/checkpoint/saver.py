@@ -35,7 +35,12 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.moments import AnyOptimizer
 from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
-from phalanx.checkpoint.state import Held, held_by, held_once_trained, is_of_job
+from phalanx.checkpoint.state import (
+    LocalShard,
+    is_on_all_stages,
+    local_shards,
+    local_shards_with_moments,
+)
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.join import job_timeout
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
@@ -114,7 +119,7 @@ class Saver:
         limits the allocation; None sets no limit. Return a warning to show the user if the memory
         is too small, in which case steps wait for each save; None otherwise.
         """
-        held = held_once_trained(model, optimizer)
+        held = local_shards_with_moments(model, optimizer)
         tensors = [held[name].local for name in self._ours(held)]
         if self._copy.reserve(tensors, free_bytes):
             return None
@@ -137,15 +142,15 @@ class Saver:
         """Copy the state and start to write it; the state may change as soon as this returns.
 
         The writer fills in the `files` of the manifest `about`. For the further tensors `beside`
-        see `held_by`. If `replaces` is set, a complete checkpoint after the same step may exist;
-        the existing one is kept until the new one is complete.
+        see `local_shards`. If `replaces` is set, a complete checkpoint after the same step may
+        exist; the existing one is kept until the new one is complete.
 
         Raises:
             CheckpointError: the previous save failed, or the state cannot be saved, for example
                 because of its dtype.
         """
         self.finish()
-        held = held_by(model, optimizer, beside)
+        held = local_shards(model, optimizer, beside)
         infos = self._ours(held)
         tensors = [held[name].local for name in infos]
         copied = self._copy.take(tensors)
@@ -210,7 +215,7 @@ class Saver:
             self._copy.release()
             self._lock.release()
 
-    def _ours(self, held: dict[str, Held]) -> dict[str, TensorInfo]:
+    def _ours(self, held: dict[str, LocalShard]) -> dict[str, TensorInfo]:
         """Return the tensors that this rank writes; recompute the plan if the shardings change."""
         shardings = {name: each.sharding for name, each in held.items()}
         if shardings != self._own:
@@ -232,7 +237,7 @@ class Saver:
         stage, number = divmod(self._progress.rank, size)
         ranks = range(stage * size, (stage + 1) * size)
         own = {
-            name: sharding if is_of_job(name) else dataclasses.replace(sharding, ranks=ranks)
+            name: sharding if is_on_all_stages(name) else dataclasses.replace(sharding, ranks=ranks)
             for name, sharding in shardings.items()
         }
         every: dict[str, Sharding] = {}
@@ -248,13 +253,13 @@ class Saver:
             elif self._progress.is_late:
                 self._thread = None
                 self._copy = HostCopy()  # the stuck writer still uses the old buffer
-                self._failure = self._failed(self._progress.silence())
+                self._failure = self._failed(self._progress.timeout_error())
 
     def _failed(self, error: Exception) -> CheckpointError | PeerLost:
         """Return the error of a failed save, with the run's last checkpoint in its message."""
         last = "this run has no checkpoint yet"
         with suppress(OSError):
-            if older := manifest.whole(self.run):
+            if older := manifest.complete_checkpoints(self.run):
                 last = f"the last checkpoint is {older[max(older)]}"
         kind = PeerLost if isinstance(error, PeerLost) else CheckpointError
         return kind(f"cannot save {self._final} ({last}): {reason_of(error)}")
@@ -268,7 +273,7 @@ class Saver:
         except (CheckpointError, PeerLost) as error:
             self._failure = error
         except TimeoutError:
-            self._failure = self._failed(self._progress.silence())
+            self._failure = self._failed(self._progress.timeout_error())
         except dist.DistError as error:
             gone = PeerLost(f"the job's store, which rank 0 keeps, has gone: {reason_of(error)}")
             self._failure = self._failed(gone)
@@ -298,7 +303,7 @@ class Saver:
         progress = self._progress
         try:
             make_partial(save.final, replaces=save.replaces)
-            progress.conclude("open")
+            progress.publish_outcome("open")
             progress.report("written", _write_file(save, progress))
             files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}
             files[index.NAME] = index.write(save.partial, save.plan)
@@ -306,9 +311,9 @@ class Saver:
         except Exception as error:  # after any error other ranks must stop waiting
             shutil.rmtree(save.partial, ignore_errors=True)
             failure = self._failed(error)
-            progress.conclude("failed", failure)
+            progress.publish_outcome("failed", failure)
             raise failure from error
-        progress.conclude("published")
+        progress.publish_outcome("published")
         remove_older(self.run, self.keep, save.best)
 
 
@@ -317,7 +322,12 @@ def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum
     if not save.infos:
         return []
     file = file_of(progress.rank)
-    return [(file, tensor_file.write(save.partial / file, save.infos, save.pieces, progress.moved))]
+    return [
+        (
+            file,
+            tensor_file.write(save.partial / file, save.infos, save.pieces, progress.report_bytes),
+        )
+    ]
 
 
 def _lower_priority() -> None:

@@ -131,7 +131,7 @@ class WritePlan:
     def __init__(self, shardings: Mapping[str, Sharding], num_ranks: int) -> None:
         self.shardings = dict(shardings)
         self.num_ranks = num_ranks
-        self._writers = _dealt(self.shardings, num_ranks)
+        self._writers = _assign_writers(self.shardings, num_ranks)
 
     def writes_of(self, rank: int) -> dict[str, TensorInfo]:
         """Return the tensors that `rank` writes, by name, in the order of its file."""
@@ -160,7 +160,7 @@ class WritePlan:
         return layouts
 
 
-def _dealt(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[str, frozenset[int]]:
+def _assign_writers(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[str, frozenset[int]]:
     """Return the ranks that write each tensor; equal sets are one object."""
     loads = np.zeros(num_ranks, np.int64)
     ranks = np.arange(num_ranks)

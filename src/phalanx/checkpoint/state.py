@@ -27,7 +27,12 @@ from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.moments import AnyOptimizer, check_values, check_whole, parameter_and_key
+from phalanx.checkpoint.moments import (
+    AnyOptimizer,
+    check_state_keys,
+    check_values,
+    parameter_and_key,
+)
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
 from phalanx.comm.comm import local_shard
@@ -39,16 +44,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of Adam's state of each parameter, in addition to its step count."""
 
 
-class Held(NamedTuple):
+class LocalShard(NamedTuple):
     """This rank's shard of a tensor of the checkpoint, and the tensor's sharding."""
 
     sharding: Sharding
     local: torch.Tensor
 
 
-def held_by(
+def local_shards(
     model: nn.Module, optimizer: AnyOptimizer, beside: Mapping[str, torch.Tensor]
-) -> dict[str, Held]:
+) -> dict[str, LocalShard]:
     """Return this rank's shards of all tensors to save, by name, without copying them.
 
     Args:
@@ -67,29 +72,29 @@ def held_by(
     }
     for name, tensor in beside.items():
         held[name] = _held(tensor, is_buffer=not isinstance(tensor, DTensor))
-    return held | _rows(generators_of(model))
+    return held | _generator_shards(generators_of(model))
 
 
-def held_once_trained(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Held]:
-    """Return `held_by` with an entry for each moment of Adam that does not exist yet.
+def local_shards_with_moments(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, LocalShard]:
+    """Return `local_shards` with an entry for each moment of Adam that does not exist yet.
 
     The parameter itself, which has the same size, stands in for the missing moment.
     """
-    held = held_by(model, optimizer, {})
+    held = local_shards(model, optimizer, {})
     for name, parameter in _trained(weights_of(model), optimizer).items():
         for key in MOMENTS:
             held.setdefault(f"optimizer.{name}.{key}", _held(parameter))
         steps = torch.zeros((), dtype=torch.float32)
-        held.setdefault(f"optimizer.{name}.step", Held(sharding_of(steps), steps))
+        held.setdefault(f"optimizer.{name}.step", LocalShard(sharding_of(steps), steps))
     return held
 
 
-def _held(tensor: torch.Tensor, *, is_buffer: bool = False) -> Held:
+def _held(tensor: torch.Tensor, *, is_buffer: bool = False) -> LocalShard:
     sharding = replace(sharding_of(tensor), is_buffer=is_buffer)
-    return Held(sharding, local_shard(tensor.detach()))
+    return LocalShard(sharding, local_shard(tensor.detach()))
 
 
-def is_of_job(name: str) -> bool:
+def is_on_all_stages(name: str) -> bool:
     """Return whether all pipeline stages hold shards of the tensor `name`."""
     return name.startswith("generators.")
 
@@ -123,12 +128,12 @@ def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tenso
     return state
 
 
-Room = Callable[[Index], Mapping[str, torch.Tensor]]
+MakeTensors = Callable[[Index], Mapping[str, torch.Tensor]]
 """Returns empty tensors for entries besides model and optimizer, or raises a CheckpointError."""
 
 
 def load(
-    folder: Path, model: nn.Module, optimizer: AnyOptimizer, room_beside: Room = lambda _: {}
+    folder: Path, model: nn.Module, optimizer: AnyOptimizer, room_beside: MakeTensors = lambda _: {}
 ) -> Mapping[str, torch.Tensor]:
     """Load weights, optimizer state and generators; every rank calls this together.
 
@@ -146,14 +151,14 @@ def load(
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
     weights = weights_of(model)
-    elsewhere = _elsewhere(tensors, weights)
+    elsewhere = _names_on_other_stages(tensors, weights)
     trained = _trained(weights, optimizer)
 
     def make_room() -> dict[str, torch.Tensor]:
         about.check_optimizer()
         _check_weights(tensors, weights, elsewhere)
         moments = _empty_moments(tensors, trained, optimizer, elsewhere)
-        check_whole(moments, trained, optimizer)
+        check_state_keys(moments, trained, optimizer)
         return moments
 
     moments = all_or_none(make_room, doing)
@@ -161,7 +166,7 @@ def load(
     state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments | {**beside}
     held = {name: _held(tensor) for name, tensor in state.items()}
     generators = {device: torch.empty_like(value) for device, value in generators_of(model).items()}
-    rows = _rows(generators)
+    rows = _generator_shards(generators)
     saved = {name: (each.layout.shape, each.dtype) for name, each in tensors.items()}
     if all(saved.get(n) == (row.sharding.shape, row.sharding.dtype) for n, row in rows.items()):
         held |= rows
@@ -188,7 +193,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     doing = f"cannot load the weights in {folder}"
     _, tensors = _open(folder, doing)
     weights = weights_of(model)
-    elsewhere = _elsewhere(tensors, weights)
+    elsewhere = _names_on_other_stages(tensors, weights)
     all_or_none(lambda: _check_weights(tensors, weights, elsewhere), doing)
     held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
     _read(folder, tensors, held, doing)
@@ -226,12 +231,12 @@ def _trained(weights: dict[str, torch.Tensor], optimizer: AnyOptimizer) -> dict[
     return {names[parameter]: parameter for parameter in trained}
 
 
-def _rows(states: dict[str, torch.Tensor]) -> dict[str, Held]:
+def _generator_shards(states: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
     """Return this rank's generator states, each a row of a tensor sharded over all ranks."""
     num_ranks = dist.get_world_size()
     axes = (ShardedAxis(Shard(0), num_ranks, 1),) if num_ranks > 1 else ()
     return {
-        f"generators.{device}": Held(
+        f"generators.{device}": LocalShard(
             Sharding((num_ranks, state.numel()), state.dtype, axes), state[None]
         )
         for device, state in states.items()
@@ -246,14 +251,14 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     return about, on_first_rank(lambda: _named(index.read(folder, about.files)), doing)
 
 
-def _read(folder: Path, tensors: Index, held: dict[str, Held], doing: str) -> None:
+def _read(folder: Path, tensors: Index, held: dict[str, LocalShard], doing: str) -> None:
     """Fill this rank's shards `held` from the files of the checkpoint."""
     rank = dist.get_rank()
     wanted = {name: (each.local, each.sharding.box(rank)) for name, each in held.items()}
     all_or_none(lambda: index.load(folder, tensors, wanted), doing)
 
 
-def _elsewhere(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:
+def _names_on_other_stages(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:
     """Return names of weights that only other pipeline stages hold; all ranks call this."""
     stored = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
     missing = stored.difference(weights)

@@ -1,1 +1,1 @@
-"""The command line: one thin file for each verb, and main, which chooses among them."""
+"""The command line: one module for each verb, and `main`, which runs the chosen verb."""

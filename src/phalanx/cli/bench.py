@@ -1,4 +1,4 @@
-"""`phalanx bench`: what this machine can do. Each verb prints a table, and keeps JSON if asked."""
+"""`phalanx bench`: measure this machine. Each verb prints tables, and writes files with --out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from phalanx.bench.verb import Found, ResultConfig, Say
+    from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
 
 SomeConfig = TypeVar("SomeConfig", bound="ResultConfig")
 
@@ -30,31 +30,31 @@ VERBS: Final[Mapping[str, tuple[str, str]]] = {
     "mfu": ("mfu:MfuConfig", "the MFU and HFU of a plain perceptron"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
 }
-"""Verb -> its module of phalanx.bench with the class of its settings, and what it measures.
+"""Verb -> its module in phalanx.bench with its settings class, and the quantity it measures.
 
-A module is loaded when it is asked for, since most load torch.
+A module is imported only when its verb runs, because most of them import torch.
 """
 
-MOVED: Final[Mapping[str, str]] = {
+REMOVED_VERBS: Final[Mapping[str, str]] = {
     "pipeline": "phalanx show 1f1b",
     "tensor": "python benchmarks/tensor/layouts.py",
 }
-"""What was a verb -> the command that does the same, from the folder of the repository."""
+"""Removed verb -> command that replaces it, run in the folder of the repository."""
 
 
 def run(argv: list[str]) -> int:
     """Run `phalanx bench` on its arguments and return the exit status.
 
     Raises:
-        ConfigError: a setting is out of range, or this machine lacks what it asks for.
+        ConfigError: a setting is out of range, or needs hardware that this machine lacks.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     verb, *words = argv
-    if verb in MOVED:
+    if verb in REMOVED_VERBS:
         raise ConfigError(
-            f"'{verb}' is no verb of bench any more; run `{MOVED[verb]}` in the repository"
+            f"'{verb}' is no verb of bench any more; run `{REMOVED_VERBS[verb]}` in the repository"
         )
     if verb not in VERBS:
         raise ConfigError(
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
 
     if verb != "comm":
         return work(None)
-    from phalanx.launch.torchrun import run_verb  # its ranks may be on several hosts
+    from phalanx.launch.torchrun import run_verb  # ranks of comm may be on several hosts
 
     return run_verb(lambda: None, work)
 
@@ -79,15 +79,20 @@ def measure(
     words: list[str],
     name: str,
     schema: type[SomeConfig],
-    run: Callable[[SomeConfig, Say], Found],
+    run: Callable[[SomeConfig, PrintLine], BenchResult],
     prog: str,
 ) -> None:
-    """Read the settings from the words after `prog`, measure by `run`, show and keep the findings.
+    """Read the settings from `words`, call `run`, then print the result and write it to --out.
 
-    The benchmark has this name in its JSON.
+    Args:
+        words: command line after `prog`.
+        name: name of the benchmark in its JSON document.
+        schema: dataclass of the settings.
+        run: function that measures.
+        prog: name of the command in --help.
 
     Raises:
-        ConfigError: a setting is out of range, or this machine lacks what it asks for.
+        ConfigError: a setting is out of range, or needs hardware that this machine lacks.
     """
     from phalanx.measure.logs import json_text
 
@@ -97,10 +102,10 @@ def measure(
     console = screen()
 
     def show(what: str | Table) -> None:
-        # A console would read the brackets of a text as markup.
+        # Console.print would parse brackets in a str as markup.
         console.print(Text(what) if isinstance(what, str) else what)
 
-    with nullcontext() if folder is None else _made(folder):
+    with nullcontext() if folder is None else _created_folder(folder):
         found = run(config, show)
     if not found.is_shown:
         return
@@ -108,7 +113,7 @@ def measure(
         show(what)
     document = _document(name, found)
     if folder is not None:
-        for path in _keep(found, f"{json_text(document)}\n", folder):
+        for path in _write_results(found, f"{json_text(document)}\n", folder):
             say(console, f"wrote {path}")
         if found.draw is not None and not has_matplotlib():
             show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
@@ -117,32 +122,32 @@ def measure(
 
 
 @contextmanager
-def _made(folder: Path) -> Generator[None]:
-    """Make a folder before anything is measured, so that a bad one costs no time.
+def _created_folder(folder: Path) -> Generator[None]:
+    """Create the folder of the results before the measurement, so that an error costs no time.
 
-    A folder that was made for a request that is refused is removed.
+    If the block raises ConfigError, remove the folders that were created.
     """
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     _write(folder, lambda path: path.mkdir(parents=True, exist_ok=True))
     try:
         yield
     except ConfigError:
-        with suppress(OSError):  # another process has written to one
+        with suppress(OSError):  # another process wrote to a folder
             for each in new:
                 each.rmdir()
         raise
 
 
-def _document(name: str, found: Found) -> dict[str, object]:
-    """Return what was found as one JSON document."""
+def _document(name: str, found: BenchResult) -> dict[str, object]:
+    """Return the result with date and environment, as one JSON document."""
     from phalanx.measure.environment import environment
 
     date = time.strftime("%Y-%m-%d")
     return {"benchmark": name, "date": date, **found.values, "environment": environment()}
 
 
-def _keep(found: Found, text: str, folder: Path) -> Iterator[Path]:
-    """Write what was found, `text` as JSON, and yield each file that is written."""
+def _write_results(found: BenchResult, text: str, folder: Path) -> Iterator[Path]:
+    """Write the files of the result, with `text` as JSON, and yield each path."""
     files: dict[str, Callable[[Path], object]] = {
         "json": lambda path: path.write_bytes(text.encode())
     }

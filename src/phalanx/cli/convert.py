@@ -1,4 +1,4 @@
-"""`phalanx convert SRC DST`: weights from and to the Hugging Face layout."""
+"""`phalanx convert SRC DST`: convert weights from or to the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ConvertConfig:
 
 
 def run(argv: list[str]) -> int:
-    """Convert as the command line says; 1 if the check finds that the sides do not agree.
+    """Run `phalanx convert`; return 1 if --check finds that the logits differ, else 0.
 
     Raises:
-        ConfigError: a folder is not given.
+        ConfigError: SRC or DST is missing, or an option does not fit.
     """
     config = read_command_line(argv, ConvertConfig, prog="phalanx convert")
     if config.source is None or config.destination is None:
@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
 def _convert(
     config: ConvertConfig, source: Path, destination: Path, preparation: Preparation
 ) -> Converted:
-    """Convert, with a bar on a terminal."""
+    """Convert the weights, with a progress bar on a terminal."""
     import torch
 
     from phalanx.hugging_face.convert import MAX_SHARD_BYTES, convert, kind_of

@@ -1,4 +1,4 @@
-"""`phalanx doctor`: installed packages, this machine's devices, and whether two processes meet."""
+"""`phalanx doctor`: installed packages, this machine's devices, and a test of two processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from phalanx.config.command_line import read_command_line
 from phalanx.errors import PhalanxError
 
 PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "rich", "tensorboard")
-"""What phalanx needs beside torch."""
+"""Packages that phalanx requires, in addition to torch."""
 
 EXTRAS: Final = {"hf": "transformers", "parquet": "pyarrow", "plot": "matplotlib"}
 """Optional extra -> the package that it installs."""
 
 TEST_NUMBERS: Final = 1 << 20
-"""Numbers in the self-test's all-reduce."""
+"""Elements in the self-test's all-reduce."""
 
 TEST_TIMEOUT_S: Final = 10.0
-"""Longest wait of one rank of the self-test for the other."""
+"""Timeout of the self-test, in seconds that one rank waits for the other."""
 
 GIB: Final = 2**30
 
@@ -39,7 +39,7 @@ class DoctorConfig:
 
 
 def run(argv: list[str]) -> int:
-    """Print the findings; exit code 1 if the two processes could not meet."""
+    """Print the report; return 1 if the self-test of two processes failed, else 0."""
     config = read_command_line(argv, DoctorConfig, prog="phalanx doctor")
     found = examine()
     if config.json:
@@ -54,11 +54,11 @@ def run(argv: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return everything that doctor shows, as plain values for JSON."""
+    """Return the report of doctor, as plain values for JSON."""
     from phalanx.measure.environment import environment, has_fast_bfloat16, package_version
 
     here = environment()
-    # The names under which torch.compile looks for a C++ compiler.
+    # The names by which torch.compile searches for a C++ compiler.
     compilers = (os.environ.get("CXX") or "g++", "g++", "clang++", "c++")
     return {
         **here,
@@ -71,7 +71,7 @@ def examine() -> dict[str, Any]:
 
 
 def self_test() -> dict[str, Any]:
-    """Let two gloo processes add their numbers; return passed, seconds, all_reduce_s, error."""
+    """All-reduce between two gloo processes; return passed, seconds, all_reduce_s and error."""
     from phalanx.launch.local import run_ranks
 
     begun_s, answers, error = time.perf_counter(), [], None
@@ -90,7 +90,7 @@ def self_test() -> dict[str, Any]:
 
 
 def meet() -> tuple[float, float]:
-    """On each of two ranks: add up what both hold; return (sum of all numbers, seconds)."""
+    """All-reduce on this rank of two; return the sum over all elements, and the seconds."""
     import torch
 
     from phalanx.comm.comm import Ranks
@@ -106,7 +106,7 @@ def meet() -> tuple[float, float]:
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a row for each thing found, with advice on a missing one."""
+    """Return the rows of the report, with advice where something is missing."""
     cpu, gpus, test = found["cpu"], found["gpus"], found["self_test"]
     packages = {**found["versions"], **found["packages"]}
     backends = [f"{name} {'yes' if has else 'no'}" for name, has in found["backends"].items()]

@@ -1,4 +1,4 @@
-"""`phalanx generate RUN`: continue prompts with a trained model, on the screen."""
+"""`phalanx generate RUN`: continue prompts with a trained model, and print the texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GenerateConfig(EngineConfig, Sampling):
 
 
 def run(argv: list[str]) -> int:
-    """Generate as the command line says.
+    """Run `phalanx generate`.
 
     Raises:
         ConfigError: no folder is given, or a prompt is too long.
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
 
 
 def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None:
-    """Continue the prompts of the command line."""
+    """Continue the prompts and print the texts; raise EngineFailed if logits are not finite."""
     from phalanx.infer.engine import NOT_FINITE, EngineFailed
 
     prompts = config.prompt or [""]
@@ -77,7 +77,7 @@ def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None
 def _write(
     console: Console, texts: TextEngine, prompts: list[str], completions: list[Completion]
 ) -> None:
-    """Print the first text as it comes, and each of the others once it is whole."""
+    """Run the engine until all texts end; print them in order, each while it is generated."""
     texts.engine.scheduler.is_draining = True
     shown = 0
     _print(console, prompts[0])
@@ -95,13 +95,13 @@ def _write(
 
 
 def _print(console: Console, text: str) -> None:
-    """Print a part of a line, as it is, at once."""
+    """Print a part of a line without wrapping, and flush it."""
     console.file.write(text)
     console.file.flush()
 
 
 def _scores(completion: Completion, tokenizer: Tokenizer) -> Table:
-    """Return a table of the logarithms of probabilities of a completion's tokens."""
+    """Return a table of the log probabilities of a completion's tokens."""
     table = Table()
     for head in ("token", "log p", "the most probable"):
         table.add_column(head, justify="right" if head == "log p" else "left")
@@ -113,7 +113,7 @@ def _scores(completion: Completion, tokenizer: Tokenizer) -> Table:
 
 
 def _document(prompts: list[str], completions: list[Completion], took_s: float) -> dict[str, Any]:
-    """Return what was generated, for another program."""
+    """Return the completions and the seconds as a JSON document."""
     return {
         "completions": [
             {

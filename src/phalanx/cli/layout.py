@@ -1,4 +1,4 @@
-"""What a run says of its strategy at first: who sits where, the stages, and what tp does."""
+"""Tables on the strategy that a run prints first: rank coordinates, pipeline stages, tp shards."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import UNITS, simulate
 from phalanx.parallel.plan import plan_decoder
-from phalanx.parallel.split import Row
+from phalanx.parallel.split import ParameterSplit
 from phalanx.strategy import Strategy
 
-MOST_PLACES = 32
-"""Ranks of which each is listed; of more the first, and the rest in words."""
+MAX_LISTED_RANKS = 32
+"""Most ranks that the table lists; further ranks are only mentioned."""
 
 
 def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> list[RenderableType]:
-    """Return the tables and lines on a strategy on a decoder, perhaps none."""
+    """Return tables and lines on a strategy for a decoder; empty if there is nothing to show."""
     said: list[RenderableType] = []
     if len(strategy.mesh_axes()) > 1:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.num_ranks))
-        said += [place_table(strategy, num_here)]
-        said += [Text(line, style="yellow") for line in crossings(strategy, num_here)]
+        said += [rank_table(strategy, num_here)]
+        said += [Text(line, style="yellow") for line in host_crossing_warnings(strategy, num_here)]
     plan = plan_decoder(strategy, shape)
     schedule = plan.schedule(num_microbatches)
     if plan.cut is not None and schedule is not None:
@@ -42,25 +42,25 @@ def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> l
     return said
 
 
-def place_table(strategy: Strategy, num_here: int) -> Table:
-    """Draw the coordinates and the host of each rank; each host has `num_here` of them."""
+def rank_table(strategy: Strategy, num_here: int) -> Table:
+    """Return a table of each rank's coordinates and host, with `num_here` ranks per host."""
     axes = strategy.mesh_axes()
     columns = [Column(name, justify="right") for name in ("rank", *axes, "host")]
     table = Table(*columns, title="Who sits where", title_justify="left", box=None)
-    for rank in range(min(strategy.num_ranks, MOST_PLACES)):
+    for rank in range(min(strategy.num_ranks, MAX_LISTED_RANKS)):
         coords, left = list[int](), rank
         for size in reversed(axes.values()):
             left, coord = divmod(left, size)
             coords.insert(0, coord)
         table.add_row(*map(str, (rank, *coords, rank // num_here)))
-    if strategy.num_ranks > MOST_PLACES:
+    if strategy.num_ranks > MAX_LISTED_RANKS:
         table.add_row("...")
         table.caption = f"and so on to rank {strategy.num_ranks - 1}, the last axis first"
     return table
 
 
-def crossings(strategy: Strategy, num_here: int) -> Iterator[str]:
-    """Yield a warning for each axis within pp and dp whose ranks are on several hosts."""
+def host_crossing_warnings(strategy: Strategy, num_here: int) -> Iterator[str]:
+    """Yield a warning for each axis except pp, dp and fsdp whose ranks span several hosts."""
     span = 1
     for name, axis in reversed([*strategy.axes()]):
         begin, span = span, span * axis.degree
@@ -74,7 +74,7 @@ def crossings(strategy: Strategy, num_here: int) -> Iterator[str]:
 
 
 def stage_table(cut: Sequence[range], rank_of: Sequence[int], flops: Sequence[float]) -> Table:
-    """Draw the stages of a pipeline, their ranks, layers and cost."""
+    """Return a table of pipeline stages with their pp rank, layers and part of the FLOPs."""
     costs = stage_costs(flops, cut)
     columns = [Column("stage", justify="right"), Column("pp rank", justify="right")]
     columns += [Column("layers"), Column("FLOPs", justify="right")]
@@ -101,7 +101,7 @@ def layers_text(links: Sequence[int], num_layers: int) -> str:
 def _schedule_line(
     strategy: Strategy, schedule: Schedule, costs: Sequence[float], num_microbatches: int
 ) -> str:
-    """Say how long ranks wait under the schedule, by the cost of their stages alone."""
+    """Return a line on the bubble of the schedule, simulated from the FLOPs of the stages."""
     timeline = simulate(schedule, lambda action: UNITS[action.op] * costs[action.stage])
     line = f"{num_microbatches} microbatches a step: ranks wait {percent(timeline.bubble)} of it"
     if num_microbatches < strategy.pp.degree and strategy.pp.kind != "naive":
@@ -109,8 +109,8 @@ def _schedule_line(
     return line
 
 
-def split_table(rows: Iterable[Row]) -> Table:
-    """Draw what tp does to each parameter of the first stage."""
+def split_table(rows: Iterable[ParameterSplit]) -> Table:
+    """Return a table of the tp shard of each parameter of the first stage."""
     columns = ("parameter", "role", "full shape, split over", "a rank's shard")
     title = "What tp does to each parameter"
     table = Table(*columns, title=title, title_justify="left", box=None)

@@ -1,6 +1,6 @@
-"""The phalanx command: find the verb, run it, and turn what goes wrong into one message.
+"""The phalanx command: find the verb, run it, and report an error in one message.
 
-The verbs are loaded when they are asked for, so that `phalanx --help` needs no torch.
+The module of a verb is imported when the verb runs, so that `phalanx --help` needs no torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from phalanx.errors import (
     ConfigError,
     Interrupted,
     PhalanxError,
-    limit_met,
     message_of,
     nearest,
     shortened,
+    system_limit_advice,
     wrapped,
 )
 from phalanx.launch import signals
@@ -45,15 +45,15 @@ VERBS: Final[Mapping[str, str]] = {
     "generate": "continue prompts with a trained model, on the screen",
     "serve": "serve a trained model over HTTP, by the interface of OpenAI",
 }
-"""The verbs that are built, each in phalanx.cli.<verb> with `run(argv) -> exit code`."""
+"""Verb -> description; the module phalanx.cli.<verb> has `run(argv) -> exit code`."""
 
 NOT_BUILT: Final[Mapping[str, str]] = {
     "report": "phalanx train --report prints where time, bytes and memory went",
 }
-"""Verbs that will come, and what does a part of it today."""
+"""Planned verb -> command that does a part of its work today."""
 
 LONGEST_LINE: Final = 800
-"""Characters of a line on a wrong request; only a value of the request makes a longer one."""
+"""Longest line of a usage error, in characters; longer ones, with long values, are shortened."""
 
 FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
@@ -67,38 +67,38 @@ FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.ELOOP: "its links lead in a circle; choose another path",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
 }
-"""What the user can mend about a file, by error number; any other but a limit of the system is a
-fault of the program."""
+"""Error number -> advice on a file error that the user can fix; other numbers, except system
+limits, are bugs."""
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
     """Run one verb.
 
     Args:
-        argv: the words after `phalanx`; this process's if None.
-        run: what to run on the words in place of a verb, for a script with the messages of one.
+        argv: the words after `phalanx`; the arguments of this process if None.
+        run: function to call instead of a verb, for a script that reports errors like a verb.
 
     Returns:
-        The exit code: 0 done, 1 the work went wrong, 2 the request was wrong, 130 interrupted,
-        129, 143 ended by SIGHUP or SIGTERM, 141 nobody reads the output any more.
+        The exit code: 0 success, 1 the work failed, 2 the request was wrong, 130 interrupted,
+        129 or 143 ended by SIGHUP or SIGTERM, 141 the reader of the output closed the pipe.
     """
     _open_standard_streams()
     escape_unknown_characters()
     words = list(sys.argv[1:] if argv is None else argv)
-    if not os.environ.get("COLUMNS", "").strip("0"):  # a width of none is no width
+    if not os.environ.get("COLUMNS", "").strip("0"):  # an empty or zero width is ignored
         os.environ.pop("COLUMNS", None)
-    # Its warnings come with forty lines of C++ frames each; what matters is raised as well.
+    # Mute warnings with forty lines of C++ frames each; torch also raises the relevant errors.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         with signals.raised():
             return _run(words, run or _dispatch)
     finally:
-        if argv is None:  # the process ends: there is nothing left to interrupt
+        if argv is None:  # the process exits: a signal has nothing left to interrupt
             signals.ignore()
 
 
 def _run(words: list[str], run: Callable[[list[str]], int]) -> int:
-    """Run one verb, and turn what goes wrong into a message and an exit code."""
+    """Run one verb; print an error as one message, and return the exit code."""
     try:
         exit_code = _exit_code(words, run)
         sys.stdout.flush()
@@ -109,7 +109,7 @@ def _run(words: list[str], run: Callable[[list[str]], int]) -> int:
         if isinstance(error, PhalanxError):
             return _fail(message_of(error), error.exit_code, words)
         number, name = (error.errno, error.filename) if isinstance(error, OSError) else (0, None)
-        if not (advice := FILE_ERRORS.get(number or 0) or limit_met(error)):
+        if not (advice := FILE_ERRORS.get(number or 0) or system_limit_advice(error)):
             raise
         where = f"{name}: " if name else ""
         return _fail(f"{where}{advice}", 2, words)
@@ -117,10 +117,10 @@ def _run(words: list[str], run: Callable[[list[str]], int]) -> int:
         how = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         return _fail(str(how), how.exit_code, words)
     except (RuntimeError, ImportError) as error:
-        if not (advice := limit_met(error)):
+        if not (advice := system_limit_advice(error)):
             raise
         return _fail(advice, 2, words)
-    except ValueError as error:  # of torch, when it is loaded
+    except ValueError as error:  # raised by the import of torch
         if "TORCH_LOGS" not in os.environ or "log settings" not in str(error):
             raise
         said = f"the environment's TORCH_LOGS is '{os.environ['TORCH_LOGS']}', which torch cannot"
@@ -128,11 +128,11 @@ def _run(words: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def _exit_code(words: list[str], run: Callable[[list[str]], int]) -> int:
-    """Return the exit code of `run`, which may end by SystemExit."""
+    """Return the exit code of `run`, which may raise SystemExit."""
     try:
         with server_stopped():
             return run(words)
-    except SystemExit as stop:  # --help has been printed, or a rich console found no reader
+    except SystemExit as stop:  # after --help, or rich met a closed pipe
         if is_reader_gone(stop):
             return READER_LEFT
         return exit_code_of(stop.code)
@@ -187,22 +187,22 @@ def _usage() -> str:
 
 
 def _open_standard_streams() -> None:
-    """Open on nothing a closed standard input, output or error, as by `>&-` or cron.
+    """Open os.devnull as each standard stream that is closed, as by `>&-` or cron.
 
-    Otherwise the next file that is opened would be taken for it, by this process and its ranks.
+    Otherwise the next file opened gets the descriptor, and this process and its ranks print to it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-            os.set_inheritable(number, True)  # by the server that the ranks are forked from
+            os.open(os.devnull, os.O_RDWR)  # open returns the lowest free descriptor: `number`
+            os.set_inheritable(number, True)  # for the forkserver of the ranks
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     """Print one message on standard error, and with --json one document on standard output."""
-    signals.ignore()  # it ends: a signal would only break the message off
+    signals.ignore()  # a signal would only cut the message short
     from rich.console import Console
     from rich.text import Text
 
@@ -223,7 +223,7 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
 
 
 def _with_names_in_one_line(message: str, words: Sequence[str]) -> str:
-    """Return a message without the line breaks of names that the request has."""
+    """Return the message with line breaks escaped inside names from the command line."""
     for word in words:
         for name in (word, *re.split("[=:]", word)):
             if "\n" in name:

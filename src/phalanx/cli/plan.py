@@ -1,4 +1,4 @@
-"""`phalanx plan`: which strategy fits a cluster and is fastest, priced without a process."""
+"""`phalanx plan`: find the fastest strategies that fit a cluster, priced without any processes."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ _DEFAULTS: Final = PlanConfig()
 
 
 def run(argv: list[str]) -> int:
-    """Plan, print and return the exit code.
+    """Run `phalanx plan` and return the exit code.
 
     Raises:
-        ConfigError: the question has no answer.
+        ConfigError: an option is missing or illegal, or does not fit the model or the cluster.
     """
     config = read_command_line(argv, PlanConfig, prog="phalanx plan")
     _check_together(config)
     console = screen()
     if config.script is not None:
-        from phalanx.cli.plan_script import plan_script  # loads what trains
+        from phalanx.cli.plan_script import plan_script  # imports the training code
 
         document = plan_script(config.script, config.cluster, config.software, config.strategy)
         show_answer(console, document)
@@ -117,7 +117,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check_together(config: PlanConfig) -> None:
-    """Refuse options that do not belong together, before anything is priced."""
+    """Raise ConfigError, before the search, if options exclude or require each other."""
     modes = [f"--{n}" for n in ("strategy", "compare", "scale") if getattr(config, n) is not None]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} are different questions; give one of them")
@@ -146,10 +146,10 @@ def _check_together(config: PlanConfig) -> None:
 
 
 def question_of(config: PlanConfig) -> Question:
-    """Return the question that the options ask.
+    """Return the input of the search.
 
     Raises:
-        ConfigError: one is missing, unknown or out of range.
+        ConfigError: an option is missing, unknown or out of range.
     """
     needed = ("model", "cluster", "sequence", "global_batch")
     missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(config, n) is None]
@@ -171,7 +171,7 @@ def question_of(config: PlanConfig) -> Question:
 
 
 def _check_precision(config: PlanConfig, shape: ModelShape) -> None:
-    """Refuse precisions that `train` does not have, or whose rates the catalogue does not."""
+    """Raise ConfigError unless train has the precision, and the catalogue its rates."""
     if config.precision in ("bfloat16", "float16"):
         return
     why = "is no precision of plan"
@@ -200,7 +200,7 @@ def _question_values(question: Question, num_devices: int) -> dict[str, Any]:
 
 
 def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
-    """Return the answer of a search."""
+    """Search; return the document with the fastest strategies and the nearest rejected ones."""
     found = search(question)
     _write_trace(config, question, found.candidates)
     best = found.candidates[0] if found.candidates else None
@@ -211,11 +211,11 @@ def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
 
 
 def _given(config: PlanConfig, question: Question) -> dict[str, Any]:
-    """Return the answer on one strategy."""
+    """Price the strategy of --strategy; return the document with its figures or its rejection."""
     assert config.strategy is not None
     strategy = Strategy.parse(config.strategy)
     refuse_servers(strategy, "the planner")
-    question.cluster.of(strategy.num_ranks)  # there are as many devices
+    question.cluster.of(strategy.num_ranks)  # raises if there are too few devices
     answer = priced_strategy(question, strategy, config.microbatch)
     if isinstance(answer, Candidate):
         _write_trace(config, question, [answer])
@@ -238,7 +238,7 @@ def _answer(
 
 
 def _write_trace(config: PlanConfig, question: Question, candidates: Sequence[Candidate]) -> None:
-    """Write the timeline of the fastest pipeline, if it is asked for."""
+    """Write the timeline of the fastest candidate that has a pipeline, if --trace is given."""
     if config.trace is None:
         return
     for each in candidates:
@@ -255,7 +255,7 @@ def _write_trace(config: PlanConfig, question: Question, candidates: Sequence[Ca
 def _several(
     config: PlanConfig, question: Question, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the best strategies on several clusters, or numbers of devices."""
+    """Return the document of the best strategy on each cluster, or number of devices."""
     num_devices = question.cluster.num_devices
     found: list[BestPlan] = []
     if config.compare is not None:
@@ -265,7 +265,7 @@ def _several(
             found.append(best_on(question, cluster))
     else:
         numbers = numbers_of(config.scale or "")
-        question.cluster.of(max(numbers))  # there are as many devices
+        question.cluster.of(max(numbers))  # raises if there are too few devices
         for best in scaled(question, numbers):
             found.append(best)
             report(f" after {best.num_devices:,} devices")
@@ -278,7 +278,7 @@ def _several(
 
 @contextmanager
 def _written(path: str) -> Generator[None]:
-    """Name the file that cannot be written."""
+    """Convert OSError into ConfigError with the path that cannot be written."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`phalanx plan --script FILE.py:JOB`: plan a module of one's own."""
+"""`phalanx plan --script FILE.py:JOB`: plan a user's module."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from phalanx.strategy import Strategy, refuse_servers, require_built
 def plan_script(
     script: str, cluster: str | None, program: str, strategy: str | None
 ) -> dict[str, Any]:
-    """Return the answer on a job: its fastest strategies, or one that is named.
+    """Return the document on a job: its fastest strategies, or the figures of `strategy`.
 
     Raises:
-        PhalanxError: the job or the cluster is wrong, or the module cannot be counted.
+        PhalanxError: the job, cluster or strategy is illegal, or the module cannot be counted.
     """
     if cluster is None:
         raise ConfigError("--cluster is missing; expected a cluster, such as h100:8, or this")
@@ -93,7 +93,7 @@ def _given(
 
 
 def _stages(best: Candidate) -> list[str]:
-    """Return where a pipeline cuts the module."""
+    """Return lines on the pipeline stages of the module; empty without a pipeline."""
     planned: PlannedModule = cast(Any, best.planned)
     plan = planned.plan
     return [] if plan.cut is None else stage_lines(plan.strategy, planned.links, plan.cut)

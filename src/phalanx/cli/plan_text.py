@@ -1,4 +1,4 @@
-"""What `phalanx plan` prints, from the document that is its JSON."""
+"""Print the JSON document of `phalanx plan` as text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from phalanx.planner.explain import Figures
 from phalanx.planner.several import BestPlan
 
 BAR: Final = 8
-"""Characters of a bar of memory."""
+"""Width of a memory bar, in characters."""
 
 _MFU: Final = "MFU, %\ncausal / full"
-"""The head of two figures, by how the pairs of attention are counted."""
+"""Heading of the MFU column: FLOPs of causal attention / of full attention."""
 
 _BATCH: Final = "batch: sequences or rows of a microbatch x microbatches of a rank in a step"
-"""What the column says."""
+"""Explanation of the column `batch`."""
 
 
 def show_answer(console: Console, document: dict[str, Any]) -> None:
-    """Print an answer."""
+    """Print the document of one search, one strategy or one script."""
     candidates = document["candidates"]
     _show_question(console, document["question"])
     if candidates:
@@ -52,7 +52,7 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
 
 
 def _show_rule(console: Console, of: dict[str, Any]) -> None:
-    """Print a rule, its choice, and where the search departs from it."""
+    """Print a rule, the strategy it chooses, and how the search result differs."""
     _say(console, f"  {of['kind']}, {of['rule']}: {of['why']}")
     if of["step_time_s"] is None:
         _say(console, f"    {of['strategy']} cannot run: {of['why_not']}")
@@ -94,7 +94,7 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
 
 
 def _memory(of: Figures) -> str:
-    """Return the memory by cause, in tenths of a unit that add up to the rounded total."""
+    """Return the memory by cause, rounded so that the tenths of a unit add up to the total."""
     unit = "GiB" if of.memory_bytes >= 2**30 else "MiB"
     tenth = (2**30 if unit == "GiB" else 2**20) / 10
     ends = [round(end / tenth) for end in itertools.accumulate(of.memory.values(), initial=0)]
@@ -105,14 +105,14 @@ def _memory(of: Figures) -> str:
 
 
 def table(rows: Iterable[Figures], unit: str = "tokens") -> Table:
-    """Return strategies as a table of at most 100 columns."""
+    """Return a table of strategies, at most WIDTH columns wide."""
     rate = f"{unit}/s\na device"
     heads = ("strategy", "batch", "step", rate, _MFU, "", "memory")
     return _drawn(heads, [(each.strategy, *cells(each)) for each in rows])
 
 
 def cells(of: Figures) -> tuple[str, ...]:
-    """Return batch, time, rate, MFU, grade and memory of a strategy."""
+    """Return the cells of a strategy: batch, step time, rate, MFU, grade and memory."""
     part = of.memory_bytes / of.usable_bytes
     full = round(BAR * part)
     return (
@@ -126,11 +126,11 @@ def cells(of: Figures) -> tuple[str, ...]:
 
 
 def _in_lines(strategy: str, widest: int) -> str:
-    """Return a strategy in lines of at most `widest` characters that end between its parts."""
+    """Break a strategy after commas into lines of at most `widest` characters."""
     lines = [""]
     for part in strategy.split(","):
         joined = f"{lines[-1]},{part}" if lines[-1] else part
-        if len(joined) < widest or not lines[-1]:  # a comma may follow
+        if len(joined) < widest or not lines[-1]:  # keep a column for a comma
             lines[-1] = joined
         else:
             lines[-1] += ","
@@ -167,7 +167,7 @@ def _count(number: int) -> str:
 
 
 def show_several(console: Console, document: dict[str, Any]) -> None:
-    """Print the best strategies on several clusters, or numbers of devices."""
+    """Print the best strategies of several clusters, or of several numbers of devices."""
     _show_question(console, document["question"])
     several: list[BestPlan] = document.get("compare") or document["scale"]
     is_scale = "scale" in document
@@ -197,7 +197,7 @@ def show_several(console: Console, document: dict[str, Any]) -> None:
 
 
 def _drawn(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table whose strategies take the columns that the other cells leave of a line."""
+    """Return a table; break the strategies to the width that the other columns leave."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in heads:
         is_left = head in ("cluster", "strategy", "", "memory")

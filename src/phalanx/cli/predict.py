@@ -1,4 +1,4 @@
-"""`phalanx predict`: the price of published runs, a JSON object for each, or their error."""
+"""`phalanx predict`: predict time and memory of published runs, or report the errors in time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from phalanx.planner import published
 from phalanx.storage import read_text
 
 NEEDED: Final = ("id", "hardware", "num_gpus", "model", "seq_len", "parallel")
-"""Fields of a run without which it is none."""
+"""Required fields of a run."""
 
 ANY_VALUE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a run whose fields may have any value, and what follows from it may be no number."""
+"""Exceptions that unexpected values in the fields of a run can cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class PredictConfig:
 
 
 def run(argv: list[str]) -> int:
-    """Price the runs of a file and return the exit code.
+    """Run `phalanx predict` and return the exit code.
 
     Raises:
-        ConfigError: the file cannot be read, or is not one JSON object a line.
+        ConfigError: the file cannot be read, or a line of it is not a JSON object with an id.
     """
     config = read_command_line(argv, PredictConfig, prog="phalanx predict")
     if config.runs is None:
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
         found: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for number, row in enumerate(rows):
             preparation.report("pricing runs", number, len(rows))
-            found.append((row, _beside_measured(row, predicted(row))))
+            found.append((row, _with_measured_time(row, predicted(row))))
     console.print(table(found))
     return 0
 
@@ -69,7 +69,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """Return the runs of a file.
 
     Raises:
-        ConfigError: it cannot be read, a line is no run, or there is none.
+        ConfigError: the file cannot be read or has no runs, or a line is not an object with an id.
     """
     lines = read_text(path).splitlines()
     rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -95,7 +95,7 @@ def _fields() -> str:
 
 
 def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer on a run, or why it has none."""
+    """Return the prediction for a run, or its id and the error."""
     missing = [name for name in NEEDED if row.get(name) is None]
     if missing:
         return {"id": row["id"], "error": f"the run lacks {', '.join(missing)}"}
@@ -118,7 +118,7 @@ def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
-    """Return the number of runs and the mean error of time of each group."""
+    """Return a table with the number of runs and the mean error of step time of each group."""
     groups: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
     for pair in found:
         groups[str(pair[0].get("group", "no group"))].append(pair)
@@ -142,8 +142,8 @@ def _cells(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Ite
     yield f"{sum(answer['fits'] for answer in answers):,}"
 
 
-def _beside_measured(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer with the measured time of a step, if the run has one, or why it has none."""
+def _with_measured_time(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a prediction with any measured step time; an error if that time is illegal."""
     if "error" in answer or not isinstance(row.get("measured"), dict):
         return answer
     try:
@@ -156,5 +156,5 @@ def _beside_measured(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, A
 
 
 def _unexpected(row: Mapping[str, Any], error: Exception) -> str:
-    """Return which error the fields of a run have led to."""
+    """Return the message for an exception that the fields of a run caused."""
     return f"run {row['id']}: a field has an unexpected value ({type(error).__name__}: {error})"

@@ -1,4 +1,4 @@
-"""`phalanx run SCRIPT`: a training loop of one's own, on several processes of this host."""
+"""`phalanx run SCRIPT`: run a user's training loop on several processes of this host."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ScriptRunConfig:
 
 
 def run(argv: list[str]) -> int:
-    """Run the script to its end on every process.
+    """Run the script on every process until all have ended.
 
     Raises:
-        ConfigError: there is no such script, or the processes do not fit the strategy.
-        RankFailed: the script failed; carries the traceback of the process that failed first.
-        Interrupted: a signal ended the script, or the script itself did as a signal asked it to.
+        ConfigError: the script does not exist, or the number of processes does not fit.
+        RankFailed: the script failed; has the traceback of the process that failed first.
+        Interrupted: a signal ended the script, or the script exited in response to a signal.
     """
     at = argv.index("--") if "--" in argv else len(argv)
     words, own = argv[:at], argv[at + 1 :]

@@ -1,4 +1,4 @@
-"""What verbs print on and with: the console, bars of a preparation, the settings, JSON."""
+"""Output of the verbs: the console, progress of a preparation, the settings, JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from phalanx.config.load import Loaded
 from phalanx.errors import wrapped
 
 WIDTH = 100
-"""Columns of the widest line, and of every line where the output is no terminal."""
+"""Largest line width, in columns; the width of all lines if the output is no terminal."""
 
 FIRST_LINE_S = 2.0
-"""How long a part of a preparation takes before it is worth a line."""
+"""Seconds after which a part of a preparation prints its first line."""
 
 LINES_S = 20.0
-"""Seconds between two lines on one part."""
+"""Seconds between further lines on the same part."""
 
 
 def screen() -> Console:
     """Return a console for standard output, at most WIDTH columns wide.
 
-    Where that is no terminal, tables are printed without frames, and no row is padded.
+    If it is no terminal, tables are printed without frames and rows without padding.
     """
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
@@ -40,13 +40,13 @@ def screen() -> Console:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print prose: on a terminal in lines between whole words, elsewhere as it is, for `grep`."""
+    """Print prose, wrapped between words on a terminal, and unchanged elsewhere, for `grep`."""
     text = wrapped(text, console.width) if console.is_terminal else text
     console.print(Text(text, style), soft_wrap=True)
 
 
 class _Plain(RenderHook):
-    """Turns tables into lines of words, for a file or another program."""
+    """Render hook that prints tables as plain lines, for a file or another program."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -67,7 +67,7 @@ class _Plain(RenderHook):
 
 
 def print_json(document: object) -> None:
-    """Print one line of valid JSON, the last of a verb's output."""
+    """Print the document as one line of valid JSON, the last line of a verb's output."""
     from phalanx.measure.logs import json_text
 
     print(json_text(document), flush=True)
@@ -76,7 +76,7 @@ def print_json(document: object) -> None:
 def show_config(loaded: Loaded[Any], schedule: Sequence[str] = ()) -> None:
     """Print key, value and source of every setting; as one JSON line if --json was given.
 
-    The lines of the schedule of a pipeline follow, if there is one.
+    Also print `schedule`, the lines of a pipeline schedule, if it is not empty.
     """
     config = loaded.config
     if loaded.json:
@@ -97,7 +97,7 @@ def show_config(loaded: Loaded[Any], schedule: Sequence[str] = ()) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a TOML file or a person would write it."""
+    """Return a value in the notation of the command line."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -106,10 +106,10 @@ def _text(value: Any) -> str:
 
 
 class Preparation:
-    """Shows how far some work is done, a part at a time.
+    """Progress display of a preparation, one part at a time.
 
-    On a terminal by a bar, which only moves where the size of the part is not known; elsewhere by a
-    line for each part that takes long, and one now and then while it lasts.
+    On a terminal, a bar shows the progress, or only activity if the size of the part is unknown.
+    Elsewhere, a part prints a line after FIRST_LINE_S, and then one every LINES_S.
     """
 
     def __init__(self, console: Console, *, has_bars: bool = True) -> None:
@@ -131,7 +131,7 @@ class Preparation:
         self._progress.stop()
 
     def report(self, what: str, done_bytes: int, all_bytes: int) -> None:
-        """Show that `done_bytes` of `all_bytes` of one part are done; 0 in all is unknown."""
+        """Show that `done_bytes` of the part `what` are done; `all_bytes` is 0 if unknown."""
         now_s = time.monotonic()
         if what != self._part:
             self._part, self._next_line_s = what, now_s + FIRST_LINE_S

@@ -1,4 +1,4 @@
-"""`phalanx train --script FILE:JOB` and `phalanx verify --script FILE:JOB`: a job of one's own."""
+"""`phalanx train --script FILE:JOB` and `phalanx verify --script FILE:JOB`: a user's job."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from phalanx.verify.verdict import Verdict
 
 
-def is_asked(argv: list[str]) -> bool:
-    """Return whether a command line names a script."""
+def has_script_option(argv: list[str]) -> bool:
+    """Return whether a command line has --script."""
     return any(word.partition("=")[0] == "--script" for word in argv)
 
 
 def script_help(verb: str, schema: type) -> str:
-    """Return the lines of `verb --help` on its form for a job of one's own."""
+    """Return the lines of `verb --help` on its form with --script."""
     keys = [setting.key for setting in settings(schema) if setting.positional is None]
     options = " ".join(f"--{key.replace('_', '-')}" for key in keys)
     about = f"phalanx {verb} --script FILE.py:FUNCTION: {schema.__doc__} Its options are {options};"
@@ -37,7 +37,7 @@ def script_help(verb: str, schema: type) -> str:
 
 
 def _read(argv: list[str], schema: type[Schema], *, prog: str) -> Schema:
-    is_help = {"-h", "--help"}.intersection(argv)  # though --script has no value yet
+    is_help = {"-h", "--help"}.intersection(argv)  # even if --script lacks its value
     return read_command_line(["--help"] if is_help else argv, schema, prog=prog)
 
 
@@ -73,21 +73,21 @@ class ScriptVerifyConfig:
 
 
 class _Chosen(NamedTuple):
-    """A strategy, and why it was chosen."""
+    """A strategy, and lines with the planner's reasons; no lines without `auto`."""
 
     strategy: str
     why: list[str]
 
 
 def train(argv: list[str]) -> int:
-    """Train the job that the command line names, and print what was measured."""
+    """Train the job of the command line, and print the summary."""
     from phalanx.launch.torchrun import run_verb
 
     return run_verb(lambda: _settle(argv), lambda settled: _train(*settled))
 
 
 def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Options]:
-    """Return what the command line says, the job, its strategy and how it is run."""
+    """Return the settings, the job, its strategy and the options of the run."""
     from phalanx.script.automatic import chosen
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.strategy import refuse_servers
@@ -128,14 +128,14 @@ def _train(config: ScriptTrainConfig, trainer: Trainer, chosen: _Chosen, options
 
 
 def verify(argv: list[str]) -> int:
-    """Verify the job that the command line names; 1 if something differs."""
+    """Verify the job of the command line; return 1 if a value differs, else 0."""
     from phalanx.launch.torchrun import run_verb
 
-    return run_verb(lambda: _judged_job(argv), lambda job: _verify(*job))
+    return run_verb(lambda: _job_verifier(argv), lambda job: _verify(*job))
 
 
-def _judged_job(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], Verdict]]:
-    """Return what the command line says, and what judges the job or script."""
+def _job_verifier(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], Verdict]]:
+    """Return the settings, and a function that verifies the job or script."""
     from phalanx.script.loop_proof import prove_script
     from phalanx.script.trainer import trainer_of
     from phalanx.strategy import Strategy, refuse_servers
@@ -171,6 +171,6 @@ def _verify(config: ScriptVerifyConfig, judge: Callable[[], Verdict]) -> int:
         show_verdicts([verdict], screen())
         if config.json:
             print_verdicts([verdict])
-    if dist.is_initialized():  # torchrun ends all ranks when the first leaves with 1
+    if dist.is_initialized():  # wait: torchrun kills all ranks when one exits with 1
         barrier()
     return 0 if verdict.is_equal else 1

@@ -1,4 +1,4 @@
-"""`phalanx serve RUN`: a trained model over HTTP."""
+"""`phalanx serve RUN`: serve a trained model over HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 API_KEY = "PHALANX_API_KEY"
-"""The environment variable that has the key, which other users of the host cannot read."""
+"""Environment variable of the API key; other users cannot read it, unlike a command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,10 @@ class ServeConfig(EngineConfig):
 
 
 def run(argv: list[str]) -> int:
-    """Serve until a signal comes.
+    """Serve until a signal arrives.
 
     Raises:
-        ConfigError: no folder is given, or an option does not fit.
+        ConfigError: RUN is missing, a package is not installed, or an option does not fit.
     """
     config = _read(argv)
     if config.run is None:
@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
             f"serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'phalanx-train[serve]'"
         )
-    _listener(config).close()  # a port that is taken is found before torch is loaded
+    _listener(config).close()  # report an occupied port before torch is imported
     from phalanx.infer.ranks import with_engine
 
     with_engine(Path(config.run), config, functools.partial(_serve, config))
@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
 
 
 def _read(argv: list[str]) -> ServeConfig:
-    """Return the settings of the command line, over what a serving.properties has."""
+    """Return the settings of the command line, which override those of a serving.properties."""
     words = read_words(argv, ServeConfig, prog="phalanx serve")
     if (file := words.get("properties")) is not None:
         from phalanx.infer.properties import read_properties
@@ -108,23 +108,23 @@ def _read(argv: list[str]) -> ServeConfig:
 
 
 def _listener(config: ServeConfig) -> socket.socket:
-    """Return a socket that listens where the settings say.
+    """Return a socket that listens on the host and port of the settings.
 
     Raises:
-        ConfigError: the port is taken, or the host is no address of this machine, or none at all.
+        ConfigError: the port is occupied, or the host is not an address of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
-    except UnicodeError as error:  # an empty or long part between two dots of a name
+    except UnicodeError as error:  # a label of the host name is empty or too long
         raise ConfigError(
             f"cannot listen on {config.host!r}: it is no name of a host ({error}); every machine "
             "has 127.0.0.1"
         ) from None
     except OSError as error:
-        is_gai = isinstance(error, socket.gaierror)  # whose numbers are its own
+        is_gai = isinstance(error, socket.gaierror)  # has other error numbers than errno
         why = error.strerror if is_gai else os.strerror(error.errno or 0)
         is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         advice = "--port 0 takes a free one" if is_of_port else "every machine has 127.0.0.1"

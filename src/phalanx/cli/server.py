@@ -1,4 +1,4 @@
-"""`phalanx server ROLE`: a coordinator, a scheduler or a server of a job on several hosts."""
+"""`phalanx server ROLE`: run a coordinator, scheduler or server of a job on several hosts."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class ServerRoleConfig:
 
 
 def run(argv: list[str]) -> int:
-    """Be a role.
+    """Run one role until the job ends or a signal arrives; for `secret`, write the file.
 
     Raises:
-        ConfigError: an option is missing or does not fit.
+        ConfigError: an option is missing or does not fit, or the coordinator refuses the role.
     """
     config = ServerRoleConfig(**read_words(argv, ServerRoleConfig, prog="phalanx server"))
     check_values(config)
@@ -111,7 +111,7 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
             f"address is {address}, where nobody can listen: {error}; expected an address of this "
             "host, such as tcp://127.0.0.1:7000"
         ) from None
-    if is_local(role.address) != is_local(address):  # such as the interface lo
+    if is_local(role.address) != is_local(address):  # the address names an interface, such as lo
         role.close()
         raise ConfigError(f"address is {address}, a name of {role.address}; expected the latter")
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""`phalanx show`: what a method does, run step by step; and the hardware catalogue."""
+"""`phalanx show`: run a method step by step; or show the hardware catalogue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phalanx.show.shown import Shown, ShowTopic
 
 BESIDE: Final = ("v100", "a100-40", "a100", "h100", "h200", "b200", "mi300x", "tpu-v5p")
-"""Devices that stand beside the one that is shown."""
+"""Devices in the comparison table of `phalanx show device`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class ShowDevices:
 
 
 def run(argv: list[str]) -> int:
-    """Show what the first word names; without one, list what there is.
+    """Show the topic that the first word names; without a word, list the topics.
 
     Raises:
-        ConfigError: there is nothing of this name.
+        ConfigError: the topic or the name is unknown, or a file cannot be written.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         _list_topics()
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
     is_run = topic in topics.RUN
     words = ["--help"] if words[:1] == ["help"] else words
     if is_run and not {"-h", "--help"}.intersection(words):
-        prepare_server()  # it loads torch while this process does
+        prepare_server()  # imports torch in parallel to this process
     schema, show = topics.RUN[topic].load() if is_run else CATALOGUE[topic]
     config = read_command_line(words, schema, prog=f"phalanx show {topic}")
     document = (_show_run if is_run else show)(config, *([show] if is_run else []))
@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
 
 
 def _show_run(config: ShowTopic, show: Callable[[Any], Shown]) -> Any:
-    """Run a topic, print it, and draw it if asked; return it for JSON."""
+    """Run a method, print it, and draw it if --svg is given; return its JSON document."""
     from phalanx.show.animation import draw
     from phalanx.show.tables import printed
 
@@ -112,7 +112,7 @@ def _show_run(config: ShowTopic, show: Callable[[Any], Shown]) -> Any:
 
 
 def show_cluster(config: ShowCluster) -> Any:
-    """Print totals and levels of a cluster; return it for JSON."""
+    """Print the totals and levels of a cluster; return the cluster for JSON."""
     found = hardware.cluster(_named(config.name, "cluster NAME[:DEVICES]", "h100-llama3"))
     console, totals = screen(), found.totals
     say(console, f"{found.name}: {found.num_devices:,} x {found.title}", "bold")
@@ -129,7 +129,7 @@ def show_cluster(config: ShowCluster) -> Any:
 
 
 def show_device(config: ShowDevice) -> Any:
-    """Print what a device is built of, and its balance beside others; return it for JSON."""
+    """Print the parts of a device, and a comparison with other devices; return it for JSON."""
     one = hardware.device(_named(config.name, "device NAME", "h100"))
     console = screen()
     say(console, f"{one.name}: {one.title}, {one.year}", "bold")
@@ -148,7 +148,7 @@ def show_device(config: ShowDevice) -> Any:
 
 
 def show_devices(config: ShowDevices) -> Any:
-    """Print the catalogue, and draw it if asked; return it for JSON."""
+    """Print all devices, and draw them if --svg is given; return them for JSON."""
     console, devices = screen(), list(hardware.DEVICES.values())
     if config.svg is not None:
         try:
@@ -162,7 +162,7 @@ def show_devices(config: ShowDevices) -> Any:
 
 
 def predecessor(one: Device) -> Device | None:
-    """Return the same maker's device of the last year before, the first of several; or None."""
+    """Return the vendor's latest device of an earlier year, the first of several; or None."""
     if one.name not in hardware.DEVICES:
         return None
     maker = one.title.split()[0]
@@ -175,7 +175,7 @@ def predecessor(one: Device) -> Device | None:
 
 
 def compared(before: Device, one: Device) -> str:
-    """Say what became of FLOPs and bandwidth from one device to a later one, and of the MFU."""
+    """Return a text on the ratios of FLOP/s and bandwidth, and their effect on the MFU."""
     flops, bandwidth = one.flops / before.flops, one.bandwidth / before.bandwidth
     text = (
         f"From {before.title} to {one.title}: {flops:.1f}x the FLOP/s, {bandwidth:.1f}x the memory "
@@ -191,7 +191,7 @@ def compared(before: Device, one: Device) -> str:
 
 
 def si(value: float, unit: str) -> str:
-    """Return a value with three digits and the prefix of its thousands: 24.3 EFLOP/s."""
+    """Return a value with three digits and an SI prefix, such as 24.3 EFLOP/s."""
     prefixes = ["", "k", "M", "G", "T", "P", "E"]
     while value >= 999.5 and len(prefixes) > 1:
         value /= 1000
@@ -201,7 +201,7 @@ def si(value: float, unit: str) -> str:
 
 
 def _levels(found: Cluster) -> Iterable[Sequence[str]]:
-    """Yield a row of the table of levels for each, innermost first."""
+    """Yield a row of the table for each level of a cluster, innermost first."""
     inner: Level | None = None
     for level in found.levels:
         num = min(level.devices, found.num_devices)
@@ -217,7 +217,7 @@ def _levels(found: Cluster) -> Iterable[Sequence[str]]:
 
 
 def _chip_rows(chip: Chip) -> list[tuple[str, str]]:
-    """Return the chain from an SM to the peak of the chip."""
+    """Return rows on the chip, from one SM to the peak FLOP/s."""
     kib, mib = 1024, 1024**2
     fp32, tensor = chip.fp32_cores_per_sm, chip.tensor_cores_per_sm
     registers = chip.registers_bytes_per_sm
@@ -244,7 +244,7 @@ def _chip_rows(chip: Chip) -> list[tuple[str, str]]:
 
 
 def _device_rows(one: Device) -> list[tuple[str, str]]:
-    """Return peaks, memory and balance of a device."""
+    """Return rows on the peaks, memory and FLOPs per byte of a device."""
     peaks = ", ".join(f"{name} {si(rate, 'FLOP/s')}" for name, rate in one.peak_flops.items())
     attained = si(one.matmul_efficiency * one.flops, "FLOP/s")
     return [
@@ -261,7 +261,7 @@ def _device_rows(one: Device) -> list[tuple[str, str]]:
 
 
 def _device_table(devices: Iterable[Device], marked: str = "") -> Table:
-    """Return the devices as a table; the row of `marked` is bold."""
+    """Return a table of devices; the row of the device named `marked` is bold."""
     heads = ("device", "", "year", "TFLOP/s", "attainable", "GB", "TB/s", "FLOPs a byte")
     rows = [
         (
@@ -299,7 +299,7 @@ def _table(
 
 
 def _named(name: str | None, form: str, example: str) -> str:
-    """Return the name; say how it is given if it is not."""
+    """Return the name; if it is None, raise ConfigError with the expected command."""
     if name is None:
         kind = form.split()[0]
         raise ConfigError(
@@ -313,11 +313,11 @@ CATALOGUE: Final[Mapping[str, tuple[type[Any], Callable[[Any], Any]]]] = {
     "device": (ShowDevice, show_device),
     "devices": (ShowDevices, show_devices),
 }
-"""What of the catalogue can be shown -> its settings, and what shows it and returns it for JSON."""
+"""Topic of the catalogue -> its settings class, and a function that prints and returns it."""
 
 
 def _list_topics() -> None:
-    """Print the topics, first the methods, then the catalogue."""
+    """Print the list of topics: first the methods, then the catalogue."""
     console = screen()
     say(console, "usage: phalanx show TOPIC [OPTIONS]\n")
     say(console, "Run a method on 4 ranks of this host, step by step (--ranks N, --svg FILE):\n")

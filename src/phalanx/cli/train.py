@@ -1,4 +1,4 @@
-"""`phalanx train`: the main job."""
+"""`phalanx train`: train a decoder on text, or with --script a user's job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.cli import script
 from phalanx.cli.screen import Preparation, print_json, say, screen, show_config
 from phalanx.config import TrainConfig
 from phalanx.config.fields import value_at
-from phalanx.config.load import Loaded, load_config, unfound_paths
+from phalanx.config.load import Loaded, load_config, missing_path_notes
 from phalanx.errors import PhalanxError
 from phalanx.models.registry import PRESETS
 from phalanx.strategy import built
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-    """Train as the command line says and print what was measured."""
-    if script.is_asked(argv):
+    """Run `phalanx train`: train and print the summary; return the exit code."""
+    if script.has_script_option(argv):
         return script.train(argv)
     from phalanx.launch.torchrun import run_verb
     from phalanx.train.job.request import settle
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
         try:
             return loaded, settle(loaded.config)
         except PhalanxError as error:
-            for line in unfound_paths(loaded):
+            for line in missing_path_notes(loaded):
                 error.add_note(line)
             raise
 
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
 
 
 def _settled(loaded: Loaded[TrainConfig], request: Request) -> Loaded[TrainConfig]:
-    """Return the settings as they are settled, and the source of each."""
+    """Return the resolved settings and their sources: a checkpoint, or "derived" from defaults."""
     config, sources = request.settings(), dict(loaded.sources)
     for key, source in loaded.sources.items():
         given = value_at(loaded.config, key)
@@ -70,7 +70,7 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
         return 0
     console = screen()
     with ExitStack() as preparing:
-        # Bars would meet other ranks'.
+        # Bars of several ranks would overwrite each other.
         preparation = Preparation(console, has_bars=not is_under_torchrun())
         preparing.enter_context(preparation)
 
@@ -89,7 +89,7 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
 
 
 def _schedule_lines(request: Request) -> list[str]:
-    """Return the text of the schedule of a pipeline, if the strategy has one."""
+    """Return the lines of the pipeline schedule; empty without pp."""
     from phalanx.parallel.pipeline.cut import schedule_of
     from phalanx.parallel.pipeline.schedule_file import text_of
 
@@ -99,7 +99,7 @@ def _schedule_lines(request: Request) -> list[str]:
 
 
 def _announce(job: Job, console: Console) -> None:
-    """Announce the run, and how it differs from the run it resumes."""
+    """Print a description of the run, its differences from the resumed run, and its layout."""
     from phalanx.cli.layout import tables_of
     from phalanx.train.job.resolve import remarks_on, words_of
 
@@ -112,7 +112,7 @@ def _announce(job: Job, console: Console) -> None:
 
 
 def _strategy_help() -> str:
-    """Return every strategy that is built, in a line each."""
+    """Return the help on strategies, with one line for each."""
     forms = built() | {
         "cut:4+5": "layers of each stage of pp, counting embedding and head",
         "schedule:FILE": "the schedule of pp in a file, as --show-config prints it",
@@ -123,7 +123,7 @@ def _strategy_help() -> str:
 
 
 def _preset_help() -> str:
-    """Return every preset with its size, several in a line."""
+    """Return the help on presets, with the parameters of each, several in a line."""
     sizes = {name: _millions(num_parameters(shape).total) for name, shape in PRESETS.items()}
     cells = [f"{name} {size}" for name, size in sizes.items()]
     width = max(map(len, cells)) + 2
@@ -134,5 +134,5 @@ def _preset_help() -> str:
 
 
 def _millions(number: int) -> str:
-    # What rounds to 1,000 M is 1 B.
+    # 1 B is shown instead of 1,000 M.
     return f"{number / 1e9:.3g} B" if number >= 999.5e6 else f"{number / 1e6:.3g} M"

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from phalanx.verify.verdict import Verdict
 
 MOST_LENGTH: Final = 1 << 14
-"""Longest sample of a run that is verified."""
+"""Largest `corpus.seq_len` of verify --train, in tokens."""
 
 AnyConfig = VerifyConfig | VerifyTrainConfig
 
 
 def run(argv: list[str]) -> int:
-    """Verify as the command line says; 1 if something differs."""
-    if script.is_asked(argv):
+    """Run `phalanx verify`; return 1 if a value differs, else 0."""
+    if script.has_script_option(argv):
         return script.verify(argv)
     from phalanx.launch.torchrun import run_verb
 
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
-    """Verify, and print the verdicts, in a job on rank 0; return the exit code."""
+    """Verify, print the verdicts (in a job only on rank 0), and return the exit code."""
     from phalanx.launch.rank_env import is_under_torchrun
 
     if loaded.show_config:
@@ -73,12 +73,12 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
 
 
 def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Console) -> bool:
-    """Verify, and print the verdicts on the first rank; return whether everything is equal."""
+    """Verify, print the verdicts on rank 0, and return whether all values are equal."""
     verdicts = _verify(loaded.config, strategy, console)
     is_equal = all(verdict.is_equal for verdict in verdicts)
     if os.environ.get("RANK", "0") == "0":
         show_verdicts(verdicts, console)
-        if is_equal and (others := beside(strategy)):
+        if is_equal and (others := with_second_axis(strategy)):
             also = f"One axis hides faults that two show. Also run: phalanx verify {others}"
             console.print(Text(also, "dim"))
         if loaded.json:
@@ -87,12 +87,12 @@ def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Con
 
 
 def _checked(config: AnyConfig) -> Strategy:
-    """Return the strategy."""
+    """Check the settings before the verification starts; return the strategy."""
     from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
     from phalanx.train.job.request import choose_strategy
 
     check_values(config)
-    if isinstance(config, VerifyConfig):  # the other is judged as a run
+    if isinstance(config, VerifyConfig):  # the training run checks the warm-up of --train
         check_warmup(config.optimizer, config.steps)
     elif is_under_torchrun() and read_rank_env().num_here < read_rank_env().num_ranks:
         raise ConfigError(
@@ -104,7 +104,7 @@ def _checked(config: AnyConfig) -> Strategy:
         from phalanx.verify.cases import check_sizes
 
         check_sizes(config, strategy)
-    else:  # before the models are verified, which takes a while
+    else:  # check before the long verification of steps
         if config.data is not None:
             sources(config.data)
         if config.corpus.seq_len > MOST_LENGTH:
@@ -117,9 +117,9 @@ def _checked(config: AnyConfig) -> Strategy:
 
 
 def _join(loaded: Loaded[AnyConfig], strategy: Strategy) -> bool:
-    """Verify on the ranks that torchrun has started, which ends all when one leaves with 1.
+    """Verify on the ranks that torchrun started; return whether all values are equal.
 
-    So the first prints the verdicts within the job, whose ranks wait for it.
+    Rank 0 prints inside the job, where the ranks wait: torchrun kills all when one exits with 1.
     """
     from phalanx.launch.torchrun import run_here
     from phalanx.verify.harness import WAIT_S
@@ -137,7 +137,7 @@ def _join(loaded: Loaded[AnyConfig], strategy: Strategy) -> bool:
 
 
 def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
-    """Compare what the configuration names, up to the first that differs."""
+    """Compare the steps, then with --train a training run, up to the first difference."""
     if isinstance(config, VerifyConfig):
         return _verify_steps(config, strategy, console)
     steps = VerifyConfig(strategy=str(strategy), seed=config.seed, device=config.device)
@@ -152,7 +152,7 @@ def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Ver
 
 
 def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
-    """Compare the steps of the shapes that the configuration names."""
+    """Compare the steps of all configured cases, also on a wider strategy; stop at a difference."""
     from phalanx.verify.cases import configured_cases, shapes_to_verify
     from phalanx.verify.harness import compare_cases
 
@@ -168,7 +168,7 @@ def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) ->
 
 
 def _wider(config: VerifyConfig, strategy: Strategy) -> Strategy | None:
-    """Return the strategy with three ranks on an axis, if it is asked for and splits the shapes."""
+    """Return the strategy with three ranks on an axis; None if disabled or not applicable."""
     import torch.distributed as dist
 
     from phalanx.train.job.request import choose_strategy
@@ -182,8 +182,8 @@ def _wider(config: VerifyConfig, strategy: Strategy) -> Strategy | None:
     return choose_strategy(TrainConfig(strategy=str(wider), device=config.device))[0]
 
 
-def beside(strategy: Strategy) -> str:
-    """Return the strategy with another axis beside its one; nothing if no other can be there."""
+def with_second_axis(strategy: Strategy) -> str:
+    """Return the strategy with a second axis; empty unless it has one axis and no servers."""
     if len([name for name, axis in strategy.axes() if axis.degree > 1]) != 1 or strategy.is_served:
         return ""
     return str(strategy.with_degree("dp" if strategy.data_ranks == 1 else "tp", 2))
@@ -198,13 +198,13 @@ def _described(name: str, shape: ModelShape) -> str:
 
 
 def report(verdict: Verdict, seconds: float) -> None:
-    """Print a line on a case that has been verified."""
+    """Print one line on a verified case."""
     word = "equal" if verdict.is_equal else "differs"
     screen().print(Text(f"  {verdict.case}: {word}, {seconds:.1f} s", "dim"))
 
 
 def show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
-    """Print the largest errors, what was sent, and each verdict."""
+    """Print the largest errors, the bytes sent, and each verdict."""
     if any(verdict.differences for verdict in verdicts):
         console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
         console.print(_errors(verdicts))
@@ -222,7 +222,7 @@ def show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
 def _errors(verdicts: Sequence[Verdict]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    # A quantity that is zero everywhere, such as a learning rate, is left to the JSON document.
+    # Quantities without errors, such as the learning rate, appear only in the JSON document.
     of_all = [each for verdict in verdicts for each in verdict.largest_errors().items()]
     found = {what for what, error in of_all if error > 0}
     quantities = [what for what in QUANTITIES if what in found]

@@ -33,11 +33,11 @@ from typing_extensions import Unpack
 
 from phalanx.comm.algorithms.catalogue import list_steps
 from phalanx.comm.algorithms.running import (
+    AllToAllChunks,
     Chunks,
     Collective,
     Combine,
-    Flat,
-    Passing,
+    FlatChunks,
     combine_of,
     drain,
 )
@@ -115,7 +115,7 @@ def all_gather(output: Tensor, shard: Tensor, **how: Unpack[How]) -> Collective 
         return None
     rows = _rows("all_gather", output, shard, group)
     rows[group.rank()].copy_(shard.reshape(-1))
-    return _begin("all-gather", Flat(rows.view(-1), group.size()), group, how)
+    return _begin("all-gather", FlatChunks(rows.view(-1), group.size()), group, how)
 
 
 def reduce_scatter(
@@ -131,7 +131,7 @@ def reduce_scatter(
     def finish() -> None:
         output.copy_(_divided(rows[group.rank()], op, group.size()).view_as(output))
 
-    held = Flat(rows.view(-1), group.size())
+    held = FlatChunks(rows.view(-1), group.size())
     return _begin("reduce-scatter", held, group, how, 0, finish, combine)
 
 
@@ -145,7 +145,7 @@ def gather(
     full = _of_root("gather", output, shard, root, group)
     rows = _rows("gather", full, shard, group)
     rows[group.rank()].copy_(shard.reshape(-1))
-    return _begin("gather", Flat(rows.view(-1), group.size()), group, how, root)
+    return _begin("gather", FlatChunks(rows.view(-1), group.size()), group, how, root)
 
 
 def scatter(
@@ -160,7 +160,7 @@ def scatter(
     def finish() -> None:
         output.copy_(rows[group.rank()].view_as(output))
 
-    return _begin("scatter", Flat(rows.view(-1), group.size()), group, how, root, finish)
+    return _begin("scatter", FlatChunks(rows.view(-1), group.size()), group, how, root, finish)
 
 
 def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective | None:
@@ -183,7 +183,7 @@ def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective 
             "before they are sent; give another tensor for output"
         )
     into = _rows("all_to_all", output, output[0], group)
-    held = Passing(given.reshape(into.shape), into, group.rank())
+    held = AllToAllChunks(given.reshape(into.shape), into, group.rank())
     return _begin("all-to-all", held, group, how)
 
 
@@ -194,7 +194,7 @@ def barrier(**how: Unpack[How]) -> Collective | None:
         return None
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     tokens = torch.zeros(group.size(), dtype=torch.uint8, device=device)
-    return _begin("barrier", Flat(tokens, group.size()), group, how)
+    return _begin("barrier", FlatChunks(tokens, group.size()), group, how)
 
 
 def _in_place(
@@ -212,7 +212,7 @@ def _in_place(
         if result.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(result.view_as(tensor))
 
-    return _begin(collective, Flat(flat, group.size()), group, how, root, finish, combine)
+    return _begin(collective, FlatChunks(flat, group.size()), group, how, root, finish, combine)
 
 
 def _begin(

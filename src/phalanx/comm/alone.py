@@ -12,7 +12,7 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
 
 
-class Alone(Comm):
+class SingleRankComm(Comm):
     """A communicator of a single rank: every collective returns its input and sends nothing."""
 
     def __init__(self) -> None:

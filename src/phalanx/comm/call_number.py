@@ -45,7 +45,7 @@ def dtype_of(what: int) -> torch.dtype:
     return DTYPES[what >> 8 & 255]
 
 
-def words_of(what: int, num_bytes: int) -> str:
+def describe(what: int, num_bytes: int) -> str:
     """Describe an encoded call of `num_bytes` in words, for an error message."""
     op, dtype, number = OPS[what & 255], str(dtype_of(what)).removeprefix("torch."), what >> 16
     option = f" {[*REDUCTIONS][number]}" if op == "all_reduce" else ""

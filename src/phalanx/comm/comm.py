@@ -13,7 +13,7 @@ of the full tensor:
     swap             exchange A with a partner    counted as an all_to_all, also with itself
     send, recv       A on one -> A on another     1, on the sender
 
-`Ranks` runs them over the process groups of a job; `dry_run.Counting` only counts them.
+`Ranks` runs them over the process groups of a job; `dry_run.CountingComm` only counts them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Comm(ABC):
         """Whether ranks synchronize at each call to compare the calls, see debug.check."""
         return False
 
-    def apart(self, name: str) -> Comm:
+    def with_separate_groups(self, name: str) -> Comm:
         """Return a communicator of the same ranks that uses separate groups over `name`.
 
         Every rank of the job calls this. Collectives of one group must be called in one order on
@@ -158,7 +158,7 @@ class Comm(ABC):
 
     def _all_reduce_start(self, tensor: Tensor, name: str, reduction: Reduction) -> Pending:
         pending = Pending(tensor)
-        for axis in self._speaking(name):
+        for axis in self._axes_with_peers(name):
             pending.wait()
             pending = self._run("all_reduce", axis, tensor, tensor, reduction)
         return pending
@@ -207,7 +207,7 @@ class Comm(ABC):
 
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
         """Overwrite `tensor` on every rank with the first rank's tensor."""
-        for axis in self._speaking(name) if tensor.numel() else ():
+        for axis in self._axes_with_peers(name) if tensor.numel() else ():
             # Sent as bytes because gloo lacks some dtypes. A non-contiguous tensor is copied.
             flat = tensor.detach().reshape(-1)
             self.broadcast_start(flat.view(torch.uint8), axis, 0).wait()
@@ -251,7 +251,7 @@ class Comm(ABC):
         tensor = tensor.contiguous()
         return self._run("swap", name, torch.empty_like(tensor), tensor, partner).wait()
 
-    def _speaking(self, name: str) -> list[str]:
+    def _axes_with_peers(self, name: str) -> list[str]:
         """Return the axes of `name` that have more than one rank."""
         return [axis for axis in self.axes_of(name) if self.axes[axis] > 1]
 
@@ -330,7 +330,7 @@ class Ranks(Comm):
     @property
     def model_mesh(self) -> DeviceMesh:
         """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
-        return self._job.inner
+        return self._job.stage_mesh
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
@@ -352,9 +352,9 @@ class Ranks(Comm):
             self._job.num_checks -= 1
 
     @override
-    def apart(self, name: str) -> Comm:
+    def with_separate_groups(self, name: str) -> Comm:
         other = copy.copy(self)
-        other._engines = self._engines | self._job.apart(self._speaking(name))
+        other._engines = self._engines | self._job.separate_engines(self._axes_with_peers(name))
         return other
 
     @override

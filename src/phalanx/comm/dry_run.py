@@ -15,7 +15,7 @@ from phalanx.comm.pending import Pending
 from phalanx.comm.watch import Phases
 
 
-class Counting(Comm, Phases):
+class CountingComm(Comm, Phases):
     """One rank of a hypothetical job: it counts each collective and sends nothing.
 
     Use tensors on the meta device; the contents of other tensors are undefined after a collective.

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm.calls import group_named
-from phalanx.comm.transfer import ENGINES, LIBRARY, CommEngine, Transfer, begun, taken
+from phalanx.comm.transfer import ENGINES, LIBRARY, CommEngine, Transfer, pop_transfer, register
 
 LIBRARY.define(
     "all_gather(Tensor(a!) output, Tensor input, str group_name, "
@@ -46,7 +46,7 @@ def all_gather_start(
     Both are one-dimensional and contiguous; `shard` may be this rank's slice of `output`. The
     group's backend is gloo.
     """
-    return taken(torch.ops.phalanx_comm.all_gather(output, shard, group.group_name))
+    return pop_transfer(torch.ops.phalanx_comm.all_gather(output, shard, group.group_name))
 
 
 def reduce_scatter_start(
@@ -56,7 +56,7 @@ def reduce_scatter_start(
 
     Both are one-dimensional and contiguous. The group's backend is gloo.
     """
-    return taken(torch.ops.phalanx_comm.reduce_scatter(output, full, group.group_name))
+    return pop_transfer(torch.ops.phalanx_comm.reduce_scatter(output, full, group.group_name))
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -73,20 +73,20 @@ def _all_gather(
     output: Tensor, shard: Tensor, group_name: str, engine: int = 0, is_spent: bool = False
 ) -> int:
     if engine:
-        return begun(ENGINES[engine].run("all_gather", output, shard, None, is_spent))
+        return register(ENGINES[engine].run("all_gather", output, shard, None, is_spent))
     group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
     shards = output.view(num_ranks, -1)
     if shards[coord].data_ptr() != shard.data_ptr():
         shards[coord].copy_(shard)
-    return begun(Transfer(_exchange([shard] * num_ranks, list(shards), group)))
+    return register(Transfer(_exchange([shard] * num_ranks, list(shards), group)))
 
 
 def _reduce_scatter(
     output: Tensor, full: Tensor, group_name: str, engine: int = 0, is_spent: bool = False
 ) -> int:
     if engine:
-        return begun(ENGINES[engine].run("reduce_scatter", output, full, None, is_spent))
+        return register(ENGINES[engine].run("reduce_scatter", output, full, None, is_spent))
     group = group_named(group_name)
     num_ranks, coord = group.size(), group.rank()
     mine = list(full.view(num_ranks, -1))
@@ -101,7 +101,7 @@ def _reduce_scatter(
         for term in received[2:]:
             output.add_(term)
 
-    return begun(Transfer(_exchange(mine, received, group), add_up))
+    return register(Transfer(_exchange(mine, received, group), add_up))
 
 
 for _name, _function in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter)):

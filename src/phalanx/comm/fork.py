@@ -23,7 +23,7 @@ _POLL_S = 0.0005
 
 
 @functools.cache
-def fork_asleep() -> None:
+def delay_forks_until_idle() -> None:
     """Make each fork of this process wait until its other threads sleep, on Linux."""
     if sys.platform == "linux":
         os.register_at_fork(before=await_sleep)

@@ -52,7 +52,7 @@ Block = np.ndarray[Any, Any]
 
 
 @contextmanager
-def said_if_full() -> Generator[None]:
+def errors_if_full() -> Generator[None]:
     """Convert an OSError inside the block to a TrainingError that reports lack of memory."""
     try:
         yield
@@ -133,7 +133,7 @@ class Heap(Mapped):
         """
         size = max(1, -(-num_bytes // PAGE)) * PAGE
         with self._lock:
-            self._take_back()
+            self._reclaim()
             offset = self._cut(self._backed, size)
             if offset is None:
                 offset = self._cut(self._free, size)
@@ -153,7 +153,7 @@ class Heap(Mapped):
         """Return the block that stores `tensor`; None if the tensor is not on this heap."""
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
-    def _take_back(self) -> None:
+    def _reclaim(self) -> None:
         """Make freed blocks available again; return memory beyond `KEPT_BYTES` to the system."""
         while self._freed:
             offset, size = self._freed.popleft()

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.axes import flattened
-from phalanx.comm.fork import fork_asleep
+from phalanx.comm.fork import delay_forks_until_idle
 from phalanx.comm.same_host import MOST_RANKS
 from phalanx.errors import ConfigError, within_limits
 
@@ -73,7 +73,7 @@ def join(
             device_id=device_id,
         )
     sys.excepthook = hook
-    fork_asleep()
+    delay_forks_until_idle()
     dist.barrier()  # see [Note: Connections]
 
 
@@ -86,7 +86,7 @@ def set_timeout(timeout_s: float) -> None:
         set_of_group(timedelta(seconds=timeout_s), group)
 
 
-def allow_files() -> None:
+def raise_file_limit() -> None:
     """Raise this process's limit on open files, which include connections, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -104,8 +104,10 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
     """
     peers, num_mapped = list[int](), 0
     if device == "cpu":
-        peers += [_few(num_ranks)]
-        peers += [_few(size) if axis == "dp" else size - 1 for axis, size in axes.items()]
+        peers += [_num_lazy_peers(num_ranks)]
+        peers += [
+            _num_lazy_peers(size) if axis == "dp" else size - 1 for axis, size in axes.items()
+        ]
         for members in flattened(axes).values():
             peers += [math.prod(axes[axis] for axis in members) - 1]
         if axes.get("pp", 1) > 1:
@@ -143,7 +145,7 @@ def _num_mapped(axes: Mapping[str, int]) -> int:
     return 2 + min(math.prod(axes.values()) - 1, num_peers) if num_peers else 0
 
 
-def _few(num_ranks: int) -> int:
+def _num_lazy_peers(num_ranks: int) -> int:
     """Return the number of peers that are 1, 2, 4, ... ranks away in both directions."""
     return min(num_ranks - 1, 2 * math.ceil(math.log2(num_ranks))) if num_ranks > 1 else 0
 

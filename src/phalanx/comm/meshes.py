@@ -83,7 +83,7 @@ class JobMesh:
         return self.whole.mesh_dim_names or ()
 
     @functools.cached_property
-    def inner(self) -> DeviceMesh:
+    def stage_mesh(self) -> DeviceMesh:
         """The mesh of this rank's pipeline stage: all axes except pp, or `whole` if pp is alone."""
         names = tuple(name for name in self.axes if name != "pp")
         return self.whole if names in ((), self.axes) else self.whole[names]
@@ -104,7 +104,7 @@ class JobMesh:
         size = dict(zip(self.axes, self.whole.shape, strict=True)).get("pp", 1)
         return one_way_groups(self.whole) if size > 1 else {}
 
-    def apart(self, axes: Iterable[str]) -> dict[str, CommEngine]:
+    def separate_engines(self, axes: Iterable[str]) -> dict[str, CommEngine]:
         """Return the engine of a second group of each of `axes`, created on first use.
 
         Its calls are not ordered with calls of the axis's first group. An axis has only one second

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.heap import own_heap
-from phalanx.comm.transfer import ENGINES, LIBRARY, begun
+from phalanx.comm.transfer import ENGINES, LIBRARY, register
 
 IN_PLACE: Final = {
     "all_reduce": "str reduce_op",
@@ -25,7 +25,7 @@ IN_PLACE: Final = {
 }
 """Collective of one tensor -> op arguments after the tensor, the group name and the engine."""
 
-BETWEEN: Final = ("all_to_all", "swap")
+OUT_OF_PLACE: Final = ("all_to_all", "swap")
 """Collectives from an input to an output tensor, in addition to the ones in comm.exchange."""
 
 COLLECTIVES: Final[Any] = torch.ops.phalanx_comm
@@ -35,7 +35,7 @@ COLLECTIVES: Final[Any] = torch.ops.phalanx_comm
 def _in_place(op: str) -> Callable[..., int]:
     def run(tensor: Tensor, group_name: str, engine: int, option: Any, *_: Any) -> int:
         del group_name
-        return begun(ENGINES[engine].run(op, tensor, tensor, option))
+        return register(ENGINES[engine].run(op, tensor, tensor, option))
 
     return run
 
@@ -46,7 +46,7 @@ def _between(op: str) -> Callable[..., int]:
         *_: Any,
     ) -> int:  # fmt: skip
         del group_name
-        return begun(ENGINES[engine].run(op, output, given, option, is_spent))
+        return register(ENGINES[engine].run(op, output, given, option, is_spent))
 
     return run
 
@@ -54,7 +54,7 @@ def _between(op: str) -> Callable[..., int]:
 for _op, _arguments in IN_PLACE.items():
     LIBRARY.define(f"{_op}(Tensor(a!) tensor, str group_name, int engine, {_arguments}) -> int")
     LIBRARY.impl(_op, _in_place(_op), "CPU")
-for _op in BETWEEN:
+for _op in OUT_OF_PLACE:
     LIBRARY.define(
         f"{_op}(Tensor(a!) output, Tensor input, str group_name, int engine, "
         "int option, bool is_spent, int[] output_split_sizes, int[] input_split_sizes) -> int"

@@ -45,12 +45,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm import ops
-from phalanx.comm.call_number import dtype_of, number_of, words_of
+from phalanx.comm.call_number import describe, dtype_of, number_of
 from phalanx.comm.channels import SLOTS, TICK_S, AwaitedWord, Channels, Post
-from phalanx.comm.heap import Block, Heap, said_if_full
+from phalanx.comm.heap import Block, Heap, errors_if_full
 from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import reduce_into
-from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, taken
+from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, pop_transfer
 from phalanx.comm.waits import waiting
 from phalanx.errors import CollectiveMismatch, named
 
@@ -65,7 +65,7 @@ _NUMBERS = itertools.count(1)
 _UNDER_WAY: list[SharedTransfer] = []
 """Collectives that this process has started and that have not ended, in the order of starts."""
 
-_TURN: Final = threading.RLock()
+_ADVANCE_LOCK: Final = threading.RLock()
 """Lock to advance a collective, because several threads may wait for the same collective."""
 
 Steps = Generator[AwaitedWord]
@@ -94,7 +94,7 @@ class SharedTransfer(Transfer):
         self._need: AwaitedWord | None = None
         self._has_ended = False
         self._error: BaseException | None = None
-        with _TURN:
+        with _ADVANCE_LOCK:
             _UNDER_WAY.append(self)
             self.advance()
 
@@ -103,7 +103,7 @@ class SharedTransfer(Transfer):
 
         If a step raises an error, this and each later call raise it.
         """
-        with _TURN:
+        with _ADVANCE_LOCK:
             while not self._has_ended and (self._need is None or self._need.is_met()):
                 try:
                     with _unwatched():
@@ -174,7 +174,7 @@ class SharedMemory(CommEngine):
         is_small = math.prod(size) * dtype.itemsize <= SMALL_BYTES  # a copy takes less than a block
         if is_small or device.type != "cpu":  # a dry run allocates on the meta device
             return super().empty(size, dtype, device)
-        with said_if_full():
+        with errors_if_full():
             return torch.ops.shared_memory.allocate(size, dtype=dtype)
 
     @override
@@ -197,7 +197,7 @@ class SharedMemory(CommEngine):
                 begun = run(given if op == "send" else out, name, number, option, 0)
             case _:
                 begun = run(out, name, number, option)
-        return taken(begun)
+        return pop_transfer(begun)
 
     @override
     def run(
@@ -333,13 +333,13 @@ class SharedMemory(CommEngine):
         yield from self._await_read(call._replace(number=call.number - SLOTS))
         block, seen = None if copies else self._heap.block_of(tensor), tensor
         if block is None:
-            with said_if_full():
+            with errors_if_full():
                 block = self._heap.block(call.num_bytes)
             # A view that keeps the block: peers may all have read it before this rank uses it.
             seen = torch.from_numpy(block).view(tensor.dtype)
             seen = seen.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         for held in [*self._held]:
-            if self._unread(held) is None:
+            if self._unacknowledged(held) is None:
                 del self._held[held]
         key = call.channel, call.number
         self._held[key] = block, self._others if readers is None else readers
@@ -347,7 +347,7 @@ class SharedMemory(CommEngine):
         self._channels.post(*key, Post(offset, call.num_bytes, call.what))
         return seen
 
-    def _unread(self, key: tuple[int | None, int]) -> AwaitedWord | None:
+    def _unacknowledged(self, key: tuple[int | None, int]) -> AwaitedWord | None:
         """Return the word of a reader that has not acknowledged a call of this rank, or None."""
         readers = self._held[key][1] if key in self._held else ()
         needs = (self._channels.acked(reader, *key) for reader in readers)
@@ -356,7 +356,7 @@ class SharedMemory(CommEngine):
     def _await_read(self, call: _Call, given: Tensor | None = None) -> Steps:
         """Wait until all readers have read this call; not if a heap copy of `given` was posted."""
         if given is None or self._heap.block_of(given) is not None:
-            while (need := self._unread((call.channel, call.number))) is not None:
+            while (need := self._unacknowledged((call.channel, call.number))) is not None:
                 yield need
 
     def _read(self, call: _Call, peer: int) -> Generator[AwaitedWord, None, Tensor]:
@@ -370,8 +370,8 @@ class SharedMemory(CommEngine):
         if (post.num_bytes, post.what) != (call.num_bytes, call.what):
             ranks = [self._channels.members[coord].rank for coord in (self._coord, peer)]
             raise CollectiveMismatch(
-                f"{named(ranks[:1])} calls {words_of(call.what, call.num_bytes)}, but "
-                f"{named(ranks[1:])} {words_of(post.what, post.num_bytes)}; each rank must make "
+                f"{named(ranks[:1])} calls {describe(call.what, call.num_bytes)}, but "
+                f"{named(ranks[1:])} {describe(post.what, post.num_bytes)}; each rank must make "
                 "the same calls, and under fsdp run the same modules, an expert without rows too: "
                 "--debug-comm, or phalanx.init(debug_comm=True), names places",
                 min(ranks),

@@ -111,13 +111,13 @@ _BEGUN: dict[int, Transfer] = {}
 _NUMBERS = itertools.count()
 
 
-def begun(transfer: Transfer) -> int:
+def register(transfer: Transfer) -> int:
     """Register a transfer; return its number, because a dispatcher op cannot return an object."""
     number = next(_NUMBERS)
     _BEGUN[number] = transfer
     return number
 
 
-def taken(number: int) -> Transfer:
+def pop_transfer(number: int) -> Transfer:
     """Remove and return the transfer with the number that an op returned."""
     return _BEGUN.pop(number)

@@ -1,4 +1,4 @@
-"""The one typed configuration: a TOML file, the command line and the API all make this value."""
+"""The typed configuration of a run, built from TOML files, the command line or the API."""
 
 from phalanx.config.schema import (
     BatchConfig,

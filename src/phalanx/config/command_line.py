@@ -1,8 +1,8 @@
-"""The words of a command line as values: `--dotted.key value`, in any order, after a verb.
+"""Parse the words of a command line after the verb: `--dotted.key value`, in any order.
 
-`-` and `_` mean the same in a key, and `--key=value` is `--key value`. `--section.flag` switches on
-and `--section.no-flag` off. A tuple takes the words up to the next option; a list takes one word
-each time it is named. The word `none` unsets what may be unset.
+`-` and `_` are equal in a key, and `--key=value` is `--key value`. `--section.flag` sets a flag and
+`--section.no-flag` clears it. A tuple takes all words up to the next option; a list takes one word
+for each repeat of its option. The word `none` unsets a setting that is optional.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.errors import ConfigError
 
 
 def read_command_line(argv: Sequence[str], schema: type[Schema], *, prog: str) -> Schema:
-    """Return the configuration that a command line alone asks for, with all values in range.
+    """Return the configuration that a command line gives without files; check all values.
 
     Raises:
         ConfigError: an unknown option or an illegal value.
@@ -33,10 +33,10 @@ def read_command_line(argv: Sequence[str], schema: type[Schema], *, prog: str) -
 def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]:
     """Return the values that the words after a verb give, by dotted key.
 
-    The docstring of the last schema is the text of --help, which calls the verb `prog`.
+    --help prints the docstring of the last schema, with `prog` as the name of the command.
 
     Raises:
-        ConfigError: an unknown option, or a value that is missing or of another type.
+        ConfigError: an unknown option, or a value that is missing or of a wrong type.
         SystemExit: with code 0, after --help or --completion.
     """
     found = [setting for schema in schemas for setting in settings(schema)]
@@ -51,7 +51,7 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
         name, has_value, text = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
         if word in ("-h", "--help", "--completion"):
-            from phalanx.config.help import print_completion, print_help  # loads what draws it
+            from phalanx.config.help import print_completion, print_help  # imports rich
 
             if word == "--completion":
                 print_completion(prog, [*switches, *options])
@@ -64,7 +64,7 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
             key, values[key] = switches[key]
         elif name.startswith("--") and key in options:
             setting = options[key]
-            taken = [text] if has_value else _take(words, setting)
+            taken = [text] if has_value else _pop_values(words, setting)
             values[key] = _value(name, setting, taken, values.get(key, []))
         else:
             close = closest(key.lstrip("_"), [*options, "help"])
@@ -73,8 +73,8 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
     return values | _positional(loose, found)
 
 
-def _take(words: list[str], setting: Setting) -> list[str]:
-    """Take the words of an option off the front of those that are left."""
+def _pop_values(words: list[str], setting: Setting) -> list[str]:
+    """Remove and return the value words of an option from the front of `words`."""
     most = len(words) if get_origin(setting.hint) is tuple else 1
     taken: list[str] = []
     while words and len(taken) < most and not words[0].startswith("--") and words[0] != "-h":
@@ -83,7 +83,7 @@ def _take(words: list[str], setting: Setting) -> list[str]:
 
 
 def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> Any:
-    """Return the value of an option from its words, and the words of its list before."""
+    """Return an option's value from its words `taken`; a list also keeps the words `before`."""
     if not taken:
         raise ConfigError(f"option '{name}' lacks its value; write {name} VALUE")
     if get_origin(setting.hint) is tuple:
@@ -97,7 +97,7 @@ def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> 
 
 
 def _positional(loose: list[str], found: Sequence[Setting]) -> dict[str, Any]:
-    """Return the values of the settings without a name from the words without one."""
+    """Return the values of the positional settings, from the words that belong to no option."""
     values: dict[str, Any] = {}
     for setting in found:
         if setting.positional is None or not loose:

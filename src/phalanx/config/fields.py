@@ -1,6 +1,6 @@
-"""The settings of any dataclass: their types, their ranges, and what each is for.
+"""Settings as the fields of a dataclass: types, legal values, and how a resumed run treats each.
 
-A field says all of it beside its type: `steps: Annotated[int | None, Use.RESOLVED, Range(1)]`.
+A field declares them in its annotation: `steps: Annotated[int | None, Use.RESOLVED, Range(1)]`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Schema = TypeVar("Schema")
 
 @dataclass(frozen=True)
 class Range:
-    """The legal interval of a number; an open end at infinity means finite.
+    """The legal interval of a number; an open end at infinity excludes infinity.
 
-    The brackets say whether its ends belong to it: "[)" is closed below and open above.
+    `ends` has the brackets of the interval: "[)" is closed below and open above.
     """
 
     low: float
@@ -38,54 +38,54 @@ class Range:
 
 
 THREADS: Final = Range(1, 2**12, "[]")
-"""CPU threads of a process, as every way of starting one takes them."""
+"""Legal number of CPU threads of a process."""
 
 TIMEOUT_S: Final = Range(0, 10**6, "(]")
-"""Seconds that one process waits for another."""
+"""Legal timeout of one process that waits for another, in seconds."""
 
 MINUTES: Final = Range(0, 10**6, "[]")
-"""Minutes between two checkpoints."""
+"""Legal number of minutes between two checkpoints."""
 
 STEPS: Final = Range(1, 2**40, "[]")
-"""Optimizer steps of a run."""
+"""Legal number of optimizer steps of a run."""
 
-MOST_WHOLE: Final = 2**63 - 1
-"""Largest whole number of a setting without a bound of its own, as torch takes sizes and seeds."""
+MAX_INT64: Final = 2**63 - 1
+"""Largest integer of a setting without an upper bound: torch has int64 sizes and seeds."""
 
-SEED: Final = Range(0, MOST_WHOLE, "[]")
-"""What generators are seeded with."""
+SEED: Final = Range(0, MAX_INT64, "[]")
+"""Legal seed of a random generator."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """The legal values of a number, where they are few; the last is said after "or"."""
+    """The legal values of a number that has only a few."""
 
     values: tuple[float, ...]
 
 
 class Positional(str):
-    """What --help calls a setting that the command line gives without its name."""
+    """The name by which --help lists a positional setting."""
 
 
 class Use(Flag):
-    """What a setting of a run is for: one of the first five, and more as it applies."""
+    """How hosts and resumed runs treat a setting: one of the first five flags, plus any others."""
 
-    LAW = auto()
-    """All hosts must have the same, and a resumed run says so if it has another."""
-    STREAM = auto()
-    """It fixes the order of the samples: a resumed run cannot take another."""
+    EQUAL = auto()
+    """All hosts must have equal values; a resumed run reports a changed value."""
+    DATA_ORDER = auto()
+    """Determines the order of the samples: a resumed run cannot change it."""
     RESOLVED = auto()
-    """What it comes to is compared instead, such as the strategy or the tokenizer's digest."""
+    """The resolved value is compared instead, such as the strategy or the tokenizer's digest."""
     LOCAL = auto()
-    """Each host, and each part of a run, has its own."""
+    """May differ between hosts, and between a run and its resume, without a report."""
     PATH = auto()
-    """The same, of a file: the kept value holds from any folder."""
-    UNKEPT = auto()
-    """A run does not keep it: it is about one start of the run, or follows from kept values."""
-    FRESH = auto()
-    """A resumed run does not take it from its file: the checkpoint has what it led to."""
-    OF_TOKENIZER = auto()
-    """Nor this, where the tokenizer that it led to stands beside the file."""
+    """Like LOCAL, for a path: stored as an absolute path, so that any working folder can resume."""
+    NOT_SAVED = auto()
+    """Not stored by a run: applies to one start of the run, or follows from stored values."""
+    NOT_RESUMED = auto()
+    """Not read from the run's file on a resume, because the checkpoint contains its effect."""
+    FIXED_BY_TOKENIZER = auto()
+    """Like FRESH, if the run folder has the tokenizer.json that resulted from this setting."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Setting:
     """One value of a configuration.
 
     Attributes:
-        key: its name, dotted inside a section.
-        hint: its type, without what stands beside it.
-        range: the legal values of a number; None for all others.
-        use: what it is for.
-        positional: set for one that the command line gives without its name.
+        key: dotted name, with the section if it has one.
+        hint: type, without the metadata of `Annotated`.
+        range: legal values of a number; None if there is no limit.
+        use: how hosts and resumed runs treat the setting.
+        positional: name in --help of a positional setting; None for an option.
     """
 
     key: str
@@ -109,7 +109,7 @@ class Setting:
 
 @functools.cache
 def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
-    """Return each value of a configuration: its own, inherited ones, and sections, as written."""
+    """Return all settings of a schema: own fields, inherited fields, sections, in source order."""
     hints = typing.get_type_hints(schema, include_extras=True)
     written = dict.fromkeys(
         name for each in schema.__mro__ for name in inspect.get_annotations(each)
@@ -131,7 +131,7 @@ def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
 
 
 def keys_for(schema: type, use: Use) -> list[str]:
-    """Return the keys of the settings that are for any of these uses."""
+    """Return the keys of the settings that have any flag of `use`."""
     return [setting.key for setting in settings(schema) if setting.use & use]
 
 
@@ -141,7 +141,7 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def with_value(config: Schema, key: str, value: Any) -> Schema:
-    """Return the configuration with the value of one dotted key replaced."""
+    """Return a copy of the configuration with another value of one dotted key."""
     name, _, rest = key.partition(".")
     if rest:
         value = with_value(getattr(config, name), rest, value)
@@ -149,13 +149,13 @@ def with_value(config: Schema, key: str, value: Any) -> Schema:
 
 
 def check_values(config: Any) -> None:
-    """Refuse a value that is not of its type or out of its range."""
+    """Raise ConfigError if any value has a wrong type or is out of range."""
     for setting in settings(type(config)):
         check_value(setting, value_at(config, setting.key))
 
 
 def check_value(setting: Setting, value: Any) -> None:
-    """Raise ConfigError unless the value alone is one that its setting may have."""
+    """Raise ConfigError if a value is illegal for its setting, whatever the other settings are."""
     check_type(setting.key, setting.hint, value)
     if setting.range is not None and not (value is None or isinstance(value, str)):
         _check_range(setting.key, setting.range, value, is_whole=float not in members(setting.hint))
@@ -171,7 +171,7 @@ def check_value(setting: Setting, value: Any) -> None:
 
 
 def check_utf8(key: str, value: str) -> None:
-    """Refuse a text that no file of settings can hold."""
+    """Raise ConfigError if a text is not UTF-8, so that no settings file can store it."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -198,13 +198,13 @@ def choices(hint: Any) -> list[str]:
 
 
 def check_type(key: str, hint: Any, value: Any) -> None:
-    """Refuse a value that is not of the type of its key."""
+    """Raise ConfigError if a value does not have the type `hint`."""
     if any(_fits(member, value) for member in members(hint)):
         return
     near = ""
     if isinstance(value, str):
         near = nearest(value, choices(hint))
-    elif isinstance(value, float) and int in members(hint) and abs(value) <= MOST_WHOLE:
+    elif isinstance(value, float) and int in members(hint) and abs(value) <= MAX_INT64:
         near = f", of which {round(value)} is the nearest"
     elif isinstance(value, int) and not isinstance(value, bool) and float in members(hint):
         near = f" of at most {sys.float_info.max:g}"
@@ -212,7 +212,7 @@ def check_type(key: str, hint: Any, value: Any) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return a value as Python writes it; of a number with too many digits for that, words."""
+    """Return the repr of a value, or words for an integer with too many digits for repr."""
     try:
         return repr(value)
     except ValueError:
@@ -220,7 +220,7 @@ def _shown(value: object) -> str:
 
 
 def _fits(member: Any, value: Any) -> bool:
-    """Return whether the value is of this type; a whole number is a number, true is not."""
+    """Return whether the value has this type; an int counts as a float, a bool does not."""
     if typing.get_origin(member) is Literal:
         return value in typing.get_args(member)
     if (several := typing.get_origin(member)) in (tuple, list):
@@ -239,7 +239,7 @@ def _fits(member: Any, value: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Return what a value of this type is, in words."""
+    """Return a description of the type for error messages."""
     legal = choices(hint)
     if len(legal) > 1:
         return f"one of {', '.join(legal)}"
@@ -253,10 +253,10 @@ def describe(hint: Any) -> str:
 
 
 def read_text(hint: Any, text: str) -> Any:
-    """Return the value that `text` from a command line stands for.
+    """Convert a text from the command line to a value of the type `hint`.
 
     Raises:
-        ConfigError: says what was expected.
+        ConfigError: the text has no value of this type.
     """
     types_ = members(hint)
     if type(None) in types_ and text.lower() == "none":
@@ -273,7 +273,7 @@ def read_text(hint: Any, text: str) -> Any:
 
 
 def _check_range(key: str, legal: Range | OneOf, value: float, *, is_whole: bool) -> None:
-    """Raise ConfigError unless the number is one of its values, or lies in its interval."""
+    """Raise ConfigError if the number is not a legal value, or is outside its interval."""
     if isinstance(legal, OneOf):
         if value not in legal.values:
             *most, last = (f"{each:g}" for each in legal.values)
@@ -285,7 +285,7 @@ def _check_range(key: str, legal: Range | OneOf, value: float, *, is_whole: bool
         return
     low, high, ends = legal.low, legal.high, legal.ends
     if is_whole and math.isinf(high):
-        high, ends = MOST_WHOLE, f"{ends[0]}]"
+        high, ends = MAX_INT64, f"{ends[0]}]"
     above = value > low or (value == low and ends[0] == "[")
     below = value < high or (value == high and ends[1] == "]")
     if above and below:  # false for nan
@@ -296,7 +296,7 @@ def _check_range(key: str, legal: Range | OneOf, value: float, *, is_whole: bool
     else:
         expected = f"a number in {ends[0]}{low}, {high}{ends[1]}"
     if isinstance(value, float) and math.isnan(value):
-        pass  # no number is near
+        pass  # no number is nearest to nan
     elif not above and ends[0] == "[":
         expected += f"; the nearest is {low}"
     elif not below and ends[1] == "]":

@@ -1,7 +1,7 @@
-"""A configuration as a TOML file: read with each key known and typed, and written.
+"""Read and write a configuration as a TOML file; reading checks the names and types of all keys.
 
-Relative paths in a file are relative to the working folder, as they are on the command line; a file
-that a run writes has absolute ones.
+Relative paths in a file are relative to the working folder, as they are on the command line. A file
+that a run writes has absolute paths.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.storage import open_regular
 
 MAX_BYTES: Final = 1 << 20
-"""Largest file of settings that is read: a device has no end."""
+"""Largest settings file, in bytes; limits the read of a pipe or device, which may be endless."""
 
 RUN_FILE: Final = "config.toml"
-"""What a run's folder calls the file of its settings."""
+"""Name of the settings file in a run folder."""
 
 
 def read_values(path: str, keys: Mapping[str, Any], *, is_foreign: bool = False) -> dict[str, Any]:
-    """Return the values of a TOML file by dotted key, of the types of `keys`.
+    """Return the values of a TOML file by dotted key; `keys` has the type of each legal key.
 
-    One that somebody else may have put there, if `is_foreign`, is no link.
+    If `is_foreign`, another user may have written the file, and links and pipes are refused.
 
     Raises:
-        ConfigError: it cannot be read, or has an unknown key or a value of another type.
+        ConfigError: the file cannot be read, or has an unknown key or a value of a wrong type.
     """
     sections = {key.split(".")[0] for key in keys if "." in key}
     values: dict[str, Any] = {}
@@ -54,10 +54,10 @@ def read_values(path: str, keys: Mapping[str, Any], *, is_foreign: bool = False)
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Return the text of a file with these values, by dotted key; TOML has no None: it is left out.
+    """Return the TOML text of values by dotted key; leave out None, which TOML cannot express.
 
     Raises:
-        ConfigError: a text is not UTF-8, which TOML must be.
+        ConfigError: a text is not UTF-8, which TOML requires.
     """
     sections: dict[str, list[str]] = {"": []}
     for key, value in values.items():
@@ -74,13 +74,13 @@ def _toml(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str):
-        return repr(value)  # inf and nan too are words that TOML knows
+        return repr(value)  # TOML also accepts inf and nan
     check_utf8(key, value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
-    """Read a TOML file; say why it cannot be read, with the line."""
+    """Read a TOML file; raise ConfigError with the reason, and the line of a syntax error."""
     file = Path(path)
     try:
         with io.BufferedReader(_opened(file, is_foreign)) as opened:
@@ -102,14 +102,14 @@ def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
     except CheckpointError as error:
         expected = "" if is_foreign else "; expected a TOML file of settings"
         raise ConfigError(f"{error}{expected}") from None
-    except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
+    except (ValueError, RecursionError) as error:  # also too many digits or nested brackets
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 
 
 def _opened(file: Path, is_foreign: bool) -> io.FileIO:
-    """Open a file of settings; a pipe only if the shell has opened it, as of `--config <(command)`.
+    """Open a settings file; accept a pipe only if the shell opened it, as `--config <(command)`.
 
-    One that this process opens by its name might have no writer, for whom it would wait for ever.
+    A named pipe is refused, because opening it could block forever if nothing writes to it.
     """
     is_open = str(file.parent) in ("/dev/fd", "/proc/self/fd") or str(file) == "/dev/stdin"
     if is_open and not is_foreign:
@@ -118,7 +118,7 @@ def _opened(file: Path, is_foreign: bool) -> io.FileIO:
 
 
 def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:
-    """Return why a key of a file is unknown, and which one was probably meant."""
+    """Return why a key of a file is unknown, with the key that was probably meant."""
     if is_section:
         sections = sorted({other.partition(".")[0] for other in keys if "." in other})
         known = ", ".join(f"[{section}]" for section in sections)
@@ -135,15 +135,15 @@ def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:
 
 
 def _section_words(section: str) -> str:
-    """Return how a section of a file is called in a message."""
+    """Return the name of a section of a file for messages."""
     return f"section [{section}]" if section else "the top of the file, above all sections"
 
 
 def closest(key: str, keys: Iterable[str]) -> str | None:
-    """Return the key that was probably meant.
+    """Return the key that was probably meant, or None.
 
-    It has the same name, or one of few other letters, or its name is the initials (`lr` of
-    `learning_rate`), or is somewhat close, in the same section first.
+    The search order is: the same name in any section, a very similar name, the initials of the
+    words (`lr` for `learning_rate`), a somewhat similar name; the key's own section comes first.
     """
     section, _, name = key.rpartition(".")
     names = {other: other.rpartition(".")[2] for other in keys}

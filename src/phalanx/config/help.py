@@ -1,4 +1,4 @@
-"""What --help says of a verb, its settings by section; and its options for a shell to complete."""
+"""Print --help of a verb, with its settings by section, and its options for shell completion."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from phalanx.config.fields import Setting, choices, members, settings, value_at
 from phalanx.errors import wrapped
 
 WIDTH: Final = 100
-"""Most columns of --help."""
+"""Largest width of --help, in columns."""
 
 _INDENT: Final = 22
-"""Columns before the text of a setting."""
+"""Indentation of the text of a setting, in columns."""
 
 _METAVARS: Final = {int: "INT", float: "FLOAT", bool: "{true,false}"}
 
 
 def print_help(prog: str, schemas: Sequence[type]) -> None:
-    """Print the last schema's docstring, and a frame for each section of the settings."""
+    """Print the last schema's docstring, and a frame for each section of all schemas."""
     console = Console(highlight=False)
     console.width = min(WIDTH, console.width)
     frames: dict[str, list[tuple[str, str]]] = {
@@ -38,7 +38,7 @@ def print_help(prog: str, schemas: Sequence[type]) -> None:
     texts: dict[str, str] = {}
     positionals = ""
     for schema in schemas:
-        texts |= texts_of(schema)
+        texts |= field_docstrings(schema)
         for setting in settings(schema):
             title = f"{setting.key.rpartition('.')[0]} options".lstrip()
             if setting.positional is not None:
@@ -54,19 +54,19 @@ def print_help(prog: str, schemas: Sequence[type]) -> None:
         if rows:
             head = texts.get(title.removesuffix(" options"))
             body = Text(f"{head}\n" if head else "", "dim")
-            body.append_text(_drawn(rows, console.width - 4))
+            body.append_text(_rendered_rows(rows, console.width - 4))
             console.print(Panel(body, title=title, title_align="left"))
 
 
 def print_completion(prog: str, keys: Iterable[str]) -> None:
-    """Print the line that lets bash complete a verb's options."""
+    """Print the bash command that enables completion of a verb's options."""
     words = sorted({f"--{key.replace('_', '-')}" for key in keys})
     name, *verb = prog.split()
     sys.stdout.write(f'complete -o default -W "{" ".join([*verb, *words])}" {name}\n')
 
 
-def texts_of(schema: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass and of its sections, by dotted key."""
+def field_docstrings(schema: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass and its sections, by dotted key."""
     texts: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -78,13 +78,13 @@ def texts_of(schema: type) -> dict[str, str]:
                     pass
     for name, hint in get_type_hints(schema).items():
         if is_dataclass(hint):
-            inner = texts_of(cast(type, hint))
+            inner = field_docstrings(cast(type, hint))
             texts |= {f"{name}.{key}": text for key, text in inner.items()}
     return texts
 
 
 def _flags(setting: Setting) -> str:
-    """Return how a setting is written, such as '--steps INT'."""
+    """Return a setting as written on the command line, such as '--steps INT'."""
     if setting.positional is not None:
         return setting.positional
     section, dot, name = setting.key.replace("_", "-").rpartition(".")
@@ -100,15 +100,15 @@ def _flags(setting: Setting) -> str:
 
 
 def _default(value: Any) -> str:
-    """Return the words for a default; what an unset value means stands in the text."""
+    """Return the words for a default; empty for None, whose meaning the setting's text gives."""
     if value is None or value is False or value in ([], ""):
         return ""
     text = " ".join(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else str(value)
     return f" (default: {'true' if value is True else text})"
 
 
-def _drawn(rows: Sequence[tuple[str, str]], width: int) -> Text:
-    """Return the settings, each with its text beside it, or below it where it is long."""
+def _rendered_rows(rows: Sequence[tuple[str, str]], width: int) -> Text:
+    """Return the rows as text: flags, then words on the same line, or below long flags."""
     drawn = Text()
     for flags, words in rows:
         lines = textwrap.wrap(words, max(20, width - _INDENT), break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Read a configuration: defaults, then TOML files, then the command line; each value's source."""
+"""Load a configuration: defaults, then TOML files, then the command line; record each source."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from phalanx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Loaded(Generic[Schema]):
-    """A configuration, where each value came from, and how the verb is to answer.
+    """A configuration, the source of each value, and options for the output of the verb.
 
     Attributes:
-        sources: dotted key -> "default", the name of the file, "command line" or "derived".
-        show_config: print the configuration instead of doing the work.
-        json: make the last line of standard output one JSON document.
+        sources: dotted key -> "default", path of a file or checkpoint, "command line" or "derived".
+        show_config: whether to print the configuration instead of running the verb.
+        json: whether the last line of standard output is one JSON document.
     """
 
     config: Schema
@@ -33,7 +33,7 @@ class Loaded(Generic[Schema]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What each verb with a configuration has beside it."""
+    """Options of each verb with a configuration, in addition to its settings."""
 
     config: list[str] = field(default_factory=list[str])
     """TOML file with any of the settings below; command-line values override it. Of several files,
@@ -47,9 +47,9 @@ class _Options:
 def load_config(
     argv: Sequence[str], schema: type[Schema] = TrainConfig, *, prog: str = "phalanx train"
 ) -> Loaded[Schema]:
-    """Read the configuration that a command line and the files that it names ask for.
+    """Load the configuration from a command line and the files that it names.
 
-    The types of all values are checked; their ranges are not, see `fields.check_values`.
+    Checks the types of all values, but not their ranges; see `fields.check_values`.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a file that cannot be read.
@@ -62,7 +62,7 @@ def load_config(
     layers.append(("command line", words))
     said = {key: value for _, values in layers for key, value in values.items()}
     if schema is TrainConfig and (run_file := _run_file(said.get("resume"))) is not None:
-        layers.insert(0, (str(run_file), _to_resume(run_file, keys, said)))
+        layers.insert(0, (str(run_file), _resumed_settings(run_file, keys, said)))
     config, sources = schema(), dict.fromkeys(keys, "default")
     for source, values in layers:
         for key, value in values.items():
@@ -72,10 +72,10 @@ def load_config(
 
 
 def _run_file(resume: str | None) -> Path | None:
-    """Return the file of settings of the run to resume, if there is one."""
+    """Return the settings file of the run folder or checkpoint to resume, if the file exists."""
     if resume is None:
         return None
-    if os.path.lexists(Path(resume) / RUN_FILE):  # a pipe, or a link to nowhere, is reported, too
+    if os.path.lexists(Path(resume) / RUN_FILE):  # also a pipe or dangling link, to report it
         return Path(resume) / RUN_FILE
     folder = Path(os.path.abspath(resume))  # "." has no parents
     run_file = folder.parent.parent / RUN_FILE
@@ -83,11 +83,16 @@ def _run_file(resume: str | None) -> Path | None:
     return run_file if is_there else None
 
 
-def _to_resume(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run that are that a resume takes, and `said` anew otherwise."""
+def _resumed_settings(
+    run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of the run's file that a resume uses, less those that `said` replaces."""
     has_tokenizer = (run_file.parent / "tokenizer.json").is_file()
-    dropped = keys_for(TrainConfig, Use.FRESH | Use.OF_TOKENIZER if has_tokenizer else Use.FRESH)
-    for key, others in (  # another setting may say the same in another way
+    dropped = keys_for(
+        TrainConfig,
+        Use.NOT_RESUMED | Use.FIXED_BY_TOKENIZER if has_tokenizer else Use.NOT_RESUMED,
+    )
+    for key, others in (  # key -> settings that replace it
         ("steps", ("epochs",)),
         ("epochs", ("steps",)),
         ("batch.global_size", ("batch.microbatch", "batch.accumulation")),
@@ -95,7 +100,7 @@ def _to_resume(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any])
         if all(said.get(other) is not None for other in others):
             dropped.append(key)
     values = read_values(str(run_file), keys, is_foreign=True)
-    if unkept := [key for key in keys_for(TrainConfig, Use.UNKEPT) if key in values]:
+    if unkept := [key for key in keys_for(TrainConfig, Use.NOT_SAVED) if key in values]:
         raise ConfigError(
             f"{run_file}: no run keeps '{unkept[0]}' there, and a resumed run does not take "
             f"it from a file that somebody else may have written; take it out, or give "
@@ -104,8 +109,8 @@ def _to_resume(run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any])
     return {key: value for key, value in values.items() if key not in dropped}
 
 
-def unfound_paths(loaded: Loaded[TrainConfig]) -> list[str]:
-    """Say of each relative path of a file of settings that is not here where it would be found."""
+def missing_path_notes(loaded: Loaded[TrainConfig]) -> list[str]:
+    """Return a line on each path from a settings file that does not exist in the working folder."""
     lines: list[str] = []
     for key in keys_for(TrainConfig, Use.PATH):
         value, source = value_at(loaded.config, key), loaded.sources[key]

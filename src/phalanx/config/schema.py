@@ -1,8 +1,8 @@
-"""The one typed configuration: a TOML file, the command line and the API all make this value.
+"""The typed configuration of a run, built from TOML files, the command line or the API.
 
 The sections of the file are the nested dataclasses below, so `[optimizer] lr = 1e-3` in a file is
 `--optimizer.lr 1e-3` on the command line and `TrainConfig(optimizer=OptimizerConfig(lr=1e-3))` in
-Python. Beside its type a field has its range and purpose; `validate` has what contradicts what.
+Python. The annotation of a field has its range and use; `validate` checks for contradictions.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
-from phalanx.config.fields import MINUTES, SEED, STEPS, THREADS, TIMEOUT_S, OneOf, Range, Use
+from phalanx.config.fields import (
+    MINUTES,
+    SEED,
+    STEPS,
+    THREADS,
+    TIMEOUT_S,
+    OneOf,
+    Range,
+    Use,
+)
 
 MOST_ROWS: Final = 2**20
-"""Most sequences of one rank in one step: their numbers and tokens are in memory at once."""
+"""Most sequences of one rank in one step; all their indices and tokens are in memory at once."""
 
 SMALLEST_VOCABULARY: Final = 257
-"""Tokens of a byte-level tokenizer at least: one for each byte, and the end of a text."""
+"""Smallest vocabulary of a byte-level tokenizer: one token per byte, and the end of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +62,27 @@ class ShapeConfig:
 class CorpusConfig:
     """How text becomes samples."""
 
-    seq_len: Annotated[int, Use.STREAM, Range(2)] = 256
+    seq_len: Annotated[int, Use.DATA_ORDER, Range(2)] = 256
     """Tokens in one sample."""
     vocab_size: Annotated[
-        int | None, Use.RESOLVED | Use.OF_TOKENIZER, Range(SMALLEST_VOCABULARY)
+        int | None,
+        Use.RESOLVED | Use.FIXED_BY_TOKENIZER,
+        Range(SMALLEST_VOCABULARY),
     ] = None
     """Size of the tokenizer that is trained when none is given; the model's vocabulary, at most
     8192, if unset."""
-    validation: Annotated[float, Use.STREAM, Range(0, 1)] = 0.02
+    validation: Annotated[float, Use.DATA_ORDER, Range(0, 1)] = 0.02
     """Part of the text's bytes kept aside for validation, in whole documents but for one."""
     max_bytes: Annotated[int | None, Use.RESOLVED, Range(1)] = None
     """Read at most this many bytes of text; all of it if unset."""
-    document_mask: Annotated[bool, Use.LAW] = True
+    document_mask: Annotated[bool, Use.EQUAL] = True
     """Whether a token attends only to tokens of its own document."""
-    shuffle: Annotated[bool, Use.STREAM] = True
+    shuffle: Annotated[bool, Use.DATA_ORDER] = True
     """Whether each epoch visits the samples in an order of its own."""
-    tail: Annotated[Literal["keep", "drop", "pad"], Use.LAW] = "keep"
+    tail: Annotated[Literal["keep", "drop", "pad"], Use.EQUAL] = "keep"
     """The samples left over at the end of the last epoch: a smaller batch, dropped, or padded with
     samples from the start of the epoch."""
-    cache: Annotated[str | None, Use.PATH | Use.FRESH] = None
+    cache: Annotated[str | None, Use.PATH | Use.NOT_RESUMED] = None
     """Folder of tokenizers and token files; $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx if unset. A
     resumed run writes to another only if it is given anew."""
 
@@ -83,10 +94,14 @@ class BatchConfig:
     global_size: Annotated[int | None, Use.RESOLVED, Range(1)] = None
     """Sequences in one optimizer step over all ranks."""
     microbatch: Annotated[
-        int | Literal["auto"] | None, Use.RESOLVED | Use.FRESH, Range(1, MOST_ROWS, "[]")
+        int | Literal["auto"] | None,
+        Use.RESOLVED | Use.NOT_RESUMED,
+        Range(1, MOST_ROWS, "[]"),
     ] = None
     """Sequences in one forward pass of one rank; auto: the fastest that fits."""
-    accumulation: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1, MOST_ROWS, "[]")] = None
+    accumulation: Annotated[int | None, Use.RESOLVED | Use.NOT_SAVED, Range(1, MOST_ROWS, "[]")] = (
+        None
+    )
     """Forward and backward passes of one rank before each optimizer step."""
 
 
@@ -94,24 +109,24 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW, a cosine schedule with warm-up, and clipping."""
 
-    lr: Annotated[float, Use.LAW, Range(0, math.inf, "()")] = 2e-3
+    lr: Annotated[float, Use.EQUAL, Range(0, math.inf, "()")] = 2e-3
     """Highest learning rate."""
-    min_lr_ratio: Annotated[float, Use.LAW, Range(0, 1, "[]")] = 0.02
+    min_lr_ratio: Annotated[float, Use.EQUAL, Range(0, 1, "[]")] = 0.02
     """The learning rate at the last step, as a part of lr."""
-    warmup_steps: Annotated[int | None, Use.LAW, Range(0)] = None
+    warmup_steps: Annotated[int | None, Use.EQUAL, Range(0)] = None
     """Steps over which the learning rate rises from 0; a tenth of the steps, at most 200, if
     unset."""
-    beta1: Annotated[float, Use.LAW, Range(0, 1)] = 0.9
+    beta1: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.9
     """Decay of the first moment."""
-    beta2: Annotated[float, Use.LAW, Range(0, 1)] = 0.95
+    beta2: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.95
     """Decay of the second moment."""
-    eps: Annotated[float, Use.LAW, Range(0, math.inf, "()")] = 1e-8
+    eps: Annotated[float, Use.EQUAL, Range(0, math.inf, "()")] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Use.LAW, Range(0)] = 0.1
+    weight_decay: Annotated[float, Use.EQUAL, Range(0)] = 0.1
     """Decoupled decay of matrices; vectors (norms, biases) do not decay."""
-    clip_norm: Annotated[float, Use.LAW, Range(0)] = 1.0
+    clip_norm: Annotated[float, Use.EQUAL, Range(0)] = 1.0
     """Largest norm of the whole gradient; 0 switches clipping off."""
-    clip_p: Annotated[float, Use.LAW, OneOf((1, 2, math.inf))] = 2.0
+    clip_p: Annotated[float, Use.EQUAL, OneOf((1, 2, math.inf))] = 2.0
     """The p of that norm: 1, 2 or inf."""
 
 
@@ -121,28 +136,28 @@ class ServerConfig:
 
     num_servers: Annotated[int, Use.LOCAL, Range(1, 64, "[]")] = 2
     """Servers that the weights are spread over; of two or more, each is the backup of another."""
-    grace_s: Annotated[float, Use.LAW, Range(0, 60, "[]")] = 0.0
+    grace_s: Annotated[float, Use.EQUAL, Range(0, 60, "[]")] = 0.0
     """How long an update of dp:quorum that has its quorum waits for more, in seconds."""
-    rule: Annotated[Literal["adamw", "sgd", "momentum"], Use.LAW] = "adamw"
+    rule: Annotated[Literal["adamw", "sgd", "momentum"], Use.EQUAL] = "adamw"
     """How servers update the weights by gradients; the workers of dp:local always take AdamW."""
-    momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9
+    momentum: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.9
     """Momentum of the rule of that name."""
-    table_rule: Annotated[Literal["sgd", "adagrad"] | None, Use.LAW] = None
+    table_rule: Annotated[Literal["sgd", "adagrad"] | None, Use.EQUAL] = None
     """How servers update the rows of the embedding that a step has looked up; only these rows move,
     without decay, adagrad with one sum for a row. If unset, the embedding moves whole, by `rule`.
     """
-    table_lr: Annotated[float | None, Use.LAW, Range(0, math.inf, "()")] = None
+    table_lr: Annotated[float | None, Use.EQUAL, Range(0, math.inf, "()")] = None
     """Peak learning rate of that; optimizer.lr if unset."""
-    outer_lr: Annotated[float, Use.LAW, Range(0, math.inf, "()")] = 0.7
+    outer_lr: Annotated[float, Use.EQUAL, Range(0, math.inf, "()")] = 0.7
     """Learning rate by which servers apply the changes of dp:local."""
-    outer_momentum: Annotated[float, Use.LAW, Range(0, 1)] = 0.9
+    outer_momentum: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.9
     """Nesterov momentum of the same."""
-    coordinator: Annotated[str | None, Use.LOCAL | Use.UNKEPT] = None
+    coordinator: Annotated[str | None, Use.LOCAL | Use.NOT_SAVED] = None
     """Address of a coordinator that `phalanx server` has started; this process is one worker of its
     job, and starts no servers."""
-    worker: Annotated[int | None, Use.LOCAL | Use.UNKEPT, Range(0)] = None
+    worker: Annotated[int | None, Use.LOCAL | Use.NOT_SAVED, Range(0)] = None
     """Number of that worker; the first, 0, evaluates and saves."""
-    secret: Annotated[str | None, Use.LOCAL | Use.UNKEPT] = None
+    secret: Annotated[str | None, Use.LOCAL | Use.NOT_SAVED] = None
     """File of the secret of that job, which `phalanx server secret` makes."""
 
 
@@ -157,36 +172,36 @@ class RunConfig:
     where the device has it, else float32; for a module of your own, the types that it has."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Use.RESOLVED] = "auto"
     """Where to compute."""
-    compile: Annotated[bool, Use.LAW] = False
+    compile: Annotated[bool, Use.EQUAL] = False
     """Compile each block with torch.compile."""
     threads: Annotated[int | None, Use.LOCAL, THREADS] = None
     """CPU threads of each process; the cores shared evenly if unset."""
-    eval_every: Annotated[int, Use.LAW, Range(0)] = 0
+    eval_every: Annotated[int, Use.EQUAL, Range(0)] = 0
     """Steps between two measurements of the validation loss; 0: only at the start and the end."""
-    save_every: Annotated[int, Use.LAW, Range(0)] = 0
+    save_every: Annotated[int, Use.EQUAL, Range(0)] = 0
     """Steps between two checkpoints that are kept; 0: only the one at the end."""
-    save_every_minutes: Annotated[float, Use.LAW, MINUTES] = 10.0
+    save_every_minutes: Annotated[float, Use.EQUAL, MINUTES] = 10.0
     """Most minutes between two checkpoints; those made for this are replaced by the next one. 0: no
     such checkpoints."""
-    keep_checkpoints: Annotated[int | None, Use.LAW, Range(1)] = None
+    keep_checkpoints: Annotated[int | None, Use.EQUAL, Range(1)] = None
     """Of the checkpoints after every `save_every` steps and at the end, how many to keep, the
     latest; all of them if unset."""
-    best: Annotated[str | None, Use.LAW] = None
+    best: Annotated[str | None, Use.EQUAL] = None
     """Measure of the evaluations whose best checkpoint is kept, whatever else is removed: min:loss,
     or min: or max: and the name of a metric, such as max:accuracy; none if unset."""
-    patience: Annotated[int | None, Use.LAW, Range(1)] = None
+    patience: Annotated[int | None, Use.EQUAL, Range(1)] = None
     """Evaluations without a better one, by `best` or else min:loss, after which the run ends."""
-    nonfinite: Annotated[Literal["stop", "skip"], Use.LAW] = "stop"
+    nonfinite: Annotated[Literal["stop", "skip"], Use.EQUAL] = "stop"
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
-    shared_memory: Annotated[bool, Use.LAW] = True
+    shared_memory: Annotated[bool, Use.EQUAL] = True
     """Whether ranks of one host that compute on CPUs share memory, where gloo would send."""
-    compress: Annotated[Literal["none", "auto", "bf16", "int8", "powersgd"], Use.LAW] = "none"
+    compress: Annotated[Literal["none", "auto", "bf16", "int8", "powersgd"], Use.EQUAL] = "none"
     """How gradients travel over a slow dp, with errors that the next step makes up for; auto:
     float32, bf16 or int8 as the link makes fastest."""
-    debug_comm: Annotated[bool, Use.LAW] = False
+    debug_comm: Annotated[bool, Use.EQUAL] = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""
-    timeout_s: Annotated[float, Use.LAW, TIMEOUT_S] = 600.0
+    timeout_s: Annotated[float, Use.EQUAL, TIMEOUT_S] = 600.0
     """Longest wait for another rank, in seconds."""
 
 
@@ -198,18 +213,18 @@ class JobConfig(RunConfig):
     """How to split the work, such as dp2 or fsdp2,recompute:full; dp over all processes if unset;
     auto: the fastest that fits. All that can be asked for stands at the end of the help of `phalanx
     train`."""
-    nproc: Annotated[int | None, Use.RESOLVED | Use.UNKEPT, Range(1)] = None
+    nproc: Annotated[int | None, Use.RESOLVED | Use.NOT_SAVED, Range(1)] = None
     """Processes to start on this host; if unset what the strategy needs, or 2 (one per GPU), or for
     the strategy auto one per GPU or core."""
     steps: Annotated[int | None, Use.RESOLVED, STEPS] = None
     """Optimizer steps in all; what `epochs`, or a job of your own, asks for if unset, else 560,
     which suits the demo."""
-    out: Annotated[str | None, Use.PATH | Use.UNKEPT] = None
+    out: Annotated[str | None, Use.PATH | Use.NOT_SAVED] = None
     """Folder of what the run writes; runs/<name>-<strategy>-<date> if unset."""
-    resume: Annotated[str | None, Use.PATH | Use.UNKEPT] = None
+    resume: Annotated[str | None, Use.PATH | Use.NOT_SAVED] = None
     """A run folder to resume from, under any strategy. A run on text takes the settings of its
     config.toml, and those that are given override them; it may be a checkpoint's folder too."""
-    report: Annotated[bool, Use.LOCAL | Use.UNKEPT] = False
+    report: Annotated[bool, Use.LOCAL | Use.NOT_SAVED] = False
     """Print at the end, before the result, the tables of where time, bytes and memory went."""
 
 
@@ -223,19 +238,19 @@ class TrainConfig(JobConfig):
     data: Annotated[str | None, Use.PATH] = None
     """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
     working folder; the standard library of this Python if unset."""
-    tokenizer: Annotated[str | None, Use.PATH | Use.OF_TOKENIZER] = None
+    tokenizer: Annotated[str | None, Use.PATH | Use.FIXED_BY_TOKENIZER] = None
     """A tokenizer.json; a byte-level BPE trained on the data if unset."""
     epochs: Annotated[float | None, Use.RESOLVED, Range(0, 10**9, "(]")] = None
     """Passes over the data, instead of steps; unset, the run is as long as `steps` says."""
-    seed: Annotated[int, Use.STREAM, SEED] = 0
+    seed: Annotated[int, Use.DATA_ORDER, SEED] = 0
     """Fixes the initial weights, the order of the data and the dropout masks."""
-    eval_every: Annotated[int, Use.LAW, Range(0)] = 100
-    eval_samples: Annotated[int, Use.LAW, Range(1)] = 256
+    eval_every: Annotated[int, Use.EQUAL, Range(0)] = 100
+    eval_samples: Annotated[int, Use.EQUAL, Range(1)] = 256
     """Validation samples in one such measurement."""
-    prompt: Annotated[str | None, Use.LAW] = None
+    prompt: Annotated[str | None, Use.EQUAL] = None
     """How the sample begins that the model writes at the end; the first words of the validation
     text if unset."""
-    init: Annotated[str | None, Use.PATH | Use.FRESH] = None
+    init: Annotated[str | None, Use.PATH | Use.NOT_RESUMED] = None
     """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
     then has that checkpoint's shape."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)

@@ -1,6 +1,6 @@
-"""What contradicts what in the configuration of a run, and the batch law.
+"""Checks for contradictions in the configuration of a run, and the batch law.
 
-Only what can be judged without data, devices or a model is judged here.
+These checks need no data, devices or model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
 
 AUTO: Final = "auto"
-"""The strategy, or the microbatch, that the planner chooses."""
+"""Value of `strategy` or `batch.microbatch` for which the planner chooses."""
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse a configuration that could not be meant: types, ranges and contradictions.
+    """Check types, ranges and contradictions of a configuration.
 
     Raises:
-        ConfigError: says which value, what was expected and the nearest legal value.
-        StrategyError: the strategy cannot be read, is not built, or does not fit nproc.
+        ConfigError: a value is illegal; the message has the expected and the nearest legal value.
+        StrategyError: the strategy cannot be parsed, is not built, or does not fit nproc.
     """
     check_values(config)
     check_best(config)
@@ -58,7 +58,7 @@ def check(config: TrainConfig) -> None:
 
 
 def _check_worker(config: TrainConfig) -> None:
-    """Refuse a part of what a worker of servers elsewhere needs, or a worker of none."""
+    """Raise ConfigError if the settings of a server job's worker are incomplete or do not fit."""
     server = config.server
     names = ("coordinator", "worker", "secret")
     given = [name for name in names if getattr(server, name) is not None]
@@ -83,7 +83,7 @@ def _check_worker(config: TrainConfig) -> None:
 
 
 def check_best(config: RunConfig) -> None:
-    """Raise ConfigError unless the measure of the best checkpoint can be read."""
+    """Raise ConfigError unless `best` is None or has the form min:NAME or max:NAME."""
     if config.best is not None and re.fullmatch("(min|max):.+", config.best) is None:
         raise ConfigError(
             f"best is {config.best!r}; expected min: or max: and a measure, such as min:loss or "
@@ -92,7 +92,7 @@ def check_best(config: RunConfig) -> None:
 
 
 def check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
-    """Raise ConfigError unless the warm-up ends before the last of the run's steps."""
+    """Raise ConfigError unless the warm-up ends before the last step of the run."""
     warmup_steps = optimizer.warmup_steps
     if warmup_steps is not None and warmup_steps >= num_steps > 0:
         raise ConfigError(
@@ -103,7 +103,7 @@ def check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch law solved: global_size = microbatch x accumulation x num_data_ranks."""
+    """Batch sizes that satisfy global_size = microbatch x accumulation x num_data_ranks."""
 
     global_size: int
     microbatch: int
@@ -118,15 +118,15 @@ class BatchPlan:
 
 
 def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> BatchPlan:
-    """Solve the batch law for the numbers that are not given.
+    """Solve the batch law for the sizes that are not given.
 
-    Any two of global_size, microbatch and accumulation give the third. With fewer than two,
-    accumulation is 1, and if that is not enough microbatch is 4. A pipeline of `pp_degree` ranks
-    works on several microbatches at once: there accumulation is twice that degree, or the most
-    below that by which a given global_size can be cut.
+    Any two of global_size, microbatch and accumulation determine the third. If fewer than two are
+    given, accumulation defaults to 1, and microbatch to 4 without a global_size. A pipeline of
+    `pp_degree` ranks needs several microbatches: its default accumulation is 2 x `pp_degree`, or
+    the largest smaller number that divides the rows per data rank of a given global_size.
 
     Raises:
-        BatchError: the numbers contradict each other; names the nearest that do not.
+        BatchError: the sizes contradict each other; the message has the nearest legal sizes.
     """
     size, microbatch, accumulation = batch.global_size, batch.microbatch, batch.accumulation
     assert microbatch != AUTO, "it is chosen before"
@@ -140,7 +140,7 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> 
     if size is not None:
         _check_most(f"batch.global_size is {size},", -(-size // num_data_ranks), num_data_ranks)
     if microbatch is None or accumulation is None:
-        assert size is not None  # without it, both would be known by now
+        assert size is not None  # without a global size, both are set above
         name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)
         other = _other_factor(size, name, known or 1, num_data_ranks)
         microbatch, accumulation = microbatch or other, accumulation or other
@@ -158,7 +158,7 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> 
 
 
 def _check_most(words: str, rows: int, num_data_ranks: int) -> None:
-    """Refuse more rows for each rank than a step may have; `words` say where they come from."""
+    """Raise BatchError if a data rank has more than MOST_ROWS rows; `words` begin the message."""
     if rows > MOST_ROWS:
         raise BatchError(
             f"{words} {rows} sequences for each of {num_data_ranks} data ranks; the most is "
@@ -167,7 +167,10 @@ def _check_most(words: str, rows: int, num_data_ranks: int) -> None:
 
 
 def _other_factor(size: int, name: str, known: int, num_data_ranks: int) -> int:
-    """Return how often `known`, called `name`, goes into a global size on all data ranks."""
+    """Return size / (known x num_data_ranks), the other factor; raise BatchError on a remainder.
+
+    `known` is the microbatch or the accumulation, and `name` its name for the message.
+    """
     unit = known * num_data_ranks
     other, rest = divmod(size, unit)
     if rest:

@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 """Callback with the name of the current work, bytes done, and total bytes (0 if unknown)."""
 
 
-def unheard(what: str, done_bytes: int, all_bytes: int) -> None:
+def no_progress(what: str, done_bytes: int, all_bytes: int) -> None:
     """Do nothing: the Progress callback of callers that want no reports."""
 
 
@@ -37,7 +37,7 @@ SETTLED_S: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Text:
+class TextStats:
     """Hash of the names and texts of a corpus's documents in order, their bytes and number."""
 
     digest: str
@@ -56,9 +56,9 @@ class Corpus:
     max_bytes: int | None
     report: Progress
     _names_and_sizes: tuple[list[str], list[int]] | None = None
-    _text: Text | None = None
+    _text: TextStats | None = None
 
-    def text(self, cache: Path, *, is_follower: bool = False) -> Text:
+    def text(self, cache: Path, *, is_follower: bool = False) -> TextStats:
         """Return hash and size of the text, from the cache if the files have not changed.
 
         With `is_follower`, a process of this host has just made the same call, and its cached
@@ -73,7 +73,7 @@ class Corpus:
         record = cache / "texts" / f"{fingerprint('text', path, self.max_bytes)}.json"
         known = _read_record(record)
         if known.get("stamp") == stamp and (is_follower or known.get("is_settled")):
-            self._text = Text(**known["text"])
+            self._text = TextStats(**known["text"])
         else:
             self._text = self._read()
             is_settled = begun_s - changed_s > SETTLED_S
@@ -112,7 +112,7 @@ class Corpus:
             changed_ns = max(changed_ns, about.st_mtime_ns, about.st_ctime_ns)
         return digest.hexdigest(), changed_ns / 1e9
 
-    def _read(self) -> Text:
+    def _read(self) -> TextStats:
         digest = hashlib.blake2b(digest_size=16)
         names: list[str] = []
         sizes: list[int] = []
@@ -128,14 +128,14 @@ class Corpus:
             num_bytes += len(raw)
             self.report("read the text", num_bytes, 0)
         self._names_and_sizes = names, sizes
-        return Text(digest.hexdigest(), num_bytes, len(names))
+        return TextStats(digest.hexdigest(), num_bytes, len(names))
 
 
 def _read_record(file: Path) -> dict[str, Any]:
     """Return a record of the cache; an empty dict if it is missing, damaged or outdated."""
     try:
         values = json.loads(file.read_text("utf-8"))
-        Text(**values["text"])
+        TextStats(**values["text"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return values if values.get("format") == FORMAT else {}

@@ -209,7 +209,7 @@ def _kinds(config: dict[str, Any]) -> str:
     return json.dumps(parts, ensure_ascii=False)
 
 
-class Spelling:
+class CoverageCheck:
     """Checks that the tokens of a text represent all of its bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

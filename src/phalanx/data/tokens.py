@@ -26,11 +26,11 @@ from phalanx.config.schema import SMALLEST_VOCABULARY
 from phalanx.data.cache import cache_folder, find_or_make, fingerprint, read_facts
 from phalanx.data.corpus import documents
 from phalanx.data.holdout import HeldOut, hold_out
-from phalanx.data.survey import Corpus, Progress, Text, unheard
+from phalanx.data.survey import Corpus, Progress, TextStats, no_progress
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file, width_of
 from phalanx.data.tokenizer import (
     END_OF_TEXT,
-    Spelling,
+    CoverageCheck,
     check_vocabulary,
     count_ids,
     count_token_bytes,
@@ -107,7 +107,7 @@ def prepare(
     """
     given = None if tokenizer is None else _given_tokenizer(tokenizer, model_vocab_size)
     wanted = _wanted_vocabulary(corpus, model_vocab_size) if given is None else 0
-    source = Corpus(data, corpus.max_bytes, progress or unheard)
+    source = Corpus(data, corpus.max_bytes, progress or no_progress)
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
     if given is None:
@@ -137,7 +137,7 @@ def _given_tokenizer(path: str, model_vocab_size: int) -> Tokenizer:
 
 
 def _write_tokens(
-    source: Corpus, text: Text, tokenizer: Tokenizer, validation: float, folder: Path
+    source: Corpus, text: TextStats, tokenizer: Tokenizer, validation: float, folder: Path
 ) -> dict[str, object]:
     """Write the files of a corpus into a folder, and return its facts."""
     held_out = hold_out(*source.names_and_sizes(), validation)
@@ -190,7 +190,7 @@ def _wanted_vocabulary(corpus: CorpusConfig, model_vocab_size: int) -> int:
     return corpus.vocab_size
 
 
-def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int) -> Tokenizer:
+def _trained_tokenizer(cache: Path, source: Corpus, text: TextStats, vocab_size: int) -> Tokenizer:
     """Return a tokenizer trained on the corpus, from the cache if it is there."""
     folder = cache / "tokenizers" / fingerprint("tokenizer", text.digest, vocab_size)
 
@@ -213,7 +213,7 @@ def _trained_tokenizer(cache: Path, source: Corpus, text: Text, vocab_size: int)
     return load_tokenizer(folder / _TOKENIZER)
 
 
-def _watch(texts: Iterator[str], stride: int, text: Text, report: Progress) -> Iterator[str]:
+def _watch(texts: Iterator[str], stride: int, text: TextStats, report: Progress) -> Iterator[str]:
     done_bytes = 0
     for piece in texts:
         yield piece
@@ -222,11 +222,11 @@ def _watch(texts: Iterator[str], stride: int, text: Text, report: Progress) -> I
 
 
 def _encode(
-    folder: Path, source: Corpus, text: Text, tokenizer: Tokenizer, held_out: HeldOut
+    folder: Path, source: Corpus, text: TextStats, tokenizer: Tokenizer, held_out: HeldOut
 ) -> None:
     """Encode the corpus into the two files of `folder`."""
     num_ids, end_id = count_ids(tokenizer), end_of_text_id(tokenizer)
-    spelling = Spelling(tokenizer)
+    spelling = CoverageCheck(tokenizer)
     # (is_validation, is_first_piece, text, document name) of each piece in the encoder, in order.
     waiting: deque[tuple[bool, bool, str, str]] = deque()
 

@@ -46,7 +46,7 @@ from phalanx.comm.watch import Watch
 from phalanx.debug.deadlock import Edge
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, take
 from phalanx.debug.messages import Messages
-from phalanx.debug.words import GRACE_S, LEFT, Words, described
+from phalanx.debug.words import GRACE_S, LEFT, CheckStore, described
 from phalanx.errors import CollectiveMismatch, named
 
 LIMIT_S = 30.0
@@ -108,7 +108,7 @@ class CollectiveCheck(Watch):
         self._named = dict(named or {})
         self._numbers: Counter[str] = Counter()
         self._telling = ExitStack()
-        self._words = Words(limit_s)
+        self._words = CheckStore(limit_s)
         self._messages = Messages(self._words)
         self._store = self._words.store
         self._rank = self._words.rank
@@ -140,7 +140,7 @@ class CollectiveCheck(Watch):
         """Compare an operator between the ranks if it is a collective, then run it."""
         call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:
-            with self._words.held():
+            with self._words.explaining_lost_store():
                 self._check(call)
         return func(*args, **kwargs)
 

@@ -20,12 +20,12 @@ class Edge(NamedTuple):
     Attributes:
         rank: the rank that is waited for.
         key: store key that the other rank sets or deletes.
-        is_there: True if the wait lasts while the key exists, False if until the key exists.
+        waits_while_set: True if the wait lasts while the key exists, False if until the key exists.
     """
 
     rank: int
     key: str
-    is_there: bool
+    waits_while_set: bool
 
 
 class WaitGraph:
@@ -96,7 +96,7 @@ class WaitGraph:
 
     def _is_open(self, edge: Edge) -> bool:
         """Return whether the wait of an edge continues."""
-        return self._store.check([edge.key]) == edge.is_there
+        return self._store.check([edge.key]) == edge.waits_while_set
 
     def _read(self, rank: int) -> str:
         key = f"waits/{rank}"

@@ -41,20 +41,20 @@ from phalanx.comm.calls import Call
 NUM_PLACES = 2
 """Frames of a call that a message reports: the calling frame and its caller."""
 
-_ROOMS = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[1]
 
 _HIDDEN = (
     str(Path(torch.__file__).parent),
-    str(_ROOMS / "comm"),
-    str(_ROOMS / "debug"),
+    str(_PACKAGE / "comm"),
+    str(_PACKAGE / "debug"),
     contextlib.__file__,
 )
 """Prefixes of the files whose frames are not reported as the place of a call."""
 
-_COLLECTIVES = (str(Path(torch.distributed.__file__).parent), str(_ROOMS / "comm"))
+_COLLECTIVES = (str(Path(torch.distributed.__file__).parent), str(_PACKAGE / "comm"))
 """Prefixes of the files that wait for other ranks when the innermost frame is in them."""
 
-_OUTERMOST = (str(_ROOMS / "launch"), "<frozen")
+_OUTERMOST = (str(_PACKAGE / "launch"), "<frozen")
 """Prefixes of the files that call a rank's function or a script: their frames end the report."""
 
 _FSDP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
@@ -68,8 +68,8 @@ class Fingerprint:
         reduction: such as "sum"; empty if nothing is reduced.
         shapes: shapes of the inputs, such as "[8x4]".
         root: global rank of the source or destination; None if the op has no root.
-        gives: shape sent to each rank of the group; empty if all ranks have the full tensor.
-        takes: shape received from each rank of the group.
+        sent_shapes: shape sent to each rank of the group; empty if all ranks have the full tensor.
+        received_shapes: shape received from each rank of the group.
         tensor: name of the tensor, if known, see [Note: Names].
         places: file, line and function of the call, and of its caller.
         phase: phase of the step.
@@ -80,8 +80,8 @@ class Fingerprint:
     dtype: str = ""
     shapes: str = ""
     root: int | None = None
-    gives: Sequence[str] = ()
-    takes: Sequence[str] = ()
+    sent_shapes: Sequence[str] = ()
+    received_shapes: Sequence[str] = ()
     tensor: str = ""
     places: Sequence[str] = ()
     phase: str = ""
@@ -98,7 +98,7 @@ class Fingerprint:
     @property
     def is_even(self) -> bool:
         """Whether all pieces that this rank sends and receives have one shape."""
-        return len({*self.gives, *self.takes}) <= 1
+        return len({*self.sent_shapes, *self.received_shapes}) <= 1
 
     def __str__(self) -> str:
         words = (
@@ -155,13 +155,13 @@ def difference(
     """
     for what, attribute in _COMPARED.items():
         values = {rank: getattr(call, attribute) for rank, call in calls.items()}
-        if what == "shape" and any(call.gives for call in calls.values()):
+        if what == "shape" and any(call.sent_shapes for call in calls.values()):
             break  # the pieces are compared below, for each pair of ranks
         if pair := _odd_one(values):
             return *pair, f"{what}: {values[pair[0]]} and {values[pair[1]]}"
     for index, (giver, giving) in enumerate(calls.items()):
-        for gift, (taker, taking) in zip(giving.gives, calls.items(), strict=False):
-            taken = taking.takes[index]
+        for gift, (taker, taking) in zip(giving.sent_shapes, calls.items(), strict=False):
+            taken = taking.received_shapes[index]
             if gift != taken:
                 what = f"rank {giver} gives rank {taker} {gift or 'nothing'}, which takes"
                 return giver, taker, f"shape: {what} {taken or 'nothing'} from it"
@@ -202,7 +202,7 @@ def find_places(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
             places.clear()  # frames inside a mode, which forwards the call or runs a composite
         elif code.co_name != "__torch_function__" and not _is_hidden(code.co_filename):
             place = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-            places.append((place, code.co_filename.startswith(str(_ROOMS))))
+            places.append((place, code.co_filename.startswith(str(_PACKAGE))))
         frame = frame.f_back
     # The line of a script that calls phalanx is more useful than the frames inside phalanx.
     called = [place for place, is_ours in places if not is_ours]

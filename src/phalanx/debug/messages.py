@@ -17,14 +17,14 @@ import torch
 from phalanx.comm.calls import Call
 from phalanx.debug.deadlock import Edge
 from phalanx.debug.fingerprint import Fingerprint, pair_difference
-from phalanx.debug.words import GRACE_S, LEFT, Words, described
+from phalanx.debug.words import GRACE_S, LEFT, CheckStore, described
 from phalanx.errors import CollectiveMismatch
 
 
 class Messages:
     """The sends and receives of this rank, and their comparison."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: CheckStore) -> None:
         self._words = words
         self._store = words.store
         self._rank = words.rank
@@ -101,7 +101,7 @@ class Messages:
         def is_over() -> bool:
             return not self._store.check([key]) or time.monotonic() > until_s
 
-        with self._words.held():
+        with self._words.explaining_lost_store():
             self._words.poll(is_over, look, 2e-3)
 
     def leave(self) -> None:

@@ -27,7 +27,7 @@ GRACE_S = 5.0
 LEFT = "left"
 
 
-class Words:
+class CheckStore:
     """One rank's view of the store of a check.
 
     Attributes:
@@ -45,7 +45,7 @@ class Words:
         self._graph = WaitGraph(self.store, self.rank)
 
     @contextmanager
-    def held(self) -> Generator[None]:
+    def explaining_lost_store(self) -> Generator[None]:
         """Convert a lost connection to the store into a CollectiveMismatch that explains it."""
         try:
             yield

@@ -163,7 +163,7 @@ def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
     return written
 
 
-def encode_as_run(folder: Path, separator_id: int) -> None:
+def prepend_separator(folder: Path, separator_id: int) -> None:
     """Make an exported tokenizer start each text with the separator, as in the run.
 
     Set split_special_tokens in tokenizer_config.json, so that transformers and vLLM encode text

@@ -21,17 +21,17 @@ from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
-from phalanx.data.survey import Progress, unheard
+from phalanx.data.survey import Progress, no_progress
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face import folder as folders
 from phalanx.hugging_face.companions import (
     ORIGIN,
     copy_companions,
-    encode_as_run,
     family_in,
     ids_of,
     is_of_run,
     keep_origin,
+    prepend_separator,
     write_missing,
 )
 from phalanx.hugging_face.config import config_to_hf, shape_from_hf
@@ -72,7 +72,7 @@ def convert(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     family: str | None = None,
-    progress: Progress = unheard,
+    progress: Progress = no_progress,
 ) -> Converted:
     """Convert a Hugging Face folder to a checkpoint without optimizer state, or the reverse.
 
@@ -207,7 +207,7 @@ def _write_hugging_face(
     )
     made = write_missing(folder, ids, shape.max_seq_len)
     if is_of_run(weights.folder) and isinstance(separator := ids["bos_token_id"], int):
-        encode_as_run(folder, separator)
+        prepend_separator(folder, separator)
     return len(links), made
 
 

@@ -186,7 +186,7 @@ def _usage(tickets: Sequence[Ticket]) -> dict[str, Any]:
     requests = [_completion(ticket).request for ticket in tickets]
     first = {id(t.prompt): r for t, r in zip(reversed(tickets), reversed(requests), strict=True)}
     num_prompt = sum(len(request.prompt) for request in first.values())
-    num_found = sum(request.num_found or 0 for request in first.values())
+    num_found = sum(request.num_cached or 0 for request in first.values())
     return usage(num_prompt, num_found, sum(request.num_generated for request in requests))
 
 

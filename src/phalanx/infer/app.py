@@ -87,7 +87,7 @@ class LocalHosts:
         """Pass one request to the application, or answer it with 403."""
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
-            if not _is_here(host):
+            if not _needs_no_dns(host):
                 message = (
                     f"the header Host is {host!r:.99}; without an API key this server answers to "
                     "localhost and to addresses alone"
@@ -97,7 +97,7 @@ class LocalHosts:
         await self._app(scope, receive, send)
 
 
-def _is_here(host: str) -> bool:
+def _needs_no_dns(host: str) -> bool:
     """Return whether a Host header is an IP address or localhost, which need no DNS lookup."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
@@ -144,7 +144,7 @@ class Gateway:
             )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         prompt = self._chat.encode(body.messages)
-        room = self.thread.texts.engine.most_tokens - len(prompt)
+        room = self.thread.texts.engine.max_total_tokens - len(prompt)
         default = body.max_completion_tokens or max(room, 1)
         answer = ChatAnswer(logprobs, self.served)
         return await self._answer(request, body, [prompt], default, logprobs, answer)
@@ -216,7 +216,7 @@ class Gateway:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         for ticket in tickets:
-            self.thread.release(ticket)
+            self.thread.abandon(ticket)
         updates.put_nowait(Update(-1, None, "abort"))
 
     async def _updates(
@@ -234,7 +234,7 @@ class Gateway:
         finally:
             watcher.cancel()
             for ticket in tickets:
-                self.thread.release(ticket)
+                self.thread.abandon(ticket)
 
 
 def app_of(

@@ -70,13 +70,17 @@ class TextStream:
     def take(self, token: int) -> str:
         """Append `token`, and return the text that later tokens cannot change or stop."""
         self._ids.append(token)
-        return self._give(self._new(is_last=False), is_last=False)
+        return self._release_text(self._decode_pending(is_last=False), is_last=False)
 
     def end(self) -> str:
         """Return the text that was held back; call it after the last token."""
-        return "" if self.is_stopped else self._give(self._new(is_last=True), is_last=True)
+        return (
+            ""
+            if self.is_stopped
+            else self._release_text(self._decode_pending(is_last=True), is_last=True)
+        )
 
-    def _new(self, *, is_last: bool) -> str:
+    def _decode_pending(self, *, is_last: bool) -> str:
         """Return the text of the tokens that have not been decoded yet.
 
         They are decoded together with the tokens before them, because a decoder may drop the space
@@ -98,7 +102,7 @@ class TextStream:
                 return num_whole
         return num
 
-    def _give(self, new: str, *, is_last: bool) -> str:
+    def _release_text(self, new: str, *, is_last: bool) -> str:
         """Return the text before a stop string, and hold back a tail that may start one."""
         text = self._held + new
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]

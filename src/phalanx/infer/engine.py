@@ -112,24 +112,24 @@ class Engine:
         """Raise ConfigError if a prompt is empty, or too long with `max_tokens` more."""
         if not prompt:
             raise ConfigError("the prompt has no token; expected at least one")
-        room = self.most_tokens - len(prompt)
+        room = self.max_total_tokens - len(prompt)
         if room < sampling.max_tokens:
-            num_prompt = self.most_tokens - sampling.max_tokens
+            num_prompt = self.max_total_tokens - sampling.max_tokens
             if room > 0:
                 nearest = f"max_tokens {room}"
             elif num_prompt > 0:
                 nearest = f"{num_prompt} prompt tokens"
             else:
-                nearest = f"{self.most_tokens - 1} prompt tokens with max_tokens 1"
-            owner = "model" if self.most_tokens == self.max_seq_len else "cache"
+                nearest = f"{self.max_total_tokens - 1} prompt tokens with max_tokens 1"
+            owner = "model" if self.max_total_tokens == self.max_seq_len else "cache"
             raise ConfigError(
                 f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} more are "
-                f"{len(prompt) + sampling.max_tokens}; the {owner} has {self.most_tokens} "
+                f"{len(prompt) + sampling.max_tokens}; the {owner} has {self.max_total_tokens} "
                 f"positions; the nearest that fits is {nearest}"
             )
 
     @property
-    def most_tokens(self) -> int:
+    def max_total_tokens(self) -> int:
         """Most tokens of a prompt and its continuation that both model and cache allow."""
         pool = self.scheduler.pool
         return min(self.max_seq_len, pool.num_blocks * pool.block_size)
@@ -146,8 +146,8 @@ class Engine:
             return []
         self.counts.steps += 1
         self.counts.computed_tokens += step.num_tokens
-        requests = [part.request for part in step.parts if part.gives_token]
-        logits_NV = self._logits(flat(step))
+        requests = [part.request for part in step.parts if part.computes_logits]
+        logits_NV = self._logits(flatten(step))
         if not requests:
             return []
         if self._num_ids is not None and self._num_ids < logits_NV.shape[1]:
@@ -157,9 +157,9 @@ class Engine:
             [request.sampling for request in requests],
             [request.num_generated for request in requests],
         )
-        return list(map(self._take, requests, tokens, scores))
+        return list(map(self._append, requests, tokens, scores))
 
-    def _take(self, request: GenerationRequest, token: int, score: TokenScore | None) -> NewToken:
+    def _append(self, request: GenerationRequest, token: int, score: TokenScore | None) -> NewToken:
         """Append a token to its request; finish the request if it is the last token.
 
         A negative token means logits that are not finite: the request fails.
@@ -182,25 +182,25 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         samplings: Sequence[Sampling] | Sampling,
-        heard: Callable[[NewToken], object] | None = None,
+        on_token: Callable[[NewToken], object] | None = None,
     ) -> list[list[int]]:
-        """Continue all prompts, and return their new tokens; call `heard` with each new token."""
+        """Continue all prompts and return their new tokens; call `on_token` with each new token."""
         if isinstance(samplings, Sampling):
             samplings = [samplings] * len(prompts)
         requests = [self.add(*pair)[0] for pair in zip(prompts, samplings, strict=True)]
         self.scheduler.is_draining = True
         while self.scheduler.has_work:
             for new in self.step():
-                if heard is not None:
-                    heard(new)
+                if on_token is not None:
+                    on_token(new)
         return [request.tokens[len(request.prompt) :] for request in requests]
 
-    def weights_changed(self) -> None:
+    def invalidate_cache(self) -> None:
         """Drop all keys and values; running requests are recomputed with the new weights."""
         self.scheduler.preempt_all()
 
 
-def flat(step: ScheduledStep) -> FlatStep:
+def flatten(step: ScheduledStep) -> FlatStep:
     """Convert a scheduled step to token ids, spans and row numbers."""
     tokens: list[int] = []
     rows: list[int] = []

@@ -72,9 +72,9 @@ class EngineThread:
         self.texts, self.metrics = texts, metrics
         self.failure: str | None = None
         self.checkpoint: Path | None = None
-        self._most = texts.engine.scheduler.slots + max_waiting
+        self._max_requests = texts.engine.scheduler.max_running + max_waiting
         self._open: set[Ticket] = set()  # only used on the event loop
-        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._tickets: dict[GenerationRequest, Ticket] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -86,7 +86,7 @@ class EngineThread:
 
     def stop(self) -> None:
         """Stop the thread after the current step, and wait for its end."""
-        self._orders.put(None)
+        self._commands.put(None)
         self._thread.join()
 
     def submit(
@@ -108,14 +108,15 @@ class EngineThread:
             for sampling in samplings:
                 self.texts.engine.check(prompt, sampling)
         num_new = len(prompts) * len(samplings)
-        if num_new > self._most:
+        if num_new > self._max_requests:
             raise ConfigError(
                 f"the request asks for {num_new} texts; the server runs or queues at most "
-                f"{self._most} together"
+                f"{self._max_requests} together"
             )
-        if len(self._open) + num_new > self._most:
+        if len(self._open) + num_new > self._max_requests:
             raise QueueFull(
-                f"{len(self._open)} requests are served or wait, and {self._most} may; try again"
+                f"{len(self._open)} requests are served or wait, and {self._max_requests} may; "
+                "try again"
             )
         updates: asyncio.Queue[Update] = asyncio.Queue()
         tickets = [
@@ -124,14 +125,14 @@ class EngineThread:
             for choice, sampling in enumerate(samplings)
         ]
         self._open.update(tickets)
-        self._orders.put(lambda: self._add(tickets, len(samplings)))
+        self._commands.put(lambda: self._add(tickets, len(samplings)))
         return tickets, updates
 
-    def release(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: Ticket) -> None:
         """Remove a ticket, and abort its completion if it runs; call on the event loop."""
         if ticket in self._open:
             self._open.remove(ticket)
-            self._orders.put(lambda: self._abort(ticket))
+            self._commands.put(lambda: self._abort(ticket))
 
     def load(self, folder: Path) -> Future[bool]:
         """Order that the weights of a checkpoint replace the current ones between two steps.
@@ -145,7 +146,7 @@ class EngineThread:
             if loaded.set_running_or_notify_cancel():
                 loaded.set_result(self._load(folder))
 
-        self._orders.put(order)
+        self._commands.put(order)
         return loaded
 
     def _load(self, folder: Path) -> bool:
@@ -175,7 +176,7 @@ class EngineThread:
         has_work = self.texts.engine.scheduler.has_work
         while True:
             try:
-                order = self._orders.get(block=not has_work)
+                order = self._commands.get(block=not has_work)
             except queue.Empty:
                 return True
             if order is None:

@@ -26,7 +26,7 @@ async def follow(run: Path, first: Path, every_s: float, thread: EngineThread) -
     while True:
         await asyncio.sleep(every_s)
         try:
-            found = await asyncio.to_thread(manifest.whole, run)
+            found = await asyncio.to_thread(manifest.complete_checkpoints, run)
         except OSError as error:  # such as a network file system's, which may recover
             LOGGER.warning("cannot look for a later checkpoint: %s", reason_of(error))
             continue

@@ -65,7 +65,7 @@ class ServerMetrics(Collector):
             "requests_waiting": len(scheduler.waiting),
             "cache_used_ratio": pool.num_held / pool.num_blocks,
             "prompt_tokens_total": scheduler.num_prompt_tokens,
-            "prefix_hit_tokens_total": scheduler.num_found_tokens,
+            "prefix_hit_tokens_total": scheduler.num_cached_tokens,
             "computed_tokens_total": counts.computed_tokens,
             "generated_tokens_total": counts.generated_tokens,
             "steps_total": counts.steps,

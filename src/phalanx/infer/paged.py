@@ -89,7 +89,7 @@ class KVCache:
         """Size of the cache, bytes."""
         return sum(part.nbytes for part in self.parts())
 
-    def holds(self, dtype: torch.dtype) -> bool:
+    def stores_as(self, dtype: torch.dtype) -> bool:
         """Return whether the cache stores keys of `dtype` without conversion."""
         return self.keys.dtype == dtype
 
@@ -179,8 +179,8 @@ class PagedAttention:
         """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K]."""
         self._cache.write(layer, self._slots_N, k[0], v[0])
         is_paged = READS_TABLES and self._cache.block_size % FLASH_BLOCK == 0
-        if is_paged and runs_flash(q) and self._cache.holds(q.dtype):
-            return self._attend_at_once(layer, window, q[0])[None]
+        if is_paged and runs_flash(q) and self._cache.stores_as(q.dtype):
+            return self._attend_flash(layer, window, q[0])[None]
         if window not in self._keys:
             self._keys[window] = [self._keys_of(span, window) for span in self._spans]
         if len(self._spans) == q.shape[1]:  # one token of each sequence: decode only
@@ -244,7 +244,7 @@ class PagedAttention:
         )
         return mixed[0].transpose(0, 1)
 
-    def _attend_at_once(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
+    def _attend_flash(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
         """Return the attention output [N, H, K] of all sequences by one flash attention call."""
         if self._tables is None:
             borders = [0, *accumulate(self._lengths)]

@@ -39,16 +39,16 @@ class BlockTable:
 
     Attributes:
         blocks: block numbers.
-        contents: content ids of the leading full blocks that are published.
+        content_ids: content ids of the leading full blocks that are published.
     """
 
     blocks: list[int] = field(default_factory=list[int])
-    contents: list[int] = field(default_factory=list[int])
+    content_ids: list[int] = field(default_factory=list[int])
 
     @property
-    def content(self) -> int:
+    def last_content_id(self) -> int:
         """Content id of the last published block; ROOT if there is none."""
-        return self.contents[-1] if self.contents else ROOT
+        return self.content_ids[-1] if self.content_ids else ROOT
 
 
 class BlockPool:
@@ -57,19 +57,19 @@ class BlockPool:
     Attributes:
         num_blocks: number of blocks.
         block_size: positions of a block.
-        finds_prefixes: whether `match` reuses full blocks with equal content (prefix caching).
+        has_prefix_cache: whether `match` reuses full blocks with equal content (prefix caching).
         num_evicted: number of contents that were lost to reallocation.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, finds_prefixes: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.finds_prefixes = finds_prefixes
+        self.has_prefix_cache = finds_prefixes
         self.num_evicted = 0
-        self._holders = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._last_content = ROOT
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        self._block_by_key: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     @property
@@ -92,17 +92,17 @@ class BlockPool:
         The last token is never part of the prefix, because its logits must be computed.
         """
         table = BlockTable()
-        if not self.finds_prefixes:
+        if not self.has_prefix_cache:
             return table
         for start in range(0, len(tokens) - self.block_size, self.block_size):
-            key = (table.content, tuple(tokens[start : start + self.block_size]))
-            found = self._known.get(key)
+            key = (table.last_content_id, tuple(tokens[start : start + self.block_size]))
+            found = self._block_by_key.get(key)
             if found is None:
                 break
             block, content = found
             self._hold(block)
             table.blocks.append(block)
-            table.contents.append(content)
+            table.content_ids.append(content)
         return table
 
     def reserve(self, table: BlockTable, start: int, stop: int) -> list[BlockCopy] | None:
@@ -116,7 +116,9 @@ class BlockPool:
         """
         have, first = len(table.blocks), start // self.block_size
         needed = self.blocks_for(stop)
-        shared = [n for n in range(first, min(have, needed)) if self._holders[table.blocks[n]] > 1]
+        shared = [
+            n for n in range(first, min(have, needed)) if self._ref_counts[table.blocks[n]] > 1
+        ]
         if len(shared) + max(needed - have, 0) > len(self._free):
             return None
         copies: list[BlockCopy] = []
@@ -126,26 +128,26 @@ class BlockPool:
             table.blocks[number] = copy.target
             copies.append(copy)
         if shared:  # a copy must be published again before `match` can find it
-            del table.contents[shared[0] :]
+            del table.content_ids[shared[0] :]
         table.blocks += [self._take() for _ in range(needed - have)]
         return copies
 
     def publish(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Register the full blocks of `tokens`, computed or scheduled, so `match` finds them."""
-        if not self.finds_prefixes:
+        if not self.has_prefix_cache:
             return
-        for number in range(len(table.contents), len(tokens) // self.block_size):
+        for number in range(len(table.content_ids), len(tokens) // self.block_size):
             start = number * self.block_size
-            key = (table.content, tuple(tokens[start : start + self.block_size]))
-            found = self._known.get(key)
+            key = (table.last_content_id, tuple(tokens[start : start + self.block_size]))
+            found = self._block_by_key.get(key)
             if found is None:  # else another block with this content stays the registered one
                 self._last_content += 1
                 block = table.blocks[number]
-                found = self._known[key] = (block, self._last_content)
+                found = self._block_by_key[key] = (block, self._last_content)
                 self._key_of[block] = key
-            table.contents.append(found[1])
+            table.content_ids.append(found[1])
 
-    def discard(self, table: BlockTable) -> None:
+    def unpublish(self, table: BlockTable) -> None:
         """Unregister the contents of a sequence, so that no other sequence reuses them."""
         for block in table.blocks:
             self._forget(block)
@@ -154,30 +156,30 @@ class BlockPool:
         """Return a second table that holds the same blocks; `reserve` copies them on write."""
         for block in table.blocks:
             self._hold(block)
-        return BlockTable(list(table.blocks), list(table.contents))
+        return BlockTable(list(table.blocks), list(table.content_ids))
 
     def free(self, table: BlockTable) -> None:
         """Release all blocks of a sequence, the last block first."""
         self.release(reversed(table.blocks))
-        table.blocks, table.contents = [], []
+        table.blocks, table.content_ids = [], []
 
     def release(self, blocks: Iterable[int]) -> None:
         """Decrement the reference count of each block, and free blocks without a reference."""
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is free already"
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
+            assert self._ref_counts[block] > 0, f"block {block} is free already"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
                 self._free[block] = None
 
-    def forget(self) -> None:
+    def clear_prefixes(self) -> None:
         """Unregister all contents, for example after new weights; no sequence may hold blocks."""
         assert self.num_held == 0, "a sequence holds blocks whose content is forgotten"
-        self._known.clear()
+        self._block_by_key.clear()
         self._key_of.clear()
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
-        self._holders[block] = 1
+        self._ref_counts[block] = 1
         self.num_evicted += self._forget(block)
         return block
 
@@ -185,10 +187,10 @@ class BlockPool:
         """Unregister the content of a block, and return whether it had one."""
         if (key := self._key_of.pop(block, None)) is None:
             return False
-        del self._known[key]
+        del self._block_by_key[key]
         return True
 
     def _hold(self, block: int) -> None:
-        if self._holders[block] == 0:
+        if self._ref_counts[block] == 0:
             del self._free[block]
-        self._holders[block] += 1
+        self._ref_counts[block] += 1

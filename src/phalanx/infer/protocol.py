@@ -207,7 +207,7 @@ def new_id(prefix: str) -> str:
 
 
 def usage(num_prompt: int, num_found: int, num_new: int) -> dict[str, Any]:
-    """Return the `usage` object of a response; `num_found` prompt tokens came from the cache."""
+    """Return the `usage` object of a response; `num_cached` prompt tokens came from the cache."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,

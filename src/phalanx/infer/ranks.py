@@ -28,7 +28,7 @@ from phalanx.infer.assembly import (
 )
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import FlatStep
-from phalanx.infer.runner import AS_BEFORE, ModelRunner
+from phalanx.infer.runner import WEIGHTS_KEPT, ModelRunner
 from phalanx.infer.served import Served, fill_from, open_served
 from phalanx.infer.texts import TextEngine
 from phalanx.launch.local import run_ranks
@@ -110,7 +110,7 @@ def _run(folder: Path, config: EngineConfig, work: Work) -> None:
     if not comm.is_first:
         _follow(runner)
         return
-    leading = _Leading(runner)
+    leading = _BroadcastingRunner(runner)
     try:
         work(served, assemble(served, config, leading, pool))
     finally:
@@ -129,10 +129,10 @@ def _follow(runner: ModelRunner) -> None:
 
 def _load(runner: ModelRunner, folder: Path) -> None:
     """Load a checkpoint on all ranks; if one rank fails, all keep their weights."""
-    runner.put(all_or_none(lambda: runner.read(folder), AS_BEFORE))
+    runner.put(all_or_none(lambda: runner.read(folder), WEIGHTS_KEPT))
 
 
-class _Leading:
+class _BroadcastingRunner:
     """Logits of the first rank: broadcasts each step or load, and then runs it here too."""
 
     def __init__(self, runner: ModelRunner) -> None:

@@ -22,7 +22,7 @@ from phalanx.parallel.plan import shard_of
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
 
-AS_BEFORE: Final = "the weights stay as they are"
+WEIGHTS_KEPT: Final = "the weights stay as they are"
 """Start of the message on a checkpoint that cannot be loaded."""
 
 
@@ -69,7 +69,7 @@ class ModelRunner:
         try:
             read = self.read(folder)
         except Exception as error:  # such as OutOfMemoryError: the old weights stay
-            raise CheckpointError(f"{AS_BEFORE}: {reason_of(error)}") from error
+            raise CheckpointError(f"{WEIGHTS_KEPT}: {reason_of(error)}") from error
         self.put(read)
 
     def read(self, folder: Path) -> list[tuple[Tensor, Tensor]]:

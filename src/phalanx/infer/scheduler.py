@@ -46,7 +46,7 @@ class GenerationRequest:
         sampling: sampling and stopping options.
         tokens: tokens of the prompt and generated tokens.
         num_computed: number of leading tokens whose keys and values are in the cache.
-        num_found: prompt tokens found in the prefix cache at first admission; 0 for a fork; None
+        num_cached: prompt tokens found in the prefix cache at first admission; 0 for a fork; None
             before admission.
         table: block table.
         siblings: requests with the same prompt, which fork from this one once its prompt is
@@ -59,7 +59,7 @@ class GenerationRequest:
     sampling: Sampling
     tokens: list[int] = field(default_factory=list[int])
     num_computed: int = 0
-    num_found: int | None = None
+    num_cached: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
     siblings: list[GenerationRequest] = field(default_factory=lambda: [])
     arrival_s: float = 0.0
@@ -79,7 +79,7 @@ class GenerationRequest:
         return len(self.tokens) - len(self.prompt)
 
 
-class Part(NamedTuple):
+class RequestSpan(NamedTuple):
     """Tokens [start, stop) of a request, to be computed in one step."""
 
     request: GenerationRequest
@@ -87,7 +87,7 @@ class Part(NamedTuple):
     stop: int
 
     @property
-    def gives_token(self) -> bool:
+    def computes_logits(self) -> bool:
         """Whether the step computes the logits for the request's next token."""
         return self.stop == len(self.request.tokens)
 
@@ -96,7 +96,7 @@ class Part(NamedTuple):
 class ScheduledStep:
     """Tokens that a step computes, and blocks to copy before it writes to the cache."""
 
-    parts: list[Part] = field(default_factory=list[Part])
+    parts: list[RequestSpan] = field(default_factory=list[RequestSpan])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
 
     @property
@@ -111,12 +111,12 @@ class Scheduler:
     Attributes:
         pool: block allocator of the key-value cache.
         budget: most tokens of a step.
-        slots: most requests that run together.
+        max_running: most requests that run together.
         waiting, running: requests, in the order in which they are served.
         is_draining: whether no further request will come, so that static batches need not be full.
         num_preemptions: number of preemptions.
         num_prompt_tokens: tokens of admitted prompts; a prompt shared by siblings counts once.
-        num_found_tokens: tokens of admitted prompts that were found in the prefix cache.
+        num_cached_tokens: tokens of admitted prompts that were found in the prefix cache.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Scheduler:
 
         Without `is_chunked` a prompt is computed in one step, which may exceed the budget.
         """
-        self.pool, self.budget, self.slots = pool, budget, slots
+        self.pool, self.budget, self.max_running = pool, budget, slots
         self.batching, self.is_chunked, self.delay_s = batching, is_chunked, delay_s
         self.waiting: deque[GenerationRequest] = deque()
         self.running: list[GenerationRequest] = []
         self.is_draining = False
-        self.num_preemptions = self.num_prompt_tokens = self.num_found_tokens = 0
+        self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
         self._num_admissible = 0
 
     @property
@@ -185,7 +185,7 @@ class Scheduler:
 
     def fail(self, request: GenerationRequest) -> None:
         """Finish a request whose logits are not finite; no other request reuses its blocks."""
-        self.pool.discard(request.table)
+        self.pool.unpublish(request.table)
         self.finish(request, "error")
 
     def schedule(self, now_s: float = 0.0) -> ScheduledStep:
@@ -217,11 +217,11 @@ class Scheduler:
             self._preempt(request)
         for request in self.waiting:
             self._drop(request)
-        self.pool.forget()
+        self.pool.clear_prefixes()
 
     def _continue(self, request: GenerationRequest, step: ScheduledStep) -> None:
         """Schedule tokens of a running request; preempt the last ones until its blocks fit."""
-        start, stop = request.num_computed, self._stop(request, step)
+        start, stop = request.num_computed, self._chunk_end(request, step)
         while (copies := self.pool.reserve(request.table, start, stop)) is None:
             holder = next((r for r in self.waiting if r.table.blocks), None)
             if holder is not None:  # a waiting fork, which has not started
@@ -231,14 +231,14 @@ class Scheduler:
             self._preempt(last)
             if last is request:
                 return
-        self._put(Part(request, start, stop), copies, step)
+        self._append_part(RequestSpan(request, start, stop), copies, step)
 
     def _admit(self, request: GenerationRequest, step: ScheduledStep) -> bool:
         """Schedule the first tokens of a waiting request; return False if its blocks do not fit."""
         if not request.table.blocks:
             request.table = self.pool.match(request.tokens)
             request.num_computed = len(request.table.blocks) * self.pool.block_size
-        start, stop = request.num_computed, self._stop(request, step)
+        start, stop = request.num_computed, self._chunk_end(request, step)
         copies = self._reserve_beside_others(request, start, stop)
         if copies is None and not self.running:  # waiting forks hold the blocks
             for other in self.waiting:
@@ -248,14 +248,14 @@ class Scheduler:
         if copies is None:
             self._drop(request)
             return False
-        if request.num_found is None:
-            request.num_found = start
+        if request.num_cached is None:
+            request.num_cached = start
             self.num_prompt_tokens += len(request.prompt)
-            self.num_found_tokens += start
+            self.num_cached_tokens += start
         self.waiting.remove(request)
         self.running.append(request)
         self._num_admissible -= 1
-        self._put(Part(request, start, stop), copies, step)
+        self._append_part(RequestSpan(request, start, stop), copies, step)
         return True
 
     def _reserve_beside_others(
@@ -268,14 +268,14 @@ class Scheduler:
             return None
         return self.pool.reserve(request.table, start, stop)
 
-    def _stop(self, request: GenerationRequest, step: ScheduledStep) -> int:
+    def _chunk_end(self, request: GenerationRequest, step: ScheduledStep) -> int:
         """Return the end of the tokens of a request to compute in a step that has room for one."""
         if not self.is_chunked:
             return len(request.tokens)  # may exceed the budget
         room = self.budget - step.num_tokens
         return request.num_computed + min(request.num_missing, room)
 
-    def _put(self, part: Part, copies: list[BlockCopy], step: ScheduledStep) -> None:
+    def _append_part(self, part: RequestSpan, copies: list[BlockCopy], step: ScheduledStep) -> None:
         step.parts.append(part)
         step.copies += copies
         self.pool.publish(part.request.table, part.request.tokens[: part.stop])
@@ -286,15 +286,15 @@ class Scheduler:
         The caller must admit it, which removes it from `waiting`, or stop iterating.
         """
         if self.batching == "rolling":
-            self._num_admissible = self.slots
+            self._num_admissible = self.max_running
         elif not self.running and self.waiting and self._may_begin(now_s):
-            self._num_admissible = min(self.slots, len(self.waiting))
-        while self.waiting and self._num_admissible > 0 and len(self.running) < self.slots:
+            self._num_admissible = min(self.max_running, len(self.waiting))
+        while self.waiting and self._num_admissible > 0 and len(self.running) < self.max_running:
             yield self.waiting[0]
 
     def _may_begin(self, now_s: float) -> bool:
         """Return whether a dynamic or static batch starts now."""
-        if len(self.waiting) >= self.slots or self.is_draining:
+        if len(self.waiting) >= self.max_running or self.is_draining:
             return True
         waited_s = now_s - self.waiting[0].arrival_s
         return self.batching == "dynamic" and waited_s >= self.delay_s
@@ -304,7 +304,7 @@ class Scheduler:
         for sibling in reversed(_unfinished(request.siblings)):
             sibling.table = self.pool.fork(request.table)
             sibling.num_computed = len(sibling.prompt) - 1
-            sibling.num_found = 0
+            sibling.num_cached = 0
             self.waiting.appendleft(sibling)
         request.siblings = []
 

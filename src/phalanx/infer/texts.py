@@ -80,7 +80,7 @@ class TextEngine:
         """
         assert self._load is not None, "this engine's weights are another's to change"
         self._load(folder)
-        self.engine.weights_changed()
+        self.engine.invalidate_cache()
 
     def abort(self, completion: Completion, reason: str = "abort") -> None:
         """End a completion, and free its blocks immediately."""

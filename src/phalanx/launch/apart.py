@@ -19,14 +19,14 @@ from phalanx.launch.local import (
     prepare_server,
     start_ranks,
 )
-from phalanx.launch.rank import RankInfo, own_sockets
+from phalanx.launch.rank import RankInfo, socket_folder
 from phalanx.launch.signals import collected
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function, importable by name, and its positional arguments."""
 
 
-def run_apart(
+def run_supervised(
     works: Sequence[Work],
     beside: Sequence[Work] = (),
     *,
@@ -39,49 +39,49 @@ def run_apart(
     """Run each function of `works` in a process, and return the results of `works`.
 
     The functions of `beside` are services for `works`: a service that still runs when all `works`
-    have returned is ended. Processes that a signal has ended are restarted, at most `num_again`
+    have returned is ended. Processes that a signal has ended are restarted, at most `max_restarts`
     times in total. For the other arguments, and the errors, see `local.run_ranks`.
     """
     prepare_server()
-    info = RankInfo(0, 1, 0, device, threads, timeout_s, own_sockets())
+    info = RankInfo(0, 1, 0, device, threads, timeout_s, socket_folder())
     ranks: list[Rank] = []
     try:
         for work in (*works, *beside):
             start_ranks(ranks, info, *work)
         with collected() as signals:
-            supervisor = _Replacing(ranks, signals, timeout_s, say_starting)
-            supervisor.works, supervisor.num_awaited = (*works, *beside), len(works)
-            supervisor.info, supervisor.num_again = info, num_again
+            supervisor = _RestartingSupervisor(ranks, signals, timeout_s, say_starting)
+            supervisor.works, supervisor.num_works = (*works, *beside), len(works)
+            supervisor.info, supervisor.max_restarts = info, num_again
             return supervisor.watch()[: len(works)]
     finally:
         with collected():  # a second Ctrl-C must not interrupt the cleanup
             end_ranks(ranks)
 
 
-class _Replacing(Supervisor):
+class _RestartingSupervisor(Supervisor):
     """Supervisor that restarts a process that a signal has ended."""
 
     works: Sequence[Work]
-    num_awaited: int
+    num_works: int
     info: RankInfo
-    num_again: int
+    max_restarts: int
 
     @override
     def is_awaited(self) -> bool:
-        return any(rank < self.num_awaited for rank in self.going.values())
+        return any(rank < self.num_works for rank in self.running.values())
 
     @override
-    def is_replaced(self, rank: int) -> bool:
+    def restart_if_killed(self, rank: int) -> bool:
         process, line = self.ranks[rank]
         process.join(LEAVING_S)
-        if not self.num_again or (process.exitcode or 0) >= 0:
+        if not self.max_restarts or (process.exitcode or 0) >= 0:
             return False
-        self.num_again -= 1
+        self.max_restarts -= 1
         report(f"process {process.pid} was ended by a signal; another takes its place")
-        del self.going[line]
+        del self.running[line]
         line.close()
         started: list[Rank] = []
         start_ranks(started, self.info, *self.works[rank])
         self.ranks[rank] = started[0]
-        self.going[started[0][1]] = rank
+        self.running[started[0][1]] = rank
         return True

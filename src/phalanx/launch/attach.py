@@ -28,7 +28,7 @@ from phalanx.launch.rank_log import flush_streams
 DEFAULT_TIMEOUT_S: Final = 600.0
 """Default of the longest wait for another rank in one collective, in seconds."""
 
-ASKED: list[bool] = []
+ATTACH_CALLED: list[bool] = []
 """Non-empty once this process has called `attach`."""
 
 _attached: list[_Attached] = []
@@ -86,7 +86,7 @@ def attach(
     from phalanx.comm import join
 
     _refuse_helper()
-    ASKED.append(True)
+    ATTACH_CALLED.append(True)
     if dist.is_initialized():
         return _as_joined(facts, device, timeout_s)
     slurm.adopt()
@@ -160,7 +160,7 @@ def leave_at_end() -> None:
         _attached.append(_Attached(nullcontext()))
 
 
-def judged(error: Exception) -> BaseException:
+def error_to_raise(error: Exception) -> BaseException:
     """Return the error that this rank raises in place of `error`, such as another rank's failure.
 
     Return `error` itself if this process has attached to no job under torchrun.
@@ -294,8 +294,8 @@ def _stop(signum: int) -> None:
 
 def _end_of_stop() -> int:
     """Return the exit code of a script that has ended; report the signal if it obeyed one."""
-    if not PULSE.obeyed:
+    if not PULSE.handled_signal:
         return 0
     if os.environ.get("RANK", "0") == "0":
-        report(str(Interrupted(PULSE.obeyed, PULSE.advice())))
-    return 128 + PULSE.obeyed
+        report(str(Interrupted(PULSE.handled_signal, PULSE.advice())))
+    return 128 + PULSE.handled_signal

@@ -39,7 +39,7 @@ NUM_SHOWN: Final = 4
 """Most groups of ranks that a message describes."""
 
 
-class Board:
+class HeartbeatMonitor:
     """The latest heartbeat of each rank, and the time at which it arrived.
 
     Attributes:
@@ -63,7 +63,7 @@ class Board:
 
     # Input from the ranks.
 
-    def hear(self, rank: int, beat: Beat) -> None:
+    def record(self, rank: int, beat: Beat) -> None:
         """Store a heartbeat of a rank."""
         self._beats[rank] = (beat, time.monotonic())
         self._reported_silent.discard(rank)
@@ -80,7 +80,7 @@ class Board:
 
     def heeds_stop(self) -> bool:
         """Return whether every rank will end after its current step on a request to stop."""
-        return bool(self._beats) and all(beat.heeds_stop for beat, _ in self._beats.values())
+        return bool(self._beats) and all(beat.handles_stop for beat, _ in self._beats.values())
 
     def resume_hint(self) -> str:
         """Return the last checkpoint and how to resume from it, or "" if no rank reported them."""
@@ -125,7 +125,7 @@ class Board:
                 return status.rpartition(")")[2].split()[0] == "T"
         return False
 
-    def news(self, among: Container[int]) -> list[str]:
+    def new_reports(self, among: Container[int]) -> list[str]:
         """Return new reports on ranks of `among` that delay the job, each report only once."""
         end = f"the job ends after the timeout of {self._timeout_s:g} s"
         found: list[str] = []
@@ -140,7 +140,7 @@ class Board:
             found.append(stall)
         return found
 
-    def over(self, among: Container[int]) -> str:
+    def timeout_message(self, among: Container[int]) -> str:
         """Return a message if ranks of `among` were silent for the whole timeout, else ""."""
         silent = self.silent(self._timeout_s, among)
         return f"{self.why(silent)}; the timeout of {self._timeout_s:g} s is over" if silent else ""
@@ -180,13 +180,15 @@ class Board:
 
     # Ranks that wait for others.
 
-    def uneven(self, going: Sequence[int]) -> str:
+    def early_return_message(self, going: Sequence[int]) -> str:
         """Return a message if all running ranks wait in a collective and others returned, else "".
 
         While a rank works outside a collective, for example to write a file, there is no limit.
         """
         beats = [self._beats[rank][0] for rank in going if rank in self._beats]
-        waiting = [beat for beat in beats if beat.in_collective and beat.still_s >= UNEVEN_S]
+        waiting = [
+            beat for beat in beats if beat.in_collective and beat.seconds_at_place >= UNEVEN_S
+        ]
         if not self._returned or not going or len(waiting) < len(going):
             return ""
         return self.described(
@@ -202,7 +204,7 @@ class Board:
     def stall(self) -> str | None:
         """Return a report if ranks stand still, once for each such period, else None."""
         beats = {rank: beat for rank, (beat, _) in sorted(self._beats.items())}
-        still_s = {rank: beat.still_s for rank, beat in beats.items() if not beat.waits}
+        still_s = {rank: beat.seconds_at_place for rank, beat in beats.items() if not beat.waits}
         longest_s = max(still_s.values(), default=0.0)
         if longest_s < STILL_S:
             self._is_reported = False
@@ -227,7 +229,7 @@ class Board:
             groups[beat.doing, beat.place].append(rank)
         lines = [heading]
         for (doing, place), ranks in list(groups.items())[:NUM_SHOWN]:
-            still_s = min(self._beats[rank][0].still_s for rank in ranks)
+            still_s = min(self._beats[rank][0].seconds_at_place for rank in ranks)
             lines.append(f"  {named(ranks)}: {doing}")
             if place:
                 lines.append(f"    for {still_s:.0f} s at {place}")

@@ -22,9 +22,9 @@ from phalanx.errors import (
     PhalanxError,
     RankFailed,
     TrainingError,
-    limit_met,
     message_of,
     shortened,
+    system_limit_advice,
 )
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.heartbeat import PULSE
@@ -41,7 +41,7 @@ _LOST = re.compile(
 READER_LEFT: Final = 128 + signal.SIGPIPE
 """Exit code when the reader of standard output, such as `| head`, has closed the pipe."""
 
-WORDS_S: Final = 2.0
+ADVICE_TIMEOUT_S: Final = 2.0
 """Timeout of the search for the last checkpoint, in seconds."""
 
 
@@ -106,7 +106,7 @@ def out_of_threads(error: BaseException) -> str:
         return ""
     places = [f"{at.filename}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__)]
     own = [place for place in places if not place.startswith(threading.__file__)]
-    return "\nat ".join([limit_met(error), *own[-1:]])
+    return "\nat ".join([system_limit_advice(error), *own[-1:]])
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -153,7 +153,7 @@ def reader_has_left() -> bool:
     return True
 
 
-def death(rank: int, process: BaseProcess, log: str) -> Failure:
+def failure_of_dead_process(rank: int, process: BaseProcess, log: str) -> Failure:
     """Return the failure of a rank whose process ended without reporting an error."""
     process.join(5)
     code = process.exitcode
@@ -184,10 +184,10 @@ def report(message: str) -> None:
     print(f"phalanx: {message}", file=screen(), flush=True)
 
 
-def advised(message: str) -> str:
+def with_advice(message: str) -> str:
     """Append advice on how to resume, unless the message has it or a lost disk delays it."""
     advice: list[str] = []
     asked = threading.Thread(target=lambda: advice.append(PULSE.advice()), daemon=True)
     asked.start()
-    asked.join(WORDS_S)
+    asked.join(ADVICE_TIMEOUT_S)
     return "\n".join([message, *(text for text in advice if text and text not in message)])

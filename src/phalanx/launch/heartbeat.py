@@ -31,9 +31,9 @@ class Beat:
 
     Attributes:
         doing: activity of the main thread, such as "backward of step 12".
-        still_s: time that the main thread has stood at one place of the code, in seconds.
+        seconds_at_place: time that the main thread has stood at one place of the code, in seconds.
         place: this place and its caller; empty while the main thread moves.
-        heeds_stop: whether the rank will end after its step on a request to stop.
+        handles_stop: whether the rank will end after its step on a request to stop.
         is_stepping: whether the rank takes steps, in which no rank stands still for long.
         resume_hint: last checkpoint and how to resume from it, if this rank reports them.
         waits: whether the rank waits for other ranks without a time limit.
@@ -44,9 +44,9 @@ class Beat:
     """
 
     doing: str = "starting"
-    still_s: float = 0.0
+    seconds_at_place: float = 0.0
     place: str = ""
-    heeds_stop: bool = False
+    handles_stop: bool = False
     is_stepping: bool = False
     resume_hint: str = ""
     waits: bool = False
@@ -61,14 +61,14 @@ class Pulse:
 
     Attributes:
         steps_done: number of completed optimizer steps.
-        heeds_stop: whether the current work checks `stop_signal` after each step.
+        handles_stop: whether the current work checks `stop_signal` after each step.
         stop_signal: number of the signal that requested the job to stop, or 0.
-        obeyed: number of the signal that the script has seen and ends because of, or 0.
+        handled_signal: number of the signal that the script has seen and ends because of, or 0.
         is_stepping: whether the main thread takes steps.
         resume_hint: last checkpoint and how to resume from it; empty if there is none.
         log: path of this process's log file; empty if it has none.
         advice: returns the last sentence of an error message: how to continue the job.
-        on_change: called when `heeds_stop` or `resume_hint` has changed, to send a heartbeat
+        on_change: called when `handles_stop` or `resume_hint` has changed, to send a heartbeat
             at once.
     """
 
@@ -76,7 +76,7 @@ class Pulse:
         self.steps_done = 0
         self.heeds_stop = False
         self.stop_signal = 0
-        self.obeyed = 0
+        self.handled_signal = 0
         self.is_stepping = False
         self.resume_hint = ""
         self.log = ""
@@ -113,7 +113,7 @@ class Pulse:
             yield
 
     @contextmanager
-    def heeding(self) -> Generator[None]:
+    def handling_stop(self) -> Generator[None]:
         """Declare that the block takes steps, checks `stop_signal` and ends soon once it is set."""
         self.is_stepping = True
         self.heed()
@@ -148,9 +148,9 @@ class Pulse:
         still_s, where, in_collective = self._look()
         return Beat(
             doing=self._doing,
-            still_s=still_s,
+            seconds_at_place=still_s,
             place=where,
-            heeds_stop=self.heeds_stop,
+            handles_stop=self.heeds_stop,
             is_stepping=self.is_stepping,
             resume_hint=self.resume_hint,
             waits=self._waits,

@@ -29,10 +29,10 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, TrainingError
-from phalanx.launch.board import Board
+from phalanx.launch.board import HeartbeatMonitor
 from phalanx.launch.by_value import ByValue
-from phalanx.launch.failure import Failure, death, first_of, report
-from phalanx.launch.rank import LEAVE, RankInfo, own_sockets, run_rank
+from phalanx.launch.failure import Failure, failure_of_dead_process, first_of, report
+from phalanx.launch.rank import LEAVE, RankInfo, run_rank, socket_folder
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.signals import collected, ignored_by_children
 
@@ -48,7 +48,7 @@ GRACE_S: Final = 0.3
 TICK_S: Final = 0.25
 """Longest wait of the supervisor for a message before it checks for signals, in seconds."""
 
-MISSED_S: Final = 2.0
+SILENT_PEER_S: Final = 2.0
 """Least silence of a rank for which another rank may have waited in vain, in seconds."""
 
 LEAVING_S = 2.0
@@ -98,7 +98,7 @@ def run_ranks(
     threads = threads or max(1, num_cores() // num_ranks)
     ranks: list[Rank] = []
     try:
-        info = RankInfo(0, num_ranks, 0, device, threads, timeout_s, own_sockets())
+        info = RankInfo(0, num_ranks, 0, device, threads, timeout_s, socket_folder())
         start_ranks(ranks, info, function, args)
         with collected() as signals:
             return Supervisor(ranks, signals, timeout_s, say_starting).watch()
@@ -132,7 +132,7 @@ def _run_here(
 ) -> list[Any]:
     """Run the function as a rank of the existing job, and return the results of all ranks."""
     from phalanx.comm.together import gather_objects
-    from phalanx.launch.attach import attach, judged
+    from phalanx.launch.attach import attach, error_to_raise
 
     num_there = read_rank_env().num_ranks
     if num_there != num_ranks:
@@ -145,7 +145,7 @@ def _run_here(
     try:
         return gather_objects(function(*args))
     except Exception as error:
-        raise judged(error) from error.__cause__
+        raise error_to_raise(error) from error.__cause__
 
 
 def prepare_server() -> ForkServerContext:
@@ -251,10 +251,10 @@ class Supervisor:
         """Prepare to watch `ranks`; the signals that arrive are appended to `signals`."""
         self.ranks = ranks
         self._signals = signals
-        self._board = Board(timeout_s, here=range(len(ranks)))
+        self._board = HeartbeatMonitor(timeout_s, here=range(len(ranks)))
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
-        self.going: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
+        self.running: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
         self._is_asked_to_stop = False
         self._begin_s = self._looked_s = time.monotonic()
         self._say_starting = say_starting
@@ -273,7 +273,7 @@ class Supervisor:
                 self._look()
         if self._failures:
             until_s = time.monotonic() + GRACE_S
-            while self.going and (left_s := until_s - time.monotonic()) > 0:
+            while self.running and (left_s := until_s - time.monotonic()) > 0:
                 self._receive(left_s)
             raise self._advised(self._failure())
         for _, line in self.ranks:
@@ -283,39 +283,42 @@ class Supervisor:
 
     def is_awaited(self) -> bool:
         """Return whether the job must still wait for a rank."""
-        return bool(self.going)
+        return bool(self.running)
 
     def _receive(self, limit_s: float) -> None:
         """Wait up to `limit_s` for a message, and handle all messages that have arrived."""
-        ready: list[Any] = wait(list(self.going), limit_s)
+        ready: list[Any] = wait(list(self.running), limit_s)
         # Drain the pipes: a signal must be judged by the latest heartbeats, on a busy host too.
         while ready:
             for line in ready:
-                self._take(line)
-            ready = wait(list(self.going), 0)
+                self._handle_message(line)
+            ready = wait(list(self.running), 0)
 
-    def _take(self, line: Any) -> None:
+    def _handle_message(self, line: Any) -> None:
         """Receive and handle one message of a rank, or the end of its process."""
-        rank = self.going[line]
+        rank = self.running[line]
         kind: str
         value: Any
         try:
             kind, value = line.recv()
         except (EOFError, ConnectionResetError):
-            if self.is_replaced(rank):
+            if self.restart_if_killed(rank):
                 return
-            kind, value = "failure", death(rank, self.ranks[rank][0], self._board.log(rank))
+            kind, value = (
+                "failure",
+                failure_of_dead_process(rank, self.ranks[rank][0], self._board.log(rank)),
+            )
         if kind == "beat":
-            self._board.hear(rank, value)
+            self._board.record(rank, value)
             return
-        del self.going[line]
+        del self.running[line]
         if kind == "failure":
             self._failures.append(replace(value, rank=rank))
         else:
             self._results[rank] = value
             self._board.leave(rank)
 
-    def is_replaced(self, rank: int) -> bool:
+    def restart_if_killed(self, rank: int) -> bool:
         """Return whether a rank that has ended was restarted; here never."""
         del rank
         return False
@@ -328,7 +331,7 @@ class Supervisor:
         if len(self._signals) > 1 or not self._board.heeds_stop():
             raise Interrupted(signum, self._board.resume_hint())
         self._is_asked_to_stop = True
-        for line in self.going:
+        for line in self.running:
             with suppress(OSError):  # the rank has ended: the next `_receive` detects it
                 line.send(signum)
         report(
@@ -339,10 +342,10 @@ class Supervisor:
     def _look(self) -> None:
         """Report ranks that delay the others, and raise TrainingError if no rank can continue."""
         self._board.look_up()
-        going = sorted(self.going.values())
-        for message in self._board.news(going):
+        going = sorted(self.running.values())
+        for message in self._board.new_reports(going):
             report(message)
-        if words := self._board.over(going) or self._board.uneven(going):
+        if words := self._board.timeout_message(going) or self._board.early_return_message(going):
             raise self._advised(TrainingError(words))
 
     def _failure(self) -> PhalanxError:
@@ -350,7 +353,7 @@ class Supervisor:
         first = first_of(self._failures)
         if not first.is_lost_peer:
             return first.as_error()
-        silent = self._board.silent(MISSED_S, self.going.values())
+        silent = self._board.silent(SILENT_PEER_S, self.running.values())
         words = self._board.in_vain(first.rank, silent)
         return TrainingError(words if silent else f"{words}\n{first.text.rstrip()}")
 

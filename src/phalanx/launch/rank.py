@@ -47,7 +47,7 @@ class RankInfo:
     sockets: str = ""
 
 
-class Line:
+class ParentPipe:
     """This rank's end of the pipe to its parent process, which decides when the rank may end."""
 
     def __init__(self, connection: Connection, sockets: str) -> None:
@@ -101,7 +101,7 @@ class Line:
                     PULSE.stop_signal = word
                 self._beat()
         except (EOFError, OSError):
-            end_helpers()
+            end_children()
             parent = multiprocessing.parent_process()
             if self._sockets and parent is not None and not parent.is_alive():
                 shutil.rmtree(self._sockets, ignore_errors=True)
@@ -119,7 +119,7 @@ def run_rank(
     sys.excepthook = sys.__excepthook__  # replaces the forkserver's, which hides some errors
     leave_to_parent()
     escape_unknown_characters()
-    line = Line(connection, info.sockets)
+    line = ParentPipe(connection, info.sockets)
     # Processes that this rank starts, such as DataLoader workers, use Python's default start
     # method; with the inherited method, forkserver, each would run the script again.
     multiprocessing.set_start_method(None, force=True)
@@ -142,7 +142,7 @@ def run_rank(
     flush_streams()
     if not line.is_of_fork:
         line.wait_to_leave()
-        end_helpers()
+        end_children()
     # Tearing down gloo's threads sometimes aborts a process that succeeded.
     os._exit(exit_code)
 
@@ -156,7 +156,7 @@ def escape_unknown_characters() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def end_helpers() -> None:
+def end_children() -> None:
     """End this process's child processes, such as DataLoader workers, as Python does at exit."""
     helpers = multiprocessing.active_children()
     for helper in helpers:
@@ -169,7 +169,7 @@ def end_helpers() -> None:
             helper.kill()
 
 
-def own_sockets() -> str:
+def socket_folder() -> str:
     """Return the folder that this process created for multiprocessing's sockets, or "".
 
     A child process of multiprocessing uses the folder of its parent.
@@ -183,7 +183,7 @@ def own_sockets() -> str:
 
 def remove_sockets() -> None:
     """Remove the folder of this process's sockets, as Python does only at a normal exit."""
-    if folder := own_sockets():
+    if folder := socket_folder():
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -205,7 +205,7 @@ def _join(info: RankInfo, listener: socket.socket | None) -> None:
     # overrides an interface that the environment sets for traffic between hosts.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     keep_freed_memory()
-    join.allow_files()
+    join.raise_file_limit()
     torch.set_num_threads(info.threads)
     if info.device == "cuda":
         torch.cuda.set_device(info.rank)

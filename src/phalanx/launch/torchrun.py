@@ -35,20 +35,20 @@ from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.failure import (
     READER_LEFT,
     PeerFailed,
-    advised,
     is_lost_peer,
     is_reader_gone,
     out_of_threads,
     reader_has_left,
     report,
+    with_advice,
 )
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.rank import end_helpers, remove_sockets
+from phalanx.launch.rank import end_children, remove_sockets
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.rank_log import flush_streams
-from phalanx.launch.signals import ENDING, answered, ignore
+from phalanx.launch.signals import ENDING, handled_in_thread, ignore
 from phalanx.launch.watch import Watch, kill_silent
 
 if TYPE_CHECKING:
@@ -130,10 +130,10 @@ def joined(
     env = read_rank_env()
     _end_with_parent()
     stopping = _Stopping(env.local_rank == 0)
-    with answered(stopping):
+    with handled_in_thread(stopping):
         device = _use_device(env, device)
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
-        join.allow_files()
+        join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"):
             store = _meet(env, timeout_s)
         if device == "cuda":
@@ -310,7 +310,7 @@ def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
 
 def leave(exit_code: int) -> NoReturn:
     """Exit this rank without tearing its threads down, which can abort a process that succeeded."""
-    end_helpers()
+    end_children()
     remove_sockets()
     flush_streams()
     os._exit(exit_code)
@@ -325,8 +325,8 @@ def _end_with_parent() -> None:
             time.sleep(1.0)
         if is_first:
             gone = f"torchrun (process {parent}) has ended, and its ranks on this host end with it"
-            report(advised(gone))
-        end_helpers()
+            report(with_advice(gone))
+        end_children()
         remove_sockets()
         os._exit(1)
 
@@ -359,7 +359,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         leave(READER_LEFT)
     is_others = is_everyones and _is_follower()
     if isinstance(error, PeerFailed) or is_others:
-        with answered(lambda _: leave(1)):  # on torchrun's signal, exit without a message
+        with handled_in_thread(lambda _: leave(1)):  # on torchrun's signal, exit without a message
             time.sleep(QUIET_S)
         leave(1)
     ignore()
@@ -369,7 +369,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     if isinstance(error, PhalanxError):
         # Printed here, because under torchrun no code of the command line reports the error.
         message = shortened(message_of(error))
-        message = advised(message) if isinstance(error, TrainingError) else message
+        message = with_advice(message) if isinstance(error, TrainingError) else message
         print(f"rank {rank}: {message}", file=sys.stderr, flush=True)  # noqa: T201
         kill_silent()
         leave(error.exit_code)
@@ -379,7 +379,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         handler = get_error_handler()  # torchrun shows the recorded exception in its summary
         handler.initialize()
         handler.record_exception(error)
-    text = advised(shortened("".join(traceback.format_exception(error)).rstrip()))
+    text = with_advice(shortened("".join(traceback.format_exception(error)).rstrip()))
     print(f"rank {rank} failed:\n{text}", file=sys.stderr)  # noqa: T201
     # A SystemExit is a failure even with code 0, because the work did not finish.
     leave(exit_code_of(error.code) or 1 if isinstance(error, SystemExit) else 1)

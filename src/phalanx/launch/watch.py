@@ -27,8 +27,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
-from phalanx.launch.board import SILENT_S, Board
-from phalanx.launch.failure import PeerFailed, advised, report
+from phalanx.launch.board import SILENT_S, HeartbeatMonitor
+from phalanx.launch.failure import PeerFailed, report, with_advice
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.rank_log import screen
@@ -42,7 +42,7 @@ STORE_BEAT_S: Final = 2.0
 RANKS_PER_BEAT_S: Final = 500
 """Most heartbeats that the store receives in a second."""
 
-CURIOUS_S: Final = 3.0
+STILL_BEFORE_READ_S: Final = 3.0
 """Time that this rank stands still before it reads the others' heartbeats, in seconds."""
 
 
@@ -93,14 +93,14 @@ class Exchange:
             self.processes = dict(zip(self._here, processes, strict=True))
         return bool(self.processes)
 
-    def read(self, ranks: range, board: Board) -> None:
+    def read(self, ranks: range, board: HeartbeatMonitor) -> None:
         """Read the heartbeats of `ranks`, all of which have reported, into a board."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         for rank, text in zip(ranks, texts, strict=True):
             number, beat = json.loads(text)
             if self._heard.get(rank) != number:
                 self._heard[rank] = number
-                board.hear(rank, Beat(**beat))
+                board.record(rank, Beat(**beat))
 
     def failed(self) -> Failed | None:
         """Return the first failure of the job, or None."""
@@ -138,7 +138,9 @@ class Watch:
         self._knows_processes = "TORCHELASTIC_RUN_ID" in os.environ
         # With thousands of ranks a heartbeat is already old when it is read.
         silent_s = max(SILENT_S, 3 * self._interval_s)
-        self._board = Board(timeout_s, env.here if self._knows_processes else (), silent_s)
+        self._board = HeartbeatMonitor(
+            timeout_s, env.here if self._knows_processes else (), silent_s
+        )
         self._failed: Failed | None = None
         self._read_s = time.monotonic()
         self._is_store_gone = False
@@ -166,7 +168,9 @@ class Watch:
             while not self._ended.wait(1.0 if self._is_curious else self._interval_s):
                 self._exchange.send(self._beat)
                 if self._exchange.are_all_there():
-                    is_held_up = self._beat.waits or self._beat.still_s > CURIOUS_S
+                    is_held_up = (
+                        self._beat.waits or self._beat.seconds_at_place > STILL_BEFORE_READ_S
+                    )
                     self._listen(self._is_curious or is_held_up)
         except (dist.DistError, RuntimeError):
             self._is_store_gone = True
@@ -182,14 +186,16 @@ class Watch:
             self._failed = self._failed or self._exchange.failed()
         self._is_listening = is_wanted
 
-    def _speaks(self) -> bool:
+    def _is_reporter(self) -> bool:
         """Return whether this rank reports for its host, because all earlier ranks are silent."""
         limit_s = min(self._board.silent_s, self._timeout_s)
         silent = self._board.silent(limit_s) if self._is_listening else ()
         return all(rank in silent for rank in range(self._here.start, self._rank))
 
     def _listened_to(self) -> range:
-        return range(self._num_ranks) if self._speaks() else range(self._here.start, self._rank)
+        return (
+            range(self._num_ranks) if self._is_reporter() else range(self._here.start, self._rank)
+        )
 
     # The watch thread.
 
@@ -197,11 +203,11 @@ class Watch:
         while not self._ended.wait(1.0):
             self._exchange.reached_s += self._board.look_up()
             self._beat = PULSE.beat()
-            if self._speaks():
+            if self._is_reporter():
                 self._report()
-            if lost := self._lost(self._timeout_s) or self._board.over(self._heard()):
+            if lost := self._lost(self._timeout_s) or self._board.timeout_message(self._heard()):
                 self._end(lost)
-            elif self._failed is not None and self._beat.still_s > SILENT_S:
+            elif self._failed is not None and self._beat.seconds_at_place > SILENT_S:
                 self._end(str(self._failed))
 
     def _report(self) -> None:
@@ -214,7 +220,7 @@ class Watch:
             self._has_reported_unreached = True
             report(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
         if self._is_listening:
-            for message in self._board.news(self._heard()):
+            for message in self._board.new_reports(self._heard()):
                 report(message)
 
     def _unreached_s(self) -> float:
@@ -233,8 +239,8 @@ class Watch:
     def _end(self, message: str) -> None:
         """End this process even if its main thread is blocked; the reporter prints `message`."""
         if self._last_word.acquire(blocking=False):
-            if self._speaks():
-                print(f"rank {self._rank}: {advised(message)}", file=screen(), flush=True)
+            if self._is_reporter():
+                print(f"rank {self._rank}: {with_advice(message)}", file=screen(), flush=True)
                 self._give_up_silent(self._timeout_s)
                 kill_silent()
             else:
@@ -305,12 +311,12 @@ class Watch:
             message = str(self._failed or self._lost(limit_s))
             if silent and not message:
                 message = self._board.in_vain(self._rank, silent)
-        if not self._speaks():
+        if not self._is_reporter():
             return PeerFailed(message)
         if not message:
             message = self._board.in_vain(self._rank, ())
         self._give_up_silent(limit_s)
-        judged = TrainingError(advised(message))
+        judged = TrainingError(with_advice(message))
         judged.__cause__ = error if isinstance(error, PhalanxError) else None
         return judged
 

@@ -176,9 +176,9 @@ class RunLog:
         self.note("step", values | terms_s)
         for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
             if values[name] is not None:
-                self._draw(f"train/{name}", values[name], record.step)
+                self._add_scalar(f"train/{name}", values[name], record.step)
         for name, seconds in terms_s.items():
-            self._draw(f"time/{name}", seconds, record.step)
+            self._add_scalar(f"time/{name}", seconds, record.step)
         self.display.step(record)
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
@@ -186,7 +186,7 @@ class RunLog:
         values = {"loss": loss, **metrics}
         self.note("evaluation", {"step": step, **values})
         for name, value in values.items():
-            self._draw(f"validation/{name}", value, step)
+            self._add_scalar(f"validation/{name}", value, step)
         words = [f"loss {loss:.4f}"]
         for name, value in metrics.items():
             is_unit = name == "bits_per_byte"
@@ -213,7 +213,7 @@ class RunLog:
         if self._log is not None:
             self._log(kind, values_of(values))
 
-    def _draw(self, curve: str, value: float, step: int) -> None:
+    def _add_scalar(self, curve: str, value: float, step: int) -> None:
         """Add a point to a TensorBoard scalar."""
         try:
             self._writer.add_scalar(curve, value, step)

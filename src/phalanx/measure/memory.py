@@ -154,7 +154,7 @@ class MemoryLedger(Watch):
             self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
         self._name_gradients()
         for tensor in self._optimizer_state():
-            self._name(tensor, "optimizer")
+            self._set_kind(tensor, "optimizer")
         self._live.clear()  # drops the weak references and their callbacks too
 
     @contextmanager
@@ -224,7 +224,7 @@ class MemoryLedger(Watch):
                     self._change(parameter, "gathered")
             case "fsdp.chunk_cat.default":
                 for gradient in args[0]:
-                    self._name(gradient, "gradients")
+                    self._set_kind(gradient, "gradients")
                 self._name_unknown(kwargs["out"], "communication")
             case "aten._to_copy.default":
                 span = self._span(args[0])
@@ -246,7 +246,7 @@ class MemoryLedger(Watch):
         """
         for parameter in self._model.parameters():
             if parameter.grad is not None:
-                self._name(parameter.grad, "gradients")
+                self._set_kind(parameter.grad, "gradients")
         for span in self._reduced:
             if span.is_live:
                 span.kind = "gradients"
@@ -317,7 +317,7 @@ class MemoryLedger(Watch):
             self._live[key] = (reference, changed)
             self._events.append((changed, 1))
 
-    def _name(self, tensor: torch.Tensor, kind: Kind) -> None:
+    def _set_kind(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Set the kind of a storage's whole span, unless it is a parameter."""
         span = self._span(tensor)
         if span is not None and span.kind != "parameters":

@@ -167,7 +167,7 @@ class ProductTypes(Watch):
         super().__init__()
         self._flops = Counter[torch.dtype]()
 
-    def most(self, device: torch.device) -> Arithmetic | None:
+    def dominant(self, device: torch.device) -> Arithmetic | None:
         """Return the arithmetic of most FLOPs; None if no product ran, or if it is unknown."""
         if not self._flops:
             return None

@@ -87,11 +87,12 @@ def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:
             "% or more: only the model's own arithmetic is left to improve, which MFU measures."
         )
     if term == "communication":
-        return f"Exposed communication takes {100 * share:.0f} % of the step: {_send_less(sent)}."
+        advice = _communication_advice(sent)
+        return f"Exposed communication takes {100 * share:.0f} % of the step: {advice}."
     return f"{term.capitalize()} takes {100 * share:.0f} % of the step: {_ADVICE[term]}."
 
 
-def _send_less(sent: Sequence[Entry]) -> str:
+def _communication_advice(sent: Sequence[Entry]) -> str:
     """Return advice to reduce communication over the axis that carries the most bytes."""
     by_axis: Counter[str] = Counter()
     for entry in sent:

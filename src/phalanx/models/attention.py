@@ -32,7 +32,7 @@ or more dimensions by rows.
 """
 
 
-GROUPED: Final[dict[str, Any]] = (
+GQA_ARGUMENTS: Final[dict[str, Any]] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 """Arguments with which `varlen_attn` accepts fewer key heads than query heads; torch 2.11 needs
@@ -124,7 +124,7 @@ def attend(
         is_grouped = False
     if by_blocks:
         positions_T = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
-        starts_BT1 = first_seen(positions_T, documents, window)
+        starts_BT1 = first_attended(positions_T, documents, window)
         return cpu.causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT1)
     mixed_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
@@ -136,7 +136,7 @@ def attend(
     return mixed_BHTK.transpose(1, 2)
 
 
-def first_seen(
+def first_attended(
     positions_T: Tensor, documents: Documents | None, window: int | None
 ) -> Tensor | None:
     """Return the first position that each query attends to, [B or 1, T, 1]; None for the row start.
@@ -178,7 +178,7 @@ def _attend_by_lengths(
         max_q=longest,
         max_k=longest,
         window_size=(-1 if window is None else window - 1, 0),
-        **(GROUPED if q_BTHK.shape[2] != k_BTGK.shape[2] else {}),
+        **(GQA_ARGUMENTS if q_BTHK.shape[2] != k_BTGK.shape[2] else {}),
     )
     return cast(Tensor, mixed).unflatten(0, (num_rows, length))
 
@@ -299,7 +299,7 @@ class _Rotation(Function):
 
 def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     if cpu.is_preferred(x_BTHK):
-        return cpu.turn(x_BTHK, cos, sin, out_BTHK)
+        return cpu.rotate(x_BTHK, cos, sin, out_BTHK)
     left, right = x_BTHK.chunk(2, dim=-1)
     if torch.compiler.is_compiling():
         # Out of place: torch 2.11 compiles wrong gradients for in-place writes here.

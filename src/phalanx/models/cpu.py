@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return cast(Tensor, _RMSNorm.apply(x, weight, eps))
 
 
-def turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     """Rotate the pair (x_i, x_{i + K/2}) of each head by its angle, and write it to `out_BTHK`.
 
     Cosines and sines are [B or 1, T, 1, K/2] in fp32 (fp64 for fp64). x and out may have any

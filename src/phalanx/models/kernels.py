@@ -19,7 +19,7 @@ _IN_CHUNKS: ContextVar[bool] = ContextVar("chunks of meta tensors", default=Fals
 
 
 @contextmanager
-def assumed(device_type: str, *, in_chunks: bool = False) -> Generator[None]:
+def assumed_device(device_type: str, *, in_chunks: bool = False) -> Generator[None]:
     """Run models on the meta device with the code paths of "cpu" or "cuda".
 
     Unless `in_chunks`, the loss processes all rows at once, which runs fewer operators.
@@ -33,7 +33,7 @@ def assumed(device_type: str, *, in_chunks: bool = False) -> Generator[None]:
 
 
 def device_type(x: Tensor) -> str:
-    """Return the device type whose kernels x selects: `assumed` for a meta tensor."""
+    """Return the device type whose kernels x selects: `assumed_device` for a meta tensor."""
     return _ASSUMED.get() if x.is_meta else x.device.type
 
 

@@ -52,7 +52,7 @@ def require_statistics(model: nn.Module, strategy: Strategy, statistics: Statist
     """
     check_statistics(statistics)
     data_ranks = strategy.data_ranks
-    name, norm = next(iter(_moving(model)), ("", None))
+    name, norm = next(iter(_unfrozen_batch_norms(model)), ("", None))
     if norm is None or statistics is not None or data_ranks == strategy.pp.degree == 1:
         return
     found = f"{type(norm).__name__} '{name}' takes mean and variance over the rows of a batch"
@@ -78,14 +78,16 @@ class BatchNormSplit(Split):
     def is_asked(cls, target: Target) -> bool:
         """Return whether ranks exchange statistics of a BatchNorm, in either scope."""
         is_split = target.strategy.data_ranks > 1 and target.batch_norm is not None
-        return is_split and bool(_moving(target.skeleton.model))
+        return is_split and bool(_unfrozen_batch_norms(target.skeleton.model))
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the all-reduces, if each BatchNorm runs once and its input needs a gradient."""
         target = self.target
         sizes: dict[str, list[int]] = {"forward": [], "backward": []}
         here = [
-            norm for name, norm in _moving(target.skeleton.model) if target.skeleton.named(name)
+            norm
+            for name, norm in _unfrozen_batch_norms(target.skeleton.model)
+            if target.skeleton.named(name)
         ]
         if target.batch_norm == "local":
             running = [each for norm in here for each in _running(norm)]
@@ -107,18 +109,18 @@ class BatchNormSplit(Split):
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Make each BatchNorm compute its statistics in the requested scope."""
         if self.target.batch_norm == "local":
-            model.register_forward_hook(functools.partial(_take_those_of_the_first, comm))
+            model.register_forward_hook(functools.partial(_broadcast_running_stats, comm))
             return
         # Separate process groups: in backward, sums of statistics interleave with gradient buckets,
         # which start later on a rank that does not use all parameters, so one group would see
         # different orders. All ranks create the groups, also pipeline stages without a BatchNorm.
-        apart = comm.apart("data")
-        for _, norm in _moving(model):
+        apart = comm.with_separate_groups("data")
+        for _, norm in _unfrozen_batch_norms(model):
             norm.forward = functools.partial(_forward, norm, apart)
 
 
 @torch.no_grad()
-def _take_those_of_the_first(comm: Comm, model: nn.Module, *_: Any) -> None:
+def _broadcast_running_stats(comm: Comm, model: nn.Module, *_: Any) -> None:
     """Copy the first rank's running statistics to all ranks, as DistributedDataParallel does."""
     running = [each for _, norm in batch_norms(model) for each in _running(norm)]
     if not model.training or not running:
@@ -141,7 +143,7 @@ def batch_norms(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
 
 
-def _moving(model: nn.Module) -> list[tuple[str, Any]]:
+def _unfrozen_batch_norms(model: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, module) of each BatchNorm that uses batch statistics, that is, not frozen."""
     return [
         (name, norm)

@@ -39,8 +39,8 @@ from phalanx.parallel.reduce import (
     BUCKET_BYTES,
     GradientReducer,
     Parameters,
+    broadcast_parameters,
     buckets,
-    make_equal,
 )
 from phalanx.parallel.sparse import SparseReducer, sparse_tables
 from phalanx.parallel.split import Split, StateBytes, Target, entries_of
@@ -49,7 +49,7 @@ from phalanx.strategy import Strategy
 Kind = Literal["naive", "bucketed"]
 
 
-def layout(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
+def replicated_bytes(parameter_sizes: Sequence[int], frozen_bytes: int = 0) -> StateBytes:
     """Return the bytes on each rank: all state is replicated, for any number of ranks."""
     trained = sum(parameter_sizes)
     return StateBytes(
@@ -98,7 +98,7 @@ class DataSplit(Split):
 
 def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientReducer:
     """Broadcast parameters and buffers, and return the reducer of the gradients."""
-    make_equal(model, comm)
+    broadcast_parameters(model, comm)
     tables = set(sparse_tables(model).values())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dense = [parameter for parameter in trained if parameter not in tables]
@@ -123,7 +123,7 @@ class NaiveReducer(GradientReducer):
     def finish(self, phase: Phase = no_phase) -> None:
         """Reduce every gradient."""
         with phase("agree"):
-            is_used = self.agree(self._has_gradient())
+            is_used = self.any_rank_used(self._has_gradient())
         with phase("reduce"):
             for parameter in itertools.compress(self.parameters, is_used):
                 if parameter.grad is None:
@@ -272,7 +272,7 @@ class BucketedReducer(GradientReducer):
                 bucket.missing.clear()
             self._start_full_buckets()
         with phase("agree"):
-            is_used = self.agree(self._has_gradient())
+            is_used = self.any_rank_used(self._has_gradient())
         with phase("reduce"):
             self._wait()
         for member in itertools.compress(self.parameters, is_used):
@@ -284,12 +284,12 @@ class BucketedReducer(GradientReducer):
         """Wait for reductions in progress, and reset the buckets to the start of a step."""
         self._wait()
         self._empty()
-        self.forget_errors()
+        self.reset_error_feedback()
 
     @override
-    def forget_errors(self) -> None:
+    def reset_error_feedback(self) -> None:
         if self._compressor is not None:
-            self._compressor.forget()
+            self._compressor.reset_errors()
 
     def _wait(self) -> None:
         for bucket in self._buckets:

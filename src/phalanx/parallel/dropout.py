@@ -55,7 +55,7 @@ class Masks:
         """Key the masks by a seed and by the position that `where` returns."""
         self._seed = seed
         self._where = where
-        self._uses = _Uses()
+        self._uses = _MaskKeys()
 
     @property
     def num_tickets(self) -> int:
@@ -99,7 +99,7 @@ class _Keyed(NamedTuple):
     name: str
     seed: int
     where: Where
-    uses: _Uses
+    uses: _MaskKeys
 
 
 def _forward(module: nn.Dropout, of: _Keyed, input: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
 _drawn = cast(Callable[[_Keyed, Tensor], _Drawn | None], torch.compiler.disable(_draw))
 
 
-class _Uses:
+class _MaskKeys:
     """The keys of the masks that a model's dropouts drew, for recomputation in backward.
 
     Attributes:
@@ -149,7 +149,7 @@ class _Uses:
         self._now: dict[int, _Drawn | None] = {}
         self._before: dict[int, _Drawn | None] = {}
 
-    def __deepcopy__(self, _memo: object) -> _Uses:
+    def __deepcopy__(self, _memo: object) -> _MaskKeys:
         return self  # copies of a model count their tickets together
 
     def note(self, ticket: int, by: _Drawn | None, step: int) -> None:
@@ -200,7 +200,9 @@ class _DrawWatch(TorchDispatchMode):
 
 
 @contextmanager
-def naming_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> Generator[Phase]:
+def warning_of_draws(
+    model: nn.Module, on_found: Callable[[], None] = lambda: None
+) -> Generator[Phase]:
     """Warn at exit of operators that drew from this process's generator in training.
 
     Yields a `Phase`, to be called with the phases of a step; operators in "forward" are recorded.
@@ -220,8 +222,8 @@ def naming_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) 
             )
 
 
-def name_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> None:
-    """Warn of draws in the first training forward of `model`, as `naming_draws` does.
+def warn_of_first_draws(model: nn.Module, on_found: Callable[[], None] = lambda: None) -> None:
+    """Warn of draws in the first training forward of `model`, as `warning_of_draws` does.
 
     `on_found` is called if there are draws. Not for pipelines: their stages end a forward by a
     BaseException, after which no hook runs.
@@ -248,7 +250,7 @@ class _FirstForward:
         is_watched = self._watching is not None  # true after an interrupt, which runs no hook
         if model is self._model() and model.training and torch.is_grad_enabled() and not is_watched:
             self._watching = ExitStack()
-            phase = self._watching.enter_context(naming_draws(model, self._on_found))
+            phase = self._watching.enter_context(warning_of_draws(model, self._on_found))
             self._watching.enter_context(phase("forward"))
 
     def after(self, model: nn.Module, *_: Any) -> None:

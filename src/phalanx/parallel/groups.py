@@ -38,7 +38,7 @@ from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.parallel.split import Shapes
 
 Place = Literal["embedding", "block", "head", "rest"]
-Sums = Literal["none", "shards", "full"]
+AccumulatedGradients = Literal["none", "shards", "full"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Group:
         parameters: its parameters, in the order of the model.
         master: dtype of the stored shards of parameters, gradients and moments.
         gathered: dtype in which the parameters are gathered.
-        is_kept: whether zero3 keeps the group gathered from forward to backward, as it does the
-            last block, the head and the rest.
+        stays_gathered: whether zero3 keeps the group gathered from forward to backward, as it does
+            the last block, the head and the rest.
     """
 
     place: Place
@@ -73,12 +73,12 @@ class Group:
     parameters: tuple[Parameter, ...]
     master: torch.dtype
     gathered: torch.dtype
-    is_kept: bool
+    stays_gathered: bool
 
     @property
     def is_gathered_again(self) -> bool:
         """Whether zero3 gathers the group a second time, in backward."""
-        return self.place != "embedding" and not self.is_kept
+        return self.place != "embedding" and not self.stays_gathered
 
     def parameter_bytes(self, num_ranks: int) -> int:
         """Return the bytes of the stored parameters of all ranks together, with padding."""
@@ -141,7 +141,7 @@ def groups_of(
             parameters=tuple(Parameter(known.get(w, w.shape), w.is_trained) for w in own),
             master=master,
             gathered=compute if compute is not None and place == "block" else master,
-            is_kept=keeps and place in ("head", "rest"),
+            stays_gathered=keeps and place in ("head", "rest"),
         )
         alike = skeleton.blocks[names[0]] if place == "block" else ()
         groups += [dataclasses.replace(group, names=(name,)) for name in alike] or [group]
@@ -207,7 +207,7 @@ def _members(
     return members
 
 
-def most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) -> int:
+def peak_gathered_bytes(groups: Sequence[Group], num_ranks: int, segment_size: int) -> int:
     """Return the peak bytes of parameters that zero3 holds gathered.
 
     The peak is the rest plus the largest of
@@ -227,7 +227,7 @@ def most_gathered(groups: Sequence[Group], num_ranks: int, segment_size: int) ->
     return rest + max(embedding, sum(blocks[-1:]) + head, *at_work)
 
 
-def most_gradients(groups: Sequence[Group], num_ranks: int, sums: Sums) -> int:
+def peak_gradient_bytes(groups: Sequence[Group], num_ranks: int, sums: AccumulatedGradients) -> int:
     """Return the peak bytes of gradients, full gradients and shards together.
 
     Backward runs from the head through the blocks to the embedding. The gradients of a group are

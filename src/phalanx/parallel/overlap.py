@@ -18,8 +18,9 @@ computes. A reduction starts when the backward of its block ends, and is waited 
 reduction starts. No block is gathered while the embedding computes, because its computation is
 too short to hide a gather, and the memory would hold the table and a block together.
 
-At most one block in addition to the computing one is gathered (see `groups.most_gathered`), and one
-reduction has buffers. Every rank starts all collectives in one order, as collectives require.
+At most one block in addition to the computing one is gathered (see `groups.peak_gathered_bytes`),
+and one reduction has buffers. Every rank starts all collectives in one order, as collectives
+require.
 
 A reduction is waited for at once if FSDP2 reads its result immediately: to add it to the gradient
 of earlier microbatches, or with HSDP, to all-reduce it over dp.

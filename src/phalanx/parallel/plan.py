@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
@@ -37,7 +37,7 @@ from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import GradientReducer, is_fused
 from phalanx.parallel.sharded import ShardedSplit
 from phalanx.parallel.skeleton import Skeleton, skeleton_of, skeleton_of_shape
-from phalanx.parallel.split import Row, Split, StateBytes, Target
+from phalanx.parallel.split import ParameterSplit, Split, StateBytes, Target
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy, refuse_servers, require_built
@@ -90,7 +90,7 @@ class Plan(Generic[Model]):
         skeleton = model if isinstance(model, Skeleton) else skeleton_of(model)
         self._make = make or (lambda: cast(Model, skeleton.model))
         self._whole = Target(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes)
-        self._types = [split for split in SPLITS if split.is_asked(self._whole)]
+        self._types = [split for split in SPLITS if split.applies_to(self._whole)]
         self._resolve(self._types, pp_rank)
 
     def _resolve(self, makers: Sequence[Callable[[Target], Split]], pp_rank: int) -> None:
@@ -100,13 +100,13 @@ class Plan(Generic[Model]):
         for number, make in enumerate(makers, 1):
             later = tuple(self._types[number:])
             self._splits.append(make(dataclasses.replace(target, later=later)))
-            target = self._splits[-1].remaining()
-        self._unsharded = data.layout(target.sizes(), sum(target.sizes(is_trained=False)))
+            target = self._splits[-1].next_target()
+        self._unsharded = data.replicated_bytes(target.sizes(), sum(target.sizes(is_trained=False)))
 
-    def of(self, pp_rank: int) -> Plan[Model]:
+    def for_pp_rank(self, pp_rank: int) -> Plan[Model]:
         """Return the plan of the ranks at coordinate `pp_rank` of pp."""
         other = copy.copy(self)
-        other._resolve([split.of for split in self._splits], pp_rank)
+        other._resolve([split.for_stage for split in self._splits], pp_rank)
         return other
 
     @functools.cached_property
@@ -125,7 +125,7 @@ class Plan(Generic[Model]):
         return math.prod(split.position_shards for split in self._splits)
 
     @property
-    def uncompiled(self) -> str:
+    def uncompilable_axes(self) -> str:
         """Names of the axes whose split blocks torch.compile cannot compile, joined by commas."""
         return ", ".join(split.axis for split in self._splits if not split.compiles)
 
@@ -162,7 +162,7 @@ class Plan(Generic[Model]):
         entries: list[Entry] = []
         for split in self._splits:
             entries += split.traffic(microbatches)
-            microbatches = [split.leaves(microbatch) for microbatch in microbatches]
+            microbatches = [split.local_microbatch(microbatch) for microbatch in microbatches]
         return entries
 
     def announces(
@@ -173,14 +173,16 @@ class Plan(Generic[Model]):
         They are the messages of the first rank. Both arguments are microbatches of (rows,
         positions): of this step, and (`before`) of all earlier steps.
         """
-        return [each for split in self._splits for each in split.announces(microbatches, before)]
+        return [
+            each for split in self._splits for each in split.header_traffic(microbatches, before)
+        ]
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[ParameterSplit]:
         """Return how tp splits each parameter, a row for each; empty without tp."""
         return [row for split in self._splits for row in split.table()]
 
-    def apply(self, comm: Ranks | Counting) -> None:
-        """Split the model in place; a `Counting` splits a meta-device model without any ranks."""
+    def apply(self, comm: Ranks | CountingComm) -> None:
+        """Split the model in place; a `CountingComm` splits a meta-device model without ranks."""
         for split in self._splits:
             split.apply(self.model, cast(Ranks, comm))
 
@@ -245,11 +247,11 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
-    return tensor.to_local(), _begin(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), _shard_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 @functools.lru_cache(maxsize=1024)
-def _begin(
+def _shard_offset(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
     """Return the offset of this rank's shard, which torch takes up to 1 ms to compute; cached."""

@@ -62,7 +62,7 @@ def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) ->
 
 
 @torch.no_grad()
-def make_equal(model: nn.Module, comm: Comm) -> None:
+def broadcast_parameters(model: nn.Module, comm: Comm) -> None:
     """Broadcast parameters and buffers from the first of the ranks that sum gradients.
 
     Raises:
@@ -100,7 +100,7 @@ class GradientReducer:
     def finish(self, phase: Phase = no_phase) -> None:
         """Complete the sums over dp; a parameter that no rank used has the gradient None."""
 
-    def retrain(self, trained: list[nn.Parameter]) -> bool:
+    def set_trained(self, trained: list[nn.Parameter]) -> bool:
         """Reduce the gradients of `trained` from now on; return False if they cannot change."""
         del trained
         return False
@@ -110,16 +110,16 @@ class GradientReducer:
         del compressor
         return False
 
-    def abandon(self) -> None:
+    def reset_step(self) -> None:
         """Reset after a backward that failed on every rank; the next backward begins a new step."""
 
-    def forget_errors(self) -> None:
+    def reset_error_feedback(self) -> None:
         """Drop the compression errors of gradients that no step uses; all ranks must call this."""
 
     def after_step(self) -> None:
         """React to an optimizer step that has changed the weights."""
 
-    def agree(self, used: list[bool]) -> list[bool]:
+    def any_rank_used(self, used: list[bool]) -> list[bool]:
         """Return for each parameter whether any rank used it; `used` has the flags of this rank.
 
         A rank that used all parameters, the usual case, needs no result. It takes part in the
@@ -135,7 +135,7 @@ class GradientReducer:
         return [parameter.grad is not None for parameter in self.parameters]
 
 
-class OuterReducer(GradientReducer):
+class WrappingReducer(GradientReducer):
     """A reducer around an `inner` one: forwards all calls, and a subclass extends `finish`."""
 
     def __init__(
@@ -157,19 +157,19 @@ class OuterReducer(GradientReducer):
         return self._inner.compress(compressor)
 
     @override
-    def abandon(self) -> None:
-        self._inner.abandon()
+    def reset_step(self) -> None:
+        self._inner.reset_step()
 
     @override
-    def forget_errors(self) -> None:
-        self._inner.forget_errors()
+    def reset_error_feedback(self) -> None:
+        self._inner.reset_error_feedback()
 
     @override
     def after_step(self) -> None:
         self._inner.after_step()
 
 
-class ReplicaReducer(OuterReducer):
+class ReplicaReducer(WrappingReducer):
     """Runs `inner`, then sums gradients over the sub-axes of tp that replicate the parameter."""
 
     def __init__(
@@ -178,7 +178,7 @@ class ReplicaReducer(OuterReducer):
         super().__init__([p for p in parameters if p.requires_grad], comm, inner)
         # With fsdp, autograd uses the gathered tensors instead of these parameters.
         is_sharded = comm.size("fsdp") > 1
-        self._adders = add_up_in_parts([] if is_sharded else self.parameters)
+        self._adders = accumulate_by_shard([] if is_sharded else self.parameters)
 
     @torch.no_grad()
     def finish(self, phase: Phase = no_phase) -> None:
@@ -206,7 +206,7 @@ def sum_in_buckets(parts: Sequence[torch.Tensor], comm: Comm, axes: Iterable[str
             part.copy_(total.view_as(part))
 
 
-def add_up_in_parts(parameters: Iterable[nn.Parameter]) -> list[Node]:
+def accumulate_by_shard(parameters: Iterable[nn.Parameter]) -> list[Node]:
     """Accumulate gradients of DTensors shard by shard, see [Note: Adding up in parts].
 
     Args:
@@ -243,17 +243,17 @@ def partial_axes(parameter: torch.Tensor) -> tuple[str, ...]:
     """
     return tuple(
         axis
-        for axis, size, placement in _over_tp(parameter)
+        for axis, size, placement in _tp_placements(parameter)
         if placement.is_replicate() and size > 1
     )
 
 
 def is_fused(tensor: torch.Tensor) -> bool:
     """Return whether this rank's shard joins several slices of `tensor`, as for fused weights."""
-    return any(isinstance(placement, _StridedShard) for _, _, placement in _over_tp(tensor))
+    return any(isinstance(placement, _StridedShard) for _, _, placement in _tp_placements(tensor))
 
 
-def _over_tp(tensor: torch.Tensor) -> Iterator[tuple[str, int, Placement]]:
+def _tp_placements(tensor: torch.Tensor) -> Iterator[tuple[str, int, Placement]]:
     """Yield name, size and placement for each sub-axis of tp in the mesh of a DTensor."""
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh

@@ -48,15 +48,21 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
-from phalanx.parallel.groups import Group, Sums, groups_of, most_gathered, most_gradients
+from phalanx.parallel.groups import (
+    AccumulatedGradients,
+    Group,
+    groups_of,
+    peak_gathered_bytes,
+    peak_gradient_bytes,
+)
 from phalanx.parallel.reduce import (
     GradientReducer,
     Parameters,
-    add_up_in_parts,
-    make_equal,
+    accumulate_by_shard,
+    broadcast_parameters,
 )
 from phalanx.parallel.sparse import sparse_tables
-from phalanx.parallel.split import Part, Shape, Split, StateBytes, Target, entries_of
+from phalanx.parallel.split import Shape, Split, StateBytes, Target, TensorKind, entries_of
 from phalanx.parallel.views import allow_views
 from phalanx.strategy import Strategy
 
@@ -81,7 +87,7 @@ class ShardedSplit(Split):
             mesh_dims()
 
     @classmethod
-    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+    def shard_shape(cls, strategy: Strategy, part: TensorKind, shape: Shape) -> Shape:
         """Return the shape of a rank's shard: a table is split by rows, other tensors stay."""
         rows, *rest = shape
         return (-(-rows // strategy.num_shards), *rest) if part == "table" else shape
@@ -97,9 +103,9 @@ class ShardedSplit(Split):
         if self._kind == "zero3":
             num_blocks = max(1, sum(g.place == "block" for g in groups))
             segment_size = self.target.strategy.recompute.segment_size(num_blocks) or 1
-            gathered_bytes = most_gathered(groups, num_ranks, segment_size)
+            gathered_bytes = peak_gathered_bytes(groups, num_ranks, segment_size)
         shard_bytes = sum(g.shard_bytes(num_ranks) for g in groups)
-        sums: Sums = "full" if self._kind == "zero1" else "shards"
+        sums: AccumulatedGradients = "full" if self._kind == "zero1" else "shards"
         sums = "none" if accumulation == 1 else sums
         full_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
         gradient_bytes = full_bytes if sums == "full" else shard_bytes
@@ -107,7 +113,7 @@ class ShardedSplit(Split):
             parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
             gathered_bytes=gathered_bytes,
             gradient_bytes=gradient_bytes,
-            unreduced_bytes=most_gradients(groups, num_ranks, sums) - gradient_bytes,
+            unreduced_bytes=peak_gradient_bytes(groups, num_ranks, sums) - gradient_bytes,
             optimizer_bytes=2 * shard_bytes,
         )
 
@@ -121,7 +127,7 @@ class ShardedSplit(Split):
         for g in groups:
             # Every stage gathers the rest; only the first and the last reduce its gradients.
             is_rest = g.place == "rest"
-            runs, ends = (self.target.num_stages, self.target.num_ends) if is_rest else (1, 1)
+            runs, ends = (self.target.num_stages, self.target.num_end_stages) if is_rest else (1, 1)
             gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)
             again += [g.gathered_bytes(num_ranks)] * (runs if g.is_gathered_again else 0)
             if shard := g.shard_bytes(num_ranks):
@@ -147,12 +153,12 @@ class ShardedSplit(Split):
                 f"{self.target.strategy}: the gradient of '{name}' is sparse, and fsdp reduces "
                 "dense ones; make it without sparse=True, or use dp"
             )
-        make_equal(model, comm)
-        where = _where(model, comm)
+        broadcast_parameters(model, comm)
+        where = _mesh_arguments(model, comm)
         for group in self._groups:
             sharded = fully_shard(
                 [model.get_submodule(name) for name in group.names],
-                reshard_after_forward=self._kind == "zero3" and not group.is_kept,
+                reshard_after_forward=self._kind == "zero3" and not group.stays_gathered,
                 mp_policy=_precision(group),
                 **where,
             )
@@ -191,7 +197,7 @@ class ShardedSplit(Split):
         return ShardedReducer(model, comm, self._kind)
 
 
-def _where(model: nn.Module, comm: Ranks) -> dict[str, Any]:
+def _mesh_arguments(model: nn.Module, comm: Ranks) -> dict[str, Any]:
     """Return the arguments of `fully_shard` that name the mesh, and the axes that FSDP2 uses."""
     shards, replicas = comm.axes_of(SHARDS), "dp" if "dp" in comm.axes else None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -234,7 +240,7 @@ class ShardedReducer(GradientReducer):
         self._root = cast(FSDPModule, model)
         self._kind = kind
         self._used: set[nn.Parameter] = set()
-        self._left = set(trained)
+        self._not_yet_last = set(trained)
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._gathered: list[nn.Parameter] = []
         self._adders: list[Node] = []
@@ -269,7 +275,7 @@ class ShardedReducer(GradientReducer):
             shard.grad <--reduce_scatter-- gathered.grad
 
         FSDP2 makes the gathered tensors once, at the first forward, and empties them between uses.
-        So the hooks are installed at the first forward, as are the nodes of `add_up_in_parts`.
+        So the hooks are installed at the first forward, as are the nodes of `accumulate_by_shard`.
         """
         blocks = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
         elsewhere = {parameter for block in blocks for parameter in block.parameters()}
@@ -290,7 +296,7 @@ class ShardedReducer(GradientReducer):
                 note = functools.partial(self._note_used, parameter)
                 if gathered.requires_grad:  # else frozen since the split, which callers refuse
                     gathered.register_post_accumulate_grad_hook(note)
-                self._adders += add_up_in_parts([gathered])
+                self._adders += accumulate_by_shard([gathered])
 
         handle = module.register_forward_pre_hook(on_first_forward)
 
@@ -323,32 +329,32 @@ class ShardedReducer(GradientReducer):
 
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
         """Set which groups FSDP2 reduces and frees in the next backward."""
-        self._left.difference_update(last)
+        self._not_yet_last.difference_update(last)
         if reached is not None:  # else keep FSDP2's default, which treats each backward as the last
-            self._root.set_is_last_backward(not self._left)
+            self._root.set_is_last_backward(not self._not_yet_last)
         for module, own in self._own.items():
             here = own if reached is None else own.intersection(reached)
-            is_last = here.issubset(last) if here else not (own or self._left)
+            is_last = here.issubset(last) if here else not (own or self._not_yet_last)
             is_reduced = is_last if self._kind == "zero1" else bool(here)
             module.set_requires_gradient_sync(is_reduced, recurse=False)
             module.set_requires_all_reduce(is_last, recurse=False)
             # Every stage of this rank gathers the rest, even a stage that does not read it.
-            is_done = not self._left if module is self._root else is_last
+            is_done = not self._not_yet_last if module is self._root else is_last
             module.set_reshard_after_backward(is_done or self._kind == "zero3", recurse=False)
 
     def finish(self, phase: Phase = no_phase) -> None:
         """Set to None the gradients (all zeros) of parameters that no rank used."""
         with phase("agree"):
-            is_used = self.agree([parameter in self._used for parameter in self.parameters])
+            is_used = self.any_rank_used([parameter in self._used for parameter in self.parameters])
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):
             parameter.grad = None
         self._used.clear()
-        self._left = set(self.parameters)
+        self._not_yet_last = set(self.parameters)
 
     def abandon(self) -> None:
         """Wait for gathers in progress, free the gathered parameters, and reset the step."""
         self._used.clear()
-        self._left = set(self.parameters)
+        self._not_yet_last = set(self.parameters)
         for module in self._own:  # `unshard` waits for a gather in progress
             module.unshard()
             module.reshard()

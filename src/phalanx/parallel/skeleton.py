@@ -64,7 +64,7 @@ class Skeleton:
         blocks: name of each block in `model` -> names of the rank's blocks that it represents.
         num_blocks: number of blocks of the full model.
         shape: shape of a decoder; None for other models.
-        gone: names of modules that only other ranks have.
+        absent_modules: names of modules that only other ranks have.
     """
 
     model: nn.Module
@@ -72,7 +72,7 @@ class Skeleton:
     blocks: Mapping[str, tuple[str, ...]]
     num_blocks: int
     shape: ModelShape | None = None
-    gone: frozenset[str] = field(default_factory=frozenset[str])
+    absent_modules: frozenset[str] = field(default_factory=frozenset[str])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +88,7 @@ class Skeleton:
         block = _within(name, self.blocks)
         if block:
             return tuple(f"{each}{name[len(block) :]}" for each in self.blocks[block])
-        return () if _within(name, self.gone) else (name,)
+        return () if _within(name, self.absent_modules) else (name,)
 
     def parameters(self) -> Iterator[Weight]:
         """Yield the parameters of the rank in the order of the model, once for each equal block."""

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.models.decoder import Embedding
-from phalanx.parallel.reduce import GradientReducer, OuterReducer
+from phalanx.parallel.reduce import GradientReducer, WrappingReducer
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -29,7 +29,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-class SparseReducer(OuterReducer):
+class SparseReducer(WrappingReducer):
     """Reduces the gradients of sparse tables after backward; `dense` reduces all others."""
 
     def __init__(self, tables: list[nn.Parameter], dense: GradientReducer) -> None:
@@ -37,10 +37,10 @@ class SparseReducer(OuterReducer):
         self._tables = tables
 
     @override
-    def retrain(self, trained: list[nn.Parameter]) -> bool:
+    def set_trained(self, trained: list[nn.Parameter]) -> bool:
         """Pass the dense parameters to their reducer; a frozen table has no gradient to reduce."""
         dense = [each for each in trained if not any(each is table for table in self._tables)]
-        return self._inner.retrain(dense)
+        return self._inner.set_trained(dense)
 
     @override
     @torch.no_grad()
@@ -48,7 +48,7 @@ class SparseReducer(OuterReducer):
         """Complete the sums over dp, of dense gradients and then of sparse ones."""
         super().finish(phase)
         with phase("agree"):
-            is_used = self.agree([table.grad is not None for table in self._tables])
+            is_used = self.any_rank_used([table.grad is not None for table in self._tables])
         with phase("reduce"):
             for table in itertools.compress(self._tables, is_used):
                 table.grad = self._sum(table)

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 Shapes = Mapping[Weight, Shape]
 """Parameter -> shape of the shard that one rank keeps."""
 
-Part = Literal["residual", "heads", "table"]
+TensorKind = Literal["residual", "heads", "table"]
 """Kind of tensor: `residual`, an activation [B, T, D] between blocks; `heads`, queries, keys or
 values [B, T, H] in attention, counted in heads; `table`, a vocabulary table [V, D]."""
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterSplit:
     """How tp splits a parameter, or the same parameter of several equal blocks.
 
     Attributes:
@@ -91,8 +91,8 @@ class Target:
             microbatch of (rows, positions), to find the shapes that stages send each other.
         pp_rank: coordinate on pp of the ranks that the plan describes.
         num_stages: number of pipeline stages on that rank.
-        num_ends: number of those stages that are the first or the last one, which read the modules
-            outside of blocks; 1 without a pipeline.
+        num_end_stages: number of those stages that are the first or the last one, which read the
+            modules outside of blocks; 1 without a pipeline.
         shapes: shapes of the first rank's shards of the parameters that earlier axes have split.
         later: the axes of the strategy that split the model after this one.
     """
@@ -106,7 +106,7 @@ class Target:
     run_on_shapes: Callable[[nn.Module, tuple[int, int]], object] | None = None
     pp_rank: int = 0
     num_stages: int = 1
-    num_ends: int = 1
+    num_end_stages: int = 1
     shapes: Shapes = field(default_factory=dict[Weight, tuple[int, ...]])
     later: tuple[type[Split], ...] = ()
 
@@ -119,7 +119,7 @@ class Target:
         """Return the shape of the first rank's shard of a parameter after the earlier axes."""
         return self.shapes.get(weight, weight.shape)
 
-    def left_by_later(self, part: Part, shape: Shape) -> Shape:
+    def shard_shape_after_later(self, part: TensorKind, shape: Shape) -> Shape:
         """Return the shape of the first rank's shard of a tensor of kind `part` and of `shape`.
 
         The shard is the result of all axes after this one.
@@ -192,25 +192,25 @@ class Split:
         self.target = target
 
     @classmethod
-    def is_asked(cls, target: Target) -> bool:
+    def applies_to(cls, target: Target) -> bool:
         """Return whether the strategy splits the model by this axis."""
         return getattr(target.strategy, cls.axis).degree > 1
 
     @classmethod
-    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+    def shard_shape(cls, strategy: Strategy, part: TensorKind, shape: Shape) -> Shape:
         """Return the shape of the first rank's shard of a tensor of kind `part` and of `shape`."""
         _ = strategy, part
         return shape
 
-    def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
+    def local_microbatch(self, microbatch: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and positions of a microbatch on one rank, after this axis's split."""
         return microbatch
 
-    def of(self, target: Target) -> Split:
+    def for_stage(self, target: Target) -> Split:
         """Return the split of the same axis for `target`, another stage of the same model."""
         return type(self)(target)
 
-    def remaining(self) -> Target:
+    def next_target(self) -> Target:
         """Return the target for the next axis."""
         return self.target
 
@@ -232,7 +232,7 @@ class Split:
         _ = microbatches
         return []
 
-    def announces(
+    def header_traffic(
         self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
     ) -> list[Entry]:
         """Return the first rank's messages in addition to `traffic`: headers of new shapes.
@@ -244,7 +244,7 @@ class Split:
         _ = microbatches, before
         return []
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[ParameterSplit]:
         """Return how each parameter is split; empty if the axis treats all parameters equally."""
         return []
 

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from phalanx.account.activations import in_flight
+from phalanx.account.activations import peak_in_flight
 from phalanx.account.module import CountedLink, count_module
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.pipeline.cut import cut_chain, num_stages
 from phalanx.parallel.plan import Plan
 from phalanx.planner import network, roofline
-from phalanx.planner.held import Memory, early_bytes, margin, memory
+from phalanx.planner.held import StageMemory, early_bytes, margin, memory
 from phalanx.planner.machine import Cluster, Device
-from phalanx.planner.price import Costs, OfStage, Price, price, priced
+from phalanx.planner.price import Costs, Price, StageCost, price, priced
 from phalanx.planner.search import (
     Candidate,
     Found,
@@ -35,7 +35,7 @@ from phalanx.planner.search import (
     of_data,
 )
 from phalanx.planner.software import DEFAULT, Software
-from phalanx.planner.stages import StageTimes, rounds
+from phalanx.planner.stages import StageTimes, microbatches_for_peak
 from phalanx.strategy import Axis, Recompute, Strategy
 
 
@@ -171,7 +171,7 @@ class _ModuleCosts(Costs):
         self._module = planned
 
     @override
-    def of_stages(self) -> list[OfStage]:
+    def of_stages(self) -> list[StageCost]:
         planned, links = self._module, self._module.links
         device, software, precision = self.job.device, self.software, planned.precision
 
@@ -184,13 +184,13 @@ class _ModuleCosts(Costs):
             alone(link.backward) + (forward[at] if again[at] else 0.0)
             for at, link in enumerate(links)
         ]
-        found: list[OfStage] = []
+        found: list[StageCost] = []
         for stage in self.plan.cut or [range(len(links))]:
             sent = links[stage[-1]].output if self.plan.cut else 0
             group = network.group_of(planned.strategy.mesh_axes(), ("pp",))
             message_s = network.seconds("send", group, sent, 1, self.job, software)
             forward_s, backward_s = (sum(of[at] for at in stage) for of in (forward, backward))
-            found.append(OfStage(StageTimes(forward_s, backward_s, message_s), 0.0, 0.0))
+            found.append(StageCost(StageTimes(forward_s, backward_s, message_s), 0.0, 0.0))
         return found
 
 
@@ -203,29 +203,29 @@ def _(planned: PlannedModule, cluster: Cluster, software: Software) -> Price:
 
 
 @memory.register
-def _(planned: PlannedModule, device: Device, software: Software = DEFAULT) -> list[Memory]:
+def _(planned: PlannedModule, device: Device, software: Software = DEFAULT) -> list[StageMemory]:
     plan, links, again = planned.plan, planned.links, planned.recomputed
-    schedule = plan.schedule(rounds(planned.strategy, planned.accumulation))
+    schedule = plan.schedule(microbatches_for_peak(planned.strategy, planned.accumulation))
     kept = [link.output if again and link.is_block else link.kept for link in links]
-    at_work = [link.at_work for link in links]
+    at_work = [link.peak for link in links]
     cut = plan.cut or [range(len(links))]
     most = [max(sum(kept[stage.start : at]) + at_work[at] for at in stage) for stage in cut]
     of_stage = [sum(kept[at] for at in stage) for stage in cut]
-    found: list[Memory] = []
+    found: list[StageMemory] = []
     for pp_rank in range(planned.strategy.pp.degree):
-        held = plan.of(pp_rank).holds(planned.accumulation)
+        held = plan.for_pp_rank(pp_rank).holds(planned.accumulation)
         causes = {
             "weights": held.parameter_bytes,
             "gathered": held.gathered_bytes,
             "gradients": held.gradient_bytes + held.unreduced_bytes,
             "optimizer": int(planned.module.moments * held.parameter_bytes),
             "casts": 0,
-            "activations": in_flight(of_stage, most, schedule, pp_rank),
+            "activations": peak_in_flight(of_stage, most, schedule, pp_rank),
             "logits": 0,
         }
         beside = margin(planned.strategy, sum(causes.values())) if device.kind == "gpu" else 0
         early = early_bytes(planned.strategy, planned.accumulation, causes["gradients"])
-        found.append(Memory(stage=pp_rank, margin=beside, early=early, **causes))
+        found.append(StageMemory(stage=pp_rank, margin=beside, early_gradients=early, **causes))
     return found
 
 

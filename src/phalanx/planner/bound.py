@@ -23,7 +23,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.planner import network
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import Spent, part_seconds
+from phalanx.planner.parts import DeviceHostSeconds, part_seconds
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import Software
 from phalanx.strategy import Axis, Strategy
@@ -95,7 +95,7 @@ def _seconds(
 ) -> dict[int | str | None, float]:
     """Return a lower bound of each part's seconds for one microbatch, forward and backward."""
     shape, device = planned.shape, cluster.device
-    tensor = Spent(_tensor_s(planned, cluster, software), 0.0)
+    tensor = DeviceHostSeconds(_tensor_s(planned, cluster, software), 0.0)
     windows = dict.fromkeys(shape.window_of(number) for number in range(shape.num_layers))
     parts = {each: part_seconds(planned, device, software, each) for each in windows}
     any_part = next(iter(parts.values()))
@@ -105,8 +105,8 @@ def _seconds(
         _MESSAGE: _message_s(planned, cluster, software),
     }
     for window, of in parts.items():
-        both = Spent(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
-        found[window] = both.beside(tensor)
+        both = DeviceHostSeconds(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
+        found[window] = both.with_collectives(tensor)
     return found
 
 

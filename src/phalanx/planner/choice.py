@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import ConfigError, time_text
 from phalanx.planner.explain import neighbours
-from phalanx.planner.given import answers
+from phalanx.planner.given import price_microbatches
 from phalanx.planner.machine import Cluster
 from phalanx.planner.search import Candidate, Inequality, Question, search
 from phalanx.strategy import Strategy
@@ -50,7 +50,7 @@ def choose(question: Question, strategy: Strategy | None = None) -> Choice:
     if strategy is None:
         found = search(question)
         return choice_of(found.candidates, found.rejected, question.cluster)
-    each_size = answers(question, strategy)
+    each_size = price_microbatches(question, strategy)
     fitting = [each for each in each_size if isinstance(each, Candidate)]
     fitting.sort(key=lambda each: each.price.step_s)
     rejected = [each for each in each_size if isinstance(each, Inequality)]

@@ -47,7 +47,7 @@ def departures(question: Question, best: Candidate | None) -> list[Departure]:
 
 
 def _beside(question: Question, kind: str, rule: recipe.Rule, best: Candidate | None) -> Departure:
-    answer = settled(question, rule.strategy)
+    answer = at_largest_microbatch(question, rule.strategy)
     of = Departure(kind=kind, rule=rule.name, why=rule.why, strategy=str(rule.strategy))
     if not isinstance(answer, Candidate):
         takes = "" if best is None else f"the search takes {best.planned.strategy}"
@@ -61,7 +61,9 @@ def _beside(question: Question, kind: str, rule: recipe.Rule, best: Candidate | 
     )
 
 
-def settled(question: Question, strategy: Strategy) -> Candidate | Inequality | ConfigError:
+def at_largest_microbatch(
+    question: Question, strategy: Strategy
+) -> Candidate | Inequality | ConfigError:
     """Return a strategy at the largest microbatch that fits, or why it cannot run.
 
     A pipeline takes the fastest microbatch instead, because a large microbatch leaves too few for

@@ -14,14 +14,14 @@ def priced_strategy(
     """Return a priced strategy, or why it does not fit; if `microbatch` is None, at the fastest.
 
     Raises:
-        PhalanxError: see `answers`.
+        PhalanxError: see `price_microbatches`.
     """
-    found = answers(question, strategy, microbatch)
+    found = price_microbatches(question, strategy, microbatch)
     fitting = [each for each in found if isinstance(each, Candidate)]
     return min(fitting, key=lambda each: each.price.step_s) if fitting else found[0]
 
 
-def answers(
+def price_microbatches(
     question: Question, strategy: Strategy, microbatch: int | None = None
 ) -> list[Candidate | Inequality]:
     """Return the priced strategy, or why it does not fit, for each microbatch.

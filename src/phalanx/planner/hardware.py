@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError, nearest
 from phalanx.measure.peaks import sheet_of
 from phalanx.planner.calibration import as_cluster, this_machine
 from phalanx.planner.calibration_file import THIS, path_of, read
-from phalanx.planner.machine import Chip, Cluster, Device, Level, Link, Strain, Unit
+from phalanx.planner.machine import Chip, Cluster, Congestion, Device, Level, Link, Unit
 
 _MIB, _GIB = 2**20, 2**30
 _KIB = 2**10
@@ -222,7 +222,9 @@ _EFA_P5 = dataclasses.replace(
     _network("32x EFA 100 Gb/s a server", 50, "AWS EC2 P5 instances", "2023-07"),
     latency_s=45e-6,
     strains=tuple(
-        Strain(units=units, bandwidth=gigabytes_per_s / 361.7, late_s=0.5 if units > 32 else 0.0)
+        Congestion(
+            units=units, bandwidth=gigabytes_per_s / 361.7, late_s=0.5 if units > 32 else 0.0
+        )
         for units, gigabytes_per_s in ((4, 160.1), (8, 99.6), (16, 84.7), (32, 64.9), (64, 32.9))
     ),
     source="AWS EC2 P5 instances; a hop, and bandwidth over nodes: the Ultra-Scale Playbook, "

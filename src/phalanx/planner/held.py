@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from phalanx.account.activations import Activations, activations, held_by
+from phalanx.account.activations import Activations, activations, peak_on_rank
 from phalanx.measure.memory import Kind
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.plan import Plan
@@ -31,7 +31,7 @@ from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import DEFAULT, Software
-from phalanx.planner.stages import rounds
+from phalanx.planner.stages import microbatches_for_peak
 from phalanx.strategy import Strategy
 
 _LIBRARIES_BYTES: Final = 1 << 30
@@ -48,15 +48,15 @@ MOST_ACTIVATIONS, ALL_GRADIENTS = "with the most activations", "with all gradien
 
 
 @dataclass(frozen=True)
-class Memory:
+class StageMemory:
     """Peak bytes of each cause on a rank of one stage; see the list above.
 
     Backward frees activations while it creates gradients, so the total peaks at one of two moments:
     with the most activations, or with all gradients.
 
     Attributes:
-        early: bytes of gradients that exist at the peak of activations: all with accumulation over
-            microbatches, else none or the first bucket.
+        early_gradients: bytes of gradients that exist at the peak of activations: all with
+            accumulation over microbatches, else none or the first bucket.
     """
 
     stage: int
@@ -68,7 +68,7 @@ class Memory:
     activations: int
     logits: int
     margin: int
-    early: int = 0
+    early_gradients: int = 0
 
     @property
     def total(self) -> int:
@@ -79,13 +79,17 @@ class Memory:
     def moment(self) -> str:
         """Moment of the peak: `MOST_ACTIVATIONS` or `ALL_GRADIENTS`."""
         passing = self.casts + self.activations + self.logits
-        return ALL_GRADIENTS if self.gradients - self.early > passing else MOST_ACTIVATIONS
+        return (
+            ALL_GRADIENTS if self.gradients - self.early_gradients > passing else MOST_ACTIVATIONS
+        )
 
     def at_peak(self) -> dict[str, int]:
         """Return the bytes of each cause at the peak, in the order of the report."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("stage", "early")]
+        names = [
+            f.name for f in dataclasses.fields(self) if f.name not in ("stage", "early_gradients")
+        ]
         gone = dict.fromkeys(("casts", "activations", "logits"), 0)
-        other = gone if self.moment == ALL_GRADIENTS else {"gradients": self.early}
+        other = gone if self.moment == ALL_GRADIENTS else {"gradients": self.early_gradients}
         return {name: getattr(self, name) for name in names} | other
 
     def kinds(self) -> dict[Kind, int]:
@@ -109,7 +113,7 @@ def _kinds(causes: Mapping[str, int]) -> dict[Kind, int]:
 
 
 @functools.singledispatch
-def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -> list[Memory]:
+def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -> list[StageMemory]:
     """Return the memory of a rank at each pp coordinate; any_module.py handles `PlannedModule`.
 
     Raises:
@@ -119,19 +123,19 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     plan = plan_of(planned)
     where = "cpu" if device.kind == "cpu" else "cuda"
     of_one, uncast = (_activations(planned, where, software, casts) for casts in (None, False))
-    schedule = plan.schedule(rounds(planned.strategy, planned.accumulation))
-    found: list[Memory] = []
+    schedule = plan.schedule(microbatches_for_peak(planned.strategy, planned.accumulation))
+    found: list[StageMemory] = []
     alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
     for pp_rank in range(strategy.pp.degree):
         held = _held(plan, planned, schedule, pp_rank, alike)
         at = shape.num_layers, plan.cut, schedule, pp_rank
         most, without_casts, without_logits = (
-            held_by(of, *at)
+            peak_on_rank(of, *at)
             for of in (of_one, uncast, dataclasses.replace(uncast, head_at_work=uncast.head))
         )
         logits = without_casts - without_logits
         of_head = min(logits, _head_cast_bytes(planned))
-        casts_in_backward = of_one.block_at_work - uncast.block_at_work
+        casts_in_backward = of_one.block_peak - uncast.block_peak
         causes = {
             "weights": held.parameter_bytes,
             "gathered": held.gathered_bytes,
@@ -143,7 +147,7 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
         }
         beside = margin(strategy, sum(causes.values())) if device.kind == "gpu" else 0
         early = early_bytes(strategy, planned.accumulation, causes["gradients"])
-        found.append(Memory(stage=pp_rank, margin=beside, early=early, **causes))
+        found.append(StageMemory(stage=pp_rank, margin=beside, early_gradients=early, **causes))
     return found
 
 
@@ -166,7 +170,7 @@ def _activations(
         has_documents=planned.has_documents,
         has_casts=casts,
     )
-    scale, head = software.kept, of.head_at_work
+    scale, head = software.kept, of.head_peak
     if software.logit_bytes:
         tokens = planned.microbatch * planned.seq_len // strategy.sample_shards
         vocabulary = planned.shape.vocab_size // strategy.tp.degree
@@ -211,11 +215,11 @@ def _held(
     cuts = [plan.cut[stage] for stage in schedule.stages_of(pp_rank)]
     key = tuple((len(links), 0 in links, last in links) for links in cuts)
     if key not in alike:
-        alike[key] = plan.of(pp_rank).holds(planned.accumulation)
+        alike[key] = plan.for_pp_rank(pp_rank).holds(planned.accumulation)
     return alike[key]
 
 
-def heaviest(stages: list[Memory]) -> Memory:
+def heaviest(stages: list[StageMemory]) -> StageMemory:
     """Return the stage with the largest peak."""
     return max(stages, key=lambda each: each.total)
 

@@ -148,7 +148,7 @@ class OpCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strain:
+class Congestion:
     """Degradation of a fabric for a group that spans many servers.
 
     Attributes:
@@ -162,7 +162,7 @@ class Strain:
     late_s: float = 0.0
 
 
-_UNSTRAINED: Final = Strain(units=1, bandwidth=1.0)
+_UNSTRAINED: Final = Congestion(units=1, bandwidth=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,14 +188,14 @@ class Link:
     measured: Mapping[str, OpCost] = field(default_factory=dict, hash=False)
     turn_s: float = 4e-4
     in_step: float = 2.2
-    strains: tuple[Strain, ...] = ()
+    strains: tuple[Congestion, ...] = ()
     peers: int | None = None
 
     def among(self, num_members: int) -> float:
         """Return a device's bandwidth to `num_members - 1` others; a mesh uses only their links."""
         return self.bandwidth * (min(1.0, (num_members - 1) / self.peers) if self.peers else 1.0)
 
-    def over(self, num_units: int) -> Strain:
+    def congestion_at(self, num_units: int) -> Congestion:
         """Return the degradation for a group that spans `num_units` servers."""
         strained = [each for each in self.strains if each.units <= num_units]
         return strained[-1] if strained else _UNSTRAINED

@@ -24,14 +24,14 @@ from phalanx.planner.software import Software
 
 
 @dataclass(frozen=True)
-class Members:
+class GroupLayout:
     """A process group: its number of ranks, and the stride between neighbor ranks."""
 
     size: int
     stride: int
 
 
-def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Members:
+def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> GroupLayout:
     """Return the group over the axes `names` of a device mesh with `axes`, outer to inner.
 
     The stride is the product of the degrees of all axes inside the innermost of `names`. Axes
@@ -43,11 +43,11 @@ def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> Members:
             stride = stride or inner
             size *= degree
         inner *= degree
-    return Members(size, stride or 1)
+    return GroupLayout(size, stride or 1)
 
 
 @dataclass(frozen=True)
-class Reach:
+class GroupLink:
     """Bandwidth and latency of a group over the cluster levels that it crosses.
 
     Attributes:
@@ -63,7 +63,7 @@ class Reach:
     late_s: float
 
 
-def reach(group: Members, cluster: Cluster, software: Software) -> Reach:
+def reach(group: GroupLayout, cluster: Cluster, software: Software) -> GroupLink:
     """Return the bandwidth and latency of a collective over a group."""
     bandwidth, latency_s, late_s, inside, level = math.inf, 0.0, 0.0, 1, cluster.levels[0]
     apart = group.size * group.stride // level.devices
@@ -72,14 +72,14 @@ def reach(group: Members, cluster: Cluster, software: Software) -> Reach:
         members = group.size if is_last else min(group.size, max(1, level.devices // group.stride))
         if members > inside:
             part = software.outer_bandwidth if number else software.inner_bandwidth
-            strain = level.link.over(apart)
+            strain = level.link.congestion_at(apart)
             link_bandwidth = level.link.among(members) * part * strain.bandwidth
             bandwidth = min(bandwidth, link_bandwidth * inside)
             latency_s, late_s = max(latency_s, level.link.latency_s), max(late_s, strain.late_s)
             inside = members
         if inside == group.size:
             break
-    return Reach(bandwidth, latency_s, level.name, late_s)
+    return GroupLink(bandwidth, latency_s, level.name, late_s)
 
 
 def hops(op: str, size: int) -> float:
@@ -90,7 +90,7 @@ def hops(op: str, size: int) -> float:
 
 
 def seconds(
-    op: str, group: Members, sent_bytes: float, calls: int, cluster: Cluster, software: Software
+    op: str, group: GroupLayout, sent_bytes: float, calls: int, cluster: Cluster, software: Software
 ) -> float:
     """Return the time of `calls` collectives in which a rank sends `sent_bytes` in total."""
     if group.size == 1 or not calls:
@@ -101,12 +101,14 @@ def seconds(
     found = reach(group, cluster, software)
     bandwidth = found.bandwidth
     if op == "send":
-        bandwidth = min(bandwidth, reach(Members(2, group.stride), cluster, software).bandwidth)
+        bandwidth = min(bandwidth, reach(GroupLayout(2, group.stride), cluster, software).bandwidth)
     call_s = hops(op, group.size) * found.latency_s + software.call_s
     return calls * call_s + sent_bytes / bandwidth
 
 
-def _measured_s(op: str, group: Members, sent_bytes: float, calls: int, cluster: Cluster) -> float:
+def _measured_s(
+    op: str, group: GroupLayout, sent_bytes: float, calls: int, cluster: Cluster
+) -> float:
     """Return the time of collectives in a unit whose links were measured.
 
     Ranks that share a core take turns: each hop takes `turn_s` longer for each other rank on the
@@ -119,7 +121,9 @@ def _measured_s(op: str, group: Members, sent_bytes: float, calls: int, cluster:
     return alone_s * (1.0 if cluster.device.core is None else link.in_step)
 
 
-def exchange_s(group: Members, sent_bytes: float, cluster: Cluster, software: Software) -> float:
+def exchange_s(
+    group: GroupLayout, sent_bytes: float, cluster: Cluster, software: Software
+) -> float:
     """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
 
     Data for ranks of other units is sent over the rank's own link.

@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from typing import Final, NamedTuple
 
-from phalanx.account.count import Case, kind_of
+from phalanx.account.count import Case, one_block_shape
 from phalanx.account.work import Operation, Work, work_of
 from phalanx.models.shape import ModelShape
 from phalanx.planner import roofline
@@ -17,13 +17,13 @@ from phalanx.planner.software import Software
 from phalanx.strategy import Strategy
 
 
-class Spent(NamedTuple):
+class DeviceHostSeconds(NamedTuple):
     """Seconds of operations: on the device, and on the host CPU that launches them ahead."""
 
     device: float
     host: float
 
-    def beside(self, comm: Spent) -> float:
+    def with_collectives(self, comm: DeviceHostSeconds) -> float:
         """Return the seconds with collectives added: the larger of device time and host time."""
         return max(self.device + comm.device, self.host + comm.host)
 
@@ -33,23 +33,23 @@ class Spent(NamedTuple):
         return max(self)
 
 
-NOTHING: Final = Spent(0.0, 0.0)
+NOTHING: Final = DeviceHostSeconds(0.0, 0.0)
 
 
 class PartSeconds(NamedTuple):
     """Times of the parts of `Work`, and device seconds of attention over all these parts."""
 
-    inputs: Spent
-    block: Spent
-    backward: Spent
-    again: Spent
-    head: Spent
+    inputs: DeviceHostSeconds
+    block: DeviceHostSeconds
+    backward: DeviceHostSeconds
+    again: DeviceHostSeconds
+    head: DeviceHostSeconds
     attention: float
 
     @property
-    def again_and_backward(self) -> Spent:
+    def again_and_backward(self) -> DeviceHostSeconds:
         """Backward of a block, its recomputation included."""
-        return Spent(*map(sum, zip(self.again, self.backward, strict=True)))
+        return DeviceHostSeconds(*map(sum, zip(self.again, self.backward, strict=True)))
 
 
 def part_seconds(
@@ -64,7 +64,7 @@ def part_seconds(
     if kept.segment_size(planned.shape.num_layers) is not None:
         kept = dataclasses.replace(kept, kind="full", option=None)
     case = Case(
-        shape=kind_of(planned.shape, window, planned.seq_len),
+        shape=one_block_shape(planned.shape, window, planned.seq_len),
         strategy=dataclasses.replace(strategy.of_block, recompute=kept),
         seq_len=planned.seq_len,
         num_sequences=planned.microbatch,
@@ -83,7 +83,10 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
         work = Work(*(tuple(_in_blocks(each, case.strategy) for each in part) for part in work))
     attention = [each for part in work for each in part if each.scores]
     return PartSeconds(
-        *(Spent(*roofline.seconds(part, device, software, case.precision)) for part in work),
+        *(
+            DeviceHostSeconds(*roofline.seconds(part, device, software, case.precision))
+            for part in work
+        ),
         attention=roofline.seconds(attention, device, software, case.precision)[0],
     )
 
@@ -94,7 +97,7 @@ def _in_blocks(of: Operation, strategy: Strategy) -> Operation:
     return of._replace(flops=of.flops * 2 * ranks) if of.scores and ranks > 1 else of
 
 
-def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spent:
+def model_spent(planned: PlannedStep, device: Device, software: Software) -> DeviceHostSeconds:
     """Return the times of all operations of one microbatch on one rank, without pp.
 
     Raises:
@@ -108,7 +111,7 @@ def model_spent(planned: PlannedStep, device: Device, software: Software) -> Spe
         parts += [(1, of.inputs), (1, of.head)] if number == 0 else []
         of_device += sum(num * part.device for num, part in parts)
         of_host += sum(num * part.host for num, part in parts)
-    return Spent(of_device, of_host)
+    return DeviceHostSeconds(of_device, of_host)
 
 
 @functools.lru_cache(maxsize=64)

@@ -24,7 +24,7 @@ from phalanx.parallel.pipeline.simulate import Timeline
 from phalanx.parallel.plan import Plan
 from phalanx.planner import network, roofline, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import NOTHING, Spent, part_seconds
+from phalanx.planner.parts import NOTHING, DeviceHostSeconds, part_seconds
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
@@ -140,7 +140,7 @@ def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
 
 
 @dataclass(frozen=True)
-class OfStage:
+class StageCost:
     """Seconds of a stage for one microbatch, and the parts of tp and of ring communication."""
 
     times: StageTimes
@@ -151,8 +151,8 @@ class OfStage:
 class _AroundBlock(NamedTuple):
     """Communication of one block: added to forward, added to backward, and seconds by axis."""
 
-    forward: Spent
-    backward: Spent
+    forward: DeviceHostSeconds
+    backward: DeviceHostSeconds
     tensor_s: float
     ring_s: float
 
@@ -164,10 +164,10 @@ class Costs:
         self, planned: PlannedStep, job: Cluster, software: Software, plan: Plan[Any]
     ) -> None:
         self.planned, self.job, self.software, self.plan = planned, job, software, plan
-        num_rounds = stages.rounds(planned.strategy, planned.accumulation)
+        num_rounds = stages.microbatches_for_peak(planned.strategy, planned.accumulation)
         self.schedule: Schedule | None = plan.schedule(num_rounds)
 
-    def of_stages(self) -> list[OfStage]:
+    def of_stages(self) -> list[StageCost]:
         """Return the times of each pipeline stage; one stage without pp."""
         shape, last = self.planned.shape, self.planned.shape.num_layers + 1
         windows = {shape.window_of(number) for number in range(shape.num_layers)}
@@ -177,11 +177,14 @@ class Costs:
         }
         around = self._around_block(min(of.attention for of in parts.values()))
         blocks = {
-            window: (of.block.beside(around.forward), of.again_and_backward.beside(around.backward))
+            window: (
+                of.block.with_collectives(around.forward),
+                of.again_and_backward.with_collectives(around.backward),
+            )
             for window, of in parts.items()
         }
         any_part = next(iter(parts.values()))
-        found: list[OfStage] = []
+        found: list[StageCost] = []
         for links in self.plan.cut or [range(last + 1)]:
             windows_of = [shape.window_of(link - 1) for link in links if 0 < link < last]
             forward = sum(blocks[window][0] for window in windows_of)
@@ -190,7 +193,7 @@ class Costs:
             forward += any_part.head.alone if last in links else 0.0  # includes its backward
             times = StageTimes(forward, backward, self._message_s)
             num = len(windows_of)
-            found.append(OfStage(times, num * around.tensor_s, num * around.ring_s))
+            found.append(StageCost(times, num * around.tensor_s, num * around.ring_s))
         return found
 
     def _around_block(self, attention_s: float) -> _AroundBlock:
@@ -203,12 +206,14 @@ class Costs:
                 device, host = tensor[entry.phase]
                 device += self._entry_s(entry) / num_blocks
                 host += entry.calls * self._host_call_s / num_blocks
-                tensor[entry.phase] = Spent(device, host)
+                tensor[entry.phase] = DeviceHostSeconds(device, host)
             elif _is_of_ring(entry):
                 ring_s += self._entry_s(entry) / num_blocks
         # Attention overlaps ring communication, except on CPU, where the same cores do both.
         ring_s = max(0.0, ring_s - (attention_s if self.job.device.core is None else 0.0))
-        forward, backward = (Spent(of.device + ring_s / 2, of.host) for of in tensor.values())
+        forward, backward = (
+            DeviceHostSeconds(of.device + ring_s / 2, of.host) for of in tensor.values()
+        )
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
     @functools.cached_property

@@ -56,7 +56,7 @@ _SPEED_UP: Final = {"fp8": 1.8, "fp4": 2.7}
 _OF_EXPERTS: Final = 0.4
 """Relative speed of products in a model with experts: tokens are sorted, and unevenly routed."""
 
-_LETTERS: Final = 4
+_ALL_TO_ALLS: Final = 4
 """All-to-alls of a block with experts: dispatch and combine, in forward and in backward."""
 
 
@@ -165,11 +165,11 @@ def _exchange_s(run: PublishedRun) -> float:
     planned, ranks = run.planned, run.expert_ranks
     tokens = planned.microbatch * planned.seq_len * run.experts["topk"]
     sent = 2 * tokens * planned.shape.hidden * (ranks - 1) / ranks
-    group = network.Members(ranks, planned.strategy.tp.degree)
+    group = network.GroupLayout(ranks, planned.strategy.tp.degree)
     job = run.cluster.of(max(ranks, planned.strategy.num_ranks))
     once = network.exchange_s(group, sent, job, run.software)
     blocks = planned.shape.num_layers / planned.strategy.pp.degree
-    return _LETTERS * once * blocks * planned.accumulation
+    return _ALL_TO_ALLS * once * blocks * planned.accumulation
 
 
 def _software(row: Mapping[str, Any]) -> Software:

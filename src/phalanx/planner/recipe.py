@@ -161,12 +161,12 @@ def of_thumb(of: JobSizes) -> Rule:
 def by_fit(of: JobSizes) -> Rule:
     """Return the rule by fit that applies to a job, with its strategy."""
     room, num = of.device_bytes, of.num_devices
-    if num == 1 or (held(of, Strategy()) <= room and _is_dealt(of, Strategy())):
+    if num == 1 or (held(of, Strategy()) <= room and _divides_batch(of, Strategy())):
         name = "one device holds the model" if held(of, Strategy()) <= room else "nothing fits"
         return Rule(name, inequality(of, Strategy()), _replicated(num))
     sharded = _sharded(of, Strategy())
     least = held(of, sharded)
-    if least <= room and _is_dealt(of, Strategy()):
+    if least <= room and _divides_batch(of, Strategy()):
         strategy = _with_data(of, Strategy())
         why = f"{inequality(of, Strategy())}, {inequality(of, strategy)}"
         return Rule("one device holds the largest layer", why, strategy)
@@ -178,7 +178,7 @@ def by_fit(of: JobSizes) -> Rule:
     name = "no device holds a sequence" if is_long else name
     split = Strategy()
     for split in _splits(of, is_long=is_long):
-        if held(of, _sharded(of, split)) <= room and _is_dealt(of, split):
+        if held(of, _sharded(of, split)) <= room and _divides_batch(of, split):
             return Rule(name, why, _with_data(of, split))
     return Rule("nothing fits", why, _with_data(of, split))
 
@@ -207,7 +207,7 @@ def _sharded(of: JobSizes, split: Strategy) -> Strategy:
     return split.with_degree("fsdp", of.num_devices // split.num_ranks)
 
 
-def _is_dealt(of: JobSizes, split: Strategy) -> bool:
+def _divides_batch(of: JobSizes, split: Strategy) -> bool:
     """Return whether the data ranks that remain after `split` divide the sequences evenly."""
     return of.num_sequences % (of.num_devices // split.num_ranks) == 0
 

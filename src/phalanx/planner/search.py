@@ -20,7 +20,7 @@ from typing import Final, Literal
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
 from phalanx.planner.bound import bound_s
-from phalanx.planner.held import Memory, heaviest, memory
+from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
@@ -89,7 +89,7 @@ class Candidate:
 
     planned: PlannedStep
     price: Price
-    memory: Memory
+    memory: StageMemory
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def check(question: Question) -> None:
             raise ConfigError(f"plan: the {what} is {size}; it must be at least 1")
 
 
-def fits(question: Question, planned: PlannedStep) -> Memory | Inequality:
+def fits(question: Question, planned: PlannedStep) -> StageMemory | Inequality:
     """Return the memory of the heaviest stage, or why the step does not fit.
 
     Raises:

@@ -33,7 +33,7 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
     return max(ranks, key=lambda stages: sum(times[s].forward + times[s].backward for s in stages))
 
 
-def rounds(strategy: Strategy, num: int) -> int:
+def microbatches_for_peak(strategy: Strategy, num: int) -> int:
     """Return a number of microbatches, at most `num`, whose schedule has the same peak in flight.
 
     Two microbatches per stage are enough, and a shorter schedule is faster to build. gpipe has all
@@ -88,7 +88,7 @@ def _long_s(strategy: Strategy, short: int, further: int, times: tuple[StageTime
     return max(lengths)
 
 
-class _Waits(NamedTuple):
+class _Dependencies(NamedTuple):
     """The actions of all ranks in topological order, numbered from 1.
 
     Attributes:
@@ -110,7 +110,7 @@ def _length(schedule: Schedule, times: tuple[StageTimes, ...]) -> float:
     return max(_ends(_waits(schedule), _seconds(times, schedule)))
 
 
-def _ends(waits: _Waits, seconds: Sequence[float]) -> list[float]:
+def _ends(waits: _Dependencies, seconds: Sequence[float]) -> list[float]:
     """Return the end time of each action, by its number."""
     ends = [0.0]
     for before, needed, action in zip(*waits, strict=True):
@@ -119,7 +119,7 @@ def _ends(waits: _Waits, seconds: Sequence[float]) -> list[float]:
     return ends
 
 
-def _tails(waits: _Waits, seconds: Sequence[float]) -> list[float]:
+def _tails(waits: _Dependencies, seconds: Sequence[float]) -> list[float]:
     """Return the least time from the end of each action to the end of the step, by its number."""
     tails = [0.0] * (len(waits.actions) + 1)
     for number in range(len(waits.actions), 0, -1):
@@ -130,13 +130,13 @@ def _tails(waits: _Waits, seconds: Sequence[float]) -> list[float]:
 
 
 @functools.lru_cache(maxsize=128)
-def _waits(schedule: Schedule) -> _Waits:
+def _waits(schedule: Schedule) -> _Dependencies:
     """Return the dependencies of each action; those on the same rank follow from its order."""
     last, num = schedule.num_stages - 1, schedule.num_microbatches
     made = {op: [[0] * num for _ in range(last + 1)] for op in "FB"}
     left = [list(reversed(order)) for order in schedule.orders]
     latest = [0] * len(left)
-    waits = _Waits(array("l"), array("l"), array("l"))
+    waits = _Dependencies(array("l"), array("l"), array("l"))
     has_moved = True
     while has_moved:
         has_moved = False

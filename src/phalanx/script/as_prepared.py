@@ -23,7 +23,7 @@ from phalanx.parallel.reduce import GradientReducer
 from phalanx.script.drift import digest_of
 
 
-class AsPrepared:
+class PreparedModelCheck:
     """Checks that a model still has the parameters it had when it was prepared."""
 
     def __init__(
@@ -33,12 +33,12 @@ class AsPrepared:
         reducer: GradientReducer | None,
     ) -> None:
         self._model, self._parameters, self._reducer = model, parameters, reducer
-        self._kept, self._held = _kept(parameters), _held(model)
+        self._kept, self._held = _dtypes_and_devices(parameters), _objects_kept(model)
         self._trained = [name for name, p in parameters.items() if p.requires_grad]
 
     def check(self, call: str) -> None:
         """Refuse parameters that were cast, moved or replaced; follow changed requires_grad."""
-        now = _kept(dict(self._model.named_parameters()))
+        now = _dtypes_and_devices(dict(self._model.named_parameters()))
         if now != self._kept:
             name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))
             was, is_now = (kept.get(name, "not in the model") for kept in (self._kept, now))
@@ -46,7 +46,7 @@ class AsPrepared:
                 f"{call}: {name} was {was} when the model was prepared, and is {is_now}; move, "
                 "cast or extend the model before run.prepare"
             )
-        held = _held(self._model)
+        held = _objects_kept(self._model)
         if name := next((name for name in held if held[name] is not self._held[name]), None):
             raise ScriptError(
                 f"{call}: {name} was replaced after run.prepare by a tensor that the optimizers "
@@ -60,7 +60,7 @@ class AsPrepared:
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if self._trained == list(trained):
             return
-        if self._reducer is not None and not self._reducer.retrain(list(trained.values())):
+        if self._reducer is not None and not self._reducer.set_trained(list(trained.values())):
             name = next(n for n in self._parameters if (n in self._trained) != (n in trained))
             was, is_now = ("trained", "frozen")[:: 1 if name in self._trained else -1]
             raise ScriptError(
@@ -71,7 +71,7 @@ class AsPrepared:
         self._trained = list(trained)
 
 
-def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def _dtypes_and_devices(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """Return the dtype and device of each parameter as text; they must not change."""
     return {
         name: f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}"
@@ -79,7 +79,7 @@ def _kept(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     }
 
 
-def _held(model: nn.Module) -> dict[str, object]:
+def _objects_kept(model: nn.Module) -> dict[str, object]:
     """Return the objects that must not be replaced: each parameter, or under FSDP2 its module.
 
     FSDP2 itself replaces parameters in its modules by gathered ones, and refuses other tensors.
@@ -93,7 +93,7 @@ def _held(model: nn.Module) -> dict[str, object]:
     }
 
 
-class MadeGradients:
+class RecordedGradients:
     """The gradients of the last backward, with their versions, to detect later writes."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class MadeGradients:
         """Record the gradients that a backward has just produced."""
         self._made = [(TensorWeakRef(each), version_of(each)) for each in gradients]
 
-    def others(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def unrecorded(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the members of `gradients` that are not recorded."""
         made = {id(gradient()) for gradient, _ in self._made}
         return [gradient for gradient in gradients if id(gradient) not in made]

@@ -28,7 +28,14 @@ from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.attach import at_end, attach, check_end
 from phalanx.parallel.reduce import sum_in_buckets
-from phalanx.script.drift import STEPS, are_alike, digest_of, first_odd, with_squares, words_of
+from phalanx.script.drift import (
+    STEPS,
+    digest_of,
+    first_unequal_rank,
+    sums_show_equal,
+    with_squares,
+    words_of,
+)
 from phalanx.script.replicas import Replicas
 
 _averaging: weakref.WeakKeyDictionary[nn.Module, _Averaging] = weakref.WeakKeyDictionary()
@@ -160,7 +167,7 @@ class _Averaging:
         models get an error that names the difference.
         """
         comm = self._comm
-        self.replicas.judge(self._call)
+        self.replicas.check_last_step(self._call)
         form = repr([(tuple(p.shape), str(p.dtype)) for p in parameters.values()])
         words = words_of(form)
         is_new = self._first is not None
@@ -170,7 +177,7 @@ class _Averaging:
         comm.all_reduce(found, "job")
         num_words = 2 * len(words)
         total, num_new = found[0], float(found[1])
-        if not are_alike(found[2 : 2 + num_words].tolist(), comm.size("job")):
+        if not sums_show_equal(found[2 : 2 + num_words].tolist(), comm.size("job")):
             size = sum(parameter.numel() for parameter in parameters.values())
             shapes = ", ".join(
                 str(tuple(p.shape)) for p in itertools.islice(parameters.values(), 3)
@@ -178,15 +185,15 @@ class _Averaging:
             forms = gather_objects(
                 f"{len(parameters)} parameters of {size} elements ({shapes}, ...)"
             )
-            odd = first_odd(forms) or 0
+            odd = first_unequal_rank(forms) or 0
             raise ScriptError(
                 f"{self._call}: rank {odd} averages {forms[odd]} and rank 0 {forms[0]}; give the "
                 "same model on every rank, in the same order of calls"
             )
-        self.replicas.take(found[2 + num_words :])
+        self.replicas.store_sums(found[2 + num_words :])
         if num_new:
             digests = gather_objects(digest_of(self._first or ()))
-            if (odd := first_odd(digests)) is not None:
+            if (odd := first_unequal_rank(digests)) is not None:
                 raise ScriptError(
                     f"{self._call}: rank {odd} has other weights than rank 0, and averaged "
                     "gradients do not make them equal; call torch.manual_seed(0) before the model "

@@ -17,9 +17,9 @@ from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.encoding import encoded
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.moments import Together
+from phalanx.checkpoint.moments import CombinedOptimizer
 from phalanx.checkpoint.position import ScriptPosition
-from phalanx.checkpoint.registered import Parts, Registered
+from phalanx.checkpoint.registered import Registered, SplitState
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopObjects:
     """The objects of a training loop that a checkpoint stores."""
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Loop:
     registered: Registered
 
 
-def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any) -> Path:
+def begin(saver: Saver, loop: LoopObjects, strategy: str, steps_done: int, **more: Any) -> Path:
     """Start saving, and return the folder of the checkpoint; every rank calls this together.
 
     It replaces a checkpoint of the same step. If the state of an optimizer, a schedule or a
@@ -52,9 +52,9 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
         CheckpointError: the previous save failed, or this checkpoint has only the weights.
     """
     final = manifest.folder_of(saver.run, steps_done)
-    together = Together(loop.optimizers)
+    together = CombinedOptimizer(loop.optimizers)
 
-    def collect() -> tuple[ScriptPosition, Parts]:
+    def collect() -> tuple[ScriptPosition, SplitState]:
         state.state_of(loop.model, together)
         parts = loop.registered.parts()
         script = ScriptPosition(
@@ -76,12 +76,12 @@ def begin(saver: Saver, loop: Loop, strategy: str, steps_done: int, **more: Any)
     except CheckpointError as error:
         alone = ScriptPosition(draws="", loaders=(), schedulers=(), groups=())
         about = dataclasses.replace(about, script=alone, has_optimizer=False)
-        saver.begin(loop.model, Together([]), about, replaces=True)
+        saver.begin(loop.model, CombinedOptimizer([]), about, replaces=True)
         saver.finish()
         raise CheckpointError(
             f"{error}; the weights alone are saved there, and run.load_state_dict takes them"
         ) from error
-    loop.registered.warn_of_others(parts)
+    loop.registered.warn_if_ranks_differ(parts)
     whole = dataclasses.replace(about, script=script, registered=parts.plain)
     saver.begin(loop.model, together, whole, parts.tensors, replaces=True)
     return final
@@ -108,12 +108,12 @@ def free_folder(folder: Path) -> Path:
 
     def find() -> Path:
         names = itertools.chain([folder], (Path(f"{folder}-{n}") for n in itertools.count(2)))
-        return next(name for name in names if not manifest.whole(name))
+        return next(name for name in names if not manifest.complete_checkpoints(name))
 
     return on_first_rank(find, f"cannot save in {folder}")
 
 
-def load(folder: Path, loop: Loop) -> tuple[Path, Manifest] | None:
+def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
     """Load the latest checkpoint in `folder` into `loop`; every rank calls this together.
 
     Returns:
@@ -134,8 +134,10 @@ def load(folder: Path, loop: Loop) -> tuple[Path, Manifest] | None:
     for optimizer, groups in zip(loop.optimizers, script.groups, strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             load_settings(optimizer, group, settings)
-    together, objects = Together(loop.optimizers), loop.registered
-    tensors = state.load(where, loop.model, together, lambda index: objects.room(registered, index))
+    together, objects = CombinedOptimizer(loop.optimizers), loop.registered
+    tensors = state.load(
+        where, loop.model, together, lambda index: objects.empty_tensors(registered, index)
+    )
     for optimizer in loop.optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter in together.state:
@@ -151,7 +153,7 @@ def load(folder: Path, loop: Loop) -> tuple[Path, Manifest] | None:
 
 def _latest(folder: Path) -> tuple[Path, Manifest] | None:
     """Return the latest checkpoint that a script can resume, or None."""
-    found = manifest.whole(folder)
+    found = manifest.complete_checkpoints(folder)
     if not found:
         return None
     where = found[max(found)]
@@ -165,7 +167,7 @@ def _latest(folder: Path) -> tuple[Path, Manifest] | None:
     return where, about
 
 
-def _check_counts(where: Path, script: ScriptPosition, loop: Loop) -> None:
+def _check_counts(where: Path, script: ScriptPosition, loop: LoopObjects) -> None:
     for what in ("loaders", "schedulers"):
         was, is_now = len(getattr(script, what)), len(getattr(loop, what))
         if was != is_now:

@@ -32,7 +32,7 @@ from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.launch.agreement import check_same
 from phalanx.parallel.pipeline.cut import strategy_facts
-from phalanx.script.optimizer import HELD, check_kind, unheld
+from phalanx.script.optimizer import HELD, check_kind, unsavable_state
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
 
@@ -221,7 +221,7 @@ def _check_saved(optimizer: torch.optim.Optimizer) -> None:
     An optimizer that cannot step a dummy parameter is checked after its first real step.
     """
     state = dry_state(optimizer, optimizer.param_groups[0]) or {}
-    if words := unheld(state, torch.Size(DRY_SHAPE)):
+    if words := unsavable_state(state, torch.Size(DRY_SHAPE)):
         raise CheckpointError(f"phalanx.Trainer: {type(optimizer).__name__} {words}; {HELD}")
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 
 
-class Spare(NamedTuple):
+class PlaceholderMicrobatch(NamedTuple):
     """A microbatch that counts as 0 rows, for a rank without rows where other ranks have some.
 
     All ranks run forward and backward of a microbatch together, and many models fail on a batch of

@@ -40,7 +40,7 @@ def draw_rows(
             "are; call it within the loop"
         )
     num_rows, own = loader.num_batch_rows, loader.own_rows
-    with generator.in_place():
+    with generator.as_torch_generator():
         whole = make(num_rows)
 
     def take(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ BATCHES = "batches"
 AHEAD = "ahead"
 CLIPS = "clips"
 
-_OF_COUNTS = {
+_COUNT_MESSAGES = {
     STEPS: "rank {0} has taken {1} steps and rank {2} has taken {3}, so their weights differ; each "
     "rank must step, or skip a step, when the others do",
     BATCHES: "the ranks have read unlike numbers of batches before the last one, {1} on rank {0} "
@@ -53,7 +53,7 @@ class Digest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankState:
     """State of one rank that ranks compare, and counts that help to explain a difference.
 
     Attributes:
@@ -79,7 +79,7 @@ class Facts:
         return json.dumps(vars(self))
 
     @classmethod
-    def of_text(cls, text: str) -> Facts:
+    def of_text(cls, text: str) -> RankState:
         """Return the facts that `to_text` encoded."""
         values: dict[str, Any] = json.loads(text)
         for part in ("weights", "states"):
@@ -94,18 +94,20 @@ class Drift(NamedTuple):
     words: str
 
 
-def first_difference(ranks: Sequence[Facts]) -> Drift | None:
+def first_difference(ranks: Sequence[RankState]) -> Drift | None:
     """Return the first difference, causes before effects; None if all ranks are equal."""
     for kind, words in _WORDS.items():
         for name in _names(getattr(facts, kind) for facts in ranks):
-            if apart := _apart(ranks, kind, name):
+            if apart := _first_unequal_pair(ranks, kind, name):
                 return Drift(kind, words(name, *apart))
     return None
 
 
-def _apart(ranks: Sequence[Facts], kind: str, name: str) -> tuple[Facts, Facts] | None:
+def _first_unequal_pair(
+    ranks: Sequence[RankState], kind: str, name: str
+) -> tuple[RankState, RankState] | None:
     """Return the first holder of a shard and the first replica that differs; None if equal."""
-    first: dict[str, Facts] = {}
+    first: dict[str, RankState] = {}
     for facts in ranks:
         value = getattr(facts, kind).get(name)
         other = first.setdefault(value.place if isinstance(value, Digest) else "", facts)
@@ -121,11 +123,11 @@ def _names(parts: Any) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
-def _of_count(name: str, a: Facts, b: Facts) -> str:
-    return _OF_COUNTS[name].format(a.rank, a.counts[name], b.rank, b.counts[name])
+def _of_count(name: str, a: RankState, b: RankState) -> str:
+    return _COUNT_MESSAGES[name].format(a.rank, a.counts[name], b.rank, b.counts[name])
 
 
-def _of_setting(name: str, a: Facts, b: Facts) -> str:
+def _of_setting(name: str, a: RankState, b: RankState) -> str:
     here, there = (facts.settings.get(name, "not set") for facts in (a, b))
     words = f"{name} is {here} on rank {a.rank} and {there} on rank {b.rank}; "
     if name.startswith("the kind"):
@@ -140,7 +142,7 @@ def _of_setting(name: str, a: Facts, b: Facts) -> str:
     )
 
 
-def _of_weights(name: str, a: Facts, b: Facts) -> str:
+def _of_weights(name: str, a: RankState, b: RankState) -> str:
     words = f"{name} {_values(a.weights.get(name), b.weights.get(name), a, b)}; "
     if a.gradient_writes != b.gradient_writes:
         return words + (
@@ -155,7 +157,7 @@ def _of_weights(name: str, a: Facts, b: Facts) -> str:
             "all else that sets weights, on every rank, or before run.prepare"
         )
     for state in _names([a.states, b.states]):
-        if _apart([a, b], "states", state):
+        if _first_unequal_pair([a, b], "states", state):
             return words + (
                 f"so does the optimizer's {state}: clip or change gradients, and load the state of "
                 "an optimizer, on every rank"
@@ -168,7 +170,7 @@ def _of_weights(name: str, a: Facts, b: Facts) -> str:
     return words + "weights, or gradients, were changed on one rank alone; do it on every rank"
 
 
-def _of_state(name: str, a: Facts, b: Facts) -> str:
+def _of_state(name: str, a: RankState, b: RankState) -> str:
     return (
         f"the optimizer's {name} {_values(a.states.get(name), b.states.get(name), a, b)}; load the "
         "state of an optimizer on every rank"
@@ -177,7 +179,7 @@ def _of_state(name: str, a: Facts, b: Facts) -> str:
 
 _Kind = Literal["counts", "settings", "weights", "states"]
 
-_WORDS: Final[Mapping[_Kind, Callable[[str, Facts, Facts], str]]] = {
+_WORDS: Final[Mapping[_Kind, Callable[[str, RankState, RankState], str]]] = {
     "counts": _of_count,
     "settings": _of_setting,
     "weights": _of_weights,
@@ -186,7 +188,7 @@ _WORDS: Final[Mapping[_Kind, Callable[[str, Facts, Facts], str]]] = {
 """Kind of difference -> function that makes the message from a name and two ranks' facts."""
 
 
-def _values(here: Digest | None, there: Digest | None, a: Facts, b: Facts) -> str:
+def _values(here: Digest | None, there: Digest | None, a: RankState, b: RankState) -> str:
     if here is None or there is None:
         return f"is there on rank {(b if here is None else a).rank} alone"
     left, right = f"{here.total:.6g}", f"{there.total:.6g}"
@@ -238,7 +240,7 @@ def with_squares(words: Sequence[int]) -> list[int]:
     return [*words, *(word**2 for word in words)]
 
 
-def are_alike(sums: Sequence[float], num_ranks: int) -> bool:
+def sums_show_equal(sums: Sequence[float], num_ranks: int) -> bool:
     """Return whether all ranks had equal words, given the sums of words and of squares."""
     half = len(sums) // 2
     pairs = zip(sums[:half], sums[half:], strict=True)
@@ -254,6 +256,6 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def first_odd(values: Sequence[Any]) -> int | None:
+def first_unequal_rank(values: Sequence[Any]) -> int | None:
     """Return the first rank whose value differs from rank 0's; None if all are equal."""
     return next((rank for rank, each in enumerate(values) if each != values[0]), None)

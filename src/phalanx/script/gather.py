@@ -15,7 +15,7 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.data.rows import map_batch, tensors_of
 from phalanx.errors import ScriptError
-from phalanx.script.drift import first_odd
+from phalanx.script.drift import first_unequal_rank
 from phalanx.script.mean_loss import MeanLoss, MeanNumber
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def add_up(
     is_float, is_due, largest, smallest = asks.tolist()
     if largest != -smallest:
         shapes = gather_objects(shape)
-        odd = first_odd(shapes) or 0
+        odd = first_unequal_rank(shapes) or 0
         raise ScriptError(
             f"{call}: the numbers have the shape {shapes[odd]} on rank {odd} and {shapes[0]} "
             "on rank 0; give numbers of one shape on every rank"

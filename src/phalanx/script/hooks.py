@@ -37,7 +37,7 @@ def refuse_lost_hooks(model: nn.Module, comm: Comm) -> None:
             )
 
 
-class WholeHooks:
+class ReducedGradientHooks:
     """Calls the hooks of replicated parameters after the gradients have been reduced."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], comm: Comm) -> None:

@@ -17,7 +17,7 @@ from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
 from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
-from phalanx.script.whole_weights import of_shards
+from phalanx.script.whole_weights import explain_shard_error
 from phalanx.strategy import Strategy, refuse_servers
 
 STRATEGY: Final = "PHALANX_STRATEGY"
@@ -25,7 +25,7 @@ STRATEGY: Final = "PHALANX_STRATEGY"
 
 _NUMBERS = itertools.count()
 
-IN_PLACE: Final[list[tuple[Strategy, Callable[[Run], None]]]] = []
+VERIFY_OVERRIDES: Final[list[tuple[Strategy, Callable[[Run], None]]]] = []
 """Overrides set by `phalanx verify`: the strategy to use, and a function called with each run."""
 
 
@@ -57,8 +57,8 @@ def init(
         ConfigError: the strategy cannot be parsed, needs another number of ranks, or has pipeline
             or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
-    report_in_one_message(of_shards)
-    parsed = IN_PLACE[-1][0] if IN_PLACE else _strategy(strategy)
+    report_in_one_message(explain_shard_error)
+    parsed = VERIFY_OVERRIDES[-1][0] if VERIFY_OVERRIDES else _strategy(strategy)
     known = {"accumulation": accumulation, "seed": seed}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     facts = {"strategy": parsed and str(parsed), **known}
@@ -75,8 +75,8 @@ def init(
     run = Run(comm, parsed, accumulation, seed, name)
     if debug_comm:
         CollectiveCheck(comm).__enter__()  # until the process ends
-    if IN_PLACE:
-        IN_PLACE[-1][1](run)
+    if VERIFY_OVERRIDES:
+        VERIFY_OVERRIDES[-1][1](run)
     return run
 
 

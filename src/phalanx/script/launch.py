@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, ScriptError
-from phalanx.launch.attach import ASKED, add_line, as_mistake, check_end, no_ends
+from phalanx.launch.attach import ATTACH_CALLED, add_line, as_mistake, check_end, no_ends
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.heartbeat import PULSE
 from phalanx.script.arguments import finding_modules
@@ -62,9 +62,9 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
             )
         raise
     check_end()
-    if dist.get_world_size() > 1 and not ASKED:
+    if dist.get_world_size() > 1 and not ATTACH_CALLED:
         raise ScriptError(
             f"{path} never called phalanx.init, so {dist.get_world_size()} processes did the same "
             "work, each alone; call it, or start the script by python"
         )
-    return PULSE.obeyed, PULSE.resume_hint
+    return PULSE.handled_signal, PULSE.resume_hint

@@ -34,9 +34,9 @@ from phalanx.script.deal import shard_rows, without_rows
 from phalanx.script.drift import digest_of
 from phalanx.script.order import (
     AT_FIRST_BATCH,
-    Drawing,
     Fetcher,
     JobGenerator,
+    PassDraws,
     PassOrder,
     generators_of,
 )
@@ -56,7 +56,7 @@ _LOADERS: weakref.WeakSet[RankLoader] = weakref.WeakSet()
 
 def has_empty_batch() -> bool:
     """Return whether the last batch of some loader in this process has no row on this rank."""
-    return any(loader.is_at_empty for loader in _LOADERS)
+    return any(loader.has_no_rows for loader in _LOADERS)
 
 
 class RankLoader:
@@ -72,9 +72,10 @@ class RankLoader:
         is_last: whether the last batch ends its pass.
         rows: positions of this rank's rows of the last batch in the order of all samples, counted
             over all passes; int64 on this rank's device.
-        is_at_empty: whether the last batch has no row on this rank.
-        is_used: whether a backward has used a batch of the current pass; set by `Reading`.
-        is_dataset_read: whether a script has read `dataset` between passes; reset by `OwnRows`.
+        has_no_rows: whether the last batch has no row on this rank.
+        is_used: whether a backward has used a batch of the current pass; set by `BatchTracker`.
+        is_dataset_read: whether a script has read `dataset` between passes; reset by
+            `UnreducedResultsWatch`.
         piece_sizes: number of this rank's rows in each piece of the last batch.
         num_batch_rows: rows of the last batch on all ranks.
     """
@@ -92,7 +93,7 @@ class RankLoader:
 
         A batch is cut into `pieces`, and each rank takes its rows of each piece. So all ranks
         together have the rows of a microbatch that one process has in it. If `has_spares`, a rank
-        without rows of a batch, see `is_at_empty`, gets one row of another rank.
+        without rows of a batch, see `has_no_rows`, gets one row of another rank.
 
         Raises:
             ConfigError: the loader makes no batches, splits them itself, or has fewer rows in a
@@ -102,7 +103,7 @@ class RankLoader:
         _check(plain, comm.size("data"))
         self.plain = plain
         self.epoch = self.batches_done = 0
-        self.is_last = self.is_used = self.is_at_empty = self.is_dataset_read = False
+        self.is_last = self.is_used = self.has_no_rows = self.is_dataset_read = False
         self.rows = torch.zeros(0, dtype=torch.int64)
         self.piece_sizes: list[int] = []
         self.num_batch_rows = 0
@@ -137,11 +138,11 @@ class RankLoader:
         if self._fetcher is not None:
             # Persistent workers are seeded in the first pass only.
             stay = self.plain.persistent_workers and (self.epoch or self.num_begun)
-            drawing = Drawing(self.plain, self._generator, not stay, states)
+            drawing = PassDraws(self.plain, self._generator, not stay, states)
             return self._pass(self._of_dataset(self._fetcher, drawing))
         if "draws" in states:
             self._generator.state = states["draws"]
-        with self._generator.in_place():
+        with self._generator.as_torch_generator():
             before = {"draws": torch.get_rng_state()}
             return self._pass(self._of_stream(iter(self.plain), before))
 
@@ -163,7 +164,7 @@ class RankLoader:
             self.piece_sizes = [len(piece) for piece in own]
             rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
             self.rows = to_device(rows, self._comm.device)
-            self.is_at_empty = not len(self.rows)
+            self.has_no_rows = not len(self.rows)
             given = map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
             if self._on_batch is not None:
                 self._on_batch(self, given)
@@ -177,7 +178,7 @@ class RankLoader:
                 raise
         self._first_row += self._num_rows
         self.epoch, self.batches_done = self.epoch + 1, 0
-        self.is_last = self.is_at_empty = False
+        self.is_last = self.has_no_rows = False
 
     @property
     def own_rows(self) -> range:
@@ -185,7 +186,7 @@ class RankLoader:
         return self._own(range(self.num_batch_rows))[0]
 
     @property
-    def seen(self) -> str:
+    def stream_digest(self) -> str:
         """Number and digest of the last compared batch of a stream; empty for other datasets."""
         return "" if self._fetcher is not None else self._digest
 
@@ -232,13 +233,13 @@ class RankLoader:
                 if name in self._before:
                     generator.set_state(self._before[name])
 
-    def _of_dataset(self, fetcher: Fetcher, drawing: Drawing) -> Iterator[_Fetched]:
+    def _of_dataset(self, fetcher: Fetcher, drawing: PassDraws) -> Iterator[_Fetched]:
         first = self.batches_done
         order = drawing.order(self._digest if first else "")
         self._before, self._digest = drawing.states, order.digest
         self._num_rows = order.num_rows
         wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
-        with JobGenerator(self._before["draws"]).in_place():
+        with JobGenerator(self._before["draws"]).as_torch_generator():
             # Skipped draws give the workers of each data rank another seed.
             skip = self._comm.coord("data")
             fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
@@ -287,7 +288,7 @@ class RankLoader:
         """Return the next batch of a stream; without workers, draw from the job's generator."""
         if self.plain.num_workers:
             return next(stream, None)
-        with self._generator.in_place():
+        with self._generator.as_torch_generator():
             return next(stream, None)
 
     def warn_of_streams(self, how: str = "gives") -> None:

@@ -24,7 +24,7 @@ from phalanx.data.rows import map_tensors
 from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
-from phalanx.script.init import IN_PLACE, refuse_in_own_loop
+from phalanx.script.init import VERIFY_OVERRIDES, refuse_in_own_loop
 from phalanx.script.launch import run_script
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
@@ -57,12 +57,12 @@ def record_script(path: str, words: list[str], strategy: Strategy, steps: int) -
     torch.set_default_dtype(torch.float64)
     with Whereabouts() as at:
         watch = _Watch(steps, at)
-        IN_PLACE.append((strategy, watch.attach))
+        VERIFY_OVERRIDES.append((strategy, watch.attach))
         try:
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                 run_script(path, words, None)
         finally:
-            IN_PLACE.pop()
+            VERIFY_OVERRIDES.pop()
     return watch.history
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
 from phalanx.script.checks import check_count
-from phalanx.script.deal import Spare
+from phalanx.script.deal import PlaceholderMicrobatch
 from phalanx.script.loader import has_empty_batch
 from phalanx.train.objective import Objective
 
@@ -87,7 +87,7 @@ def _mean_of(loss: torch.Tensor) -> str | None:
     return f"{name}, reduction='mean'" if is_mean else None
 
 
-class Sums(Objective):
+class CheckedObjective(Objective):
     """Wrapper of a trainer's objective that checks its results and applies autocast.
 
     The first training loss is checked to be a sum, because a mean would be wrong by a factor of its
@@ -109,7 +109,7 @@ class Sums(Objective):
 
     @override
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
-        rows = microbatch.rows if isinstance(microbatch, Spare) else microbatch
+        rows = microbatch.rows if isinstance(microbatch, PlaceholderMicrobatch) else microbatch
         with self._precision():
             loss = self._objective.loss_sum(model, rows, step)
         if self._has_stages and loss.ndim > 0:
@@ -123,8 +123,8 @@ class Sums(Objective):
         return torch.where(to_device(count, loss.device) > 0, loss, 0.0)
 
     def _checked_sums(self, model: nn.Module, microbatch: Any) -> Mapping[str, Any]:
-        """Return the sums of the objective's metrics, see `Objective`; 0 for a `Spare`."""
-        is_spare = isinstance(microbatch, Spare)
+        """Return the sums of the objective's metrics, see `Objective`; 0 for a placeholder."""
+        is_spare = isinstance(microbatch, PlaceholderMicrobatch)
         with self._precision():
             found = self._metric_sums(model, microbatch.rows if is_spare else microbatch)
         if not isinstance(found, Mapping):
@@ -137,7 +137,7 @@ class Sums(Objective):
 
     @override
     def num_valid(self, microbatch: Any) -> int | torch.Tensor:
-        if isinstance(microbatch, Spare):
+        if isinstance(microbatch, PlaceholderMicrobatch):
             return 0
         count = self._objective.num_valid(microbatch)
         check_count(count)

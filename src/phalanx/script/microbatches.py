@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.data.rows import count_rows, take_rows
-from phalanx.script.deal import Spare
+from phalanx.script.deal import PlaceholderMicrobatch
 from phalanx.script.loader import RankLoader
 from phalanx.strategy import Strategy
 
@@ -26,7 +26,7 @@ def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
 
 
 class Microbatches:
-    """Cuts a loader's batches; with `has_spares`, an empty microbatch becomes a `Spare`."""
+    """Cuts a loader's batches; with `has_spares`, placeholders replace empty microbatches."""
 
     def __init__(
         self, loader: RankLoader, accumulation: int, num_data_ranks: int, *, has_spares: bool
@@ -41,16 +41,18 @@ class Microbatches:
         loader = self._loader
         num_shards = self._num_data_ranks if len(loader.piece_sizes) == 1 else 1
         most = -(-loader.num_batch_rows // num_shards)  # microbatches with rows on some rank
-        if loader.is_at_empty and self._has_spares:
-            return [Spare(batch)] * min(self._accumulation, most)
+        if loader.has_no_rows and self._has_spares:
+            return [PlaceholderMicrobatch(batch)] * min(self._accumulation, most)
         if self._accumulation == 1:
             return [batch]
         pieces = self._pieces(count_rows(batch))
         return [self._piece(batch, rows) for rows in pieces[:most]]
 
     def whole(self, batch: Any) -> Any:
-        """Return a whole batch for an evaluation; a `Spare` if this rank has no rows."""
-        return Spare(batch) if self._loader.is_at_empty and self._has_spares else batch
+        """Return a whole batch for an evaluation; a placeholder if this rank has no rows."""
+        return (
+            PlaceholderMicrobatch(batch) if self._loader.has_no_rows and self._has_spares else batch
+        )
 
     def rows(self) -> Sequence[Tensor]:
         """Return the row positions of each microbatch of the last batch, see `RankLoader.rows`."""
@@ -60,7 +62,7 @@ class Microbatches:
     def _piece(self, batch: Any, rows: slice) -> Any:
         if rows.stop > rows.start or not self._has_spares:
             return take_rows(batch, rows)
-        return Spare(take_rows(batch, slice(1)))
+        return PlaceholderMicrobatch(take_rows(batch, slice(1)))
 
     def _pieces(self, num_rows: int) -> list[slice]:
         """Return the slice of each microbatch in this rank's rows of a batch."""

@@ -101,7 +101,7 @@ def _split(value: Any, parameter: nn.Parameter) -> Any:
     return split
 
 
-def unheld(state: Mapping[str, Any], shape: torch.Size) -> str:
+def unsavable_state(state: Mapping[str, Any], shape: torch.Size) -> str:
     """Describe the first state value that a checkpoint cannot store; empty if there is none."""
     for key, value in state.items():
         if value is not None and not (isinstance(value, Tensor) and value.shape in ((), shape)):
@@ -116,7 +116,7 @@ def unheld(state: Mapping[str, Any], shape: torch.Size) -> str:
 def warn_of_state(optimizer: torch.optim.Optimizer) -> None:
     """Warn, on the first rank, if a checkpoint cannot store the state of a stepped optimizer."""
     for parameter, state in optimizer.state.items():
-        if (words := unheld(state, parameter.shape)) and dist.get_rank() == 0:
+        if (words := unsavable_state(state, parameter.shape)) and dist.get_rank() == 0:
             warnings.warn(
                 f"{type(optimizer).__name__} {words}: run.save will save the weights alone, and "
                 f"end the script; {HELD}",

@@ -40,7 +40,7 @@ class JobGenerator:
         self.state = state
 
     @contextmanager
-    def in_place(self) -> Generator[None]:
+    def as_torch_generator(self) -> Generator[None]:
         """Set torch's CPU generator to this state inside the context, and restore it after."""
         if self.state is None:
             self.state = cast(Tensor, broadcast_object(torch.get_rng_state()))
@@ -95,7 +95,7 @@ class PassOrder:
         return list(self._samples[rows.start : rows.stop])
 
 
-class Drawing:
+class PassDraws:
     """The random draws of one pass over a DataLoader.
 
     Attributes:
@@ -162,7 +162,7 @@ class Drawing:
     def _moment(self, name: str) -> Generator[None]:
         """Draw inside this context; record the generators' states, or set the resumed ones."""
         generators = generators_of(self._plain)
-        with self._generator.in_place():
+        with self._generator.as_torch_generator():
             if (state := self.states.get(f"{name}draws")) is not None:
                 torch.set_rng_state(state)
             self.states[f"{name}draws"] = torch.get_rng_state()

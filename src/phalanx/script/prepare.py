@@ -16,17 +16,17 @@ from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics, require_statistics
-from phalanx.parallel.dropout import Masks, name_draws
+from phalanx.parallel.dropout import Masks, warn_of_first_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script.as_prepared import refuse_max_norm
 from phalanx.script.draws import DrawWatch
-from phalanx.script.drift import first_odd
+from phalanx.script.drift import first_unequal_rank
 from phalanx.script.gather import add_up, gather_rows, gather_with_gradient
 from phalanx.script.hooks import refuse_lost_hooks
 from phalanx.script.loader import RankLoader
 from phalanx.script.optimizer import Names, check_schedules, rebind
 from phalanx.script.order import JobGenerator
-from phalanx.script.reading import OwnRows, Reading
+from phalanx.script.reading import BatchTracker, UnreducedResultsWatch
 from phalanx.script.step_state import State
 from phalanx.script.user_step import UserStep
 from phalanx.script.weight_average import WeightAverage
@@ -41,8 +41,8 @@ class Prepared:
         self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str
     ) -> None:
         self.generator = JobGenerator()
-        self.reading = Reading()
-        self.own_rows = OwnRows(comm)
+        self.reading = BatchTracker()
+        self.own_rows = UnreducedResultsWatch(comm)
         self.loaders: list[RankLoader] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
@@ -64,7 +64,7 @@ class Prepared:
         """Optimizer steps taken, including the steps before a resume."""
         return 0 if self._step is None else self._step.steps_done
 
-    def need(self, call: str) -> tuple[nn.Module, UserStep]:
+    def require_model(self, call: str) -> tuple[nn.Module, UserStep]:
         """Return the prepared model and its step; refuse `call` if no model is prepared."""
         if self._model is None or self._step is None:
             raise ScriptError(
@@ -92,7 +92,7 @@ class Prepared:
 
     def trained_step(self) -> UserStep:
         """Return the step for a backward, after checks that a backward is allowed."""
-        step = self.need("backward")[1]
+        step = self.require_model("backward")[1]
         self.refuse_average("backward")
         if not self.optimizers:
             raise ScriptError(
@@ -104,7 +104,7 @@ class Prepared:
 
     def check_replicas(self, call: str) -> None:
         """Refuse replicas that differ between ranks; every rank calls this together."""
-        step = self.need(call)[1]
+        step = self.require_model(call)[1]
         step.replicas.check(call, step.steps_done)
 
     def add_up(self, call: str, *numbers: Tensor) -> Tensor:
@@ -138,12 +138,12 @@ class Prepared:
         asked = 0 if self.state is State.ACCUMULATING else PULSE.stop_signal
         own = torch.tensor(asked, device=self._comm.device)
         stop = int(self._comm.all_reduce(own, "job", "max"))
-        PULSE.obeyed = stop or PULSE.obeyed
+        PULSE.handled_signal = stop or PULSE.handled_signal
         return stop > 0
 
     def average(self, decay: float | None) -> WeightAverage:
         """Return an average of the weights, see `Run.average`."""
-        model, step = self.need("average")
+        model, step = self.require_model("average")
         self.averages.append(WeightAverage(model, step.parameters, decay))
         return self.averages[-1]
 
@@ -188,7 +188,7 @@ class Prepared:
         self._model, self._step = model, UserStep(model, runner, self._comm, *known)
         guard_shards(model, str(self._strategy))
         self._step.draw_watch = DrawWatch(self._comm, lambda: masks.num_tickets)
-        name_draws(model, self._step.draw_watch.stop)
+        warn_of_first_draws(model, self._step.draw_watch.stop)
 
     def _take(self, each: Any) -> Any:
         if isinstance(each, torch.optim.Optimizer):
@@ -208,7 +208,7 @@ class Prepared:
         return each
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        model, step = self.need("prepare")
+        model, step = self.require_model("prepare")
         if any(optimizer is known for known in self.optimizers):
             raise ScriptError(
                 f"prepare: this {type(optimizer).__name__} is prepared already; give it once"
@@ -262,7 +262,7 @@ def _check_alike(model: nn.Module) -> None:
     """Refuse parameter names or shapes that differ on ranks, since collectives would not match."""
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
     all_of = gather_objects(own)
-    if (rank := first_odd(all_of)) is not None:
+    if (rank := first_unequal_rank(all_of)) is not None:
         theirs = all_of[rank]
         name = next(n for n in {**all_of[0], **theirs} if all_of[0].get(n) != theirs.get(n))
         there, here = theirs.get(name, "not there"), all_of[0].get(name, "not there")

@@ -52,7 +52,7 @@ class ReadBatch:
         return any(tensor() is not None for tensor in self._tensors)
 
 
-class Reading:
+class BatchTracker:
     """The batches that a script has read off its prepared loaders.
 
     Attributes:
@@ -69,7 +69,7 @@ class Reading:
         self.is_evaluation = False
         self._ahead: deque[ReadBatch] = deque()
         self._used: ReadBatch | None = None
-        self._open: ReadBatch | None = None
+        self._step_start: ReadBatch | None = None
         self._unused: set[RankLoader] = set()
         self._is_warned = self._is_count_reported = False
 
@@ -80,12 +80,12 @@ class Reading:
         if not self.is_evaluation:  # an evaluation batch does not end a training pass
             self.trained = loader
             self._unused.add(loader)
-            self._line_up(ReadBatch(loader, given))
+            self._enqueue(ReadBatch(loader, given))
             self.num_batches += 1
 
-    def _line_up(self, batch: ReadBatch) -> None:
+    def _enqueue(self, batch: ReadBatch) -> None:
         """Append a batch to the queue of batches that wait for a backward."""
-        self._leave_out()
+        self._drop_released()
         if self._ahead:
             before = self._ahead[-1]
             if before.loader is not batch.loader:
@@ -96,7 +96,7 @@ class Reading:
                 self._ahead.clear()  # they were a peek, or a pass that was left early
         self._ahead.append(batch)
 
-    def _leave_out(self) -> None:
+    def _drop_released(self) -> None:
         """Remove the oldest batches that the script has dropped before a backward used them.
 
         The newest batch stays even if it was dropped, because the script may have converted it.
@@ -107,19 +107,19 @@ class Reading:
     @property
     def current(self) -> ReadBatch | None:
         """Batch of the current forward or backward: the oldest waiting, else the last used."""
-        self._leave_out()
+        self._drop_released()
         return self._ahead[0] if self._ahead else self._used
 
     @property
     def num_ahead(self) -> int:
         """Number of batches that wait for a backward, including the current one."""
-        self._leave_out()
+        self._drop_released()
         return len(self._ahead)
 
     @property
     def seen(self) -> str:
         """Last compared batch of the training stream, see `RankLoader.seen`."""
-        return "" if self.trained is None else self.trained.seen
+        return "" if self.trained is None else self.trained.stream_digest
 
     def check_stream(self, is_same: bool) -> None:
         """Warn once if the ranks have seen different batches of a stream (not `is_same`)."""
@@ -163,7 +163,7 @@ class Reading:
         Raises:
             ScriptError: the batch belongs to a new pass, but the step started in the pass before.
         """
-        batch, begun = self.current, self._open
+        batch, begun = self.current, self._step_start
         if batch is None or not self._ahead:
             return False
         if begun is not None and begun.loader is batch.loader and begun.number != batch.number:
@@ -183,11 +183,11 @@ class Reading:
         self._used = self.current
         if self._ahead:
             self._ahead.popleft()
-        self._open = None if is_step_end else self._open or self._used
+        self._step_start = None if is_step_end else self._step_start or self._used
 
     def forget(self) -> None:
         """Record that the current step was abandoned."""
-        self._open = None
+        self._step_start = None
 
     def position(self, steps_done: int) -> MaskPosition | None:
         """Return the mask position of the current forward; None if no prepared loader is read."""
@@ -195,7 +195,7 @@ class Reading:
         return None if batch is None else MaskPosition(steps_done, batch.rows, batch.calls)
 
 
-class OwnRows:
+class UnreducedResultsWatch:
     """Detects passes whose results a script uses without a sum over the ranks.
 
         for x, y in held_back:                             this rank's rows

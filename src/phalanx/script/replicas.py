@@ -1,9 +1,11 @@
 """Check that the ranks of a script still train the same model, and name the first difference.
 
-    first `ALWAYS` backwards    counts and settings, as checksums in the all-reduce of the loss
-    later backwards             the same, as often as half of `SHARE` of the run time allows
-    between steps               bits of the weights, as often as the other half of `SHARE` allows
-    save, state_dict, an evaluation, the end of the script      all of these
+    first backwards (`NUM_ALWAYS_CHECKED`)  counts and settings: checksums in the loss's all-reduce
+    later backwards                         the same, as often as half of the time budget allows
+    between steps                           bits of the weights, as often as the other half allows
+    save, state_dict, evaluation, exit      all of these
+
+The time budget is `MAX_CHECK_FRACTION` of the run time.
 
 Ranks that hold the same shard of a parameter hold replicas of it. They apply the same gradient, so
 replicas stay bitwise equal, and a checksum of their bits shows a difference (`bits_of`).
@@ -34,20 +36,20 @@ from phalanx.script.drift import (
     STEPS,
     WORD_BITS,
     Digest,
-    Facts,
-    are_alike,
+    RankState,
     bits_of,
     first_difference,
+    sums_show_equal,
     with_squares,
     words_of,
     words_of_tensors,
 )
 from phalanx.train.clip import sharded_axes
 
-SHARE: Final = 0.003
+MAX_CHECK_FRACTION: Final = 0.003
 """Largest fraction of run time that comparing replicas may take, without the all-reduce."""
 
-ALWAYS: Final = 20
+NUM_ALWAYS_CHECKED: Final = 20
 """Number of first backwards that all compare counts and settings; most mistakes show there."""
 
 _SEEN: Final = 2 * 3
@@ -58,14 +60,14 @@ _NUM_FLAGS: Final = 3
 
 
 class Budget:
-    """Time budget of one kind of comparison: half of `SHARE` of the run time."""
+    """Time budget of one kind of comparison: half of `MAX_CHECK_FRACTION` of the run time."""
 
     def __init__(self) -> None:
         self._spent_s = self._last_s = 0.0
 
     def allows(self, run_s: float) -> bool:
         """Return whether one more comparison fits into the budget after `run_s` seconds."""
-        return self._spent_s + self._last_s <= SHARE / 2 * run_s
+        return self._spent_s + self._last_s <= MAX_CHECK_FRACTION / 2 * run_s
 
     def spend(self, seconds: float) -> None:
         """Record the duration of a comparison."""
@@ -73,7 +75,7 @@ class Budget:
         self._spent_s += seconds
 
 
-class OnHost:
+class AsyncHostCopy:
     """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -90,7 +92,7 @@ class OnHost:
         return self._copy.tolist()
 
 
-class _Held(NamedTuple):
+class _ReplicatedTensor(NamedTuple):
     """A tensor, the axes along which ranks hold replicas of it, and the name of its shard."""
 
     tensor: Tensor
@@ -99,11 +101,11 @@ class _Held(NamedTuple):
 
 
 class Replicas:
-    """Compares the state that must be equal on all ranks of a job, see `Facts`.
+    """Compares the state that must be equal on all ranks of a job, see `RankState`.
 
     Attributes:
         is_checked: whether `check` has run since the current step began.
-        gradient_writes: see `Facts`; counted by `UserStep`.
+        gradient_writes: see `RankState`; counted by `UserStep`.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Replicas:
         self._clips: tuple[int, str] = 0, ""
         self._counts: dict[str, int] = {}
         self._settings: dict[str, str] = {}
-        self._found: OnHost | None = None
+        self._found: AsyncHostCopy | None = None
         self._apart = torch.zeros((), dtype=torch.float64, device=comm.device)
         self._began_s: float | None = None
         self._num_backwards = self._num_numbers = 0
@@ -131,7 +133,7 @@ class Replicas:
         self._first_version = self._version = self._versions()
         self._addresses = self._addresses_now()
 
-    def judge(self, call: str = "backward") -> bool:
+    def check_last_step(self, call: str = "backward") -> bool:
         """Refuse differences that the last step found; compare weights if the budget allows.
 
         Returns:
@@ -143,10 +145,10 @@ class Replicas:
         found = self._found.tolist()  # from the previous step
         numbers, (apart, num_words, num_weights) = found[:-_NUM_FLAGS], found[-_NUM_FLAGS:]
         words, seen = numbers[:-_SEEN], numbers[-_SEEN:]
-        if apart or not are_alike(words, self._size):
+        if apart or not sums_show_equal(words, self._size):
             if not self._has_words:
                 self._take_settings(self._counts)
-            self._name(call)
+            self._raise_difference(call)
         self._has_words = num_words == self._size
         if num_weights == self._size:
             began_s = self._now()
@@ -155,7 +157,7 @@ class Replicas:
             self._of_weights.spend(self._now() - began_s)
         else:
             self._apart = torch.zeros_like(self._apart)
-        return are_alike(seen, self._size)
+        return sums_show_equal(seen, self._size)
 
     def words(self, counts: Mapping[str, int], seen: str = "") -> Tensor:
         """Return the values that a backward's all-reduce must sum over the job; float64."""
@@ -167,7 +169,7 @@ class Replicas:
         run_s = now_s - self._began_s
         flags = [
             0.0,
-            self._num_backwards < ALWAYS or self._of_words.allows(run_s),
+            self._num_backwards < NUM_ALWAYS_CHECKED or self._of_words.allows(run_s),
             self._of_weights.allows(run_s),
         ]
         if self._has_words:
@@ -188,10 +190,10 @@ class Replicas:
             self._of_words.spend(time.perf_counter() - now_s)
         return sent
 
-    def take(self, found: Tensor) -> None:
+    def store_sums(self, found: Tensor) -> None:
         """Store the sum of `words` over the data ranks, after an all-reduce over tp."""
         if self._size > 1:
-            self._found = OnHost(self._comm.all_reduce(found, "tp"))
+            self._found = AsyncHostCopy(self._comm.all_reduce(found, "tp"))
 
     def check(self, call: str, steps_done: int) -> None:
         """Compare counts, settings, weights and states now; every rank calls this together."""
@@ -199,12 +201,12 @@ class Replicas:
             return
         self._take_settings({**self._counts, STEPS: steps_done})
         words = self._apart.new_tensor(words_of(repr((self._settings, self._counts))))
-        apart = self._spread(words, tuple(self._comm.axes)) | self._spread_of(
+        apart = self._words_differ(words, tuple(self._comm.axes)) | self._spread_of(
             self._weights | self._states()
         )
         apart = self._comm.all_reduce(apart.to(torch.uint8), "job", "max")
         if bool(apart):
-            self._name(call)
+            self._raise_difference(call)
         self.is_checked = True
 
     def check_end(self, where: str, name: str, steps_done: int) -> None:
@@ -219,7 +221,7 @@ class Replicas:
             here = {name: each for name, each in weights.items() if each.place == place}
             mine = replace(facts, weights=here)
             key = f"phalanx/{where}/{name}/{place}"
-            theirs = Facts.of_text(store.compare_set(key, "", mine.to_text()).decode())
+            theirs = RankState.of_text(store.compare_set(key, "", mine.to_text()).decode())
             if not (here and theirs.weights):  # weights were written after the last step
                 mine, theirs = (replace(each, weights={}, states={}) for each in (mine, theirs))
             if (found := first_difference([theirs, mine])) is not None:
@@ -262,7 +264,7 @@ class Replicas:
         if self._clips[0]:
             self._settings["the arguments of run.clip"] = self._clips[1]
 
-    def _states(self) -> dict[str, _Held]:
+    def _states(self) -> dict[str, _ReplicatedTensor]:
         """Return the state tensors of the optimizers, by key and parameter name."""
         return {
             f"{key} of {name}": weight._replace(tensor=value.to(self._comm.device))
@@ -274,7 +276,7 @@ class Replicas:
         }
 
     @torch.no_grad()
-    def _spread_of(self, tensors: Mapping[str, _Held]) -> Tensor:
+    def _spread_of(self, tensors: Mapping[str, _ReplicatedTensor]) -> Tensor:
         """Return whether this rank's tensors differ from their replicas; bool, 0-d."""
         alike: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         for held in tensors.values():
@@ -282,10 +284,10 @@ class Replicas:
         apart = torch.zeros((), dtype=torch.bool, device=self._comm.device)
         for axes, shards in sorted(alike.items()):
             if self._num_replicas(axes) > 1:
-                apart = apart | self._spread(words_of_tensors(shards), axes)
+                apart = apart | self._words_differ(words_of_tensors(shards), axes)
         return apart
 
-    def _spread(self, words: Tensor, axes: Sequence[str]) -> Tensor:
+    def _words_differ(self, words: Tensor, axes: Sequence[str]) -> Tensor:
         """Return whether ranks along `axes` have different words; bool, 0-d."""
         sums = torch.cat([words, words**2])
         for axis in axes:
@@ -296,8 +298,8 @@ class Replicas:
     def _num_replicas(self, axes: Sequence[str]) -> int:
         return math.prod(self._comm.axes[axis] for axis in axes)
 
-    def _facts(self) -> Facts:
-        return Facts(
+    def _facts(self) -> RankState:
+        return RankState(
             self._comm.rank,
             self._counts,
             self._settings,
@@ -307,7 +309,7 @@ class Replicas:
             self._version - self._first_version,
         )
 
-    def _name(self, call: str) -> None:
+    def _raise_difference(self, call: str) -> None:
         """Raise the first difference, or warn if it is rounding; every rank calls this together."""
         ranks = gather_objects(self._facts())
         found = first_difference(ranks)
@@ -346,15 +348,15 @@ class Replicas:
         return bool(self._comm.all_reduce(worst, "job", "max") <= 4)
 
 
-def _held(tensor: Tensor, parameter: nn.Parameter, comm: Comm) -> _Held:
+def _held(tensor: Tensor, parameter: nn.Parameter, comm: Comm) -> _ReplicatedTensor:
     split = sharded_axes(parameter) if isinstance(parameter, DTensor) else ()
     over = {member for axis in split for member in comm.axes_of(axis)}
     axes = tuple(axis for axis in comm.axes if axis not in over)
     place = ",".join(f"{axis}={comm.coord(axis)}" for axis in comm.axes if axis in over)
-    return _Held(tensor, axes, place)
+    return _ReplicatedTensor(tensor, axes, place)
 
 
-def _digest(held: _Held) -> Digest:
+def _digest(held: _ReplicatedTensor) -> Digest:
     shard = local_shard(held.tensor.detach())
     numbers = shard.real if shard.is_complex() else shard
     return Digest(held.place, int(bits_of(shard)), float(numbers.double().sum()))

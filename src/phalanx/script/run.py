@@ -77,7 +77,7 @@ class Run:
     @property
     def is_step_end(self) -> bool:
         """Whether the gradients of the step are complete, so that optimizers may step."""
-        return self._prepared.state is State.WHOLE
+        return self._prepared.state is State.REDUCED
 
     @property
     def should_stop(self) -> bool:
@@ -156,7 +156,7 @@ class Run:
             PhalanxError: the step is not complete, or an argument is not a number above 0.
         """
         check_arguments("clip", max_norm=max_norm, p=p)
-        return self._prepared.need("clip")[1].clip(max_norm, p)
+        return self._prepared.require_model("clip")[1].clip(max_norm, p)
 
     def sum(self, value: float | Tensor) -> Tensor:
         """Return the sum of `value` over the ranks with different samples; all ranks call this.
@@ -225,7 +225,7 @@ class Run:
         Raises:
             ScriptError: no model is prepared, or replicas differ.
         """
-        model = self._prepared.need("state_dict")[0]
+        model = self._prepared.require_model("state_dict")[0]
         self._prepared.check_replicas("state_dict")
         return whole_state(model)
 
@@ -240,7 +240,7 @@ class Run:
             ScriptError: the weights are not of this model.
             CheckpointError: there is no such checkpoint, or it is from another model.
         """
-        load_whole(self._prepared.need("load_state_dict")[0], state, self.comm)
+        load_whole(self._prepared.require_model("load_state_dict")[0], state, self.comm)
 
     def average(self, decay: float | None = 0.999, *, name: str = "average") -> WeightAverage:
         """Return an average of the weights, which `save` and `resume` include under `name`.

@@ -34,7 +34,7 @@ class Saves:
         prepared = self._prepared
         prepared.own_rows.warn()
         check_arguments("save", keep=keep)
-        (model, step), wanted = prepared.need("save"), _folder_of("save", folder)
+        (model, step), wanted = prepared.require_model("save"), _folder_of("save", folder)
         # First, because later checks use collectives that a rank which skipped a step may not call.
         prepared.check_replicas("save")
         step.refuse_unused()
@@ -60,7 +60,7 @@ class Saves:
     def resume(self, folder: str | Path) -> bool:
         """Load the latest checkpoint in a folder, see `Run.resume`."""
         prepared = self._prepared
-        model, step = prepared.need("resume")
+        model, step = prepared.require_model("resume")
         found = checkpoint.load(_folder_of("resume", folder), self._loop(model))
         self.registered.is_closed = True
         if found is None:
@@ -74,14 +74,14 @@ class Saves:
         self._show(f"resumes from {where}, after step {step.steps_done}")
         return True
 
-    def _loop(self, model: nn.Module) -> checkpoint.Loop:
+    def _loop(self, model: nn.Module) -> checkpoint.LoopObjects:
         """Return the objects to save; register the extra state of the model's modules once."""
         if not self._is_extra_known:
             self._is_extra_known = True
             self.registered.add_extra_state(model)
         made = self._prepared
         fitted = (made.optimizers, made.schedulers, made.loaders, made.generator)
-        return checkpoint.Loop(model, *fitted, self.registered)
+        return checkpoint.LoopObjects(model, *fitted, self.registered)
 
 
 def _note_position(folder: Path, where: Path) -> None:

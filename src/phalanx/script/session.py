@@ -27,7 +27,7 @@ from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
 from phalanx.parallel.compression.chosen import compress
-from phalanx.parallel.dropout import MaskPosition, Masks, naming_draws
+from phalanx.parallel.dropout import MaskPosition, Masks, warning_of_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script import checkpoint
 from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
@@ -35,12 +35,12 @@ from phalanx.script.checks import check_model, check_same_job, optimizer_of, sch
 from phalanx.script.counting import counted_of, planned_of
 from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader
-from phalanx.script.loss import Sums
+from phalanx.script.loss import CheckedObjective
 from phalanx.script.microbatches import Microbatches, words_of_few
 from phalanx.script.order import JobGenerator
 from phalanx.strategy import Strategy
-from phalanx.train.best import Best
-from phalanx.train.callback import Called, Extras
+from phalanx.train.best import BestTracker
+from phalanx.train.callback import CallbackRunner, Callbacks
 from phalanx.train.job.run_folder import check_unused
 from phalanx.train.loop import Stopped, train
 from phalanx.train.notice import announce
@@ -89,7 +89,7 @@ class ModuleSession(Session):
         self.trainer, self.strategy, self.config = trainer, strategy, options
         self.unit = trainer.unit
         self._command, self._choice, self._is_resumed = command, choice, options.resume
-        self.best, self.log = Best.of(options), trainer.log
+        self.best, self.log = BestTracker.of(options), trainer.log
         self.precision = ModulePrecision(options)
         self.saver = Saver(
             self.out,
@@ -140,11 +140,11 @@ class ModuleSession(Session):
         self._calls: dict[int, dict[str, int]] = {}
         self._is_begun = False
         self.step = self._step_of(model, runner)
-        self.called = Called(Extras(trainer.callbacks, trainer.log), model)
+        self.called = CallbackRunner(Callbacks(trainer.callbacks, trainer.log), model)
         self.called.registered.add_extra_state(model, is_whole=self.strategy.pp.degree == 1)
         schedulers = [] if self.scheduler is None else [self.scheduler]
         fitted = ([self.optimizer], schedulers, [self.loader], self.generator)
-        self._loop = checkpoint.Loop(model, *fitted, self.called.registered)
+        self._loop = checkpoint.LoopObjects(model, *fitted, self.called.registered)
         if self._is_resumed:
             self._resume()
         else:
@@ -156,7 +156,7 @@ class ModuleSession(Session):
     def _step_of(self, model: nn.Module, runner: Runner) -> Step:
         how = (self.config.compress, self.strategy, self.config.precision)
         announce(compress(runner.reducer, *how, is_resumed=self._is_resumed))
-        objective = Sums(
+        objective = CheckedObjective(
             self.trainer.objective,
             has_stages=self.comm.size("pp") > 1,
             autocast=self.precision.autocast,
@@ -199,7 +199,7 @@ class ModuleSession(Session):
         if self._is_begun or self.config.compile:  # draws of compiled modules are invisible
             yield
             return
-        with naming_draws(self.step.model) as phase, self.step.watched(phase):
+        with warning_of_draws(self.step.model) as phase, self.step.watched(phase):
             yield
 
     @override

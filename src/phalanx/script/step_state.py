@@ -19,7 +19,7 @@ class State(enum.Enum):
 
     IDLE = "of none: no backward has begun a step"
     ACCUMULATING = "of some microbatches of a step, and not added up over the ranks yet"
-    WHOLE = "of a whole global batch"
+    REDUCED = "of a whole global batch"
 
 
 class StepState:
@@ -55,7 +55,7 @@ class StepState:
 
     def complete(self) -> None:
         """Record that the gradients of the step are complete and reduced."""
-        self.num_backwards, self.state = 0, State.WHOLE
+        self.num_backwards, self.state = 0, State.REDUCED
 
     def reset(self) -> None:
         """Abandon the current step; the next backward starts a new step."""
@@ -68,7 +68,7 @@ class StepState:
 
     def refuse_clip(self) -> None:
         """Refuse to clip unless the gradients are WHOLE."""
-        if self.state is not State.WHOLE:
+        if self.state is not State.REDUCED:
             raise ScriptError(
                 "clip: there are no gradients of a whole step; call it after the last run.backward "
                 "of a step and before optimizer.step()"
@@ -76,7 +76,7 @@ class StepState:
 
     def refuse_save(self, *, is_skipped: bool) -> None:
         """Refuse a save that would lose gradients, because checkpoints do not store them."""
-        is_unused = self.state is State.WHOLE and not self.is_used and not is_skipped
+        is_unused = self.state is State.REDUCED and not self.is_used and not is_skipped
         if self.state is State.ACCUMULATING or is_unused:
             raise ScriptError(
                 "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
@@ -85,7 +85,7 @@ class StepState:
 
     def refuse_step(self, optimizer: object, *, has_gradients: bool) -> None:
         """Refuse an optimizer's step unless its gradients are new and of the global batch."""
-        is_due = self.state is State.WHOLE and id(optimizer) not in self._stepped
+        is_due = self.state is State.REDUCED and id(optimizer) not in self._stepped
         if self.state is State.ACCUMULATING:
             raise ScriptError(
                 f"optimizer.step() after {self.num_backwards} of {self._accumulation} calls of "
@@ -97,7 +97,7 @@ class StepState:
                 "optimizer.step() without a gradient: zero_grad() came between run.backward "
                 "and the step; call it after the step, or before run.backward"
             )
-        if not is_due and (self.state is State.WHOLE or not has_gradients):
+        if not is_due and (self.state is State.REDUCED or not has_gradients):
             raise ScriptError(
                 "optimizer.step() without a run.backward since its last step; call "
                 "run.backward(loss_sum, count) before it"

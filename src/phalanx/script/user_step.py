@@ -21,14 +21,14 @@ from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
-from phalanx.script.as_prepared import AsPrepared, MadeGradients, warn_of_buffers
+from phalanx.script.as_prepared import PreparedModelCheck, RecordedGradients, warn_of_buffers
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import AHEAD, BATCHES, STEPS
-from phalanx.script.hooks import WholeHooks
+from phalanx.script.hooks import ReducedGradientHooks
 from phalanx.script.loss import check_sum
 from phalanx.script.mean_loss import MeanLoss
 from phalanx.script.optimizer import warn_of_state
-from phalanx.script.reading import Reading
+from phalanx.script.reading import BatchTracker
 from phalanx.script.replicas import Replicas
 from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
@@ -50,7 +50,7 @@ class UserStep(StepState):
         runner: Runner,
         comm: Comm,
         accumulation: int,
-        reading: Reading,
+        reading: BatchTracker,
         optimizers: Sequence[torch.optim.Optimizer],
         name: str,
     ) -> None:
@@ -60,15 +60,15 @@ class UserStep(StepState):
         self._comm = comm
         self._reading = reading
         self.parameters = dict(model.named_parameters())
-        self._as_prepared = AsPrepared(model, self.parameters, self._reducer)
+        self._as_prepared = PreparedModelCheck(model, self.parameters, self._reducer)
         self._name = name
         self.draw_watch = DrawWatch(comm, lambda: 0)
         self.replicas = Replicas(comm, self.parameters, optimizers)
-        self._hooks = WholeHooks(self.parameters, comm)
+        self._hooks = ReducedGradientHooks(self.parameters, comm)
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
         self._num_begun = 0
-        self._made = MadeGradients()
+        self._made = RecordedGradients()
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
         """Compute and reduce the gradients of the global batch's loss, see `Run.backward`."""
@@ -95,7 +95,7 @@ class UserStep(StepState):
         except BaseException as error:  # a script may catch it, and repeat the step
             self.reset()
             if reducer is not None and isinstance(error, Exception):
-                reducer.abandon()
+                reducer.reset_step()
             self._clear()
             raise
         self._reading.use(is_last)
@@ -130,7 +130,7 @@ class UserStep(StepState):
     def refuse_unused(self) -> None:
         """Refuse a save with unused gradients, or with parameters replaced after `prepare`."""
         self._as_prepared.check("save")
-        is_open = self.state is State.WHOLE and not self.is_used
+        is_open = self.state is State.REDUCED and not self.is_used
         self.refuse_save(is_skipped=is_open and not self._is_finite())
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
@@ -164,7 +164,7 @@ class UserStep(StepState):
 
     def _begin(self, loss: Tensor) -> None:
         """Start a step: make the checks between steps, and clear the old gradients."""
-        self._reading.check_stream(self.replicas.judge())
+        self._reading.check_stream(self.replicas.check_last_step())
         if self.steps_done < 2 and self._reading.trained is None:
             self._check_own_batches(float(loss))
         self._as_prepared.check("backward")
@@ -195,7 +195,7 @@ class UserStep(StepState):
         found[0] = torch.where(found[1] > 0, loss.double(), 0.0)
         self._comm.all_reduce(found, "data")
         self._totals += found[:2]
-        self.replicas.take(found[2:])
+        self.replicas.store_sums(found[2:])
         return found[:2]
 
     def _own_counts(self, count: float | Tensor) -> tuple[float | Tensor, ...]:
@@ -234,8 +234,8 @@ class UserStep(StepState):
         """Refuse to clear gradients that no optimizer step has used."""
         left = self.gradients()
         if self.is_used:
-            left = self._made.others(left)
-        elif left and self.state is State.WHOLE and not self._is_finite():
+            left = self._made.unrecorded(left)
+        elif left and self.state is State.REDUCED and not self._is_finite():
             return
         if any(bool(local_shard(gradient).any()) for gradient in left):
             raise ScriptError(

@@ -87,7 +87,7 @@ def _load_checkpoint(folder: Path, model: nn.Module) -> None:
     def find() -> Path:
         if (folder / manifest.NAME).exists():
             return folder
-        if found := manifest.whole(folder):
+        if found := manifest.complete_checkpoints(folder):
             return found[max(found)]
         raise CheckpointError(f"no whole checkpoint is in {folder}")
 
@@ -122,7 +122,7 @@ def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
     return None
 
 
-def of_shards(error: BaseException) -> ScriptError | None:
+def explain_shard_error(error: BaseException) -> ScriptError | None:
     """Return a ScriptError for torch's error on mixing shards and tensors; None for others."""
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None

@@ -26,7 +26,7 @@ BEAT_S: Final = 0.5
 """Interval between heartbeats of a member of the job, in seconds."""
 
 
-class Beats:
+class HeartbeatThread:
     """A thread that sends one message every `BEAT_S`."""
 
     def __init__(

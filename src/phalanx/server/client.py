@@ -16,7 +16,7 @@ from phalanx.server.placed_weights import PlacedWeights
 from phalanx.server.placement import CHUNK_BYTES
 from phalanx.server.requests import Requests
 from phalanx.server.role import Settings
-from phalanx.server.shared import SharedView, deal
+from phalanx.server.shared import SharedView, copy_concatenated
 from phalanx.server.wire import MOST_FRAME_BYTES
 
 
@@ -149,7 +149,7 @@ class Client(Requests):
             sent = iter(reply.tensors)
             for size, each in zip(self.placed.sizes(shard), parts[shard], strict=False):
                 if reply.tensors:
-                    deal(list(islice(sent, num_frames(size, self._dtype))), each)
+                    copy_concatenated(list(islice(sent, num_frames(size, self._dtype))), each)
         return min(int(reply["version"]) for reply in replies.values())
 
     def pull_rows(self, table: int, rows: Tensor, target: Tensor, needed: int) -> None:
@@ -165,7 +165,7 @@ class Client(Requests):
         self.sent_bytes += rows.nbytes
         for shard, reply in replies.items():
             if reply.tensors:
-                deal(reply.tensors, [found[shard].view(-1)])
+                copy_concatenated(reply.tensors, [found[shard].view(-1)])
             target[rows[dealt[shard][0]]] = found[shard]
 
     def _pulled(
@@ -212,10 +212,10 @@ class Client(Requests):
             if reply["num_kept"] == due:
                 targets += [(g, flat) for g, each in enumerate(flats) for flat in each[1:]]
             for sent, (group, target) in zip(reply.tensors, targets, strict=False):
-                deal([sent], self.placed.pieces(shard, group, target))
+                copy_concatenated([sent], self.placed.pieces(shard, group, target))
         return min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
 
-    def lend(self, clock: int, flats: Sequence[Tensor]) -> None:
+    def upload_state(self, clock: int, flats: Sequence[Tensor]) -> None:
         """Upload this worker's state, equally many flats per group, for a checkpoint at `clock`."""
         num = len(flats) // len(self.placed.numels)
         requests: dict[int, WireMessage] = {}
@@ -225,8 +225,8 @@ class Client(Requests):
             requests[shard] = WireMessage("lend", fields, tensors)
         self.ask(requests)
 
-    def lent(self, clock: int) -> list[list[Tensor]]:
-        """Wait until all workers have called `lend` for `clock`; return the tensors of each."""
+    def download_states(self, clock: int) -> list[list[Tensor]]:
+        """Return the tensors of each worker, once all have called `upload_state` for `clock`."""
         asked = WireMessage("lent", {"clock": clock})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
         size = len(replies[0].tensors) // self.consistency.num_slots
@@ -236,7 +236,9 @@ class Client(Requests):
             found.append([torch.empty(self.placed.numels[g], dtype=self._dtype) for g in groups])
             for shard, reply in replies.items():
                 for at, (group, flat) in enumerate(zip(groups, found[-1], strict=True)):
-                    deal([reply.tensors[slot * size + at]], self.placed.pieces(shard, group, flat))
+                    copy_concatenated(
+                        [reply.tensors[slot * size + at]], self.placed.pieces(shard, group, flat)
+                    )
         return found
 
     def gradient(self, flats: Sequence[Tensor], needed: int) -> None:
@@ -248,7 +250,7 @@ class Client(Requests):
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked))
         for shard, reply in replies.items():
             for flat, parts in zip(reply.tensors, self.placed.parts(shard, flats), strict=True):
-                deal([flat], parts)
+                copy_concatenated([flat], parts)
 
     def ages(self) -> dict[int, int]:
         """Return staleness in versions -> number of gradients applied, summed over all servers."""

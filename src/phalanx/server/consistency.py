@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-OPEN: Final = ("async", "quorum")
+ASYNCHRONOUS: Final = ("async", "quorum")
 """The asynchronous kinds: an update takes the gradients that have arrived, of any iteration."""
 
 
@@ -46,9 +46,9 @@ class Consistency:
         return cls(**fields)
 
     @property
-    def is_open(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether the kind is asynchronous: no update is tied to an iteration."""
-        return self.kind in OPEN
+        return self.kind in ASYNCHRONOUS
 
     @property
     def staleness(self) -> int:
@@ -62,14 +62,14 @@ class Consistency:
 
     def needs(self, clock: int) -> int:
         """Return the minimum version of the weights for a task of `clock`."""
-        return 0 if self.is_open else max(0, clock - self.staleness)
+        return 0 if self.is_asynchronous else max(0, clock - self.staleness)
 
     def is_due(self, num_tasks: int, waited_s: float, num_workers: int) -> bool:
         """Return whether `num_tasks` pushed tasks, the first `waited_s` ago, complete an update.
 
         An update that belongs to a clock needs all tasks of the clock, whichever workers are live.
         """
-        if not self.is_open:
+        if not self.is_asynchronous:
             return num_tasks == self.num_slots
         quorum = 1 if self.kind == "async" else min(self.option, max(1, num_workers))
         return num_tasks >= self.num_slots or (num_tasks >= quorum and waited_s >= self.grace_s)

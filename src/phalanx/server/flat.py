@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.server.rule import KEPT
+from phalanx.server.rule import STATE_NAMES
 
 
 class FlatParameters:
@@ -25,7 +25,7 @@ class FlatParameters:
         self, optimizer: torch.optim.Optimizer, rule: str, tables: Collection[nn.Parameter] = ()
     ) -> None:
         """Move the parameters of an optimizer of kind `rule`, except tables, to flat tensors."""
-        self.names, self._has_steps = KEPT[rule], rule == "adamw"
+        self.names, self._has_steps = STATE_NAMES[rule], rule == "adamw"
         self.groups: list[list[nn.Parameter]] = []
         self.decays: list[float] = []
         left = set(tables)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from phalanx.server.beats import BEAT_S, Beats
+from phalanx.server.beats import BEAT_S, HeartbeatThread
 from phalanx.server.coordinator import PROTOCOL
 from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
@@ -58,7 +58,7 @@ class Backup:
     )
 
 
-class HeldShards(Member):
+class ReplicatedShards(Member):
     """A member that stores shards as a primary or as a backup.
 
     Attributes:
@@ -84,7 +84,7 @@ class HeldShards(Member):
     @override
     def run(self, stop: threading.Event | None = None) -> None:
         alive = WireMessage("alive", {"name": self.name, "incarnation": self.incarnation})
-        beats = Beats(self.secret, self.log, alive, self._beats_to)
+        beats = HeartbeatThread(self.secret, self.log, alive, self._beats_to)
         try:
             super().run(stop)
         finally:
@@ -211,10 +211,10 @@ class HeldShards(Member):
         super().hear(link, message)
         for number, backup in self._backups.items():
             if backup.link is link:
-                self._take_word(number, backup, message)
+                self._handle_backup_report(number, backup, message)
                 return
 
-    def _take_word(self, number: int, backup: Backup, message: WireMessage) -> None:
+    def _handle_backup_report(self, number: int, backup: Backup, message: WireMessage) -> None:
         """Handle a backup's report on its copy: drop acknowledged operations, resend lost ones."""
         index = int(message.fields.get("index", -1))
         is_behind = message.kind == "at" and index < message["sent"]
@@ -231,7 +231,7 @@ class HeldShards(Member):
                 for each in [each for each in backup.sent if each <= message["sent"]]:
                     backup.link.send(backup.sent[each])
 
-    def back(self, peer: bytes, message: WireMessage) -> None:
+    def handle_replication(self, peer: bytes, message: WireMessage) -> None:
         """Handle a primary's copy, operation or query, unless the primary has been replaced."""
         number, epoch = int(message["shard"]), int(message["epoch"])
         is_old = epoch < self._synced.get(number, 0)
@@ -278,5 +278,5 @@ def perform(shard: Shard, op: str, fields: Settings, tensors: Any) -> None:
     elif op == "lend":
         shard.lent[int(fields["slot"])] = list(tensors)
     else:
-        shard.close_open()
+        shard.apply_asynchronous()
     shard.index += 1

@@ -22,7 +22,7 @@ import zmq
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
 from phalanx.server.address import check_address
-from phalanx.server.beats import Beats
+from phalanx.server.beats import HeartbeatThread
 from phalanx.server.consistency import Consistency
 from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
@@ -41,7 +41,7 @@ LATE_S: Final = 20.0
 """Time a worker waits for other workers before it reports their names, in seconds; it doubles with
 each report."""
 
-ALONE_S: Final = 5 * LEASE_S
+UNREPLICATED_LOSS_S: Final = 5 * LEASE_S
 """Time a server without a backup may be lost before the job ends, in seconds; the server may come
 back, because it was stopped or disconnected."""
 
@@ -108,11 +108,11 @@ def holder(known: Settings, shard: int) -> str:
     return known["addresses"].get(known["holders"][shard][0], "")
 
 
-def _look_after(shard: int, known: Settings, gone_s: dict[int, float], now_s: float) -> None:
-    """Raise an error if a shard's primary has been lost, without a backup, for `ALONE_S`."""
+def _check_lost(shard: int, known: Settings, gone_s: dict[int, float], now_s: float) -> None:
+    """Raise an error if a shard without a backup has had no primary for UNREPLICATED_LOSS_S."""
     if known["holders"][shard][0] in known["addresses"]:
         gone_s.pop(shard, None)
-    elif now_s - gone_s.setdefault(shard, now_s) > ALONE_S:
+    elif now_s - gone_s.setdefault(shard, now_s) > UNREPLICATED_LOSS_S:
         raise lost(known, shard)
 
 
@@ -148,7 +148,7 @@ class Requests:
         self._own = {
             "worker": worker,
             "tasks": [consistency.num_slots, *tasks],
-            "is_open": consistency.is_open,
+            "is_open": consistency.is_asynchronous,
         }
         self._clock = LoopClock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -170,7 +170,7 @@ class Requests:
             raise
         beat = WireMessage("beat", self._own)
         self._stop_signal, self._is_leaving = 0, False
-        self._beats = Beats(
+        self._beats = HeartbeatThread(
             meeting.secret, report, beat, lambda: self.map["scheduler"], self._hear_of_stop
         )
 
@@ -192,7 +192,7 @@ class Requests:
         asked = WireMessage(kind, {**self._own, **fields})
         reply = self.ask({SCHEDULER: asked})[SCHEDULER]
         before, self.num_live = self.num_live, int(reply["num_live"])
-        if self.num_live != before and self.consistency.is_open:
+        if self.num_live != before and self.consistency.is_asynchronous:
             live = WireMessage("live", {"num_live": self.num_live})
             self.ask(dict.fromkeys(range(self.num_shards), live))
         return reply
@@ -249,8 +249,8 @@ class Requests:
         while waiting:
             self._hear()
             for number in [number for number in waiting if number in self._inbox]:
-                self._judge(number, waiting, found)
-            self._urge(waiting)
+                self._process_answer(number, waiting, found)
+            self._retry_unanswered(waiting)
             if idle is not None and waiting:
                 idle()
             if self._clock.now_s - begin_s > patience_s and _are_of_others(waiting.values()):
@@ -268,7 +268,7 @@ class Requests:
         if self._stop_signal and not self._is_leaving:
             raise JobStopped(self._stop_signal)
 
-    def _judge(
+    def _process_answer(
         self, number: int, waiting: dict[int, _Asked], found: dict[int, WireMessage]
     ) -> None:
         """Process an answer: store it in `found`, or retry if it is "moved" or "resend"."""
@@ -289,7 +289,7 @@ class Requests:
         found[each.shard] = reply
         self._known.add(each.shard)
 
-    def _urge(self, waiting: dict[int, _Asked]) -> None:
+    def _retry_unanswered(self, waiting: dict[int, _Asked]) -> None:
         """Retry requests that are unanswered for `again_s`, and refresh the map."""
         now_s = time.monotonic()
         for each in waiting.values():
@@ -306,7 +306,7 @@ class Requests:
                         self._send(each)
             for each in waiting.values():
                 if each.shard != SCHEDULER:
-                    _look_after(each.shard, self.map, self._gone_s, self._clock.now_s)
+                    _check_lost(each.shard, self.map, self._gone_s, self._clock.now_s)
 
     def _send(self, each: _Asked) -> None:
         each.sent_s, each.address = time.monotonic(), holder(self.map, each.shard)

@@ -96,11 +96,11 @@ class Role:
         """Run the loop until the job has ended or `stop` is set."""
         try:
             while not self.is_over and not (stop is not None and stop.is_set()):
-                self.turn()
+                self.run_once()
         finally:
             self.close()
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Wait up to a tick for messages, handle all that have arrived, and run `tick` if due."""
         self._poller.poll(round(TICK_S * 1000))
         for peer, message in self.listener.receive():

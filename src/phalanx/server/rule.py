@@ -11,7 +11,7 @@ from typing_extensions import override
 
 Settings = dict[str, Any]
 
-KEPT: Final = {
+STATE_NAMES: Final = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
     "nesterov": ("momentum_buffer",),
@@ -80,14 +80,14 @@ class Optimizers:
         for optimizer, name, parts in zip(self._each, self._names, kept, strict=False):
             if parts:
                 state = optimizer.state[optimizer.param_groups[0]["params"][0]]
-                state.update({k: v.clone() for k, v in zip(KEPT[name], parts, strict=True)})
+                state.update({k: v.clone() for k, v in zip(STATE_NAMES[name], parts, strict=True)})
                 if name == "adamw":
                     state["step"] = torch.tensor(steps)
 
     def kept(self) -> list[list[Tensor]]:
         """Return the state tensors of each weight, in order; an empty list before a first step."""
         pairs = zip(self._names, self._states(), strict=True)
-        return [[state[key] for key in KEPT[name]] if state else [] for name, state in pairs]
+        return [[state[key] for key in STATE_NAMES[name]] if state else [] for name, state in pairs]
 
     @property
     def steps(self) -> float:

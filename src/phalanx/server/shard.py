@@ -38,7 +38,7 @@ def in_order(of_slots: Mapping[int, float]) -> float:
 
 
 @dataclass
-class Pushed:
+class PendingUpdate:
     """The gradients pushed so far for one pending update.
 
     Attributes:
@@ -121,7 +121,7 @@ class Shard:
         self.ages = Counter[int]()
         self.done = {slot: version for slot in range(self.consistency.num_slots)}
         self.ahead = set[tuple[int, int]]()
-        self.open: dict[int, Pushed] = {}
+        self.open: dict[int, PendingUpdate] = {}
         self.lent: dict[int, list[Tensor]] = {}
         self._totals: dict[int, list[float]] = {}
         self.dtype = DTYPES[spec["dtype"]]
@@ -159,9 +159,11 @@ class Shard:
         while (self.done[slot], slot) in self.ahead:
             self.ahead.remove((self.done[slot], slot))
             self.done[slot] += 1
-        update = self.open.setdefault(self.version if self.consistency.is_open else clock, Pushed())
+        update = self.open.setdefault(
+            self.version if self.consistency.is_asynchronous else clock, PendingUpdate()
+        )
         # In an asynchronous update, slots are numbered in the order of arrival.
-        number = len(update.tokens) if self.consistency.is_open else slot
+        number = len(update.tokens) if self.consistency.is_asynchronous else slot
         update.bases[number] = int(fields["base"])
         update.losses[number] = float(fields["loss"])
         update.rates[number] = float(fields.get("rate", 0.0))
@@ -246,7 +248,7 @@ class Shard:
         self.lent.clear()
         return True
 
-    def close_open(self) -> None:
+    def apply_asynchronous(self) -> None:
         """Apply an asynchronous update; with k of N gradients the learning rate times k/N."""
         update = self.open[self.version]
         share = len(update.tokens) / self.consistency.num_slots
@@ -322,7 +324,7 @@ class Shard:
         for number, tokens, bases, losses, rates, num_added, has_total, waiting, due in fields[
             "open"
         ]:
-            update = Pushed(dict(tokens), dict(bases), dict(losses))
+            update = PendingUpdate(dict(tokens), dict(bases), dict(losses))
             update.rates, update.num_added, update.is_save_due = dict(rates), num_added, due
             for total in shard._no_sum() if has_total else ():
                 first = next(parts).clone()

@@ -17,11 +17,11 @@ from typing import Any
 from typing_extensions import override
 
 from phalanx.server.message import WireMessage, in_frames
-from phalanx.server.replica import HeldShards
+from phalanx.server.replica import ReplicatedShards
 from phalanx.server.shard import Shard, split_parts
 
 
-class Server(HeldShards):
+class Server(ReplicatedShards):
     """A server that answers requests for its shards; premature requests are parked."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -33,7 +33,7 @@ class Server(HeldShards):
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
         if message.kind in ("op", "copy", "where"):
-            self.back(peer, message)
+            self.handle_replication(peer, message)
             return
         number, key = int(message["shard"]), (peer, int(message["q"]))
         if not self.is_primary(number):
@@ -166,13 +166,13 @@ class Server(HeldShards):
     def _close_due(self, number: int) -> None:
         """Apply the current asynchronous update if it is complete."""
         shard = self.shards[number]
-        if shard.consistency.is_open and shard.completed(self._num_workers) > shard.version:
+        if shard.consistency.is_asynchronous and shard.completed(self._num_workers) > shard.version:
             self.change(number, "close", {"version": shard.version})
 
     @override
     def tick(self) -> None:
         super().tick()
         for number, shard in self.shards.items():
-            if shard.consistency.is_open and self.is_primary(number):
+            if shard.consistency.is_asynchronous and self.is_primary(number):
                 self._close_due(number)
         self._look_at_parked()

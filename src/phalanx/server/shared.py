@@ -35,7 +35,7 @@ _NUM_TRIES: Final = 8
 IS_POSSIBLE: Final = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def deal(flats: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+def copy_concatenated(flats: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Copy the concatenation of `flats` into the concatenation of `parts`."""
     if parts:
         pieces, sizes = list(flats), [part.numel() for part in parts]
@@ -108,7 +108,7 @@ class SharedView:
 
         def copy() -> None:
             for tensor, parts in zip(self.tensors, targets, strict=False):
-                deal([tensor], parts)
+                copy_concatenated([tensor], parts)
 
         return self._holds_still(copy)
 

@@ -72,7 +72,7 @@ class Table:
         return grad.coalesce()
 
 
-class RowSums:
+class RowAdagradState:
     """The state of row-wise Adagrad for a checkpoint: one number per row of each table.
 
     Attributes:

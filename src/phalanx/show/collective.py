@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx import collectives
 from phalanx.collectives import DEFAULT
 from phalanx.comm.algorithms.catalogue import ROOTED, list_steps
-from phalanx.comm.algorithms.running import Collective, Flat, Passing
+from phalanx.comm.algorithms.running import AllToAllChunks, Collective, FlatChunks
 from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
@@ -214,9 +214,9 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
     given = given_to(collective, rank, num_ranks, root)
     output = torch.full_like(given, NOTHING)
     if collective == "all-to-all":
-        held: Any = Passing(given.view(-1, 1), output.view(-1, 1), rank)
+        held: Any = AllToAllChunks(given.view(-1, 1), output.view(-1, 1), rank)
     else:
-        held = Flat(output.copy_(given), num_ranks)
+        held = FlatChunks(output.copy_(given), num_ranks)
     steps = list_steps(collective, algorithm, num_ranks, root)
     comm = Ranks({"dp": num_ranks})
     cells = [_cells(output)]

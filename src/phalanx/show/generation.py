@@ -119,7 +119,12 @@ def show_paged_attention(config: ShowGeneration) -> Shown:
         engine.step()
     tables = {name: request.table.blocks for name, request in requests.items()}
     rows = [
-        [name, str(request.num_computed), str(request.num_found), ", ".join(map(str, tables[name]))]
+        [
+            name,
+            str(request.num_computed),
+            str(request.num_cached),
+            ", ".join(map(str, tables[name])),
+        ]
         for name, request in requests.items()
     ]
     heads = ["sequence", "positions", "found in the cache", "its blocks, in order"]

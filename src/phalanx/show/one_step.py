@@ -275,7 +275,7 @@ def positions_text(plan: Plan[Decoder], rank: int) -> str:
     """Return the positions of a sample on a rank, such as "0-1, 14-15"; empty if not split."""
     if plan.order is None:
         return ""
-    num_held = plan.order.held(SHAPE.max_seq_len)
+    num_held = plan.order.num_held(SHAPE.max_seq_len)
     held: list[int] = plan.order.positions(rank, num_held).tolist()
     ends = runs_of(held)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)

@@ -80,7 +80,7 @@ def show_fsdp(config: ShowRun) -> Shown:
     )
 
 
-class Holding(NamedTuple):
+class ShardingForm(NamedTuple):
     """A form of sharding a layer over ranks.
 
     Attributes:
@@ -141,8 +141,8 @@ def _size() -> int:
 
 
 FORMS: Final = {
-    "owner": Holding("an owner a layer", _own_whole, _broadcast, _reduce),
-    "shards": Holding("a shard a rank", _own_shard, _gather, _reduce_scatter),
+    "owner": ShardingForm("an owner a layer", _own_whole, _broadcast, _reduce),
+    "shards": ShardingForm("a shard a rank", _own_shard, _gather, _reduce_scatter),
 }
 
 

@@ -204,7 +204,7 @@ def _step(client: Client, weights: Sequence[torch.Tensor], clock: int, version: 
     consistency, grads = client.consistency, [torch.ones_like(flat) for flat in weights]
     client.push(clock, client.worker, grads, base=version, tokens=1.0, loss=0.0, rate=0.1)
     needed = consistency.needs(clock + 1)
-    totals = () if consistency.is_open else sorted(client.totals(needed))
+    totals = () if consistency.is_asynchronous else sorted(client.totals(needed))
     recipes = [(each, 0.1, 1.0) for each in totals if each >= client.applied]
     return client.pull(weights, needed, recipes)
 

@@ -17,7 +17,7 @@ LOSS = "min:loss"
 
 
 @dataclass
-class Best:
+class BestTracker:
     """Tracks the best evaluation; the state is equal on all ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class Best:
         return True
 
     @staticmethod
-    def of(config: RunConfig) -> Best | None:
+    def of(config: RunConfig) -> BestTracker | None:
         """Return the tracker for the settings of a run; None if `best` and `patience` are unset.
 
         Raises:
@@ -73,7 +73,7 @@ class Best:
         if config.best is None and config.patience is None:
             return None
         check_best(config)
-        return Best(config.best or LOSS, config.patience)
+        return BestTracker(config.best or LOSS, config.patience)
 
     @property
     def is_over(self) -> bool:

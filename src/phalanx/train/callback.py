@@ -36,7 +36,7 @@ class Callback:
 
 
 @dataclass(frozen=True)
-class Extras:
+class Callbacks:
     """The callbacks and the logger of a run.
 
     Attributes:
@@ -63,14 +63,14 @@ class Extras:
             raise ConfigError(f"log is a {type(self.log).__name__}; expected a function")
 
 
-class Called:
+class CallbackRunner:
     """The callbacks of a run on this rank.
 
     Attributes:
         registered: the callbacks that have a state.
     """
 
-    def __init__(self, extras: Extras, model: nn.Module) -> None:
+    def __init__(self, extras: Callbacks, model: nn.Module) -> None:
         """Call `begin` of each callback, and register each callback that has a state."""
         extras.check()
         self._callbacks = extras.callbacks

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm.together import gather_objects
-from phalanx.train.notice import said_if_long
+from phalanx.train.notice import notice_if_slow
 
 if TYPE_CHECKING:
     from phalanx.train.session import Session
@@ -50,7 +50,7 @@ def evaluate(session: Session) -> Evaluation | None:
     metrics = _Metrics(session)
     modes = {module: module.training for module in step.model.modules()}
     step.model.eval()
-    with said_if_long("evaluating"):
+    with notice_if_slow("evaluating"):
         for batch in batches:
             loss_sum = step.run.infer(batch, forward)
             totals[0] += 0 if loss_sum is None else loss_sum  # only on the last pipeline stage

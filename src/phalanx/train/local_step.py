@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
-from phalanx.train.served_step import Recipe, ServedStep
+from phalanx.train.served_step import ServedStep, UpdateScale
 from phalanx.train.step import StepResult
 
 
@@ -100,10 +100,10 @@ class LocalStep(ServedStep):
         """Send this worker's moments to the servers; the first worker collects all workers'."""
         client, clock = self.client, self.steps_done // self.steps_a_task
         moments, steps = self.flat.moments()
-        client.lend(clock, [flat for of_group in moments for flat in of_group])
+        client.upload_state(clock, [flat for of_group in moments for flat in of_group])
         if client.worker > 0:
             return
-        self.rounds.steps, self.rounds.moments = steps, client.lent(clock)
+        self.rounds.steps, self.rounds.moments = steps, client.download_states(clock)
         flats = [[torch.empty_like(flat) for _ in range(2)] for flat in self.flat.weights]
         has_momentum = client.read(flats) is not None
         self.rounds.momentum = [momentum for _, momentum in flats] if has_momentum else ()
@@ -113,7 +113,7 @@ class LocalStep(ServedStep):
         return self.server.outer_lr
 
     @override
-    def recipes(self) -> list[Recipe]:
+    def recipes(self) -> list[UpdateScale]:
         new = [version for version in sorted(self._totals) if version >= self.client.applied]
         return [(version, self.rate(version), 1.0) for version in new]
 

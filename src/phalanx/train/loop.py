@@ -20,7 +20,7 @@ from phalanx.launch.failure import READER_LEFT
 from phalanx.launch.heartbeat import PULSE
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.notice import compiling
-from phalanx.train.pace import Pace
+from phalanx.train.pace import StopAndSaveSync
 from phalanx.train.report.records import Records
 from phalanx.train.report.summary import Summary, summarize_run
 from phalanx.train.session import Session
@@ -58,7 +58,7 @@ def train(session: Session) -> Summary | Stopped:
     logged = rank_log.kept(session.out, session.comm.rank)
     with session, logged, Records(session, _Output()) as records:
         doing = PULSE.doing("the work between two steps")
-        with doing, PULSE.heeding(), _checked(session), step.watched(PULSE.phase):
+        with doing, PULSE.handling_stop(), _checked(session), step.watched(PULSE.phase):
             stop_signal = take_steps(session, records)
         if stop_signal:
             done = f"step {step.steps_done} of {session.num_steps} is done"
@@ -73,7 +73,7 @@ def train(session: Session) -> Summary | Stopped:
 
 def how_to_resume(out: Path, command: str) -> str:
     """Return a message with the last checkpoint of a run, and the command to resume from it."""
-    checkpoints = manifest.whole(out)
+    checkpoints = manifest.complete_checkpoints(out)
     if not checkpoints:
         return f"there is no checkpoint in {out} yet"
     return f"last checkpoint: {checkpoints[max(checkpoints)]}; resume by: {command}"
@@ -102,7 +102,7 @@ class Watcher(Protocol):
 def take_steps(session: Session, records: Watcher) -> int:
     """Take all steps, evaluate and save; return the signal that stopped the loop early, or 0."""
     step, config, num_steps = session.step, session.config, session.num_steps
-    pace = Pace(60 * config.save_every_minutes, session.is_first)
+    pace = StopAndSaveSync(60 * config.save_every_minutes, session.is_first)
     is_over = session.best is not None and session.best.is_over
     with compiling(config.compile):
         _evaluate(session, records)

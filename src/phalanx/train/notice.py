@@ -16,7 +16,7 @@ PATIENCE_S = 2.0
 
 
 @contextmanager
-def said_if_long(what: str) -> Generator[None]:
+def notice_if_slow(what: str) -> Generator[None]:
     """Print `what` on rank 0 if the block takes longer than PATIENCE_S."""
     if dist.get_rank() != 0:
         yield
@@ -45,7 +45,7 @@ def compiling(is_asked: bool) -> Generator[None]:
     if not is_asked:
         yield
         return
-    with PULSE.waiting("compiling the blocks"), said_if_long("compiling the blocks"):
+    with PULSE.waiting("compiling the blocks"), notice_if_slow("compiling the blocks"):
         yield
 
 

@@ -22,7 +22,7 @@ MAX_STEPS = 1000
 """Most steps between two comparisons."""
 
 
-class Pace:
+class StopAndSaveSync:
     """The agreement of all ranks on when to stop and when to save; all ranks make the same calls.
 
     Attributes:

@@ -62,10 +62,10 @@ def check_split(config: RunConfig, plan: Plan[Any]) -> None:
     Raises:
         ConfigError: one does not; the message names the nearest setting that the strategy allows.
     """
-    if config.compile and plan.uncompiled:
+    if config.compile and plan.uncompilable_axes:
         raise ConfigError(
-            f"compile is set, but blocks split by {plan.uncompiled} are not made to be compiled; "
-            "leave compile out, or use dp or fsdp"
+            f"compile is set, but blocks split by {plan.uncompilable_axes} are not made to be "
+            "compiled; leave compile out, or use dp or fsdp"
         )
     check_compression(config.compress, plan.strategy, config.precision)
     if config.precision == "float16" and (num_stages := plan.strategy.pp.degree) > 1:

@@ -22,7 +22,7 @@ from phalanx.launch import attach, slurm
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.torchrun import run_here
-from phalanx.train.callback import Callback, Extras, Log
+from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
 from phalanx.train.job.run_folder import claim
@@ -31,7 +31,7 @@ from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
 from phalanx.train.text import TextSession
 
-NOTHING = Extras()
+NOTHING = Callbacks()
 """No callbacks and no logger."""
 
 Outcome = TypeVar("Outcome", Summary, Summary | None)
@@ -64,7 +64,7 @@ def train(
     slurm.adopt()
     if is_under_torchrun():
         attach.leave_at_end()
-    extras = Extras(dict(callbacks), log)
+    extras = Callbacks(dict(callbacks), log)
     extras.check()
     if config.server.worker:
         raise ConfigError(
@@ -80,7 +80,7 @@ def run(
     request: Request,
     announce: Announce | None = None,
     progress: Progress | None = None,
-    extras: Extras = NOTHING,
+    extras: Callbacks = NOTHING,
 ) -> Summary | None:
     """Train by a checked request; see `train`. Return None in a worker other than worker 0."""
     if request.strategy.is_served and is_under_torchrun():
@@ -104,7 +104,7 @@ def run(
     return start(job, extras)
 
 
-def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
+def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
     """Start the ranks of a resolved job on this host, and return the summary; see `run`.
 
     Raises:
@@ -120,7 +120,7 @@ def start(job: Job, extras: Extras = NOTHING) -> Summary | None:
     )
 
 
-def _start_served(job: Job, extras: Extras) -> Summary | None:
+def _start_served(job: Job, extras: Callbacks) -> Summary | None:
     """Start the workers and servers of a job, or only worker `server.worker` if it is set."""
     from phalanx.train.served_run import check, run_served, run_worker
 
@@ -133,7 +133,7 @@ def _start_served(job: Job, extras: Extras) -> Summary | None:
     num_here = job.strategy.num_ranks if worker is None else 1
     say_starting = functools.partial(_say_starting, num_here)
     run_here = run_served if worker is None else run_worker
-    with _explained(advice):
+    with _with_resume_advice(advice):
         return _finished(run_here(job, extras, say_starting))
 
 
@@ -141,7 +141,7 @@ def _resume_by(job: Job) -> str:
     return f"phalanx train --resume {shlex.quote(str(job.out))}"
 
 
-def train_rank(job: Job, extras: Extras = NOTHING) -> Summary | Stopped:
+def train_rank(job: Job, extras: Callbacks = NOTHING) -> Summary | Stopped:
     """Train on this rank, together with the other ranks of the job."""
     return train_session(TextSession(job, extras))
 
@@ -161,7 +161,7 @@ def summary_of(
         PhalanxError: the run failed.
         Interrupted: a signal ended the run; a checkpoint was saved if there was time.
     """
-    with _explained(advice):
+    with _with_resume_advice(advice):
         outcomes: list[Summary | Stopped] = run_ranks(
             function,
             num_ranks,
@@ -179,7 +179,7 @@ def _say_starting(num_ranks: int) -> None:
 
 
 @contextmanager
-def _explained(advice: Callable[[], str]) -> Generator[None]:
+def _with_resume_advice(advice: Callable[[], str]) -> Generator[None]:
     """Add `advice()` on how to resume to an error of the ranks that are started inside."""
     try:
         yield
@@ -204,7 +204,7 @@ def _finished(outcome: Outcome | Stopped) -> Outcome:
     return outcome
 
 
-def _train_here(announce: Announce | None, extras: Extras, job: Job) -> Summary:
+def _train_here(announce: Announce | None, extras: Callbacks, job: Job) -> Summary:
     # The name of a new folder contains the time, so rank 0's name is used on all ranks.
     out = on_first_rank(lambda: claim(job).out, f"cannot write to {job.out}")
     job = dataclasses.replace(job, out=out)

@@ -25,7 +25,7 @@ from phalanx.data.loader import Loader
 from phalanx.errors import ConfigError
 from phalanx.launch import rank_log
 from phalanx.launch.agreement import check_same
-from phalanx.launch.apart import Work, run_apart
+from phalanx.launch.apart import Work, run_supervised
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.server.client import Client
@@ -34,13 +34,13 @@ from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
 from phalanx.server.requests import JobAddress
 from phalanx.server.secret import Secret, read_secret
 from phalanx.server.unanswered import JobStopped
-from phalanx.train.callback import Extras
+from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job, facts_of
 from phalanx.train.local_step import LocalStep
 from phalanx.train.loop import Stopped, Watcher, take_steps
 from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
-from phalanx.train.served_step import ClockedStep, OpenStep, ServedStep
+from phalanx.train.served_step import AsyncStep, ClockedStep, ServedStep
 from phalanx.train.text import TextSession, loader_of
 
 
@@ -135,7 +135,7 @@ class ServedSession(TextSession):
     step: ServedStep
 
     def __init__(
-        self, job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
+        self, job: Job, worker: int, meeting: JobAddress, extras: Callbacks | None = None
     ) -> None:
         self.worker, self._meeting = worker, meeting
         self._is_round_saved = False
@@ -176,7 +176,7 @@ class ServedSession(TextSession):
         self.data_rank = self.worker
         if not self.is_first:
             self.saver = cast(Saver, NoSaver())
-        elif self._is_again(job.out / STARTED):  # restarted after worker 0 was lost
+        elif self._is_restarted(job.out / STARTED):  # restarted after worker 0 was lost
             self.saver = Saver(job.out, keep=job.config.keep_checkpoints)
         else:
             super()._claim(job)
@@ -187,7 +187,7 @@ class ServedSession(TextSession):
             super()._keep_origin()
             (self.out / STARTED).write_text(self._meeting.coordinator)
 
-    def _is_again(self, mark: Path) -> bool:
+    def _is_restarted(self, mark: Path) -> bool:
         return mark.exists() and mark.read_text() == self._meeting.coordinator
 
     def _consumed(self, steps: int) -> int:
@@ -207,7 +207,7 @@ class ServedSession(TextSession):
         return super().validation_batches() if self.is_first else None
 
     @override
-    def _call(self, extras: Extras) -> None:
+    def _call(self, extras: Callbacks) -> None:
         super()._call(extras)
         if isinstance(self.step, LocalStep):
             self.called.registered.add(LOCAL_ROUNDS, self.step.rounds)
@@ -277,13 +277,13 @@ class ServedSession(TextSession):
 STEPS: Final[dict[str, type[ServedStep]]] = {
     "ps": ClockedStep,
     "ssp": ClockedStep,
-    "async": OpenStep,
-    "quorum": OpenStep,
+    "async": AsyncStep,
+    "quorum": AsyncStep,
     "local": LocalStep,
 }
 """Step class for each kind of dp with parameter servers."""
 
-MOST_AGAIN: Final = 100
+MAX_RESTARTS: Final = 100
 """Most restarts of processes in a run."""
 
 MOST_AGES: Final = 12
@@ -297,7 +297,7 @@ STARTED: Final = ".served"
 
 
 def train_worker(
-    job: Job, worker: int, meeting: JobAddress, extras: Extras | None = None
+    job: Job, worker: int, meeting: JobAddress, extras: Callbacks | None = None
 ) -> Summary | Stopped | None:
     """Train as worker `worker`; worker 0 waits for the others, and returns the run's outcome."""
     try:
@@ -317,7 +317,7 @@ def train_worker(
         client.end()
     else:
         try:
-            with rank_log.kept(session.out, worker), session, PULSE.heeding():
+            with rank_log.kept(session.out, worker), session, PULSE.handling_stop():
                 with session.step.watched(PULSE.phase):
                     stop_signal = take_steps(session, _Unwatched())
         except JobStopped as stopped:
@@ -330,7 +330,7 @@ def train_worker(
     return outcome
 
 
-def run_served(job: Job, extras: Extras, say_starting: Callable[[], None]) -> Summary | Stopped:
+def run_served(job: Job, extras: Callbacks, say_starting: Callable[[], None]) -> Summary | Stopped:
     """Start the servers and workers of a job on this host; return worker 0's outcome."""
     config, num_workers = job.config, job.strategy.num_ranks
     folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
@@ -351,7 +351,7 @@ def run_served(job: Job, extras: Extras, say_starting: Callable[[], None]) -> Su
 
 
 def run_worker(
-    job: Job, extras: Extras, say_starting: Callable[[], None]
+    job: Job, extras: Callbacks, say_starting: Callable[[], None]
 ) -> Summary | Stopped | None:
     """Run one worker of a job whose servers run already; only worker 0 returns an outcome."""
     works: list[Work] = [(train_worker, (job, job.config.server.worker, _meeting(job), extras))]
@@ -373,12 +373,12 @@ def _run_works(
     job: Job, works: Sequence[Work], serving: Sequence[Work], say_starting: Callable[[], None]
 ) -> Any:
     config = job.config
-    return run_apart(
+    return run_supervised(
         works,
         serving,
         device=job.device,
         threads=config.threads or max(1, num_cores() // len(works)),
         timeout_s=config.timeout_s,
-        num_again=MOST_AGAIN,
+        num_again=MAX_RESTARTS,
         say_starting=say_starting,
     )[0]

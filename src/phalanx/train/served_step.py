@@ -29,8 +29,8 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.sparse import sparse_tables
 from phalanx.server.client import Client
 from phalanx.server.flat import FlatParameters
-from phalanx.server.rule import KEPT
-from phalanx.server.table import RowSums, Table
+from phalanx.server.rule import STATE_NAMES
+from phalanx.server.table import RowAdagradState, Table
 from phalanx.train.clip import scale_to
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.step import Step, StepResult
@@ -38,7 +38,7 @@ from phalanx.train.step import Step, StepResult
 BatchOf = Callable[[int, int], Sequence[Any]]
 """Returns the microbatches of the task (clock, slot)."""
 
-Recipe = tuple[int, float, float | None]
+UpdateScale = tuple[int, float, float | None]
 """Version, learning rate and gradient scale of an update; scale None skips the update."""
 
 HELP_S: Final = 0.25
@@ -46,7 +46,7 @@ HELP_S: Final = 0.25
 
 
 class ServedStep(Step):
-    """The step of one worker; base class of `ClockedStep`, `OpenStep` and `LocalStep`.
+    """The step of one worker; base class of `ClockedStep`, `AsyncStep` and `LocalStep`.
 
     Attributes:
         client: client of the servers.
@@ -63,7 +63,7 @@ class ServedStep(Step):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.sums = RowSums()
+        self.sums = RowAdagradState()
 
     def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
         """Connect to the servers, initialize their weights if `is_first`, and pull the weights."""
@@ -120,7 +120,7 @@ class ServedStep(Step):
         for table in self.tables:
             table.expire()
 
-    def recipes(self) -> list[Recipe]:
+    def recipes(self) -> list[UpdateScale]:
         """Return how servers shall apply complete updates that belong to a clock."""
         return []
 
@@ -148,7 +148,7 @@ class ServedStep(Step):
         names, num = self.flat.names, len(self.flat.weights)
         flats = [[flat, *(torch.empty_like(flat) for _ in names)] for flat in self.flat.weights]
         for weight in [table.weight.detach() for table in self.tables]:
-            kept = KEPT[str(self.server.table_rule)]
+            kept = STATE_NAMES[str(self.server.table_rule)]
             flats.append([weight.view(-1), *(weight.new_empty(len(weight)) for _ in kept)])
         steps = self.client.read(flats)
         if steps is not None:
@@ -183,7 +183,7 @@ class ServedStep(Step):
             self.steps_done = before
         return loss, tokens
 
-    def of_samples_pushed(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def loss_without_push(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Return loss and valid tokens, for records; another worker has pushed the gradient."""
         found = super().compute_gradients(microbatches)
         self.optimizer.zero_grad()
@@ -201,7 +201,7 @@ class ServedStep(Step):
         if self.batch_of is None or now_s - self._helped_s < HELP_S:
             return
         limit = self.version + self.consistency.staleness
-        if self.consistency.is_open:
+        if self.consistency.is_asynchronous:
             limit = 1 << 62
         reply = self.client.ask_scheduler("help", limit=limit, is_through=is_through)
         self._helped_s, self._is_over = time.monotonic(), bool(reply["is_over"])
@@ -227,7 +227,7 @@ class ClockedStep(ServedStep):
         latest = max((v for v in self._totals if v <= clock), default=None)
         self._found = None if latest is None else self._of(latest)
         if self._found is None:  # with staleness, while no update is complete yet
-            return made or self.of_samples_pushed(microbatches)
+            return made or self.loss_without_push(microbatches)
         num_valid, loss_sum, _ = self._found
         mean = torch.tensor(loss_sum / max(num_valid, 1), dtype=torch.float64)
         return mean, torch.tensor(int(num_valid))
@@ -247,8 +247,8 @@ class ClockedStep(ServedStep):
         return torch.tensor(self._found[2], dtype=torch.float64)
 
     @override
-    def recipes(self) -> list[Recipe]:
-        found: list[Recipe] = []
+    def recipes(self) -> list[UpdateScale]:
+        found: list[UpdateScale] = []
         for version in sorted(v for v in self._totals if v >= self.client.applied):
             _, loss, norm = self._of(version)
             scale, limit = 1.0, self.config.clip_norm
@@ -263,7 +263,7 @@ class ClockedStep(ServedStep):
         self.pull(self.consistency.needs(self.steps_done + 1))
 
 
-class OpenStep(ServedStep):
+class AsyncStep(ServedStep):
     """The step of `async` and `quorum`, where updates belong to no clock."""
 
     _made: tuple[Tensor, Tensor] | None = None
@@ -273,7 +273,7 @@ class OpenStep(ServedStep):
         self._is_mine = bool(self.client.ask_scheduler("own", clock=self.steps_done)["is_mine"])
         if not self._is_mine:  # another worker computed it; the records repeat the last loss
             self.optimizer.zero_grad()
-            self._made = self._made or self.of_samples_pushed(microbatches)
+            self._made = self._made or self.loss_without_push(microbatches)
             return self._made
         self._made = super().compute_gradients(microbatches)
         return self._made

@@ -22,8 +22,8 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.planner.planned import PlannedStep
 from phalanx.strategy import Strategy
-from phalanx.train.best import Best
-from phalanx.train.callback import Called, Log
+from phalanx.train.best import BestTracker
+from phalanx.train.callback import CallbackRunner, Log
 from phalanx.train.step import Step, StepResult
 
 
@@ -50,9 +50,9 @@ class Session(ABC):
     step: Step
     saver: Saver
     unit: str
-    called: Called
+    called: CallbackRunner
     log: Log | None
-    best: Best | None
+    best: BestTracker | None
 
     @property
     def is_first(self) -> bool:

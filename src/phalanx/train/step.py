@@ -153,7 +153,7 @@ class Step:
             found = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
         is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
         if not is_finite and self.run.reducer is not None:
-            self.run.reducer.forget_errors()
+            self.run.reducer.reset_error_feedback()
         if not is_finite and self.nonfinite == "stop" and not self._is_overflow(found):
             raise TrainingError(
                 f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "

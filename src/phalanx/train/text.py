@@ -38,11 +38,11 @@ from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner.planned import PlannedStep
-from phalanx.train.best import Best
-from phalanx.train.callback import Called, Extras
+from phalanx.train.best import BestTracker
+from phalanx.train.callback import CallbackRunner, Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
 from phalanx.train.job.run_folder import check_unused, keep_origin
-from phalanx.train.notice import announce, said_if_long
+from phalanx.train.notice import announce, notice_if_slow
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
@@ -70,7 +70,7 @@ class TextSession(Session):
     unit = "tokens"
     step_type: type[Step] = Step
 
-    def __init__(self, job: Job, extras: Extras | None = None) -> None:
+    def __init__(self, job: Job, extras: Callbacks | None = None) -> None:
         """Build model, step, saver and loader; load the checkpoint if the job resumes from one.
 
         Raises:
@@ -90,13 +90,13 @@ class TextSession(Session):
             job.strategy.of_worker, job.shape, precision.master, precision.compute, comm.coord("pp")
         )
         self.model = model = self.plan.model.train()
-        with said_if_long("building the model"):
+        with notice_if_slow("building the model"):
             fill = functools.partial(fill_initial, job.shape, config.seed)
             runner = self.plan.build(comm, fill)
         how = (config.compress, self.plan.strategy, precision.name)
         announce(compress(runner.reducer, *how, is_resumed=job.start is not None))
         if job.init is not None:
-            with said_if_long(f"reading weights from {job.init.folder}"):
+            with notice_if_slow(f"reading weights from {job.init.folder}"):
                 state.load_weights(job.init.folder, model)
         self.step = self.step_type(
             model,
@@ -109,7 +109,7 @@ class TextSession(Session):
             scaler=torch.amp.GradScaler(job.device) if precision.needs_scaler else None,
             nonfinite=config.nonfinite,
         )
-        self._call(extras or Extras())
+        self._call(extras or Callbacks())
         self._load()
         if config.compile:
             compile_blocks(model)
@@ -134,9 +134,9 @@ class TextSession(Session):
     def _keep_origin(self) -> None:
         on_first_rank(lambda: keep_origin(self.job), f"cannot write to {self.job.out}")
 
-    def _call(self, extras: Extras) -> None:
-        self.called, self.log = Called(extras, self.model), extras.log
-        self.best = Best.of(self.config)
+    def _call(self, extras: Callbacks) -> None:
+        self.called, self.log = CallbackRunner(extras, self.model), extras.log
+        self.best = BestTracker.of(self.config)
 
     def _load(self) -> None:
         """Load the checkpoint from which the job resumes, if any."""
@@ -144,11 +144,11 @@ class TextSession(Session):
         if self.job.start is None:
             return
         folder, about = self.job.start
-        with said_if_long(f"reading {folder}"):
+        with notice_if_slow(f"reading {folder}"):
             objects = self.called.registered
             tensors = state.load(
                 *(folder, self.model, self.step.optimizer),
-                lambda index: objects.room(about.registered, index),
+                lambda index: objects.empty_tensors(about.registered, index),
             )
             objects.load(about.registered, tensors)
         if self.best is not None:
@@ -263,7 +263,7 @@ class TextSession(Session):
         # Eager, because each text length would be compiled. `set_stance` imports the compiler, so
         # it is called only if the run compiles.
         is_eager = torch.compiler.set_stance("force_eager") if job.config.compile else nullcontext()
-        with said_if_long("the model writes a sample"), is_eager:
+        with notice_if_slow("the model writes a sample"), is_eager:
             return write_text(
                 self.model,
                 self.step.run,

@@ -11,7 +11,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from phalanx.account.fit import Load, check_fit
+from phalanx.account.fit import MemoryInputs, check_fit
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
@@ -165,7 +165,9 @@ def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
 def check_sizes(config: VerifyConfig, strategy: Strategy) -> None:
     """Raise ConfigError if the model or the steps are too large for the reference's one process."""
     for name, shape in shapes_to_verify(config, strategy).items():
-        load = Load(shape, Strategy(), 1, 1, config.seq_len, config.dtype, has_activations=False)
+        load = MemoryInputs(
+            shape, Strategy(), 1, 1, config.seq_len, config.dtype, has_activations=False
+        )
         check_fit(load, name, 1)
     _, num_rows = _sizes(strategy, dataclasses.replace(config, steps=2))
     num_tokens = max(num_rows) * config.seq_len * config.steps

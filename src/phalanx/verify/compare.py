@@ -7,11 +7,11 @@ cancels.
 
 In float64 one limit applies to all tensors. In narrower types each tensor has its own limit: a
 multiple of its largest change when each weight of the reference is perturbed by the type's epsilon,
-over several perturbations (TTrace, arXiv 2506.09280, section 5). `Beside` describes the state from
-which each step then starts. On a CPU, sums over many rows can lose more than this limit: torch sums
-the rows of the gradient of LayerNorm's weight in bfloat16, and the reference sums all rows of a
-batch where a rank sums some. So a tensor also passes if it is within its limit of the same step
-in the next wider type.
+over several perturbations (TTrace, arXiv 2506.09280, section 5). `StepwiseReference` describes the
+state from which each step then starts. On a CPU, sums over many rows can lose more than this
+limit: torch sums the rows of the gradient of LayerNorm's weight in bfloat16, and the reference sums
+all rows of a batch where a rank sums some. So a tensor also passes if it is within its limit of the
+same step in the next wider type.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ PERTURBATIONS = (1, 2, 3)
 """Seeds of the perturbed references."""
 
 
-class Beside:
+class StepwiseReference:
     """The reference of a case, which takes each step after the ranks have and compares the two.
 
     In float64 the reference takes its own steps, and one limit applies to all steps.

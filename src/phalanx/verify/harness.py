@@ -36,7 +36,7 @@ from phalanx.strategy import Strategy, refuse_first_come, require_built
 from phalanx.train.objective import Objective, check_build
 from phalanx.verify.batches import split
 from phalanx.verify.causes import likely_causes
-from phalanx.verify.compare import DTYPES, Beside, Difference, compare_values, worst
+from phalanx.verify.compare import DTYPES, Difference, StepwiseReference, compare_values, worst
 from phalanx.verify.judge import unequal_ranks
 from phalanx.verify.locate import locate
 from phalanx.verify.record import (
@@ -222,7 +222,7 @@ def _compare_steps(
     at.follow(run.model)
     ours = {"weight": full_tensors(dict(run.model.named_parameters()), comm)}
     differences, unequal, facts = list[Difference](), list[Place](), list[RankFacts]()
-    beside = Beside(case, comm.device) if comm.is_first else None
+    beside = StepwiseReference(case, comm.device) if comm.is_first else None
     differences += beside.compare_first(ours) if beside else []
     is_equal = True
     at.step = 0
@@ -245,7 +245,7 @@ def _compare_steps(
 
 
 def _compare_evaluation(
-    case: Case, run: SplitRun, comm: Ranks, beside: Beside | None
+    case: Case, run: SplitRun, comm: Ranks, beside: StepwiseReference | None
 ) -> list[Difference]:
     """Compare the model's output in `eval()`; every rank calls this together."""
     made = run.evaluate()

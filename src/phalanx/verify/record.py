@@ -294,7 +294,7 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
         if isinstance(tensor, DTensor) and (is_fused(tensor) or not tensor.is_floating_point()):
             tensor = tensor.full_tensor()
         shard, offset = shard_of(tensor)
-        if shard.numel() and _brings(tensor, comm):
+        if shard.numel() and _sends_shard(tensor, comm):
             ends = zip(offset, shard.shape, strict=True)
             place = tuple(slice(i, i + size) for i, size in ends)
             parts[name] = tuple(tensor.shape), shard.dtype, place, _bytes_of(shard)
@@ -310,7 +310,7 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
     return full
 
 
-def _brings(tensor: Tensor, comm: Comm) -> bool:
+def _sends_shard(tensor: Tensor, comm: Comm) -> bool:
     """Return whether this rank is the first replica of its shard, among the ranks of its stage."""
     shards: set[str] = set()
     if isinstance(tensor, DTensor):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.alone import Alone
+from phalanx.comm.alone import SingleRankComm
 from phalanx.comm.together import barrier, broadcast_object
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
@@ -35,7 +35,7 @@ class ServedCase:
 
     def step(self, *args: Any, **more: Any) -> Step:
         """Return a step over the servers, built from the arguments of `Step`."""
-        self._step = _Witnessed(*args, **more, comm=Alone())
+        self._step = _Witnessed(*args, **more, comm=SingleRankComm())
         self._step.join(self._client, ServerConfig(), is_first=self._rank == 0)
         return self._step
 

@@ -113,7 +113,7 @@ class VerifyTrainConfig(TrainConfig):
     """Verify a training run; without this word, `phalanx verify` has other settings."""
     device: Annotated[Literal["cpu", "cuda"], Use.RESOLVED] = "cpu"
     """Where to compute."""
-    eval_samples: Annotated[int, Use.LAW, Range(1)] = 5
+    eval_samples: Annotated[int, Use.EQUAL, Range(1)] = 5
     """Validation samples in one measurement of the validation loss."""
     corpus: CorpusConfig = field(
         default_factory=lambda: CorpusConfig(seq_len=SEQ_LEN, validation=0.1)

@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.context.positions import PositionOrder
-from phalanx.parallel.pipeline.awaited import Awaited, received_for
+from phalanx.parallel.pipeline.awaited import UnknownTensor, received_for
 from phalanx.parallel.pipeline.stage import Absent
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import Spec
@@ -155,7 +155,9 @@ class Recorder:
         leaves: list[Any] = [leaf for _, leaf in named]
         for index, (path, leaf) in enumerate(named):
             leaf = received_for(leaf)
-            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor | Awaited):
+            if not isinstance(leaf, Tensor) or isinstance(
+                leaf, nn.Parameter | DTensor | UnknownTensor
+            ):
                 continue
             note, note_gradient = (
                 self._noter(Key(name, call, kind, keystr(path)), caller) for kind in kinds
@@ -261,7 +263,7 @@ class Aligner:
         """Yield possible cp shards of a tensor for this rank, with masks of valid positions."""
         if self.order is not None and full.ndim > 1:
             length = full.shape[1]
-            num_held = self.order.held(length)
+            num_held = self.order.num_held(length)
             positions_T = self.order.positions(self.context_rank, num_held)
             is_real_T = (positions_T < length).view(-1, *[1] * (full.ndim - 2))
             cut = full.index_select(1, positions_T.clamp(max=length - 1))
@@ -283,12 +285,14 @@ class Aligner:
         return [*order, Spec.of(inner.axes[0], (), ()), full]
 
     def _cut(self, full: Tensor, local: Tensor, spec: Spec) -> tuple[Tensor, Tensor] | None:
-        if self.layout is None or spec.is_full:
+        if self.layout is None or spec.is_replicated:
             return (local, full) if local.shape == full.shape else None
         if full.ndim != local.ndim or full.ndim < 2:
             return None
         num_rows, length, num_features = (*full.shape, 1)[:3]
-        held = self.layout.held(spec, BatchShape(num_rows, length), num_features)[: full.ndim]
+        held = self.layout.shard_ranges(spec, BatchShape(num_rows, length), num_features)[
+            : full.ndim
+        ]
         if tuple(local.shape) != (*map(len, held), *full.shape[len(held) :]):
             return None
         shard = full[tuple(slice(indices.start, indices.stop) for indices in held)]

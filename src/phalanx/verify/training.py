@@ -67,7 +67,7 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
     first = once(lambda: resolve(config))
     verdicts = [_judged([first])]
     if verdicts[0].is_equal:
-        resumed = second_run(config, strategy, manifest.whole(first.out)[STEPS])
+        resumed = second_run(config, strategy, manifest.complete_checkpoints(first.out)[STEPS])
         verdicts.append(_judged([first, once(lambda: resolve(resumed))]))
     if verdicts[-1].is_equal:
         narrow = once(lambda: resolve(narrow_run(config, given.precision)))

@@ -110,7 +110,7 @@ def find(session: Callable[[], Session], rows: Rows, case: Case, first: Differen
 
 
 def _record(run: Session, rows: Rows, case: Case, first: Difference) -> Recorded:
-    pointer = _Pointer(run, rows, first)
+    pointer = _StepRecorder(run, rows, first)
     with run.step.watched(pointer.recorder.phase):
         take_steps(run, pointer)
     if first.quantity == EVALUATION:
@@ -120,7 +120,7 @@ def _record(run: Session, rows: Rows, case: Case, first: Difference) -> Recorded
     return pointer.recorder, [each.cpu() - begin for each in pointer.rows]
 
 
-class _Pointer(Watcher):
+class _StepRecorder(Watcher):
     """Watcher of the loop that records the modules' tensors in the step of a difference."""
 
     def __init__(self, run: Session, rows: Rows, first: Difference) -> None:

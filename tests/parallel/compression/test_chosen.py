@@ -44,7 +44,7 @@ def test_float32_is_left_only_for_a_gain() -> None:
 def reducer_by_auto(shares_memory: bool, times_s: dict[str, float] | None) -> tuple[str, str]:
     comm = Ranks({"dp": 2}, shares_memory=shares_memory)
     reducer = apply(nn.Linear(2, 2), comm)
-    measured = chosen.measured if times_s is None else lambda _: times_s
+    measured = chosen.measure_seconds if times_s is None else lambda _: times_s
     with patch.object(chosen, "measured", measured):
         said = compress(reducer, "auto", Strategy.parse("dp2"), "float32")
     assert isinstance(reducer, BucketedReducer)
@@ -74,7 +74,7 @@ def test_a_resumed_run_says_that_errors_are_lost() -> None:
 
 
 def times() -> dict[str, float]:
-    return chosen.measured(Ranks({"dp": 2}))
+    return chosen.measure_seconds(Ranks({"dp": 2}))
 
 
 def test_all_ranks_have_the_times_of_the_slowest() -> None:

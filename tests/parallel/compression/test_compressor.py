@@ -79,7 +79,7 @@ def mean_errors(name: str, with_feedback: bool) -> list[float]:
     for step in range(1, 101):
         total += summed(compressor, bucket)
         if not with_feedback:
-            compressor.forget()
+            compressor.reset_errors()
         if step in (1, 10, 100):
             found.append(relative(total / step, right))
     return found

@@ -142,22 +142,22 @@ def test_scores_are_made_for_blocks_of_queries() -> None:
     """No block is longer than 256 queries, nor sees keys that all of it may not look at."""
     q_BTHK = torch.zeros(1, 1024, 2, 4)
     chunk = partial.Chunk(slice(0, 1024), 2048)
-    blocks = list(partial._blocks(q_BTHK, chunk, chunk, partial.Sight()))
+    blocks = list(partial._blocks(q_BTHK, chunk, chunk, partial.AttentionMask()))
     assert [block.queries for block in blocks] == [slice(i, i + 256) for i in range(0, 1024, 256)]
     assert [block.keys for block in blocks] == [slice(0, i + 256) for i in range(0, 1024, 256)]
     starts_BT = torch.full((1, 1024), 2048 + 300)
     starts_BT[:, :300] = 0
-    blocks = list(partial._blocks(q_BTHK, chunk, chunk, partial.Sight(starts_BT=starts_BT)))
+    blocks = list(partial._blocks(q_BTHK, chunk, chunk, partial.AttentionMask(starts_BT=starts_BT)))
     assert [block.keys.start for block in blocks] == [0, 0, 300, 300]
     before = partial.Chunk(slice(0, 1024), 0)
-    assert not list(partial._blocks(q_BTHK, before, chunk, partial.Sight()))
+    assert not list(partial._blocks(q_BTHK, before, chunk, partial.AttentionMask()))
 
 
 def test_a_query_that_sees_no_key_of_a_part_takes_nothing_of_it() -> None:
     q_BTHK, k_BTHK = torch.randn(2, 1, 4, 1, 8).double()
     here = partial.Chunk(slice(0, 4), 4)
-    sight = partial.Sight(starts_BT=torch.tensor([[0, 0, 6, 6]]))
-    mixed = partial.Mixed(q_BTHK)
+    sight = partial.AttentionMask(starts_BT=torch.tensor([[0, 0, 6, 6]]))
+    mixed = partial.PartialAttention(q_BTHK)
     mixed.add(q_BTHK, k_BTHK, k_BTHK, here, partial.Chunk(slice(0, 4), 0), sight)
     assert mixed.lse_BTH.isneginf().flatten().tolist() == [False, False, True, True]
     assert not mixed.o_BTHK[:, 2:].any() and mixed.o_BTHK.isfinite().all()
@@ -170,10 +170,10 @@ def test_what_many_hops_give_is_merged_in_float32() -> None:
     """In bfloat16 a sum over 16 hops would round 16 times."""
     generator = torch.Generator().manual_seed(0)
     q_BTHK, k_BSHK, v_BSHK = torch.randn(3, 1, 256, 2, 16, generator=generator).bfloat16()
-    here, sight = partial.Chunk(slice(0, 256), 0), partial.Sight(is_causal=False)
+    here, sight = partial.Chunk(slice(0, 256), 0), partial.AttentionMask(is_causal=False)
     errors: list[float] = []
     for hops in (1, 16):
-        mixed = partial.Mixed(q_BTHK)
+        mixed = partial.PartialAttention(q_BTHK)
         for at in range(0, 256, 256 // hops):
             chunk = partial.Chunk(slice(at, at + 256 // hops), at)
             mixed.add(q_BTHK, k_BSHK, v_BSHK, here, chunk, sight)

@@ -16,7 +16,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.context.partial import Backward, Sight
+from phalanx.parallel.context.partial import AttentionMask, BackwardState
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
@@ -100,7 +100,7 @@ def passing_on_rank(num_groups: int) -> tuple[int, int]:
     with LiveBytes() as forward:
         o, lse = attend.ring_attention(q, k, v, None, None)
     with LiveBytes() as backward:
-        attend.backward(Backward.of(q, o, lse, do), k, v, Sight())
+        attend.backward(BackwardState.of(q, o, lse, do), k, v, AttentionMask())
     return forward.peak, backward.peak
 
 
@@ -117,7 +117,7 @@ def test_blocks_that_pass_in_a_ring(num_ranks: int) -> None:
         activations(
             dataclasses.replace(shape, num_kv_heads=groups),
             Strategy.parse(f"cp{num_ranks}"), HELD * num_ranks, MANY_ROWS, "float32",
-        ).passing
+        ).ring_buffers
         for groups in (8, 16)
     ]  # fmt: skip
     # Forward has a copy of this rank's own, and the block that comes.

@@ -11,14 +11,14 @@ from torch import nn
 
 from phalanx.checkpoint import manifest
 from phalanx.comm.comm import Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.config import CorpusConfig
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.models.attention import documents_of
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.context.positions import in_line, zig_zag
+from phalanx.parallel.context.positions import contiguous, zig_zag
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.split import attention_of, cut_documents, cut_positions
 from phalanx.parallel.plan import Plan, plan_decoder
@@ -34,15 +34,15 @@ SHAPE = ModelShape(
 
 
 def test_each_position_is_held_once_and_padding_comes_last() -> None:
-    for order in (zig_zag(3), in_line(4)):
+    for order in (zig_zag(3), contiguous(4)):
         for length in (1, 11, 12, 25):
-            num_ranks, num_held = len(order.chunks), order.held(length)
+            num_ranks, num_held = len(order.chunks), order.num_held(length)
             assert order.padded(length) == num_ranks * num_held >= length
             assert order.padded(length) - length < order.num_chunks
             of_ranks = [order.positions(rank, num_held) for rank in range(num_ranks)]
             held = torch.cat(of_ranks)
             assert held.sort().values.tolist() == list(range(order.padded(length)))
-            assert torch.equal(held[order.places(num_held)], torch.arange(len(held)))
+            assert torch.equal(held[order.gathered_index(num_held)], torch.arange(len(held)))
     assert zig_zag(2).positions(0, 4).tolist() == [0, 1, 6, 7]
     assert zig_zag(2).positions(1, 4).tolist() == [2, 3, 4, 5]
 
@@ -53,7 +53,7 @@ def test_ranks_have_the_same_to_compute_under_a_causal_mask(num_ranks: int) -> N
     size, work = 5, dict[int, list[int]]()
     full, own = size * size, size * (size + 1) // 2
     for rank in range(num_ranks):
-        ring = Ring(Counting({"cp": num_ranks}, {"cp": rank}))
+        ring = Ring(CountingComm({"cp": num_ranks}, {"cp": rank}))
         work[rank] = [
             sum(full if keys.first < queries.first else own for queries, keys in pairs)
             for distance in range(num_ranks)
@@ -70,7 +70,7 @@ def test_tokens_labels_and_documents_are_cut_alike() -> None:
     tokens_BT = torch.arange(20).view(2, 10)
     documents_BT = torch.tensor([[0] * 10, [0] * 7 + [1] * 3])
     for kind, expected in (("ring", [3, 4, 5, 6, 7, 8]), ("ulysses", [5, 6, 7, 8, 9])):
-        comm = Counting({"cp": 2}, {"cp": 1})
+        comm = CountingComm({"cp": 2}, {"cp": 1})
         attention = attention_of(Strategy.parse(f"cp2:{kind}"), comm)
         cut_BT = cut_positions(tokens_BT, attention, comm)
         assert cut_BT[0].tolist() == expected
@@ -83,7 +83,7 @@ def test_tokens_labels_and_documents_are_cut_alike() -> None:
         else:
             assert torch.equal(starts_BT1, documents_of(documents_BT)[0])
         assert longest >= 10
-    ring = attention_of(Strategy.parse("cp2"), Counting({"cp": 2}))
+    ring = attention_of(Strategy.parse("cp2"), CountingComm({"cp": 2}))
     padded_BT = cut_positions(tokens_BT, ring, ring.comm, padding=-100)
     assert padded_BT[0].tolist() == [0, 1, 2, 9, -100, -100]
 
@@ -157,7 +157,7 @@ def test_what_is_sent_in_closed_form(num_rows: int, length: int, recompute: str)
     num_ranks, heads, groups, width = 3, 6, 2, 8
     for kind in ("ring", "ulysses"):
         strategy = Strategy.parse(f"cp{num_ranks}:{kind},recompute:{recompute}")
-        held = attention_of(strategy).order.held(length)
+        held = attention_of(strategy).order.num_held(length)
         plan = plan_decoder(strategy, SHAPE, compute=torch.bfloat16)
         sent = {
             (e.phase, e.op): e.sent_bytes

@@ -403,7 +403,7 @@ def test_a_rank_keeps_the_parameters_of_its_stages_by_their_names() -> None:
     for pp_rank in range(2):
         model = MODELS["qwen2, tied"][0]()
         whole = {name: tensor.clone() for name, tensor in model.named_parameters()}
-        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank).build(dry_run.Counting({"pp": 2}))
+        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank).build(dry_run.CountingComm({"pp": 2}))
         mine = dict(model.named_parameters())
         assert all(torch.equal(tensor, whole[name]) for name, tensor in mine.items())
         kept.append(set(mine))
@@ -417,7 +417,7 @@ def test_a_module_with_two_names_is_on_the_ranks_of_its_stage(chain: Any) -> Non
     kept = []
     for pp_rank in range(2):
         model = Registered(chain)
-        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank).build(dry_run.Counting({"pp": 2}))
+        Plan(Strategy.parse("pp2"), model, pp_rank=pp_rank).build(dry_run.CountingComm({"pp": 2}))
         kept.append({name for name, _ in (*model.named_parameters(), *model.named_buffers())})
     names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
     assert sorted(kept[0] | kept[1]) == sorted(names)
@@ -500,7 +500,7 @@ def test_what_other_ranks_have_is_freed() -> None:
     absent = weakref.ref(model[0].weight)
     plan = Plan(Strategy.parse("pp2"), model, pp_rank=1)
     assert absent() is model[0].weight
-    runner = plan.build(dry_run.Counting({"pp": 2}))
+    runner = plan.build(dry_run.CountingComm({"pp": 2}))
     assert absent() is None
     assert list(plan.model.named_parameters()) and runner is not None
 

@@ -17,7 +17,7 @@ from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor import account
 from phalanx.parallel.tensor.apply import layout_of
-from phalanx.parallel.tensor.placed import placed
+from phalanx.parallel.tensor.placed import sharded_parameters
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 
@@ -50,7 +50,7 @@ def traffic(target: Target, batch: BatchShape) -> list[Entry]:
     """Return what is sent over tp, of sizes too that a plan refuses."""
     layout = layout_of(target.strategy)
     bindings = bind_roles(target.skeleton.model, target.roles)
-    rows = placed(target.skeleton, bindings, layout)
+    rows = sharded_parameters(target.skeleton, bindings, layout)
     return account.traffic(target, layout, bindings, rows, [batch])
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.tensor.apply import LAYOUTS, layout_of
 from phalanx.parallel.tensor.spec import Spec, pad_to
@@ -25,10 +25,10 @@ LAYOUT_TEXTS = [
 ]  # fmt: skip
 
 
-def ranks(axes: dict[str, int]) -> list[Counting]:
+def ranks(axes: dict[str, int]) -> list[CountingComm]:
     """Return every rank of a grid, the outer axis first."""
     sizes = itertools.product(*map(range, axes.values()))
-    return [Counting(axes, dict(zip(axes, coords, strict=True))) for coords in sizes]
+    return [CountingComm(axes, dict(zip(axes, coords, strict=True))) for coords in sizes]
 
 
 def drawn_spec(axes: dict[str, int], dims: list[int | None]) -> Spec:
@@ -62,12 +62,12 @@ def test_the_shards_of_a_dimension_are_all_of_it_in_order(
     spec = drawn_spec(axes, dims)
     shards = {tuple(rank.coord(a) for a in spec.axes[0]): spec.shard(0, size, rank)
               for rank in ranks(axes)}  # fmt: skip
-    assert len(shards) == spec.num_shards(0, Counting(axes))
+    assert len(shards) == spec.num_shards(0, CountingComm(axes))
     assert [index for _, one in sorted(shards.items()) for index in one] == list(range(size))
-    padded = pad_to(size, spec.num_shards(0, Counting(axes)))
-    assert 0 <= padded - size < spec.num_shards(0, Counting(axes))
+    padded = pad_to(size, spec.num_shards(0, CountingComm(axes)))
+    assert 0 <= padded - size < spec.num_shards(0, CountingComm(axes))
     each = {len(spec.shard(0, padded, rank)) for rank in ranks(axes)}
-    assert each == {padded // spec.num_shards(0, Counting(axes))}
+    assert each == {padded // spec.num_shards(0, CountingComm(axes))}
 
 
 @given(st.sampled_from(LAYOUT_TEXTS), st.integers(1, 20), st.integers(1, 20))
@@ -82,7 +82,7 @@ def test_ranks_hold_each_element_as_often_as_the_spec_says(
         for rank in ranks(strategy.grid()):
             layout = LAYOUTS[strategy.tp.kind](rank)
             spec = getattr(layout, spec_of)
-            indices = layout.held(spec, batch, width)
+            indices = layout.shard_ranges(spec, batch, width)
             shapes.add(tuple(map(len, indices)))
             for element in itertools.product(*indices):
                 held[element] = held.get(element, 0) + 1
@@ -100,7 +100,7 @@ def test_a_spec_is_read_as_it_is_drawn() -> None:
     assert spec.axes == (("tp_depth", "tp_row"), (), ("tp_col",))
     assert (spec.rows, spec.positions, spec.features) == (("tp_depth", "tp_row"), None, "tp_col")
     assert Spec("B T[tp] D").positions == "tp"
-    assert Spec("B T D").is_full and not spec.is_full
+    assert Spec("B T D").is_replicated and not spec.is_replicated
     assert spec == Spec.of(("tp_depth", "tp_row"), (), ("tp_col",)) != Spec("B T D")
     assert Spec("F[y] D[z x]").placements(["dp", "tp_y", "tp_z", "tp_x"]) == (
         Replicate(), Shard(0), Shard(1), Shard(1),

@@ -80,7 +80,7 @@ def run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of that run as it was after some steps, and another working folder."""
     run = tmp_path / "runs" / "half"
     shutil.copytree(home / "runs/whole", run)
-    for steps_done, folder in manifest.whole(run).items():
+    for steps_done, folder in manifest.complete_checkpoints(run).items():
         if steps_done > 5 * EVERY:
             shutil.rmtree(folder)
     (tmp_path / "elsewhere").mkdir()
@@ -131,9 +131,11 @@ os.rename = renamed
 
 def test_a_run_goes_on_alone_to_the_bit(home: Path, run: Path) -> None:
     """Made from a file and flags, on Chinese text with a tokenizer of its own."""
-    assert max(manifest.whole(run)) < STEPS
+    assert max(manifest.complete_checkpoints(run)) < STEPS
     assert main(["train", "--resume", str(run)]) == 0
-    ours, expected = (manifest.whole(folder)[STEPS] for folder in (run, home / "runs/whole"))
+    ours, expected = (
+        manifest.complete_checkpoints(folder)[STEPS] for folder in (run, home / "runs/whole")
+    )
     names = sorted(path.name for path in expected.glob("*.safetensors"))
     assert len(names) == 2
     assert all((ours / name).read_bytes() == (expected / name).read_bytes() for name in names)
@@ -146,7 +148,7 @@ def test_a_killed_run_goes_on_alone_to_the_bit(
     """By kill -9 of the whole job, when the third checkpoint is published."""
     killed = tmp_path / "killed"
     assert run_patched(home, killed, KILL).returncode == -signal.SIGKILL
-    assert max(manifest.whole(killed)) == 3 * EVERY
+    assert max(manifest.complete_checkpoints(killed)) == 3 * EVERY
     monkeypatch.chdir(tmp_path)  # the text, the cache and the run lie elsewhere from here
     assert main(["train", "--resume", "killed"]) == 0
     last = {record["step"]: record["loss"] for record in records(killed, "step")}
@@ -191,7 +193,7 @@ def test_a_run_whose_disk_was_full_goes_on_alone_to_the_bit(
     )
     assert done.returncode == 2 and done.stderr.count(words) == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert list(manifest.whole(run)) == [EVERY, 2 * EVERY]
+    assert list(manifest.complete_checkpoints(run)) == [EVERY, 2 * EVERY]
     assert not list((run / "checkpoints").glob("*.partial"))
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--resume", "run"]) == 0

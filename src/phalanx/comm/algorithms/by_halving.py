@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.comm.algorithms import by_tree
-from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps_of
+from phalanx.comm.algorithms.steps import Move, Steps, dual, moves_of, steps_of
 
 
 def all_gather(num_ranks: int) -> Steps:
@@ -23,7 +23,7 @@ def all_gather(num_ranks: int) -> Steps:
 
 def reduce_scatter(num_ranks: int) -> Steps:
     """Reduce-scatter by halving the number of chunks that each rank still reduces."""
-    return backward(all_gather(num_ranks), "reduce-scatter", reduces=True)
+    return dual(all_gather(num_ranks), "reduce-scatter", reduces=True)
 
 
 def all_reduce(num_ranks: int) -> Steps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from phalanx.comm.algorithms import by_ring, by_tree
-from phalanx.comm.algorithms.steps import Steps, among, backward, cut, side_by_side
+from phalanx.comm.algorithms.steps import Steps, cut, dual, remap, side_by_side
 
 Rooted = Callable[[int, int], Steps]
 
@@ -18,14 +18,14 @@ Rooted = Callable[[int, int], Steps]
 def all_reduce(num_ranks: int, host_size: int) -> Steps:
     """Reduce to each leader, all-reduce among leaders, broadcast inside each host."""
     hosts = _hosts(num_ranks, host_size)
-    across = among(by_ring.all_reduce(len(hosts)), _leaders(hosts), cut(num_ranks, len(hosts)))
+    across = remap(by_ring.all_reduce(len(hosts)), _leaders(hosts), cut(num_ranks, len(hosts)))
     return _inside(by_tree.reduce, hosts) + across + _inside(by_tree.broadcast, hosts)
 
 
 def all_gather(num_ranks: int, host_size: int) -> Steps:
     """Gather on each leader, all-gather among leaders, broadcast inside each host."""
     hosts = _hosts(num_ranks, host_size)
-    across = among(by_ring.all_gather(len(hosts)), _leaders(hosts), hosts)
+    across = remap(by_ring.all_gather(len(hosts)), _leaders(hosts), hosts)
     inside = _inside(by_tree.gather, hosts, own_chunks=True)
     return inside + across + _inside(by_tree.broadcast, hosts)
 
@@ -33,7 +33,7 @@ def all_gather(num_ranks: int, host_size: int) -> Steps:
 def reduce_scatter(num_ranks: int, host_size: int) -> Steps:
     """Reduce to each leader, reduce-scatter among leaders, scatter inside each host."""
     hosts = _hosts(num_ranks, host_size)
-    across = among(by_ring.reduce_scatter(len(hosts)), _leaders(hosts), hosts)
+    across = remap(by_ring.reduce_scatter(len(hosts)), _leaders(hosts), hosts)
     inside = _inside(by_tree.scatter, hosts, own_chunks=True)
     return _inside(by_tree.reduce, hosts) + across + inside
 
@@ -43,24 +43,24 @@ def broadcast(num_ranks: int, root: int, host_size: int) -> Steps:
     hosts = _hosts(num_ranks, host_size)
     pieces = cut(num_ranks, len(hosts))
     across = by_tree.broadcast(len(hosts), root // host_size)
-    return among(across, _leaders(hosts, root), pieces) + _inside(by_tree.broadcast, hosts, root)
+    return remap(across, _leaders(hosts, root), pieces) + _inside(by_tree.broadcast, hosts, root)
 
 
 def reduce(num_ranks: int, root: int, host_size: int) -> Steps:
     """Reduce inside each host, then among leaders."""
-    return backward(broadcast(num_ranks, root, host_size), "reduce", reduces=True)
+    return dual(broadcast(num_ranks, root, host_size), "reduce", reduces=True)
 
 
 def scatter(num_ranks: int, root: int, host_size: int) -> Steps:
     """Scatter the chunks of each host to its leader, then inside each host."""
     hosts = _hosts(num_ranks, host_size)
-    across = among(by_tree.scatter(len(hosts), root // host_size), _leaders(hosts, root), hosts)
+    across = remap(by_tree.scatter(len(hosts), root // host_size), _leaders(hosts, root), hosts)
     return across + _inside(by_tree.scatter, hosts, root, own_chunks=True)
 
 
 def gather(num_ranks: int, root: int, host_size: int) -> Steps:
     """Gather inside each host, then among leaders."""
-    return backward(scatter(num_ranks, root, host_size), "gather", reduces=False)
+    return dual(scatter(num_ranks, root, host_size), "gather", reduces=False)
 
 
 def _hosts(num_ranks: int, host_size: int) -> list[range]:
@@ -78,7 +78,7 @@ def _inside(
     """Run a collective rooted at the leader on each host, on all chunks or only its ranks' own."""
     num_ranks = hosts[-1].stop
     return side_by_side(
-        among(
+        remap(
             collective(len(host), leader - host.start),
             host,
             [range(r, r + 1) for r in host] if own_chunks else cut(num_ranks, len(host)),

@@ -7,7 +7,7 @@ for the reduce-scatter and P - 1 for the all-gather.
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps_of
+from phalanx.comm.algorithms.steps import Move, Steps, dual, moves_of, steps_of
 
 
 def all_gather(num_ranks: int, way: int = 1) -> Steps:
@@ -30,7 +30,7 @@ def all_gather(num_ranks: int, way: int = 1) -> Steps:
 
 def reduce_scatter(num_ranks: int) -> Steps:
     """Reduce each received chunk into the local one, and forward it; chunk r ends on rank r."""
-    return backward(all_gather(num_ranks, way=-1), "reduce-scatter", reduces=True)
+    return dual(all_gather(num_ranks, way=-1), "reduce-scatter", reduces=True)
 
 
 def all_reduce(num_ranks: int) -> Steps:
@@ -56,7 +56,7 @@ def broadcast(num_ranks: int, root: int) -> Steps:
 
 def reduce(num_ranks: int, root: int) -> Steps:
     """Pipeline the chunks along the ring toward the root, and reduce them on every rank."""
-    return backward(broadcast(num_ranks, root), "reduce", reduces=True)
+    return dual(broadcast(num_ranks, root), "reduce", reduces=True)
 
 
 def scatter(num_ranks: int, root: int) -> Steps:
@@ -78,7 +78,7 @@ def scatter(num_ranks: int, root: int) -> Steps:
 
 def gather(num_ranks: int, root: int) -> Steps:
     """Forward chunks toward the root; the nearest rank's chunk arrives first."""
-    return backward(scatter(num_ranks, root), "gather", reduces=False)
+    return dual(scatter(num_ranks, root), "gather", reduces=False)
 
 
 def all_to_all(num_ranks: int) -> Steps:

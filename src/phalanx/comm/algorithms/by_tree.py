@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps_of
+from phalanx.comm.algorithms.steps import Move, Steps, dual, moves_of, steps_of
 
 
 def broadcast(num_ranks: int, root: int) -> Steps:
@@ -26,7 +26,7 @@ def broadcast(num_ranks: int, root: int) -> Steps:
 
 def reduce(num_ranks: int, root: int) -> Steps:
     """Reduce within pairs of ranks, then pairs of pairs, up to the root."""
-    return backward(broadcast(num_ranks, root), "reduce", reduces=True)
+    return dual(broadcast(num_ranks, root), "reduce", reduces=True)
 
 
 def scatter(num_ranks: int, root: int) -> Steps:
@@ -53,7 +53,7 @@ def scatter(num_ranks: int, root: int) -> Steps:
 
 def gather(num_ranks: int, root: int) -> Steps:
     """Send the collected chunks of each subtree up to its parent, ending at the root."""
-    return backward(scatter(num_ranks, root), "gather", reduces=False)
+    return dual(scatter(num_ranks, root), "gather", reduces=False)
 
 
 def all_reduce(num_ranks: int) -> Steps:

@@ -7,7 +7,7 @@ P - 1 times the tensor.
 
 from __future__ import annotations
 
-from phalanx.comm.algorithms.steps import Move, Steps, backward, moves_of, steps_of
+from phalanx.comm.algorithms.steps import Move, Steps, dual, moves_of, steps_of
 
 
 def broadcast(num_ranks: int, root: int) -> Steps:
@@ -18,7 +18,7 @@ def broadcast(num_ranks: int, root: int) -> Steps:
 
 def reduce(num_ranks: int, root: int) -> Steps:
     """Send the tensor to the root, which reduces the tensors one at a time."""
-    return backward(broadcast(num_ranks, root), "reduce", reduces=True)
+    return dual(broadcast(num_ranks, root), "reduce", reduces=True)
 
 
 def scatter(num_ranks: int, root: int) -> Steps:
@@ -29,7 +29,7 @@ def scatter(num_ranks: int, root: int) -> Steps:
 
 def gather(num_ranks: int, root: int) -> Steps:
     """Send this rank's chunk to the root."""
-    return backward(scatter(num_ranks, root), "gather", reduces=False)
+    return dual(scatter(num_ranks, root), "gather", reduces=False)
 
 
 def all_gather(num_ranks: int) -> Steps:
@@ -43,7 +43,7 @@ def all_gather(num_ranks: int) -> Steps:
 
 def reduce_scatter(num_ranks: int) -> Steps:
     """Send every other rank its chunk; the receiver reduces the chunks one at a time."""
-    return backward(all_gather(num_ranks), "reduce-scatter", reduces=True)
+    return dual(all_gather(num_ranks), "reduce-scatter", reduces=True)
 
 
 def all_reduce(num_ranks: int) -> Steps:

@@ -72,7 +72,7 @@ class Chunks(Protocol):
         ...
 
 
-class Flat:
+class FlatChunks:
     """The chunks of one flat tensor, which are nearly equal in size."""
 
     def __init__(self, flat: Tensor, num_chunks: int) -> None:
@@ -83,7 +83,7 @@ class Flat:
         return self.flat[self._bounds[chunks[0]].start : self._bounds[chunks[-1]].stop]
 
 
-class Passing:
+class AllToAllChunks:
     """The chunks of an all-to-all: from this rank, to this rank, and buffers for forwarded ones."""
 
     def __init__(self, given: Tensor, output: Tensor, rank: int) -> None:

@@ -69,7 +69,7 @@ def steps_of(part: str, moves: Iterable[Iterable[Move]]) -> Steps:
     return tuple(step for step in listed if step.moves)
 
 
-def backward(steps: Steps, part: str, *, reduces: bool) -> Steps:
+def dual(steps: Steps, part: str, *, reduces: bool) -> Steps:
     """Return the dual of a list, see [Note: Backward]; receivers reduce if `reduces`."""
     return steps_of(
         part,
@@ -86,7 +86,7 @@ def cut(size: int, num_parts: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def among(steps: Steps, ranks: Sequence[int], chunks: Sequence[range]) -> Steps:
+def remap(steps: Steps, ranks: Sequence[int], chunks: Sequence[range]) -> Steps:
     """Map the ranks 0, 1, ... of a list to `ranks`, and its chunks 0, 1, ... to `chunks`."""
     return tuple(
         CollectiveStep(

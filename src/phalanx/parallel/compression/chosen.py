@@ -81,7 +81,7 @@ def compress(
         return ""
     name, said = str(compression), ""
     if compression == "auto":
-        times_s = measured(reducer.comm)
+        times_s = measure_seconds(reducer.comm)
         name = fastest(times_s)
         shown = ", ".join(f"{each} {1e3 * time_s:.1f} ms" for each, time_s in times_s.items())
         said = f"gradients travel as {name}: {PROBE} values take {shown}"
@@ -100,7 +100,7 @@ def fastest(times_s: Mapping[str, float]) -> str:
     return name if times_s[name] * LEAST_GAIN <= times_s["float32"] else "float32"
 
 
-def measured(comm: Comm) -> dict[str, float]:
+def measure_seconds(comm: Comm) -> dict[str, float]:
     """Return the seconds that each candidate takes to sum a bucket over dp on the slowest rank.
 
     All ranks of the job must call this together, and all get the same result.

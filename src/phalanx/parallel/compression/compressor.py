@@ -52,10 +52,10 @@ class Compressor(ABC):
         """Start to overwrite a bucket with its sum over dp."""
 
     @abstractmethod
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         """Drop the stored errors, after a step whose gradients were not used."""
 
 
-def keep_finite(error: Tensor) -> None:
+def zero_nonfinite(error: Tensor) -> None:
     """Replace non-finite errors by 0 in place, because they would make all later steps invalid."""
     torch.nan_to_num_(error, 0.0, 0.0, 0.0)

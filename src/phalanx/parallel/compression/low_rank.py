@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
-from phalanx.parallel.compression.compressor import AXIS, Compressor, keep_finite
+from phalanx.parallel.compression.compressor import AXIS, Compressor, zero_nonfinite
 
 RANK: Final = 4
 """Number of columns of the narrow matrices, r."""
@@ -88,7 +88,7 @@ class LowRankSum(Compressor):
             q = total.view(-1, RANK)
             part.copy_((base @ q.T).view_as(part))
             matrix.error.addmm_(base, mine.T, alpha=-1)
-            keep_finite(matrix.error)
+            zero_nonfinite(matrix.error)
             matrix.q = torch.where(q.isfinite().all(), q, _first_q(q))
         return Pending(flat)
 
@@ -100,7 +100,7 @@ class LowRankSum(Compressor):
         return self._matrices[number, at]
 
     @override
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         self._matrices.clear()
 
 

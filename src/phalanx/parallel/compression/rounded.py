@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
-from phalanx.parallel.compression.compressor import AXIS, Compressor, keep_finite
+from phalanx.parallel.compression.compressor import AXIS, Compressor, zero_nonfinite
 
 BLOCK: Final = 1024
 """Number of int8 values that have one scale."""
@@ -131,7 +131,7 @@ class RoundedSum(Compressor):
         sent = self.comm.empty([self._size, self._code.num_bytes(slice_size)], like)
         for own, out in zip(values.view(self._size, -1), sent, strict=True):
             self._code.encode(own, out)
-        keep_finite(values)
+        zero_nonfinite(values)
         received = torch.empty_like(sent)
         hop = self.comm.exchange_start(received, sent, AXIS)
         return Pending(flat, begin=functools.partial(self._finish, number, flat, received, hop))
@@ -143,7 +143,7 @@ class RoundedSum(Compressor):
             self._code.add(given, total)
         own = torch.empty_like(received[0])
         self._code.encode(total, own)
-        keep_finite(total)
+        zero_nonfinite(total)
         gathered = self.comm.all_gather(own, AXIS, 0).view(self._size, -1)
         values = torch.zeros_like(total)
         for given, out in zip(gathered, flat.split(len(total)), strict=False):
@@ -152,6 +152,6 @@ class RoundedSum(Compressor):
         return Pending(flat)
 
     @override
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         self._errors.clear()
         self._slice_errors.clear()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses
@@ -33,7 +33,7 @@ def traffic(
         (phase, "cp", entry.op, times * entry.calls, times * scale * entry.payload_bytes)
         for (num_rows, length), number in Counter(microbatches).items()
         for times in (number * num_blocks,)
-        for shape in (_of_attention(target, num_rows, attention.order.held(length)),)
+        for shape in (_of_attention(target, num_rows, attention.order.num_held(length)),)
         for one, scale in (_of_two_positions(shape),)
         for entry in _entries(type(attention), num_ranks, one, target.compute_dtype)
         for phase in phases_of(entry.phase, strategy.recompute.kind, isinstance(attention, Ring))
@@ -46,7 +46,7 @@ def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
     shape = target.skeleton.shape
     assert shape is not None, "cp splits a decoder"
     (rows, positions, num_heads), (_, _, num_groups) = (
-        target.left_by_later("heads", (num_rows, num_held, number))
+        target.shard_shape_after_later("heads", (num_rows, num_held, number))
         for number in (shape.num_heads, shape.num_kv_heads)
     )
     return rows, positions, num_heads, num_groups, shape.head_dim
@@ -68,7 +68,7 @@ def _entries(
     kind: type[Ring] | type[Ulysses], num_ranks: int, shape: Shape, dtype: torch.dtype
 ) -> list[Entry]:
     """Return the communication of attention in one block for one microbatch."""
-    comm = Counting({"cp": num_ranks})
+    comm = CountingComm({"cp": num_ranks})
     rows, positions, num_heads, num_groups, width = shape
     q_BTHK, k_BTGK, v_BTGK = (
         torch.empty(rows, positions, heads, width, dtype=dtype, device="meta", requires_grad=True)

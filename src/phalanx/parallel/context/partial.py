@@ -39,16 +39,16 @@ class Chunk(NamedTuple):
     """Consecutive positions of a row.
 
     Attributes:
-        here: index range of the positions in this rank's tensor.
+        local: index range of the positions in this rank's tensor.
         first: first position, counted in the full row.
     """
 
-    here: slice
+    local: slice
     first: int
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """The attention mask: a query attends to the keys of its document, if causal up to itself.
 
     Attributes:
@@ -67,16 +67,16 @@ class _Block(NamedTuple):
     """A block of queries of one row of the batch, and the keys that any of them attends to.
 
     Attributes:
-        hidden_tS: True where the key is masked for the query; None if no key is.
+        masked_tS: True where the key is masked for the query; None if no key is.
     """
 
     row: int
     queries: slice
     keys: slice
-    hidden_tS: Tensor | None
+    masked_tS: Tensor | None
 
 
-class Mixed:
+class PartialAttention:
     """Running attention output of queries, over the keys processed so far.
 
     Attributes:
@@ -96,14 +96,14 @@ class Mixed:
         v_BSGK: Tensor,
         queries: Chunk,
         keys: Chunk,
-        sight: Sight,
+        sight: AttentionMask,
     ) -> None:
         """Attend from one chunk of queries to one chunk of keys, and merge the result."""
         num_groups = k_BSGK.shape[2]
         for block in _blocks(q_BTHK, queries, keys, sight):
             at = block.row, block.queries
             q_GNK = _grouped(q_BTHK[at], num_groups)
-            scores_GNS = _scores(q_GNK, _by_head(k_BSGK[block.row, block.keys]), block.hidden_tS)
+            scores_GNS = _scores(q_GNK, _by_head(k_BSGK[block.row, block.keys]), block.masked_tS)
             lse_GN = scores_GNS.logsumexp(-1)
             p_GNS = scores_GNS.sub_(_finite(lse_GN)[..., None]).exp_()
             o_GNK = p_GNS.to(v_BSGK.dtype) @ _by_head(v_BSGK[block.row, block.keys])
@@ -119,7 +119,7 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardState:
     """Backward state of this rank's queries.
 
     Attributes:
@@ -136,7 +136,7 @@ class Backward:
     dq_BTHK: Tensor
 
     @classmethod
-    def of(cls, q_BTHK: Tensor, o_BTHK: Tensor, lse_BTH: Tensor, do_BTHK: Tensor) -> Backward:
+    def of(cls, q_BTHK: Tensor, o_BTHK: Tensor, lse_BTH: Tensor, do_BTHK: Tensor) -> BackwardState:
         """Return the initial state, given the output of forward and its gradient; dq is zeros."""
         delta_BTH = (do_BTHK.to(lse_BTH.dtype) * o_BTHK).sum(-1)
         dq_BTHK = torch.zeros_like(
@@ -152,7 +152,7 @@ class Backward:
         dv_BSGK: Tensor,
         queries: Chunk,
         keys: Chunk,
-        sight: Sight,
+        sight: AttentionMask,
     ) -> None:
         """Add the gradients of one (query chunk, key chunk) pair to dq, `dk_BSGK` and `dv_BSGK`."""
         q_BTHK, num_groups = self.q_BTHK, k_BSGK.shape[2]
@@ -164,7 +164,7 @@ class Backward:
             lse_GN1, delta_GN1 = (
                 _grouped(x[at][..., None], num_groups) for x in (self.lse_BTH, self.delta_BTH)
             )
-            p_GNS = _scores(q_GNK, k_GSK, block.hidden_tS).sub_(_finite(lse_GN1)).exp_()
+            p_GNS = _scores(q_GNK, k_GSK, block.masked_tS).sub_(_finite(lse_GN1)).exp_()
             ds_GNS = (do_GNK @ v_GSK.mT).to(p_GNS.dtype).sub_(delta_GN1).mul_(p_GNS).mul_(scale)
             p_GNS, ds_GNS = p_GNS.to(do_GNK.dtype), ds_GNS.to(q_GNK.dtype)
             self.dq_BTHK[at] += _ungrouped(ds_GNS @ k_GSK, q_BTHK[at])
@@ -172,30 +172,34 @@ class Backward:
             dv_BSGK[others] += (p_GNS.mT @ do_GNK).transpose(0, 1)
 
 
-def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: Sight) -> Iterator[_Block]:
+def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: AttentionMask) -> Iterator[_Block]:
     """Yield the blocks of queries that attend to any of the keys."""
     num_rows, _, num_heads, _ = q_BTHK.shape
-    num_keys = keys.here.stop - keys.here.start
+    num_keys = keys.local.stop - keys.local.start
     size = max(_LEAST_QUERIES, min(_MOST_QUERIES, _MOST_SCORES // (num_heads * num_keys)))
-    last = queries.here.stop
-    rows, starts = range(num_rows), range(queries.here.start, last, size)
+    last = queries.local.stop
+    rows, starts = range(num_rows), range(queries.local.start, last, size)
     if q_BTHK.is_meta:  # only peak memory counts: no block is larger than the last two of a row
         rows, starts = rows[:1], starts[-2:]
     for row in rows:
         for start in starts:
             here = slice(start, min(start + size, last))
-            first = queries.first + start - queries.here.start  # position in the full row
-            seen = _seen(row, here, first, keys, num_keys, sight)
+            first = queries.first + start - queries.local.start  # position in the full row
+            seen = _key_range(row, here, first, keys, num_keys, sight)
             if seen.start < seen.stop:
                 yield _Block(
                     row,
                     here,
-                    slice(keys.here.start + seen.start, keys.here.start + seen.stop),
-                    _hidden(row, here, first, keys.first + seen.start, seen, sight, q_BTHK.device),
+                    slice(keys.local.start + seen.start, keys.local.start + seen.stop),
+                    _block_mask(
+                        row, here, first, keys.first + seen.start, seen, sight, q_BTHK.device
+                    ),
                 )
 
 
-def _seen(row: int, here: slice, first: int, keys: Chunk, num_keys: int, sight: Sight) -> slice:
+def _key_range(
+    row: int, here: slice, first: int, keys: Chunk, num_keys: int, sight: AttentionMask
+) -> slice:
     """Return the range of the keys that any query of a block attends to.
 
     Documents are in row order, so the first query has the smallest start, and the last query has
@@ -212,13 +216,13 @@ def _seen(row: int, here: slice, first: int, keys: Chunk, num_keys: int, sight: 
     return slice(begin - keys.first, end - keys.first)
 
 
-def _hidden(
+def _block_mask(
     row: int,
     here: slice,
     first: int,
     first_key: int,
     seen: slice,
-    sight: Sight,
+    sight: AttentionMask,
     device: torch.device,
 ) -> Tensor | None:
     """Return the mask of a block, True where a key is masked for a query; None if no key is."""

@@ -36,7 +36,7 @@ class PositionOrder:
         """Return `length` rounded up to a multiple of the number of chunks."""
         return -(-length // self.num_chunks) * self.num_chunks
 
-    def held(self, length: int) -> int:
+    def num_held(self, length: int) -> int:
         """Return the number of positions of a row that each rank holds, with padding."""
         return self.padded(length) // len(self.chunks)
 
@@ -49,13 +49,13 @@ class PositionOrder:
         ]
         return torch.cat(parts)
 
-    def places(self, num_held: int, device: torch.device | None = None) -> Tensor:
+    def gathered_index(self, num_held: int, device: torch.device | None = None) -> Tensor:
         """Return the index of each position of the padded row in the all-gathered positions."""
         ranks = range(len(self.chunks))
         return torch.cat([self.positions(rank, num_held, device) for rank in ranks]).argsort()
 
 
-def in_line(num_ranks: int) -> PositionOrder:
+def contiguous(num_ranks: int) -> PositionOrder:
     """Return the order in which rank r holds chunk r of N."""
     return PositionOrder(tuple((rank,) for rank in range(num_ranks)))
 

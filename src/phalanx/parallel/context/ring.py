@@ -33,9 +33,9 @@ from torch.autograd import Function
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
-from phalanx.models.attention import Documents, first_seen
+from phalanx.models.attention import Documents, first_attended
 from phalanx.parallel.composite import Composite, once_differentiable
-from phalanx.parallel.context.partial import Backward, Chunk, Mixed, Sight
+from phalanx.parallel.context.partial import AttentionMask, BackwardState, Chunk, PartialAttention
 from phalanx.parallel.context.positions import PositionOrder, zig_zag
 
 
@@ -73,7 +73,7 @@ class Ring:
         num_rows, num_held = q_BTHK.shape[:2]
         positions_T = self.order.positions(self.comm.coord("cp"), num_held, q_BTHK.device)
         window = None if window is None or window >= num_held * self.comm.size("cp") else window
-        starts_BT1 = first_seen(positions_T, documents, window)
+        starts_BT1 = first_attended(positions_T, documents, window)
         starts_BT = None if starts_BT1 is None else starts_BT1[..., 0].expand(num_rows, -1)
         ends_BT = None
         if documents is not None and not self.is_causal:
@@ -89,14 +89,14 @@ class Ring:
         ends_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the attention output, like q_BTHK, and its log-sum-exp lse_BTH over all keys."""
-        mixed, sight = Mixed(q_BTHK), Sight(self.is_causal, starts_BT, ends_BT)
+        mixed, sight = PartialAttention(q_BTHK), AttentionMask(self.is_causal, starts_BT, ends_BT)
         for hop in self._hops(torch.stack((k_BTGK, v_BTGK))):
             for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]):
                 mixed.add(q_BTHK, hop.kv[0], hop.kv[1], queries, keys, sight)
         return mixed.o_BTHK.to(q_BTHK.dtype), mixed.lse_BTH
 
     def backward(
-        self, state: Backward, k_BTGK: Tensor, v_BTGK: Tensor, sight: Sight
+        self, state: BackwardState, k_BTGK: Tensor, v_BTGK: Tensor, sight: AttentionMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this rank's q, k and v, each in the dtype of its tensor."""
         kv = torch.stack((k_BTGK, v_BTGK))
@@ -133,14 +133,14 @@ class Ring:
                 if not self.is_causal or keys.first <= queries.first:
                     yield queries, keys
 
-    def _hops(self, kv: Tensor) -> Iterator[_Hop]:
+    def _hops(self, kv: Tensor) -> Iterator[_KeyValueBlock]:
         """Yield the block of every rank, this rank's first, and receive the next one meanwhile."""
         num_ranks, rank = self.comm.size("cp"), self.comm.coord("cp")
         other = torch.empty_like(kv) if num_ranks > 1 else kv
         for distance in range(num_ranks):
             is_last = distance == num_ranks - 1
             coming = None if is_last else self._shift(kv, other)
-            yield _Hop((rank - distance) % num_ranks, kv)
+            yield _KeyValueBlock((rank - distance) % num_ranks, kv)
             if coming is not None:
                 kv, other = coming.wait(), kv
 
@@ -162,7 +162,7 @@ class Ring:
         return ends_BN.gather(1, number_BT.clamp_(max=ends_BN.shape[1] - 1))
 
 
-class _Hop(NamedTuple):
+class _KeyValueBlock(NamedTuple):
     """A block of keys and values, [2, B, T, G, K], and the rank `source` that owns it."""
 
     source: int
@@ -228,6 +228,6 @@ class _RingAttention(Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT, o_BTHK, lse_BTH = ctx.saved_tensors
-        state = Backward.of(q_BTHK, o_BTHK, lse_BTH, grad_outputs[0])
-        sight = Sight(ctx.ring.is_causal, starts_BT, ends_BT)
+        state = BackwardState.of(q_BTHK, o_BTHK, lse_BTH, grad_outputs[0])
+        sight = AttentionMask(ctx.ring.is_causal, starts_BT, ends_BT)
         return None, *ctx.ring.backward(state, k_BTGK, v_BTGK, sight), None, None

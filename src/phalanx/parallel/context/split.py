@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Comm, Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.models.attention import Attention, Documents, documents_of
@@ -27,7 +27,7 @@ from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.context import account
 from phalanx.parallel.context.ring import Ring
 from phalanx.parallel.context.ulysses import Ulysses, padded_documents
-from phalanx.parallel.split import Part, Shape, Split, Target
+from phalanx.parallel.split import Shape, Split, Target, TensorKind
 from phalanx.strategy import Axis, Strategy
 
 KINDS: dict[str, type[Ring] | type[Ulysses]] = {"ring": Ring, "ulysses": Ulysses}
@@ -50,17 +50,17 @@ class ContextSplit(Split):
         check(target)
 
     @classmethod
-    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+    def shard_shape(cls, strategy: Strategy, part: TensorKind, shape: Shape) -> Shape:
         """Return `shape` with the positions that one rank holds; tables are not split."""
         if part == "table":
             return shape
         num_rows, length, size = shape
-        return num_rows, attention_of(strategy).order.held(length), size
+        return num_rows, attention_of(strategy).order.num_held(length), size
 
     def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
         """Return the rows of the microbatch, and the number of positions that one rank holds."""
         num_rows, length = microbatch
-        return num_rows, self.attention.order.held(length)
+        return num_rows, self.attention.order.num_held(length)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the communication of attention."""
@@ -73,12 +73,12 @@ class ContextSplit(Split):
 
 def attention_of(strategy: Strategy, comm: Comm | None = None) -> Ring | Ulysses:
     """Return the attention of a strategy; without `comm`, one for planning that only counts."""
-    return _planned(strategy) if comm is None else KINDS[strategy.cp.kind](comm)
+    return _planning_attention(strategy) if comm is None else KINDS[strategy.cp.kind](comm)
 
 
 @functools.cache
-def _planned(strategy: Strategy) -> Ring | Ulysses:
-    return KINDS[strategy.cp.kind](Counting(strategy.mesh_axes()))
+def _planning_attention(strategy: Strategy) -> Ring | Ulysses:
+    return KINDS[strategy.cp.kind](CountingComm(strategy.mesh_axes()))
 
 
 def check(target: Target) -> None:
@@ -93,7 +93,7 @@ def check(target: Target) -> None:
     if strategy.cp.kind != "ulysses":
         return
     num_heads = model.shape.num_heads
-    *_, left = target.left_by_later("heads", (1, 1, num_heads))
+    *_, left = target.shard_shape_after_later("heads", (1, 1, num_heads))
     if left and left % strategy.cp.degree:
         beside = f", {left} beside tp{strategy.tp.degree}" if left < num_heads else ""
         raise StrategyError(
@@ -155,7 +155,7 @@ def cut_positions(x_BT: Tensor, attention: Ring | Ulysses, comm: Comm, padding: 
     """Return this rank's positions of x_BT, padded first, in the order of `attention`."""
     order, length = attention.order, x_BT.shape[1]
     padded_BT = F.pad(x_BT, (0, order.padded(length) - length), value=padding)
-    positions_T = order.positions(comm.coord("cp"), order.held(length), x_BT.device)
+    positions_T = order.positions(comm.coord("cp"), order.num_held(length), x_BT.device)
     return padded_BT.index_select(1, positions_T)
 
 
@@ -188,5 +188,5 @@ def _gathered(logits_BTV: Tensor, attention: Ring | Ulysses, comm: Comm) -> Tens
             "theirs; give the model labels, or ask for logits under torch.no_grad()"
         )
     num_held = logits_BTV.shape[1]
-    places_T = attention.order.places(num_held, logits_BTV.device)
+    places_T = attention.order.gathered_index(num_held, logits_BTV.device)
     return comm.all_gather(logits_BTV, "cp", 1).index_select(1, places_T)

@@ -28,7 +28,7 @@ from torch import Tensor
 from phalanx.comm.comm import Comm
 from phalanx.models.attention import Documents, attend
 from phalanx.parallel.composite import mapped
-from phalanx.parallel.context.positions import PositionOrder, in_line
+from phalanx.parallel.context.positions import PositionOrder, contiguous
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Ulysses:
     @property
     def order(self) -> PositionOrder:
         """Assignment of positions to ranks."""
-        return in_line(self.comm.size("cp"))
+        return contiguous(self.comm.size("cp"))
 
     def __call__(
         self,

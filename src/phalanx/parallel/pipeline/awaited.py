@@ -42,7 +42,7 @@ _SHOW = frozenset(["__repr__", "__str__", "__format__"])
 """Methods that print values; they are allowed, since no computation uses the text."""
 
 
-class Awaited(Tensor):
+class UnknownTensor(Tensor):
     """A tensor that depends on an absent layer's output; its floating-point values are NaN.
 
     Attributes:
@@ -69,7 +69,7 @@ class Awaited(Tensor):
         args = tree_map(received_for, args)
         kwargs = cast(dict[str, Any], tree_map(received_for, kwargs or {}))
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        awaited = next((leaf for leaf in leaves if isinstance(leaf, Awaited)), None)
+        awaited = next((leaf for leaf in leaves if isinstance(leaf, UnknownTensor)), None)
         if awaited is None:
             return func(*args, **kwargs)
         # The default implementation of `__torch_function__` uses this context as well.
@@ -79,37 +79,37 @@ class Awaited(Tensor):
             check = awaited.check
             if name in _READ:
                 check(name, True)
-            with _Follow(leaves, check) as follow:
+            with _TrackUnknown(leaves, check) as follow:
                 result = func(*args, **kwargs)
             for leaf in leaves:  # arguments that the function has written
-                if follow.has(leaf) and not isinstance(leaf, Awaited):
+                if follow.has(leaf) and not isinstance(leaf, UnknownTensor):
                     if type(leaf) is not Tensor or leaf._is_view():  # pyright: ignore[reportPrivateUsage]
                         check(name, True)
-                    await_(leaf, check)
+                    mark_unknown(leaf, check)
 
             def mark(leaf: Any) -> Any:
-                is_new = isinstance(leaf, Tensor) and not isinstance(leaf, Awaited)
-                return await_(leaf, check) if is_new and follow.has(leaf) else leaf
+                is_new = isinstance(leaf, Tensor) and not isinstance(leaf, UnknownTensor)
+                return mark_unknown(leaf, check) if is_new and follow.has(leaf) else leaf
 
             return tree_map(mark, result)
 
 
-def await_(tensor: Tensor, check: Callable[[str, bool], None]) -> Awaited:
-    """Turn a tensor into an `Awaited`, in place; see `Awaited` for `check`."""
-    tensor.__class__ = Awaited
-    assert isinstance(tensor, Awaited)
+def mark_unknown(tensor: Tensor, check: Callable[[str, bool], None]) -> UnknownTensor:
+    """Turn a tensor into an `UnknownTensor`, in place; see `UnknownTensor` for `check`."""
+    tensor.__class__ = UnknownTensor
+    assert isinstance(tensor, UnknownTensor)
     tensor.check, tensor.received = check, None
     return tensor
 
 
 def received_for(value: Any) -> Any:
     """Return the received activation that replaces an awaited tensor; any other value as it is."""
-    if isinstance(value, Awaited) and value.received is not None:
+    if isinstance(value, UnknownTensor) and value.received is not None:
         return value.received
     return value
 
 
-class _Follow(TorchDispatchMode):
+class _TrackUnknown(TorchDispatchMode):
     """Dispatch mode that tracks awaited tensors through the operators of one torch function."""
 
     supports_higher_order_operators = True
@@ -120,7 +120,7 @@ class _Follow(TorchDispatchMode):
         self._kept: list[Tensor] = []
         self._storages: set[int] = set()
         for leaf in leaves:
-            if isinstance(leaf, Awaited):
+            if isinstance(leaf, UnknownTensor):
                 self._add(leaf)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The modules of a chain in their model; a placeholder `Passed` replaces modules of other ranks.
+"""The modules of a chain in their model; a `PlaceholderModule` replaces modules of other ranks.
 
 The parameters of a replaced module are removed with it, except a weight that the first and the last
 stage read: it keeps its name on the ranks of both.
@@ -20,7 +20,7 @@ from phalanx.parallel.pipeline.links import children
 from phalanx.parallel.pipeline.stage import Absent
 
 
-class Passed(Absent):
+class PlaceholderModule(Absent):
     """Placeholder for a module outside of the running stage.
 
     It has the attributes of the module, with parameters on the meta device, because a model may
@@ -66,7 +66,7 @@ class Chain:
         self.modules = {name: model.get_submodule(name) for name in stage_of}
         self._model = model
         self._absent = {
-            name: Passed(module, functools.partial(call_absent, name))
+            name: PlaceholderModule(module, functools.partial(call_absent, name))
             for name, module in self.modules.items()
         }
         self._paths = self._find_paths()
@@ -144,7 +144,7 @@ class Chain:
             if is_other and not any(path.startswith(f"{each}.") for each in removed):
                 refuse = functools.partial(self._refuse_name, path, link_of[module])
                 parent, _, own = path.rpartition(".")
-                setattr(self._model.get_submodule(parent), own, Passed(module, refuse))
+                setattr(self._model.get_submodule(parent), own, PlaceholderModule(module, refuse))
                 removed.append(path)
 
     def _refuse_name(self, path: str, link: str, _: Sequence[Any]) -> Any:

@@ -223,7 +223,7 @@ def cost_of(link: Sequence[nn.Module]) -> int:
     )
 
 
-class LooseBuffers:
+class UnlinkedBuffers:
     """The persistent buffers of a model outside of all links, which stages must not change."""
 
     def __init__(self, model: nn.Module, links: Iterable[nn.Module]) -> None:

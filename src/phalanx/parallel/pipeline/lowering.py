@@ -40,7 +40,7 @@ from phalanx.parallel.pipeline.schedule import Action, Op, Schedule
 COMPUTES = ("F", "B", "I", "W")
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
-ENDS = ("SENT_F", "SENT_B")
+SEND_WAITS = ("SENT_F", "SENT_B")
 
 _OTHER_END: Final[dict[Op, Op]] = {
     "SEND_F": "RECV_F", "RECV_F": "SEND_F", "SENT_F": "RECV_F",

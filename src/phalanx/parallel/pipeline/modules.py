@@ -9,11 +9,11 @@ The forward of the full module runs, but computes only one stage. Here stage 1 o
        +-- no value --+             |             +-- output ---+---> _Left, to `run`
                               received tensor
 
-[1] Placeholders (`Passed`) of earlier modules return a tensor with the shape and dtype of the real
-    output, which the outline sent with the received tensor describes. Its values are unknown, so
-    computations of the model between modules are tracked (awaited.py).
+[1] A `PlaceholderModule` for each earlier module returns a tensor with the shape and dtype of the
+    real output, which the outline sent with the received tensor describes. Its values are unknown,
+    so computations of the model between modules are tracked (awaited.py).
 [2] The first module of the stage gets the received tensor as its first argument (`_enter`).
-[3] The first module after the stage gets the stage's output as its argument, and raises `_Left`
+[3] The first module after the stage gets the stage's output as its argument, and raises `_StageEnd`
     with it, which `run` catches. So the rest of the forward and of the objective, which are written
     for one process, is skipped.
 """
@@ -31,14 +31,20 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.pipeline.awaited import Awaited, StandIn, absent, await_, received_for
+from phalanx.parallel.pipeline.awaited import (
+    StandIn,
+    UnknownTensor,
+    absent,
+    mark_unknown,
+    received_for,
+)
 from phalanx.parallel.pipeline.chain import Chain
-from phalanx.parallel.pipeline.links import CutChain, LooseBuffers
+from phalanx.parallel.pipeline.links import CutChain, UnlinkedBuffers
 from phalanx.parallel.pipeline.outline import Form, Like, form_of, read, write
 from phalanx.parallel.pipeline.stage import Stages
 
 
-class _Left(BaseException):
+class _StageEnd(BaseException):
     """Ends a forward that has computed the input of the next stage, `output`."""
 
     def __init__(self, output: Tensor) -> None:
@@ -63,7 +69,7 @@ class ModuleStages(Stages):
         self._waits = False
         self._received: Tensor | None = None
         self._outputs: dict[str, Form] = {}
-        self._left: _Left | None = None
+        self._left: _StageEnd | None = None
         trained = (
             s for s in range(self.num_stages) if any(p.requires_grad for p in self.weights(s))
         )
@@ -71,7 +77,7 @@ class ModuleStages(Stages):
         self._chain.keep(here, holds_tied=not {0, self.num_stages - 1}.isdisjoint(here))
         self._run_whole = model.forward
         self._is_in_forward = False
-        self._loose = LooseBuffers(model, self._chain.modules.values())
+        self._loose = UnlinkedBuffers(model, self._chain.modules.values())
         self._warned = False
         model.forward = self._run_until_left
         for name in ("parameters", "named_parameters"):
@@ -101,7 +107,7 @@ class ModuleStages(Stages):
             self._is_in_objective = torch.is_grad_enabled()
             try:
                 output = forward()
-            except _Left as left:
+            except _StageEnd as left:
                 self._warn_of_kept(stage)
                 self._loose.check(before)
                 self.outline = write(self._before(stage + 1), self._outputs)
@@ -133,7 +139,7 @@ class ModuleStages(Stages):
         """Replacement of the model's forward; it returns normally, so that hooks of fsdp run."""
         try:
             return self._run_whole(*args, **kwargs)
-        except _Left as left:
+        except _StageEnd as left:
             self._left = left
             return left.output
 
@@ -183,9 +189,9 @@ class ModuleStages(Stages):
             )
         args = [received_for(each) for each in args]
         _check_border(self._chain.names(stage)[0], args)
-        if isinstance(args[0], Awaited):
+        if isinstance(args[0], UnknownTensor):
             args[0].check("send", False)
-        raise _Left(args[0])
+        raise _StageEnd(args[0])
 
     def _note_output(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         form = form_of(output)
@@ -208,7 +214,7 @@ class ModuleStages(Stages):
             name = next(name for name, each in self._chain.modules.items() if each is module)
             _check_border(name, values)
             received = StandIn.apply(self._received)
-            if isinstance(values[0], Awaited):
+            if isinstance(values[0], UnknownTensor):
                 values[0].received = received
         else:  # the module runs again, for example recomputed in backward
             received = received_for(values[0]) if values else None
@@ -228,7 +234,7 @@ class ModuleStages(Stages):
         check = functools.partial(self._check_use, stage)
         like = Like(received.dtype, received.shape)
         is_tuple, parts = self._outputs.get(name, Form(False, (like,)))
-        given = [p and await_(absent(received, p.shape, p.dtype), check) for p in parts]
+        given = [p and mark_unknown(absent(received, p.shape, p.dtype), check) for p in parts]
         return tuple(given) if is_tuple else given[0]
 
     def _recomputed(self, stage: int) -> StrategyError:

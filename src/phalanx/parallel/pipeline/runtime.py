@@ -66,7 +66,7 @@ class Pipeline(Runner):
         self.sizes = Sizes(comm, are_fixed=stages.has_fixed_sizes)
         stages.prepare()
         # Read now, when all axes have split the model: a gathered fsdp group has other parameters.
-        self.weights = {stage: stages.weights(stage) for stage in stages.here}
+        self.weights = {stage: stages.weights(stage) for stage in stages.local_stages}
 
     @override
     def __call__(
@@ -133,7 +133,7 @@ class _Step:
     def __post_init__(self) -> None:
         self._stages = self.runner.stages
         self._last_stage = self._stages.num_stages - 1
-        self.unreduced = set(self._stages.here)
+        self.unreduced = set(self._stages.local_stages)
 
     def run(self, action: Action) -> None:
         """Run one action."""

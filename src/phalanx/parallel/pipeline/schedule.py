@@ -170,23 +170,24 @@ class ScheduleKind(NamedTuple):
         chunks: stages a rank; None if the strategy sets it.
         is_v: whether stages are placed in a V, ranks 0 to p - 1 and back; else ranks 0 to p - 1
             repeat.
-        fewest: smallest number of microbatches, as a multiple of p, for which `phases` is valid.
+        min_microbatches_per_rank: smallest number of microbatches, as a multiple of p, for which
+            `phases` is valid.
     """
 
     phases: Callable[[int, int, int, int], Phases]
     chunks: int | None = 1
     is_v: bool = False
-    fewest: int = 1
+    min_microbatches_per_rank: int = 1
 
 
 KINDS: Final = {
     "naive": ScheduleKind(naive),
     "gpipe": ScheduleKind(gpipe),
     "1f1b": ScheduleKind(one_f_one_b),
-    "interleaved": ScheduleKind(interleaved, chunks=None, fewest=2),
-    "zb": ScheduleKind(zero_bubble, chunks=None, fewest=2),
-    "zbv": ScheduleKind(zbv, chunks=2, is_v=True, fewest=2),
-    "dualpipev": ScheduleKind(dualpipev, chunks=2, is_v=True, fewest=2),
+    "interleaved": ScheduleKind(interleaved, chunks=None, min_microbatches_per_rank=2),
+    "zb": ScheduleKind(zero_bubble, chunks=None, min_microbatches_per_rank=2),
+    "zbv": ScheduleKind(zbv, chunks=2, is_v=True, min_microbatches_per_rank=2),
+    "dualpipev": ScheduleKind(dualpipev, chunks=2, is_v=True, min_microbatches_per_rank=2),
 }
 """Kind of pp in a strategy -> its kind of schedule."""
 
@@ -206,7 +207,7 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
     p, of = num_ranks, KINDS[kind]
     v = of.chunks or chunks
     rank_of = [*range(p), *reversed(range(p))] if of.is_v else [*range(p)] * v
-    most = -(-max(num_microbatches, of.fewest * p) // p) * p
+    most = -(-max(num_microbatches, of.min_microbatches_per_rank * p) // p) * p
     orders: list[tuple[Action, ...]] = []
     for rank in range(p):
         stages = [stage for stage, other in enumerate(rank_of) if other == rank]

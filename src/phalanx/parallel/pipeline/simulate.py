@@ -14,8 +14,8 @@ from typing import NamedTuple
 from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.lowering import (
     COMPUTES,
-    ENDS,
     RECEIVES,
+    SEND_WAITS,
     SENDS,
     lower,
     messages_of,
@@ -181,7 +181,7 @@ class _Simulation:
             is_first = not (self._sent[line] and self._received[line])
             if (is_first or action.op == "RECV_F") and other_end(action) not in self._times:
                 yield other_end(action)
-        if action.op in ENDS and other_end(action) not in self._times:
+        if action.op in SEND_WAITS and other_end(action) not in self._times:
             yield other_end(action)
 
 

@@ -40,7 +40,7 @@ from phalanx.parallel.pipeline.runtime import Pipeline
 from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.sizes import HEADER_BYTES
 from phalanx.parallel.pipeline.stage import DecoderStages, Stages
-from phalanx.parallel.reduce import GradientReducer, OuterReducer
+from phalanx.parallel.reduce import GradientReducer, WrappingReducer
 from phalanx.parallel.skeleton import Weight
 from phalanx.parallel.split import Split, Target, entries_of
 
@@ -66,7 +66,7 @@ class PipelineSplit(Split):
         self._stages: Stages | None = None
 
     @override
-    def of(self, target: Target) -> PipelineSplit:
+    def for_stage(self, target: Target) -> PipelineSplit:
         other = copy.copy(self)
         other._stage(target)
         return other
@@ -76,7 +76,7 @@ class PipelineSplit(Split):
         return schedule_of(self.target.strategy, num_microbatches)
 
     @override
-    def remaining(self) -> Target:
+    def next_target(self) -> Target:
         chain, here = self.chain, frozenset(self.here)
         names_here, names_gone = (
             {
@@ -110,12 +110,12 @@ class PipelineSplit(Split):
             num_headers = sent["SEND_F"].total()
             rows.append(("sizes", num_headers, num_headers * HEADER_BYTES))
         if (weight := self._tied) is not None:
-            held = self.target.left_by_later("table", weight.shape)
+            held = self.target.shard_shape_after_later("table", weight.shape)
             rows.append(("reduce", 1, math.prod(held) * weight.dtype.itemsize))
         return _entries(rows)
 
     @override
-    def announces(
+    def header_traffic(
         self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
     ) -> list[Entry]:
         senders = {send.stage for send in self._sends(1) if send.op == "SEND_F"}
@@ -144,7 +144,7 @@ class PipelineSplit(Split):
         """Return the bytes and the outline that a stage sends to the next; None if unknown."""
         target, shape = self.target, self.target.skeleton.shape
         if shape is not None:
-            held = target.left_by_later("residual", (*microbatch, shape.hidden))
+            held = target.shard_shape_after_later("residual", (*microbatch, shape.hidden))
             return Border(math.prod(held) * target.compute_dtype.itemsize, ())
         borders = self._borders and self._borders.after(microbatch)
         return borders[stage] if borders else None
@@ -186,7 +186,7 @@ def _entries(rows: Sequence[tuple[str, int, int]]) -> list[Entry]:
     return entries_of(messages, lambda _: 2)
 
 
-class TiedReducer(OuterReducer):
+class TiedReducer(WrappingReducer):
     """Runs `inner`, then sums the gradients of the two replicas of a tied weight."""
 
     def __init__(

@@ -26,7 +26,7 @@ class Stages(ABC):
 
     Attributes:
         cut: the links of each stage of the full model.
-        here: numbers of the stages of this rank.
+        local_stages: numbers of the stages of this rank.
         first_trained: the first stage of the full model that has a trained parameter.
         outline: outline of the layers before a stage, which the caller sets before `run`; after
             `run`, it includes the layers of that stage.
@@ -37,7 +37,7 @@ class Stages(ABC):
 
     def __init__(self, cut: Sequence[range], here: Sequence[int]) -> None:
         self.cut = list(cut)
-        self.here = list(here)
+        self.local_stages = list(here)
         self.first_trained = 0
         self.outline: Outline = ()
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
 from phalanx.models.decoder import Head
 from phalanx.parallel.batch_shape import BatchShape
@@ -36,14 +36,14 @@ from phalanx.parallel.tensor.operators import (
     shard,
     unshard,
 )
-from phalanx.parallel.tensor.placed import Placed
+from phalanx.parallel.tensor.placed import ShardedParameter
 from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
 from phalanx.parallel.tensor.spec import Spec
 from phalanx.parallel.tensor.transformers_models import gathered_bases
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Operation:
     """One operation of a layer on a microbatch: everything that determines its communication.
 
     Attributes:
@@ -66,13 +66,13 @@ def traffic(
     target: Target,
     layout: Layout,
     bindings: Sequence[RoleBinding],
-    parameters: Sequence[Placed],
+    parameters: Sequence[ShardedParameter],
     batches: Sequence[BatchShape],
 ) -> list[Entry]:
     """Return the communication of the first rank of tp over tp in one step."""
     grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
-    works = Counter[tuple[_Work, str]]()
-    for work, recompute, times in _works(target, bindings):
+    works = Counter[tuple[_Operation, str]]()
+    for work, recompute, times in _operations(target, bindings):
         works[work, recompute] += times
     rows = [
         (phase, entry.axis, entry.op, times * entry.calls, times * entry.payload_bytes)
@@ -86,13 +86,15 @@ def traffic(
     ]
     rows += [
         ("reduce", axis, "all_reduce", len(buckets(sizes, BUCKET_BYTES)), sum(sizes))
-        for axes, sizes in _replicas(target, parameters).items()
+        for axes, sizes in _replicated_gradient_bytes(target, parameters).items()
         for axis in axes
     ]
     return entries_of(rows, layout.comm.size)
 
 
-def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_Work, str, int]]:
+def _operations(
+    target: Target, bindings: Sequence[RoleBinding]
+) -> Iterator[tuple[_Operation, str, int]]:
     """Yield the operations of each layer, their recomputation, and the number of such layers."""
     strategy, skeleton = target.strategy, target.skeleton
     master, compute = skeleton.dtype, target.compute_dtype
@@ -107,9 +109,9 @@ def _works(target: Target, bindings: Sequence[RoleBinding]) -> Iterator[tuple[_W
         dtype = compute if is_block and strategy.fsdp.degree > 1 else master
         recompute = strategy.recompute.kind if is_block else "none"
         for kind, sizes in _kinds(binding, bindings, width):
-            yield _Work(kind, sizes, compute, dtype), recompute, times
+            yield _Operation(kind, sizes, compute, dtype), recompute, times
     for _ in gathered_bases(skeleton.model, functools.partial(reads_residual, bindings)):
-        yield _Work("gather", (width,), compute, master), "none", 1
+        yield _Operation("gather", (width,), compute, master), "none", 1
 
 
 def _kinds(
@@ -135,10 +137,10 @@ def _kinds(
 
 @functools.lru_cache(maxsize=1 << 14)
 def _entries(
-    kind: type[Layout], grid: tuple[tuple[str, int], ...], work: _Work, batch: BatchShape
+    kind: type[Layout], grid: tuple[tuple[str, int], ...], work: _Operation, batch: BatchShape
 ) -> list[Entry]:
     """Return the communication of one operation on one microbatch, forward and backward."""
-    comm = Counting(dict(grid))
+    comm = CountingComm(dict(grid))
     with comm.phase("forward"):
         results = _forward(kind(comm), comm, work, batch)
     with comm.phase("backward"):
@@ -146,7 +148,9 @@ def _entries(
     return comm.entries()
 
 
-def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> Sequence[Tensor]:
+def _forward(
+    layout: Layout, comm: CountingComm, work: _Operation, batch: BatchShape
+) -> Sequence[Tensor]:
     """Run the operation `work` on meta tensors, and return its results."""
     residual, inner, (width, *others) = layout.residual, layout.inner, work.sizes
 
@@ -154,7 +158,7 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def activation(spec: Spec) -> Tensor:
-        return empty([len(held) for held in layout.held(spec, batch, width)])
+        return empty([len(held) for held in layout.shard_ranges(spec, batch, width)])
 
     def weight(spec: Spec, *shape: int) -> Tensor:
         return empty(spec.shard_shape(shape, comm), work.master)
@@ -165,7 +169,7 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
     if work.kind == "row":
         return [row_parallel_linear(layout, activation(inner), weight(layout.row, *others, width))]
     if work.kind == "embedding":
-        num_rows = len(layout.rows(layout.entry, batch))
+        num_rows = len(layout.rows(layout.ids, batch))
         held = layout.column.shard(1, width, comm)
         looked_up = empty((num_rows, batch.length, len(held)), work.master)
         return [reduce_embedding(layout, looked_up)]
@@ -187,7 +191,9 @@ def _forward(layout: Layout, comm: Counting, work: _Work, batch: BatchShape) -> 
     return [token_loss_sum(logits, labels, width, layout)]
 
 
-def _replicas(target: Target, parameters: Sequence[Placed]) -> dict[tuple[str, ...], list[int]]:
+def _replicated_gradient_bytes(
+    target: Target, parameters: Sequence[ShardedParameter]
+) -> dict[tuple[str, ...], list[int]]:
     """Return the bytes of each gradient to be summed over tp, grouped by the axes of the sum.
 
     The bytes are those after fsdp, which splits the rows of this rank's shard again.
@@ -195,10 +201,10 @@ def _replicas(target: Target, parameters: Sequence[Placed]) -> dict[tuple[str, .
     num_shards = target.strategy.num_shards
     found: dict[Weight, tuple[tuple[str, ...], int]] = {}
     for row in parameters:
-        if row.partial_axes and row.weight.is_trained:
+        if row.replicated_axes and row.weight.is_trained:
             num_rows, *rest = row.shard_shape
             size = -(-num_rows // num_shards) * math.prod(rest)
-            found[row.weight] = row.partial_axes, size * row.weight.dtype.itemsize
+            found[row.weight] = row.replicated_axes, size * row.weight.dtype.itemsize
     sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for weight in target.skeleton.parameters():
         if weight in found:

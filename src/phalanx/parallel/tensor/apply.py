@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Comm, Ranks
-from phalanx.comm.dry_run import Counting
+from phalanx.comm.dry_run import CountingComm
 from phalanx.errors import StrategyError
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
 from phalanx.parallel.skeleton import Skeleton
@@ -25,7 +25,7 @@ from phalanx.parallel.tensor.fused import interleaved, placement_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
-from phalanx.parallel.tensor.placed import Placed
+from phalanx.parallel.tensor.placed import ShardedParameter
 from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
@@ -46,7 +46,7 @@ def apply(
     skeleton: Skeleton,
     layout: Layout,
     bindings: Sequence[RoleBinding],
-    parameters: Sequence[Placed],
+    parameters: Sequence[ShardedParameter],
 ) -> None:
     """Split a model, the skeleton's own or one with the same structure, over tp in place."""
     rows = {name: row for row in parameters for name in skeleton.named(row.weight.name)}
@@ -81,12 +81,12 @@ def _bindings_in(
 
 def layout_of(strategy: Strategy, comm: Comm | None = None) -> Layout:
     """Return the layout of a strategy; without `comm`, a planning layout that only counts."""
-    return _planned(strategy) if comm is None else LAYOUTS[strategy.tp.kind](comm)
+    return _planning_layout(strategy) if comm is None else LAYOUTS[strategy.tp.kind](comm)
 
 
 @functools.cache
-def _planned(strategy: Strategy) -> Layout:
-    return LAYOUTS[strategy.tp.kind](Counting(strategy.mesh_axes()))
+def _planning_layout(strategy: Strategy) -> Layout:
+    return LAYOUTS[strategy.tp.kind](CountingComm(strategy.mesh_axes()))
 
 
 def _mesh_of(comm: Comm) -> DeviceMesh:
@@ -99,7 +99,7 @@ def _mesh_of(comm: Comm) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=comm.rank)
 
 
-def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parameter:
+def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) -> nn.Parameter:
     """Return this rank's shard of a parameter, as a DTensor on the mesh of the layout.
 
     Raises:
@@ -133,7 +133,7 @@ def _shard(parameter: nn.Parameter, placed: Placed, layout: Layout) -> nn.Parame
 
 
 def _fused(
-    full: torch.Tensor, placed: Placed, layout: Layout
+    full: torch.Tensor, placed: ShardedParameter, layout: Layout
 ) -> tuple[torch.Tensor, tuple[Placement, ...]]:
     """Reorder fused maps so that a contiguous shard has a shard of each map; see fused.py.
 

@@ -15,14 +15,14 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.branch import HEAD_COUNTS
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.placed import Placed
+from phalanx.parallel.tensor.placed import ShardedParameter
 from phalanx.parallel.tensor.roles import RoleBinding
 from phalanx.strategy import Axis, Strategy
 
 
 def check(
     bindings: Sequence[RoleBinding],
-    parameters: Sequence[Placed],
+    parameters: Sequence[ShardedParameter],
     layout: Layout,
     strategy: Strategy,
 ) -> None:
@@ -38,7 +38,7 @@ def check(
         _check_rows(parameters, strategy)
 
 
-def _check_rows(parameters: Sequence[Placed], strategy: Strategy) -> None:
+def _check_rows(parameters: Sequence[ShardedParameter], strategy: Strategy) -> None:
     """Raise a StrategyError for a parameter whose rows fsdp cannot split after tp.
 
     PyTorch has no placement for the rows of fused maps that are split twice. If tp's shards are
@@ -81,8 +81,8 @@ def dtensor_shards_agree(num_rows: int, tp_sizes: tuple[int, ...], fsdp: int) ->
     if num_rows % (math.prod(tp_sizes) * fsdp) == 0:
         return True
     parts = _parts(num_rows, tp_sizes)
-    held = zip(*(_cut(size, fsdp) for size in parts), strict=True)
-    return parts == _cut(num_rows, len(parts)) and all(
+    held = zip(*(_chunk_sizes(size, fsdp) for size in parts), strict=True)
+    return parts == _chunk_sizes(num_rows, len(parts)) and all(
         list(of_rank) == _parts(sum(of_rank), tp_sizes) for of_rank in held
     )
 
@@ -91,18 +91,18 @@ def _parts(size: int, degrees: Sequence[int]) -> list[int]:
     """Return the sizes of all shards after cutting `size` over one axis after another."""
     parts = [size]
     for degree in degrees:
-        parts = [part for whole in parts for part in _cut(whole, degree)]
+        parts = [part for whole in parts for part in _chunk_sizes(whole, degree)]
     return parts
 
 
-def _cut(size: int, degree: int) -> list[int]:
+def _chunk_sizes(size: int, degree: int) -> list[int]:
     """Return the shard sizes of torch.chunk, with 0 for each rank that gets no shard."""
     part = -(-size // degree)
     return [min(part, max(0, size - number * part)) for number in range(degree)]
 
 
 def _nearest(
-    bindings: Sequence[RoleBinding], parameters: Sequence[Placed], tp: Axis
+    bindings: Sequence[RoleBinding], parameters: Sequence[ShardedParameter], tp: Axis
 ) -> Axis | None:
     """Return the axis with the nearest degree that fits (the smaller if tied), or None.
 
@@ -127,10 +127,10 @@ def _from_nearest(degree: int) -> list[int]:
 
 
 def _problems(
-    bindings: Sequence[RoleBinding], parameters: Sequence[Placed], layout: Layout
+    bindings: Sequence[RoleBinding], parameters: Sequence[ShardedParameter], layout: Layout
 ) -> Iterator[str]:
     """Yield a message for each size that the layout does not divide; vocabularies always fit."""
-    own: dict[str, list[Placed]] = defaultdict(list)
+    own: dict[str, list[ShardedParameter]] = defaultdict(list)
     for row in parameters:
         own[row.binding.name].append(row)
     num_shards = layout.column.num_shards(0, layout.comm)

@@ -67,7 +67,7 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         num_ids = cast(Tensor, self.weight).shape[0]
         check_range(ids_BT, num_ids, "an id")
         first = layout.features(layout.inner, num_ids).start
-        ids = layout.rows_of(ids_BT, layout.entry, shape)
+        ids = layout.rows_of(ids_BT, layout.ids, shape)
         padding = _padding(self)
         padding = None if padding is None else padding - first
         rows = operators.look_up(ids - first, shard_of_parameter(self, "weight"), padding)
@@ -84,7 +84,7 @@ def bind_table(module: nn.Module, layout: Layout) -> None:
     def forward(self: nn.Module, ids_BT: Tensor) -> Tensor:
         rows = layout.rows_of(ids_BT, layout.residual, batch_shape())
         ids = layout.positions_of(rows, layout.residual, 1)
-        weight = _given(shard_of_parameter(self, "weight"), layout)
+        weight = _shard_with_gradient_owner(shard_of_parameter(self, "weight"), layout)
         return F.embedding(ids, weight, _padding(self))
 
     replace_forward(module, forward)
@@ -97,7 +97,7 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
         y = operators.row_parallel_linear(layout, x, matrix_of(self))
         if getattr(self, "bias", None) is None:
             return y
-        return y + _given(shard_of_parameter(self, "bias"), layout).to(y.dtype)
+        return y + _shard_with_gradient_owner(shard_of_parameter(self, "bias"), layout).to(y.dtype)
 
     replace_forward(module, forward)
 
@@ -209,7 +209,7 @@ def bind_token(module: nn.Module, layout: Layout) -> None:
     own = module.forward
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        with _shards_in_place(self):
+        with _local_parameters(self):
             y = own(operators.gather_features(layout, x, axis))
         held = layout.features(layout.residual, y.shape[2])
         return y[..., held.start : held.stop]
@@ -225,7 +225,7 @@ def bind_gather(module: nn.Module, layout: Layout) -> None:
         axis = layout.residual.features
         num_features = x.shape[2] * (1 if axis is None else layout.comm.size(axis))
         full = operators.unshard(layout, x, layout.residual, batch_shape(), num_features)
-        with _shards_in_place(self, layout.is_first):
+        with _local_parameters(self, layout.is_first):
             return own(full)
 
     replace_forward(module, forward)
@@ -241,7 +241,7 @@ def bind_scatter(module: nn.Module, layout: Layout) -> None:
     own = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        with _shards_in_place(self, layout.is_first):
+        with _local_parameters(self, layout.is_first):
             full = own(*args, **kwargs)
         note(BatchShape(*full.shape[:2]))
         return operators.shard(layout, full, layout.residual)
@@ -250,18 +250,18 @@ def bind_scatter(module: nn.Module, layout: Layout) -> None:
 
 
 def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
-    """Run the module's own forward inside `_shards_in_place`."""
+    """Run the module's own forward inside `_local_parameters`."""
     own = module.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _shards_in_place(self, gives_gradient):
+        with _local_parameters(self, gives_gradient):
             return own(*args, **kwargs)
 
     replace_forward(module, forward)
 
 
 @contextmanager
-def _shards_in_place(module: nn.Module, gives_gradient: bool = True) -> Generator[None]:
+def _local_parameters(module: nn.Module, gives_gradient: bool = True) -> Generator[None]:
     """Replace the parameters of a module and its submodules by this rank's local shards.
 
     Without `gives_gradient` the gradients of this rank are zeros, because another rank computes
@@ -300,7 +300,7 @@ def shard_of_parameter(module: nn.Module, name: str) -> Tensor:
     return local_shard(cast(Tensor, getattr(module, name)))
 
 
-def _given(shard: Tensor, layout: Layout) -> Tensor:
+def _shard_with_gradient_owner(shard: Tensor, layout: Layout) -> Tensor:
     """Return a shard used along the residual; its gradient is zero if another rank gives it."""
     return shard if _gives_gradient(layout) else operators.without_gradient(shard)
 
@@ -310,7 +310,7 @@ def _gives_gradient(layout: Layout) -> bool:
 
     If the residual is full on every rank, only the first rank does.
     """
-    return layout.is_first or not layout.residual.is_full
+    return layout.is_first or not layout.residual.is_replicated
 
 
 def _padding(module: nn.Module) -> int | None:

@@ -45,14 +45,14 @@ class Layout(ABC):
 
     Attributes:
         residual, inner: sharding of activations.
-        entry: sharding of token ids when they are looked up in a vocabulary table.
+        ids: sharding of token ids when they are looked up in a vocabulary table.
         column, row: sharding of weights.
         comm: communicator of the job, or a counting one; it has this rank's coordinates.
     """
 
     residual: ClassVar[Spec]
     inner: ClassVar[Spec]
-    entry: ClassVar[Spec] = Spec("B T")
+    ids: ClassVar[Spec] = Spec("B T")
     column: ClassVar[Spec]
     row: ClassVar[Spec]
 
@@ -85,7 +85,7 @@ class Layout(ABC):
         """Sum the ranks' partial embedding lookups, and return this rank's shard of the residual.
 
         Args:
-            partial: [B, T, in-features of this rank's column weight], rows split as `entry`; zero
+            partial: [B, T, in-features of this rank's column weight], rows split as `ids`; zero
                 where the id is not in this rank's shard of the vocabulary.
         """
 
@@ -126,7 +126,9 @@ class Layout(ABC):
         """Return the features that this rank holds; the last shards may be short or empty."""
         return spec.shard(2, num_features, self.comm)
 
-    def held(self, spec: Spec, shape: BatchShape, num_features: int) -> tuple[range, range, range]:
+    def shard_ranges(
+        self, spec: Spec, shape: BatchShape, num_features: int
+    ) -> tuple[range, range, range]:
         """Return the rows, positions and features of an activation that this rank holds."""
         return (
             self.rows(spec, shape),
@@ -157,11 +159,11 @@ class Layout(ABC):
         missing = labels.new_full((len(rows) - len(labels), labels.shape[1]), ignore)
         return torch.cat((labels, missing)) if len(missing) else labels
 
-    def sum_features(self, tensor: Tensor, spec: Spec) -> Tensor:
+    def all_reduce_features(self, tensor: Tensor, spec: Spec) -> Tensor:
         """All-reduce in place over ranks with different features of the same rows and positions."""
         return tensor if spec.features is None else self.comm.all_reduce(tensor, spec.features)
 
-    def sum_rows(self, tensor: Tensor, spec: Spec) -> Tensor:
+    def all_reduce_rows(self, tensor: Tensor, spec: Spec) -> Tensor:
         """All-reduce in place over the ranks that hold different rows."""
         for axis in spec.rows:
             self.comm.all_reduce(tensor, axis)
@@ -182,7 +184,7 @@ class Layout(ABC):
 
     def shard(self, x: Tensor, spec: Spec) -> Tensor:
         """Return this rank's shard of x[B, T, D]; padded rows and positions are zeros."""
-        held = self.held(spec, BatchShape(*x.shape[:2]), x.shape[2])
+        held = self.shard_ranges(spec, BatchShape(*x.shape[:2]), x.shape[2])
         out = x.new_zeros([len(indices) for indices in held])
         shard = x[tuple(slice(indices.start, indices.stop) for indices in held)]
         out[: shard.shape[0], : shard.shape[1]] = shard
@@ -203,6 +205,6 @@ def weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return (d_y.flatten(0, 1).T @ x.flatten(0, 1)).to(dtype)
 
 
-def total(tensors: Sequence[Tensor]) -> Tensor:
+def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of one or more tensors."""
     return functools.reduce(torch.add, tensors)

@@ -97,7 +97,7 @@ class _SplitLoss(Function):
                 p_bV.scatter_add_(1, target_N1[rows], -is_mine_N[rows, None].to(wide))
                 logits_NV[rows] = p_bV.to(logits_NV.dtype)
             ctx.d_logits_NV = logits_NV
-        return layout.sum_rows(loss, layout.inner)
+        return layout.all_reduce_rows(loss, layout.inner)
 
     @staticmethod
     @once_differentiable

@@ -64,9 +64,9 @@ class _SplitNorm(Function):
         centred = x.to(wide)
         mean = None
         if is_centred:
-            mean = layout.sum_features(centred.sum(-1, keepdim=True), spec)
+            mean = layout.all_reduce_features(centred.sum(-1, keepdim=True), spec)
             centred = centred - mean.div_(num_features)
-        squares = layout.sum_features(centred.square().sum(-1, keepdim=True), spec)
+        squares = layout.all_reduce_features(centred.square().sum(-1, keepdim=True), spec)
         scale = squares.div_(num_features).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.num_features, ctx.layout, ctx.spec = num_features, layout, spec

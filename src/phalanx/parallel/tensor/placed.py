@@ -10,12 +10,12 @@ from phalanx.errors import StrategyError
 from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.layout import Layout
-from phalanx.parallel.tensor.roles import OF_ALL, PAGE, RoleBinding
+from phalanx.parallel.tensor.roles import PAGE, RECURSIVE_ROLES, RoleBinding
 from phalanx.parallel.tensor.spec import Spec
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardedParameter:
     """A parameter and its sharding in a layout.
 
     `binding` is the binding of the first module that has the parameter; several may share it.
@@ -35,7 +35,7 @@ class Placed:
         return [self.layout.comm.size(axis) for axis in self.spec.axes[dim]]
 
     @property
-    def partial_axes(self) -> tuple[str, ...]:
+    def replicated_axes(self) -> tuple[str, ...]:
         """Sub-axes that replicate the parameter, over which its gradients have to be summed."""
         split = {axis for axes in self.spec.axes for axis in axes}
         axes = self.layout.axes
@@ -47,7 +47,9 @@ class Placed:
         return self.spec.shard_shape(self.weight.shape, self.layout.comm)
 
 
-def placed(skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout) -> list[Placed]:
+def sharded_parameters(
+    skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout
+) -> list[ShardedParameter]:
     """Return the sharding of each parameter of a model; tied parameters have one entry.
 
     Raises:
@@ -55,14 +57,14 @@ def placed(skeleton: Skeleton, bindings: Iterable[RoleBinding], layout: Layout) 
             split it differently.
     """
     weights = {name: weight for weight in skeleton.weights for name in weight.names}
-    found: dict[Weight, Placed] = {}
+    found: dict[Weight, ShardedParameter] = {}
     for binding in bindings:
         for key, _ in binding.module.named_parameters(
-            prefix=binding.name, recurse=binding.role in OF_ALL
+            prefix=binding.name, recurse=binding.role in RECURSIVE_ROLES
         ):
             if (weight := weights.get(key)) is None:
                 continue  # the parameter is in another pipeline stage
-            row = Placed(weight, binding, layout)
+            row = ShardedParameter(weight, binding, layout)
             if found.setdefault(weight, row).spec != row.spec:
                 raise StrategyError(
                     f"tp: '{key}' is one parameter with another that is split otherwise; give "

@@ -45,7 +45,7 @@ Patterns = Mapping[str, str]
 PAGE = "docs/strategies.md"
 """Page that lists the supported models and documents patterns."""
 
-OF_ALL: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
+RECURSIVE_ROLES: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that also apply to all submodules."""
 
 DECODER: Patterns = transformers_tables.by_role(
@@ -61,7 +61,7 @@ DECODER: Patterns = transformers_tables.by_role(
     "blocks.*.mlp_output_norm norm",
     head="output",
 )
-_NORMS_OF_PROJECTIONS: Patterns = transformers_tables.by_role(
+_PROJECTION_NORM_PATTERNS: Patterns = transformers_tables.by_role(
     inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
 )
 """Roles of the query and key norms if they normalize over all heads together, not each head."""
@@ -100,7 +100,7 @@ def default_patterns(model: nn.Module) -> Patterns:
     """Return the built-in patterns of a model that match at least one of its modules."""
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
-        patterns = {**DECODER, **(_NORMS_OF_PROJECTIONS if is_joint else {})}
+        patterns = {**DECODER, **(_PROJECTION_NORM_PATTERNS if is_joint else {})}
     else:
         patterns = transformers_tables.patterns_of(model)
     names = [name for name, _ in model.named_modules()]
@@ -199,7 +199,7 @@ def _check_nesting(bindings: Mapping[str, RoleBinding]) -> None:
     for name, binding in bindings.items():
         if binding.role == "column" and _enclosing(name, bindings, "branch") is None:
             raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")
-        outer = _enclosing(name, bindings, *OF_ALL)
+        outer = _enclosing(name, bindings, *RECURSIVE_ROLES)
         if outer is not None:
             raise StrategyError(
                 f"tp: '{name}' ({binding.role}) is inside '{outer}', whose role "

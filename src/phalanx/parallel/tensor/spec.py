@@ -65,7 +65,7 @@ class Spec:
         return next(iter(self.axes[2]), None)
 
     @property
-    def is_full(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every rank holds the full tensor."""
         return not any(self.axes)
 

@@ -13,10 +13,10 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
-from phalanx.parallel.split import Part, Row, Shape, Split, Target
+from phalanx.parallel.split import ParameterSplit, Shape, Split, Target, TensorKind
 from phalanx.parallel.tensor import account, apply
 from phalanx.parallel.tensor.check import check
-from phalanx.parallel.tensor.placed import placed
+from phalanx.parallel.tensor.placed import sharded_parameters
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 
@@ -35,7 +35,7 @@ class TensorSplit(Split):
         super().__init__(target)
         self.layout = apply.layout_of(target.strategy)
         self.bindings = bind_roles(target.skeleton.model, target.roles)
-        self.placed = placed(target.skeleton, self.bindings, self.layout)
+        self.placed = sharded_parameters(target.skeleton, self.bindings, self.layout)
         self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)
         check(self.bindings, self.placed, self.layout, target.strategy)
 
@@ -43,11 +43,11 @@ class TensorSplit(Split):
         """Return a split with the same roles for the parameters of another pipeline stage."""
         other = copy.copy(self)
         other.target = target
-        other.placed = placed(target.skeleton, self.bindings, self.layout)
+        other.placed = sharded_parameters(target.skeleton, self.bindings, self.layout)
         return other
 
     @classmethod
-    def shard_shape(cls, strategy: Strategy, part: Part, shape: Shape) -> Shape:
+    def shard_shape(cls, strategy: Strategy, part: TensorKind, shape: Shape) -> Shape:
         """Return the shape of the first rank's shard, with rows and positions padded."""
         layout = apply.layout_of(strategy)
         if part == "table":
@@ -55,7 +55,7 @@ class TensorSplit(Split):
         num_rows, length, size = shape
         batch = BatchShape(num_rows, length)
         if part == "residual":
-            return tuple(map(len, layout.held(layout.residual, batch, size)))
+            return tuple(map(len, layout.shard_ranges(layout.residual, batch, size)))
         num_shards = layout.column.num_shards(0, layout.comm)
         return len(layout.rows(layout.inner, batch)), length, size // num_shards
 
@@ -69,19 +69,19 @@ class TensorSplit(Split):
         batches = [BatchShape(*microbatch) for microbatch in microbatches]
         return account.traffic(self.target, self.layout, self.bindings, self.placed, batches)
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[ParameterSplit]:
         """Return a row for each parameter, with its shard and the axes that split it.
 
         Parameters whose names differ only in the block number, the first number in the name, share
         one row.
         """
-        numbers: dict[Row, list[int]] = {}
+        numbers: dict[ParameterSplit, list[int]] = {}
         for each in self.placed:
             weight = each.weight
             found = map(_NUMBER.search, self.target.skeleton.named(weight.name))
             name, role = _NUMBER.sub("*", weight.name, count=1), each.binding.text
             sizes = weight.shape, each.shard_shape, each.spec.axes
-            row = Row(name, role, *sizes, tied=weight.names[1:])
+            row = ParameterSplit(name, role, *sizes, tied=weight.names[1:])
             numbers.setdefault(row, []).extend(int(number[0]) for number in found if number)
         return [
             dataclasses.replace(row, name=row.name.replace("*", _ranges(found), 1))

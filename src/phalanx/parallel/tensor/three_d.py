@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.parallel.tensor.layout import Layout, total, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, sum_tensors, weight_gradient
 from phalanx.parallel.tensor.spec import Spec
 
 
@@ -101,4 +101,4 @@ class ThreeD(Layout):
             d_full.append(d_y @ full_weight)
             d_weight = weight_gradient(d_y, full, weight.dtype)
             d_weights.append(self.comm.reduce_scatter(d_weight, "tp_x", 1))
-        return self.comm.reduce_scatter(total(d_full), gathered, 0), d_weights
+        return self.comm.reduce_scatter(sum_tensors(d_full), gathered, 0), d_weights

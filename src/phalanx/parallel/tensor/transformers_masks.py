@@ -24,8 +24,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 def mask_of(base: nn.Module, known: Base, values: Mapping[str, Any]) -> Mask:
     """Return the mask of a known model, or one per layer type, from the forward's arguments."""
     config: Any = base.config
-    if known.sees != "by layer":
-        window = config.sliding_window if known.sees == "window" else None
+    if known.mask_kind != "by layer":
+        window = config.sliding_window if known.mask_kind == "window" else None
         return _mask(base, known, values, window)
     if isinstance(values.get("attention_mask"), Mapping):
         return cast(Mask, values["attention_mask"])
@@ -45,9 +45,9 @@ def _mask(base: Any, known: Base, values: Mapping[str, Any], window: int | None)
             "mask of four dimensions"
         )
     seen = None if mask is None or bool(mask.all()) else mask.bool()[:, None, None, :]
-    setting, default = ("is_decoder", False) if known.sees == "all" else ("is_causal", True)
+    setting, default = ("is_decoder", False) if known.mask_kind == "all" else ("is_causal", True)
     is_causal = bool(getattr(base.config, setting, default))
-    allowed = _earlier(base, values, seen, window) if is_causal else seen
+    allowed = _causal_mask(base, values, seen, window) if is_causal else seen
     if base.config._attn_implementation != "eager":
         return allowed
     if allowed is None:  # given None, the model would create a mask of the shard's shape
@@ -57,7 +57,7 @@ def _mask(base: Any, known: Base, values: Mapping[str, Any], window: int | None)
     return torch.where(allowed, zero, torch.finfo(base.dtype).min)
 
 
-def _earlier(
+def _causal_mask(
     base: nn.Module, values: Mapping[str, Any], seen: Tensor | None, window: int | None
 ) -> Tensor | None:
     """Return the causal mask: True where a query (third dimension) attends to a key (fourth).

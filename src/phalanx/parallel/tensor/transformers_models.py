@@ -52,10 +52,10 @@ def refuse_unsupported(model: nn.Module) -> None:
         for name_of, problem in _UNSUPPORTED.items():
             if value := getattr(config, name_of, False):
                 raise StrategyError(f"{where}: {name_of} {problem.format(value)}")
-        if known.sees in ("window", "by layer") and not getattr(config, "is_causal", True):
+        if known.mask_kind in ("window", "by layer") and not getattr(config, "is_causal", True):
             raise StrategyError(f"{where}: is_causal is off; expected on, for windows look back")
         other = set(getattr(config, "layer_types", None) or ()).difference(LAYER_TYPES)
-        if other and known.sees == "by layer":
+        if other and known.mask_kind == "by layer":
             raise StrategyError(
                 f"{where}: layer_types has {', '.join(sorted(other))}; expected "
                 f"{' and '.join(LAYER_TYPES)} alone"

@@ -82,12 +82,12 @@ class Base:
 
     Attributes:
         roles: patterns of its module names to roles; {0} in a role is the model's configuration.
-        sees: attention mask: bidirectional (all); causal (earlier); causal with the window
+        mask_kind: attention mask: bidirectional (all); causal (earlier); causal with the window
             `config.sliding_window`, if set (window); by `config.layer_types` (by layer).
     """
 
     roles: Roles
-    sees: Literal["all", "earlier", "window", "by layer"] = "earlier"
+    mask_kind: Literal["all", "earlier", "window", "by layer"] = "earlier"
 
 
 BASES: Final[Mapping[str, Base]] = {

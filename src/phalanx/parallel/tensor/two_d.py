@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
-from phalanx.parallel.tensor.layout import Layout, total, weight_gradient
+from phalanx.parallel.tensor.layout import Layout, sum_tensors, weight_gradient
 from phalanx.parallel.tensor.spec import Spec
 
 
@@ -70,7 +70,7 @@ class TwoD(Layout):
             self.panels("tp_col", x), self.panels("tp_row", *casts), strict=True
         ):
             products = [d_y @ weight_t for d_y, weight_t in zip(d_ys, weights_t, strict=True)]
-            d_x.add(total(products))
+            d_x.add(sum_tensors(products))
             for d_weight, d_y, weight in zip(d_weights, d_ys, weights, strict=True):
                 d_weight.add(weight_gradient(d_y, x_t, weight.dtype))
         return d_x.mine(), [d_weight.mine() for d_weight in d_weights]

@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.account.fit import Load, check_fit, check_memory_for
+from phalanx.account.fit import MemoryInputs, check_fit, check_memory_for
 from phalanx.account.host import may_have_gpu
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
-from phalanx.config.fields import Use, check_value, keys_for, settings, value_at, with_value
+from phalanx.config.fields import (
+    Use,
+    check_value,
+    keys_for,
+    settings,
+    value_at,
+    with_value,
+)
 from phalanx.config.schema import JobConfig
 from phalanx.config.validate import AUTO, check
 from phalanx.data.corpus import sources
@@ -77,7 +84,7 @@ class Request:
         Raises:
             ConfigError: it does not; the message has the calculation, and settings that fit.
         """
-        load = Load(
+        load = MemoryInputs(
             shape=self.shape,
             strategy=self.strategy,
             microbatch=self.batch.microbatch,

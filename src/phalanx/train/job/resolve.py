@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phalanx.account.parameters import num_parameters
-from phalanx.checkpoint.manifest import Manifest, not_whole_after
+from phalanx.checkpoint.manifest import Manifest, incomplete_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.validate import check_warmup
@@ -23,7 +23,13 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.parallel.pipeline.cut import strategy_facts
 from phalanx.train.job.request import Request, settle
-from phalanx.train.job.resume import check_stream, first_epoch, stream_of, to_keep, tokenizer_of
+from phalanx.train.job.resume import (
+    check_stream,
+    first_epoch,
+    stored_settings,
+    stream_of,
+    tokenizer_of,
+)
 from phalanx.train.job.run_folder import (
     check_space,
     check_unused,
@@ -39,7 +45,10 @@ DEFAULT_STEPS = 560
 """Optimizer steps if the settings give neither steps nor epochs; chosen for the demo."""
 
 _SILENT: Final = (
-    *keys_for(TrainConfig, Use.LOCAL | Use.PATH | Use.FRESH | Use.OF_TOKENIZER),
+    *keys_for(
+        TrainConfig,
+        Use.LOCAL | Use.PATH | Use.NOT_RESUMED | Use.FIXED_BY_TOKENIZER,
+    ),
     *("model", "epochs"),
 )
 """Settings that do not affect results, or only through others; a resume reports no change."""
@@ -179,7 +188,7 @@ def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manife
     """Return the manifest of a checkpoint of this job; `more` are further fields."""
     settings = {
         key: value
-        for key, value in to_keep(job.config).items()
+        for key, value in stored_settings(job.config).items()
         if not key.startswith("shape.") and key != "model"
     }
     return Manifest(
@@ -214,7 +223,7 @@ def facts_of(job: Job) -> dict[str, Any]:
         "steps done": steps_done,
         "samples consumed": consumed,
         "first epoch": job.order.first_epoch,
-        **{key: value_at(job.config, key) for key in keys_for(TrainConfig, Use.LAW)},
+        **{key: value_at(job.config, key) for key in keys_for(TrainConfig, Use.EQUAL)},
     }
 
 
@@ -250,7 +259,7 @@ def remarks_on(job: Job) -> list[str]:
     """Return notices to show before the job runs, a line each."""
     lines: list[str] = []
     if job.start is not None:
-        if (went_back := not_whole_after(job.start.folder)) is not None:
+        if (went_back := incomplete_after(job.start.folder)) is not None:
             lines.append(went_back)
         lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))
         if job.has_new_length:

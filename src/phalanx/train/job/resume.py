@@ -97,12 +97,12 @@ def tokenizer_of(config: TrainConfig, origin: Checkpoint | None) -> str | None:
     return None if found is None else str(found)
 
 
-def to_keep(config: TrainConfig) -> dict[str, Any]:
+def stored_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that are stored in the run folder and manifests, by dotted key."""
     return {
         setting.key: value_at(config, setting.key)
         for setting in settings(TrainConfig)
-        if Use.UNKEPT not in setting.use
+        if Use.NOT_SAVED not in setting.use
     }
 
 
@@ -153,7 +153,7 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
         "text": tokens.text_digest,
         "text bytes": tokens.num_bytes,
         "tokenizer": tokens.tokenizer_digest,
-        **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.STREAM)},
+        **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.DATA_ORDER)},
     }
 
 

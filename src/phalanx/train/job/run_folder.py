@@ -19,7 +19,7 @@ from phalanx.hugging_face.companions import keep_family, keep_tokenizer
 from phalanx.models.shape import ModelShape
 from phalanx.storage import existing, free_bytes, replace_file
 from phalanx.strategy import Strategy
-from phalanx.train.job.resume import to_keep
+from phalanx.train.job.resume import stored_settings
 from phalanx.train.precision import Precision
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def keep_origin(job: Job) -> None:
     keep_tokenizer(job.tokens.tokenizer, job.out)
     if job.origin is not None:
         keep_family(job.origin.folder, job.out)
-    content = _HEAD + to_toml(to_keep(job.config))
+    content = _HEAD + to_toml(stored_settings(job.config))
     replace_file(job.out / RUN_FILE, content.encode())
 
 
@@ -102,7 +102,7 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
     Raises:
         ConfigError: `out` has checkpoints of another run, or later ones than `start`.
     """
-    checkpoints = manifest.whole(out)
+    checkpoints = manifest.complete_checkpoints(out)
     if not checkpoints:
         return
     last = max(checkpoints)
@@ -155,7 +155,9 @@ def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes:
     """
     keep = config.keep_checkpoints
     if keep is not None:  # the next is complete before the oldest is removed
-        num_kept = len(manifest.whole(out)) - len(manifest.passing(out))
+        num_kept = len(manifest.complete_checkpoints(out)) - len(
+            manifest.temporary_checkpoints(out)
+        )
         num_checkpoints = min(num_checkpoints, max(1, keep + 1 - num_kept))
     if config.save_every_minutes > 0 and num_checkpoints > 0:
         num_checkpoints += 1  # removed only after the next is complete

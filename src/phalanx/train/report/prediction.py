@@ -66,7 +66,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class PredictionReport:
     """Predicted and measured values of a run.
 
     Attributes:
@@ -145,7 +145,7 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
 
 def judge(
     predicted: Predicted, steps: StepSummary | None, memory: MemoryReport | None
-) -> Judged | None:
+) -> PredictionReport | None:
     """Return a prediction with the measured values; None if nothing was measured."""
     time_s: dict[str, Forecast] = {}
     if steps is not None and steps.doubt is None:
@@ -169,6 +169,6 @@ def judge(
     if not time_s and not held:
         return None
     errors = {name: each.error for name, each in {**time_s, **held}.items()}
-    return Judged(
+    return PredictionReport(
         machine=predicted.machine, time_s=time_s, bytes=held, bytes_at_peak=at_peak, errors=errors
     )

@@ -22,7 +22,7 @@ from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.notice import compiling, said_if_long
+from phalanx.train.notice import compiling, notice_if_slow
 from phalanx.train.session import Session
 from phalanx.train.step import TERMS, StepResult
 
@@ -79,7 +79,7 @@ class Records:
         self._types = ProductTypes()
         self._arithmetic: Arithmetic | None = None
         self.ceiling_flops_per_s: float | None = None
-        self._begins_anew = True
+        self._restart_timer = True
         self._watching = ExitStack()
         self.log: RunLog | None = None
         if session.is_first:
@@ -105,9 +105,9 @@ class Records:
     @contextmanager
     def watching_data(self) -> Generator[None]:
         """Start a step, and count the time inside toward its data phase."""
-        if self._begins_anew:
+        if self._restart_timer:
             self.timer.begin_step()
-            self._begins_anew = False
+            self._restart_timer = False
         with self.timer.phase("data"):
             yield
 
@@ -141,7 +141,7 @@ class Records:
         self.num_steps += 1
         if self.num_steps == 1:
             self._measure_ceiling()
-            self._begins_anew = True  # exclude the measurement from the next step
+            self._restart_timer = True  # exclude the measurement from the next step
         if self.log is None:
             return
         use, num_units = self.utilization(times.wall_s, session.num_rows), self._units[-1]
@@ -164,7 +164,7 @@ class Records:
 
     def evaluation(self, evaluation: Evaluation | None) -> None:
         """Record an evaluation, and exclude its time from the next step."""
-        self._begins_anew = True
+        self._restart_timer = True
         if evaluation is None:
             return
         self.evaluations.append(evaluation)
@@ -225,8 +225,8 @@ class Records:
     def _measure_ceiling(self) -> None:
         """Measure matrix products on all ranks at once; their mean rate is the MFU's ceiling."""
         comm = self.session.comm
-        found = self.session.arithmetic or self._types.most(comm.device)
-        with said_if_long("measuring the rate of matrix products on all ranks"):
+        found = self.session.arithmetic or self._types.dominant(comm.device)
+        with notice_if_slow("measuring the rate of matrix products on all ranks"):
             own = 0.0 if found is None else quick_ceiling(comm.device, found)
         rates = torch.tensor([own, own > 0], dtype=torch.float64).to(comm.device)
         total, num_known = comm.all_reduce(rates, "job").tolist()

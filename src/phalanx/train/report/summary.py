@@ -16,7 +16,7 @@ from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.report import result
-from phalanx.train.report.prediction import Judged, judge, predict
+from phalanx.train.report.prediction import PredictionReport, judge, predict
 from phalanx.train.report.records import Records
 from phalanx.train.session import Session
 
@@ -67,7 +67,7 @@ class Summary:
     served_text: str | None
     memory: MemoryReport | None
     no_memory: str | None
-    predicted: Judged | None
+    predicted: PredictionReport | None
     resident_bytes: int
     sample: str
     paths: Mapping[str, str]
@@ -180,7 +180,7 @@ def _memory(records: Records) -> MemoryReport | None:
 
 def _judged(
     records: Records, steps: StepSummary | None, memory: MemoryReport | None
-) -> Judged | None:
+) -> PredictionReport | None:
     """Predict the run, and compare with the measurements; rank 0 only, None on other ranks."""
     session = records.session
     planned = session.planned() if session.is_first else None
@@ -192,7 +192,7 @@ def _judged(
 
 def _paths(session: Session) -> dict[str, str]:
     """Return the existing files and folders of the run, by name."""
-    checkpoints = manifest.whole(session.out)
+    checkpoints = manifest.complete_checkpoints(session.out)
     paths = {
         **({"checkpoint": checkpoints[max(checkpoints)]} if checkpoints else {}),
         "metrics": session.out / "metrics.jsonl",
