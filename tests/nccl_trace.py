@@ -143,7 +143,7 @@ class Trace(Watch):
         """Note that a call is waited for."""
         self.events.append(Wait(number))
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the operator if it is a collective, and run it.
 
         Raises:

@@ -30,7 +30,7 @@ def ask(strategy: Strategy, shape: ModelShape, microbatches: list[tuple[int, int
         plan = first.for_pp_rank(pp_rank) if pp_rank else first
         plan.holds(len(microbatches))
         plan.traffic(microbatches)
-        plan.announces(microbatches, [])
+        plan.header_traffic(microbatches, [])
         plan.table()
         plan.schedule(len(microbatches))
 

@@ -89,7 +89,7 @@ def run_block(kept: CheckpointPolicy | None) -> tuple[list[Entry], list[Entry], 
 
 
 @pytest.mark.parametrize(
-    ("kept", "max_restarts"),
+    ("kept", "num_again"),
     [(None, 0), (CheckpointPolicy.MUST_SAVE, 0), (CheckpointPolicy.PREFER_RECOMPUTE, 1)],
 )
 def test_what_a_composite_sends_is_counted_by_every_watch(

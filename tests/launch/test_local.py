@@ -244,15 +244,15 @@ def test_a_reader_that_left_is_known_from_what_the_rank_says() -> None:
     assert is_reader_gone(caught.value)
 
 
-def sleep_long(begun: Path, heeds_stop: bool) -> None:
-    with PULSE.handling_stop() if heeds_stop else nullcontext():
+def sleep_long(begun: Path, handles_stop: bool) -> None:
+    with PULSE.handling_stop() if handles_stop else nullcontext():
         begun.touch()
         time.sleep(100)
 
 
 @pytest.mark.parametrize("handles_stop", [False, True])
 def test_a_signal_ends_at_once_what_does_not_heed_it(
-    heeds_stop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    handles_stop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the second one, where the first is heeded."""
     begun, told = tmp_path / "begun", list[str]()
@@ -261,7 +261,7 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
 
     def hear_and_note(self: HeartbeatMonitor, rank: int, beat: Any) -> None:
         hear(self, rank, beat)
-        if begun.exists() and self.heeds_stop() == heeds_stop:
+        if begun.exists() and self.handles_stop() == handles_stop:
             is_heard.set()
 
     def report(message: str) -> None:
@@ -269,7 +269,7 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
         is_told.set()
 
     def interrupt() -> None:
-        for event in (is_heard, is_told)[: 1 + heeds_stop]:
+        for event in (is_heard, is_told)[: 1 + handles_stop]:
             event.wait()
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -277,9 +277,11 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
     monkeypatch.setattr(local, "report", report)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted) as caught:
-        run_ranks(sleep_long, 1, begun, heeds_stop)
+        run_ranks(sleep_long, 1, begun, handles_stop)
     assert caught.value.signum == signal.SIGTERM
-    assert ["a second signal ends it at once" in message for message in told] == [True] * heeds_stop
+    assert ["a second signal ends it at once" in message for message in told] == [
+        True
+    ] * handles_stop
 
 
 def pid_then_fail() -> None:

@@ -100,8 +100,8 @@ def test_a_rank_that_is_not_heard_of_is_named_once_a_host(
     first, second, _ = (watch_of(rank) for rank in range(3))  # the third sends no more
     lost = RuntimeError("Connection closed by peer")
     with first, second, ThreadPoolExecutor() as threads:
-        of_second = threads.submit(second.judged, lost, True)
-        judged = first.judged(lost, True)
+        of_second = threads.submit(second.error_to_raise, lost, True)
+        judged = first.error_to_raise(lost, True)
         assert isinstance(judged, TrainingError)
         who = rf"rank 2 on {socket.gethostname()} \(process {os.getpid()}\) has not been heard of"
         assert re.match(rf"{who} .*; rank 0 has waited in vain for another rank$", str(judged))
@@ -182,15 +182,15 @@ def test_among_thousands_an_old_beat_is_no_silence() -> None:
 def test_an_error_that_all_meet_is_told_once_a_host(watch_of: Callable[[int], Watch]) -> None:
     first, second, third = (watch_of(rank) for rank in range(3))
     error = ConfigError("the loss is nan")
-    assert first.judged(error, False) is error
-    assert isinstance(second.judged(error, False), PeerFailed)
-    assert third.judged(error, False) is error
+    assert first.error_to_raise(error, False) is error
+    assert isinstance(second.error_to_raise(error, False), PeerFailed)
+    assert third.error_to_raise(error, False) is error
     other = ConfigError("the disk is full")
-    assert watch_of(1).judged(other, False) is other
+    assert watch_of(1).error_to_raise(other, False) is other
     with third:  # a rank that only lost its peers says whose error it was
         judged = watch_of(2)
         with judged:
-            words = str(judged.judged(RuntimeError("reset"), True))
+            words = str(judged.error_to_raise(RuntimeError("reset"), True))
     assert words.startswith(f"rank 0 on {socket.gethostname()} failed first: the loss is nan")
 
 

@@ -47,9 +47,9 @@ def test_what_is_frozen_or_whole_is_left_alone() -> None:
     require_statistics(model, Strategy.parse("tp2"), None)
     model[1].eval()
     require_statistics(model, Strategy.parse("pp2,dp2"), None)
-    assert not BatchNormSplit.is_asked(target_of(model))
+    assert not BatchNormSplit.applies_to(target_of(model))
     model[1].train()
-    assert BatchNormSplit.is_asked(target_of(model))
+    assert BatchNormSplit.applies_to(target_of(model))
 
 
 def target_of(model: nn.Module) -> Target:

@@ -56,7 +56,7 @@ class Order(Watch):
         self._names = names
 
     @override
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = read_call(func, args, kwargs)
         if call is not None and call.op in ("all_gather", "reduce_scatter"):
             whole = call.outputs if call.op == "all_gather" else call.inputs

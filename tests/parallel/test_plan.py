@@ -89,7 +89,7 @@ class Context(Split):
 
     axis = "cp"
 
-    def remaining(self) -> Target:
+    def next_target(self) -> Target:
         shapes = {w: (1, *self.target.shape(w)[1:]) for w in self.target.skeleton.weights}
         return dataclasses.replace(self.target, shapes=shapes)
 

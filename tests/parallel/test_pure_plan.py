@@ -87,7 +87,7 @@ def ask(plan: Plan[Any]) -> None:
         of = plan.for_pp_rank(pp_rank)
         of.holds(4)
         of.traffic(MICROBATCHES)
-        of.announces(MICROBATCHES, [])
+        of.header_traffic(MICROBATCHES, [])
         of.table()
     assert plan.row_shards * plan.position_shards > 0
     assert (plan.schedule(4) is None) == (plan.cut is None) == (plan.strategy.pp.degree == 1)
@@ -145,7 +145,7 @@ def test_a_plan_of_a_shape_answers_as_one_of_the_model(text: str) -> None:
         one, other = (plan.for_pp_rank(pp_rank) for plan in plans)
         assert one.holds(4) == other.holds(4)
         assert one.traffic(MICROBATCHES) == other.traffic(MICROBATCHES)
-        assert one.announces(MICROBATCHES, []) == other.announces(MICROBATCHES, [])
+        assert one.header_traffic(MICROBATCHES, []) == other.header_traffic(MICROBATCHES, [])
         assert one.table() == other.table()
 
 

@@ -165,7 +165,7 @@ class Told(reduce.GradientReducer):
     def finish(self, phase: Any = no_phase) -> None:
         self.calls.append("finish")
 
-    def abandon(self) -> None:
+    def reset_step(self) -> None:
         self.calls.append("abandon")
 
     def after_step(self) -> None:

@@ -16,7 +16,7 @@ from phalanx.server.tasks import LEASE_S, Tasks
 
 def test_a_lost_workers_task_is_given_to_one_that_waits() -> None:
     now = [0.0]
-    tasks = Tasks(3, 0, 5, is_open=False, clock=lambda: now[0])
+    tasks = Tasks(3, 0, 5, is_asynchronous=False, clock=lambda: now[0])
     for worker in range(3):
         tasks.hear(worker)
         assert tasks.own(worker, 0)
@@ -90,7 +90,7 @@ def test_each_task_is_done_once_however_workers_come_and_go(seed: int, is_open: 
 
 def test_who_is_there_and_holds_others_up_is_known() -> None:
     now = [0.0]
-    tasks = Tasks(3, 0, 2, is_open=False, clock=lambda: now[0])
+    tasks = Tasks(3, 0, 2, is_asynchronous=False, clock=lambda: now[0])
     for worker in (0, 1):
         tasks.hear(worker)
     tasks.finish(0, 0)

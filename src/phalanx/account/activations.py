@@ -123,7 +123,7 @@ def _of_blocks(case: Case, recompute: Recompute) -> Activations:
     segment_size = recompute.segment_size(shape.num_layers)
     counted = _count_blocks(case)
     first, blocks = counted[0], [each.block for each in counted]
-    held, again = sum(blocks), max(each.again for each in counted)
+    held, again = sum(blocks), max(each.recompute for each in counted)
     block_at_work = first.block_at_work
     if segment_size is not None:
         starts = range(0, shape.num_layers, segment_size)

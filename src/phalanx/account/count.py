@@ -84,7 +84,7 @@ class BlockBytes(NamedTuple):
         inputs: saved by the embedding, and shared by all blocks.
         stream: the residual at the input of a block.
         block: saved by the block in forward, its input residual included.
-        again: net bytes allocated when backward recomputes the block.
+        recompute: net bytes allocated when backward recomputes the block.
         head: saved by the last norm and the loss.
         head_at_work: peak while the head runs, forward and backward, with the residual.
         block_at_work: peak in the backward of the block, in addition to bytes that blocks saved.
@@ -93,7 +93,7 @@ class BlockBytes(NamedTuple):
     inputs: int
     stream: int
     block: int
-    again: int
+    recompute: int
     head: int
     head_at_work: int
     block_at_work: int
@@ -150,7 +150,7 @@ def count(case: Case) -> BlockBytes:
         inputs=block_from - stream,
         stream=stream,
         block=head_from - block_from,
-        again=again,
+        recompute=again,
         head=loss_from - floor,
         head_at_work=max(levels[marks["head"] : marks["backward"] + 1]) - floor,
         block_at_work=max(levels[marks["backward"] : end + 1]) - floor,

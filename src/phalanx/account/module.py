@@ -130,7 +130,9 @@ class _Run(AllocationTrace):
             self._part = number
             self._backs.append((len(self.events), number))
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def on_operator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         """Record an operator for the current link."""
         if (found := operation_of(func, args, kwargs, out)) is not None:
             (self._backward if self._is_backward else self._forward)[self._part].append(found)

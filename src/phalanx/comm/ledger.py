@@ -103,7 +103,7 @@ class Ledger(Watch):
         """Return one entry per phase, axis and op, in the order of their first calls."""
         return self._tally.entries()
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, and count it if it is a collective with a payload."""
         call = read_call(func, args, kwargs)
         if call is not None and call.op not in WITHOUT_PAYLOAD:

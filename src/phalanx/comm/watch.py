@@ -64,7 +64,7 @@ class Watch(Phases, TorchDispatchMode):
         """Let Dynamo compile under this mode, see [Note: Compiled code]."""
         return True
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, `func(*args, **kwargs)`, and return its result."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Watch(Phases, TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)  # compiled code; its operators are dispatched here
         if func.namespace != COMPOSITE_NAMESPACE:
-            return self.see(func, args, kwargs)
+            return self.run_operator(func, args, kwargs)
         if func not in COMPOSITES:
             raise NotImplementedError(f"{func} was not given to phalanx.comm.watch")
         with self.on_again():

@@ -136,7 +136,7 @@ class CollectiveCheck(Watch):
             self._telling.close()
             super().__exit__(kind, error, trace)
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compare an operator between the ranks if it is a collective, then run it."""
         call = read_call(func, args, kwargs)
         if call is not None and len(call.ranks) > 1:

@@ -33,7 +33,7 @@ def run_supervised(
     device: str = "cpu",
     threads: int = 1,
     timeout_s: float = 600.0,
-    num_again: int = 0,
+    max_restarts: int = 0,
     say_starting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run each function of `works` in a process, and return the results of `works`.
@@ -51,7 +51,7 @@ def run_supervised(
         with collected() as signals:
             supervisor = _RestartingSupervisor(ranks, signals, timeout_s, say_starting)
             supervisor.works, supervisor.num_works = (*works, *beside), len(works)
-            supervisor.info, supervisor.max_restarts = info, num_again
+            supervisor.info, supervisor.max_restarts = info, max_restarts
             return supervisor.watch()[: len(works)]
     finally:
         with collected():  # a second Ctrl-C must not interrupt the cleanup

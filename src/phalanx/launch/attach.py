@@ -165,7 +165,7 @@ def error_to_raise(error: Exception) -> BaseException:
 
     Return `error` itself if this process has attached to no job under torchrun.
     """
-    return _attached[-1].judged(error) if _attached else error
+    return _attached[-1].error_to_raise(error) if _attached else error
 
 
 def _refuse_helper() -> None:
@@ -220,7 +220,7 @@ class _Attached:
         sys.excepthook = self._on_error
         atexit.register(self._on_end)
 
-    def judged(self, error: BaseException) -> BaseException:
+    def error_to_raise(self, error: BaseException) -> BaseException:
         """Leave the job because of `error`; return the error that this rank raises instead."""
         if error is self._judged:
             return error
@@ -242,7 +242,7 @@ class _Attached:
             error = as_mistake(error)
             if isinstance(error, PhalanxError):
                 add_line(error)
-            torchrun.leave_failed(self.judged(error))
+            torchrun.leave_failed(self.error_to_raise(error))
 
     def _on_end(self) -> None:
         import torch.distributed as dist
@@ -261,7 +261,7 @@ class _Attached:
                 if dist.is_initialized():
                     barrier()
             except Exception as error:
-                torchrun.leave_failed(self.judged(error))
+                torchrun.leave_failed(self.error_to_raise(error))
             self._job.__exit__(None, None, None)
             code = _end_of_stop()
         torchrun.leave(code)
@@ -279,7 +279,7 @@ def _heed_alone() -> None:
             if code := _end_of_stop():
                 torchrun.leave(code)
 
-    if not PULSE.heeds_stop:
+    if not PULSE.handles_stop:
         return
     PULSE.on_change = lambda: None
     signals.request(_stop)

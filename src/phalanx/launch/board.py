@@ -78,7 +78,7 @@ class HeartbeatMonitor:
         begun = (beat.doing != "starting" for beat, _ in self._beats.values())
         return sum(begun) == num_ranks
 
-    def heeds_stop(self) -> bool:
+    def handles_stop(self) -> bool:
         """Return whether every rank will end after its current step on a request to stop."""
         return bool(self._beats) and all(beat.handles_stop for beat, _ in self._beats.values())
 

@@ -74,7 +74,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self.steps_done = 0
-        self.heeds_stop = False
+        self.handles_stop = False
         self.stop_signal = 0
         self.handled_signal = 0
         self.is_stepping = False
@@ -120,13 +120,13 @@ class Pulse:
         try:
             yield
         finally:
-            self.is_stepping = self.heeds_stop = False
+            self.is_stepping = self.handles_stop = False
             self.on_change()
 
     def heed(self) -> None:
         """Declare that `stop_signal` is checked from now on, for a loop that is not in a block."""
-        if not self.heeds_stop:
-            self.heeds_stop = True
+        if not self.handles_stop:
+            self.handles_stop = True
             self.on_change()
 
     def saved(self, resume_hint: str) -> None:
@@ -150,7 +150,7 @@ class Pulse:
             doing=self._doing,
             seconds_at_place=still_s,
             place=where,
-            handles_stop=self.heeds_stop,
+            handles_stop=self.handles_stop,
             is_stepping=self.is_stepping,
             resume_hint=self.resume_hint,
             waits=self._waits,

@@ -328,7 +328,7 @@ class Supervisor:
         if not self._signals or (len(self._signals) == 1 and self._is_asked_to_stop):
             return
         signum = self._signals[0]
-        if len(self._signals) > 1 or not self._board.heeds_stop():
+        if len(self._signals) > 1 or not self._board.handles_stop():
             raise Interrupted(signum, self._board.resume_hint())
         self._is_asked_to_stop = True
         for line in self.running:

@@ -148,7 +148,7 @@ def joined(
                     _join(env, store, device, timeout_s)
                 yield Joined(value, device)
             except Exception as error:
-                judged = watch.judged(error, is_lost_peer(error))
+                judged = watch.error_to_raise(error, is_lost_peer(error))
                 if judged is error:
                     raise
                 raise judged from None
@@ -168,7 +168,7 @@ class _Stopping:
         now_s, name = time.monotonic(), signal.Signals(signum).name
         if self._asked_s is not None and now_s - self._asked_s < TOGETHER_S:
             return
-        if self._asked_s is None and PULSE.heeds_stop:
+        if self._asked_s is None and PULSE.handles_stop:
             self._asked_s, PULSE.stop_signal = now_s, signum
             self._report(
                 f"{name}: the run ends after the step under way and a checkpoint; a second signal "

@@ -278,7 +278,7 @@ class Watch:
 
     # Errors of this rank.
 
-    def judged(self, error: Exception, is_lost_peer: bool) -> Exception:
+    def error_to_raise(self, error: Exception, is_lost_peer: bool) -> Exception:
         """Return the error that this rank raises instead of `error`.
 
         This is a PeerFailed if another rank of this host reported the same error. For a lost peer,

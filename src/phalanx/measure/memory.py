@@ -183,7 +183,7 @@ class MemoryLedger(Watch):
                 peak, at_peak, peak_phase = total, dict(now), span.phase
         return MemoryAccount(at_peak, at_most, now, peak_phase, self._allocated_bytes, passing)
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; record the storages that it reads and allocates."""
         for tensor in _tensors((*args, *kwargs.values())):
             self._find(tensor)

@@ -174,7 +174,7 @@ class ProductTypes(Watch):
         return arithmetic_in(max(self._flops, key=lambda dtype: self._flops[dtype]), device)
 
     @override
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and count its FLOPs if it is a product."""
         result = func(*args, **kwargs)
         if (count := flop_registry.get(func.overloadpacket)) is not None:

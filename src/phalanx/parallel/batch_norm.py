@@ -75,7 +75,7 @@ class BatchNormSplit(Split):
     axis = "batch_norm"
 
     @classmethod
-    def is_asked(cls, target: Target) -> bool:
+    def applies_to(cls, target: Target) -> bool:
         """Return whether ranks exchange statistics of a BatchNorm, in either scope."""
         is_split = target.strategy.data_ranks > 1 and target.batch_norm is not None
         return is_split and bool(_unfrozen_batch_norms(target.skeleton.model))

@@ -72,7 +72,7 @@ class DataSplit(Split):
         self._degrees = _degrees(target.strategy)
 
     @classmethod
-    def is_asked(cls, target: Target) -> bool:
+    def applies_to(cls, target: Target) -> bool:
         """Return whether several ranks hold full replicas and compute different tokens."""
         return bool(_degrees(target.strategy)) and target.strategy.fsdp.degree == 1
 
@@ -115,7 +115,7 @@ def _degrees(strategy: Strategy) -> dict[str, int]:
 class NaiveReducer(GradientReducer):
     """One blocking all-reduce for each gradient, after backward."""
 
-    def retrain(self, trained: list[nn.Parameter]) -> bool:
+    def set_trained(self, trained: list[nn.Parameter]) -> bool:
         """Reduce the gradients of `trained` from now on; return True."""
         self.parameters = trained
         return True
@@ -194,7 +194,7 @@ class BucketedReducer(GradientReducer):
         self._compressor = compressor
         return True
 
-    def retrain(self, trained: list[nn.Parameter]) -> bool:
+    def set_trained(self, trained: list[nn.Parameter]) -> bool:
         """Reduce the gradients of `trained` from now on; return True.
 
         A frozen parameter keeps its place in its bucket, filled with zeros, because scripts with
@@ -280,7 +280,7 @@ class BucketedReducer(GradientReducer):
                 member.grad = _like(member, self._bucket_of[member].views[member])
         self._empty()
 
-    def abandon(self) -> None:
+    def reset_step(self) -> None:
         """Wait for reductions in progress, and reset the buckets to the start of a step."""
         self._wait()
         self._empty()

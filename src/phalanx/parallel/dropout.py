@@ -76,7 +76,7 @@ class DropoutSplit(Split):
     axis = "dropout"
 
     @classmethod
-    def is_asked(cls, target: Target) -> bool:
+    def applies_to(cls, target: Target) -> bool:
         """Return whether masks keyed by sample are requested and possible."""
         return target.masks is not None and target.strategy.has_whole_samples
 

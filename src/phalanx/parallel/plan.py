@@ -165,7 +165,7 @@ class Plan(Generic[Model]):
             microbatches = [split.local_microbatch(microbatch) for microbatch in microbatches]
         return entries
 
-    def announces(
+    def header_traffic(
         self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
     ) -> list[Entry]:
         """Return the messages in addition to `traffic` that announce shapes new in this step.

@@ -148,7 +148,7 @@ class RecomputeSplit(Split):
         check(target.skeleton.model, target.strategy.recompute, target.skeleton.num_blocks)
 
     @classmethod
-    def is_asked(cls, target: Target) -> bool:
+    def applies_to(cls, target: Target) -> bool:
         """Return whether the strategy recomputes activations."""
         return target.strategy.recompute.kind != "none"
 

@@ -351,7 +351,7 @@ class ShardedReducer(GradientReducer):
         self._used.clear()
         self._not_yet_last = set(self.parameters)
 
-    def abandon(self) -> None:
+    def reset_step(self) -> None:
         """Wait for gathers in progress, free the gathered parameters, and reset the step."""
         self._used.clear()
         self._not_yet_last = set(self.parameters)

@@ -42,14 +42,14 @@ class PartSeconds(NamedTuple):
     inputs: DeviceHostSeconds
     block: DeviceHostSeconds
     backward: DeviceHostSeconds
-    again: DeviceHostSeconds
+    recompute: DeviceHostSeconds
     head: DeviceHostSeconds
     attention: float
 
     @property
     def again_and_backward(self) -> DeviceHostSeconds:
         """Backward of a block, its recomputation included."""
-        return DeviceHostSeconds(*map(sum, zip(self.again, self.backward, strict=True)))
+        return DeviceHostSeconds(*map(sum, zip(self.recompute, self.backward, strict=True)))
 
 
 def part_seconds(

@@ -34,7 +34,7 @@ class Tasks:
     num_slots: int
     begin: int
     end: int
-    is_open: bool
+    is_asynchronous: bool
     clock: Callable[[], float]
     done: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -92,7 +92,7 @@ class Tasks:
         """
         order = sorted(range(self.num_slots), key=lambda slot: self.done[slot])
         for slot in order:
-            if slot == worker or not (self.is_lost(slot) or (self.is_open and is_through)):
+            if slot == worker or not (self.is_lost(slot) or (self.is_asynchronous and is_through)):
                 continue
             last = min(self.end - 1, limit)
             for clock in range(self.done[slot], last + 1):

@@ -379,6 +379,6 @@ def _run_works(
         device=job.device,
         threads=config.threads or max(1, num_cores() // len(works)),
         timeout_s=config.timeout_s,
-        num_again=MAX_RESTARTS,
+        max_restarts=MAX_RESTARTS,
         say_starting=say_starting,
     )[0]

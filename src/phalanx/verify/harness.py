@@ -288,7 +288,7 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
         batch_norm=case.batch_norm,
         run_on_shapes=run_on_shapes,
     )
-    first_time = plan.announces(sizes, list(itertools.chain(*before)))
+    first_time = plan.header_traffic(sizes, list(itertools.chain(*before)))
     predicted = Counter[tuple[str, str, str]]()
     for e in (*plan.traffic(sizes), *first_time):
         predicted[e.phase, e.axis, e.op] += e.payload_bytes

@@ -197,7 +197,7 @@ def abandoned() -> bool:
     reducer = BucketedReducer(list(model.parameters()), comm)
     reducer.compress(compressor)
     sums: list[Tensor] = []
-    for begin in (reducer.abandon, reducer.finish):
+    for begin in (reducer.reset_step, reducer.finish):
         reducer.before_backward(reducer.parameters)
         (model(torch.linspace(0, 1, 4)) * torch.linspace(1, 2, 4)).sum().backward()
         begin()

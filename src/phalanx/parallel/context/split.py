@@ -57,7 +57,7 @@ class ContextSplit(Split):
         num_rows, length, size = shape
         return num_rows, attention_of(strategy).order.num_held(length), size
 
-    def leaves(self, microbatch: tuple[int, int]) -> tuple[int, int]:
+    def local_microbatch(self, microbatch: tuple[int, int]) -> tuple[int, int]:
         """Return the rows of the microbatch, and the number of positions that one rank holds."""
         num_rows, length = microbatch
         return num_rows, self.attention.order.num_held(length)

@@ -90,7 +90,7 @@ class _SplitNorm(Function):
         sums = [(grad * normal).sum(-1, keepdim=True)]
         if mean is not None:
             sums.append(grad.sum(-1, keepdim=True))
-        means = ctx.layout.sum_features(torch.cat(sums, -1), ctx.spec)
+        means = ctx.layout.all_reduce_features(torch.cat(sums, -1), ctx.spec)
         means.div_(ctx.num_features)
         grad.sub_(normal.mul_(means[..., :1]))
         if mean is not None:

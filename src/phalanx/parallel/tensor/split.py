@@ -39,7 +39,7 @@ class TensorSplit(Split):
         self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)
         check(self.bindings, self.placed, self.layout, target.strategy)
 
-    def of(self, target: Target) -> TensorSplit:
+    def for_stage(self, target: Target) -> TensorSplit:
         """Return a split with the same roles for the parameters of another pipeline stage."""
         other = copy.copy(self)
         other.target = target
@@ -59,7 +59,7 @@ class TensorSplit(Split):
         num_shards = layout.column.num_shards(0, layout.comm)
         return len(layout.rows(layout.inner, batch)), length, size // num_shards
 
-    def remaining(self) -> Target:
+    def next_target(self) -> Target:
         """Return the target with the shard shapes of all parameters."""
         shapes = {row.weight: row.shard_shape for row in self.placed}
         return dataclasses.replace(self.target, shapes=shapes)

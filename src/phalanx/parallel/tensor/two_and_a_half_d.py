@@ -21,4 +21,4 @@ class TwoAndAHalfD(TwoD):
 
     residual = Spec("B[depth row] T D[col]")
     inner = Spec("B[depth row] T F[col]")
-    entry = Spec("B[depth] T")
+    ids = Spec("B[depth] T")
