@@ -112,7 +112,7 @@ def test_a_checkpoint_that_memory_has_no_room_for_is_tried_again(
         assert text_of(client) == before and client.ask("/health")[0] == 200
         runner.read = own
         with monkeypatch.context() as patch:  # a server of files that does not answer
-            patch.setattr(manifest, "whole", unreadable)
+            patch.setattr(manifest, "complete_checkpoints", unreadable)
             while "cannot look for a later checkpoint: Input/output error" not in caplog.text:
                 time.sleep(0.01)
         while client.ask("/stats")[1]["checkpoint"] != late.name:
@@ -145,7 +145,7 @@ def test_attempts_to_load_a_damaged_checkpoint_become_rarer(
             await asyncio.sleep(0)
         follower.cancel()
 
-    monkeypatch.setattr(manifest, "whole", whole)
+    monkeypatch.setattr(manifest, "complete_checkpoints", whole)
     asyncio.run(follow_for_a_while())
     assert attempts == [("2", look) for look in (1, 2, 4, 8, 16, 32)] + [("3", 40)]
 

@@ -273,7 +273,7 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
             event.wait()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(HeartbeatMonitor, "hear", hear_and_note)
+    monkeypatch.setattr(HeartbeatMonitor, "record", hear_and_note)
     monkeypatch.setattr(local, "report", report)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted) as caught:

@@ -1,7 +1,7 @@
 """Activation bytes of one decoder block, saved and at peak, counted by a run on the meta device.
 
-A decoder of one block, with embedding and head, sharded over tp and cp as on a rank, runs forward
-and backward on the meta device: nothing is computed, but every allocation and free is recorded.
+A decoder of one block, with embedding and head, split as on a rank, runs forward and backward on the
+meta device: nothing is computed, but every allocation and free is recorded.
 
     embedding -> [block] -> norm, head        bytes alive at the brackets and at the end:
     inputs       block      head              each difference is the bytes that a part saves
@@ -57,8 +57,7 @@ class Case:
 
     Attributes:
         shape: a decoder of one block of this kind.
-        strategy: the axes that split a block (tp, cp), and recomputation: `none`, `full` or
-            `selective`.
+        strategy: the axes that split a block, and recomputation: `none`, `full` or `selective`.
         seq_len: tokens in one sequence.
         num_sequences: sequences in one microbatch of one rank.
         precision: data type of the arithmetic, such as "bfloat16".

@@ -208,7 +208,7 @@ class _Operations(TorchDispatchMode):
         if is_of_weights or (inner == self._num_tokens and rows != inner):  # a weight's gradient
             self.register_weights(outputs)
         of_weights = is_of_weights and bool(inputs)
-        self.parts[self.part].append(found._replace(is_of_weights=of_weights))
+        self.parts[self.part].append(found._replace(reads_only_weights=of_weights))
         return out
 
 

@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
 
 
 def _read(argv: list[str]) -> ServeConfig:
-    """Return the settings of the command line, which override those of a serving.properties."""
+    """Return the settings of the command line, which override settings of a serving.properties."""
     words = read_words(argv, ServeConfig, prog="phalanx serve")
     if (file := words.get("properties")) is not None:
         from phalanx.infer.properties import read_properties

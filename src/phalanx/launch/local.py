@@ -89,7 +89,7 @@ def run_ranks(
         TrainingError: a rank waited in vain for another rank; a rank was silent for `timeout_s`; or
             a rank returned, and all others stood in a collective for UNEVEN_S after that.
         Interrupted: SIGINT, SIGTERM or SIGHUP arrived, and the ranks do not obey it (see
-            `heartbeat.Pulse.heeding`), or it was the second signal.
+            `heartbeat.Pulse.handling_stop`), or it was the second signal.
     """
     if is_under_torchrun():
         return _run_here(function, num_ranks, args, device, timeout_s)

@@ -48,8 +48,8 @@ class Attention(nn.Module):
     Attributes:
         window: number of positions that a query attends to, its own the last; None for all up to
             its own.
-        attend: the attention function, `attend` below; context parallelism replaces it by one that
-            reads the positions of other ranks.
+        attend: the attention function, `attend` below; replaced by one that reads the positions of
+            other ranks where each rank has a part of the positions.
     """
 
     def __init__(self, shape: ModelShape, window: int | None) -> None:

@@ -57,7 +57,7 @@ class Dropout(nn.Module):
 
     Attributes:
         row_positions: `row_positions(T, device)` returns the positions of the T tokens in their
-            full row; context parallelism replaces it, because a rank has a part of the positions.
+            full row; replaced where each rank has a part of the positions.
     """
 
     def __init__(self, p: float) -> None:

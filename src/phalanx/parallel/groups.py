@@ -152,7 +152,7 @@ def _with_last_kept(groups: list[Group]) -> list[Group]:
     """Mark the last block as kept, because its backward is the first of all blocks."""
     blocks = [number for number, group in enumerate(groups) if group.place == "block"]
     for number in blocks[-1:]:
-        groups[number] = dataclasses.replace(groups[number], is_kept=True)
+        groups[number] = dataclasses.replace(groups[number], stays_gathered=True)
     return groups
 
 

@@ -2,18 +2,15 @@
 
 Idea      N ranks that would hold equal replicas hold one shard each, and gather a parameter when it
           is used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB
-          2023). The kinds differ in the tensors that stay unsharded: `zero1` parameters and
-          gradients, `zero2` parameters, `zero3` none. With dp > 1 it is HSDP: shards within fsdp,
-          replicas of the shards across dp. Ranks of cp hold other positions of the same samples,
-          so their gradients are terms of one sum, and parameters are sharded over cp as well:
-          below, fsdp means all axes of `comm.axes.SHARDS`. One gather fetches one group: a block,
-          the embedding, the head, or the rest, which is every other parameter (the root group of
-          FSDP2); see groups.py.
+          2023). Unsharded stay under `zero1` parameters and gradients, `zero2` parameters, `zero3`
+          nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp. Ranks
+          with other positions of the same samples shard together: below, fsdp means all axes of
+          `comm.axes.SHARDS`. One gather fetches one group (groups.py): a block, the embedding, the
+          head, or the rest, which is every other parameter (the root group of FSDP2).
 Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: the rows of each parameter and of its
           AdamW moments are split over fsdp; uneven rows are padded in messages only.
 Forward   all_gather: W[I_fsdp] -> W, in the dtype that the block computes in. zero3 frees W after
-          the forward of each group except the last block, the head and the rest, whose backward
-          comes soon.
+          each group except the last block, the head and the rest, whose backward comes soon.
 Backward  zero3: all_gather again, except for the embedding, whose backward does not read W.
           dW{sum dp,fsdp} = f'(X, W), reduce_scatter over fsdp -> dW[I_fsdp]{sum dp},
           all_reduce over dp -> dW[I_fsdp]
@@ -22,10 +19,9 @@ Cost      With P bytes of parameters, padded, and A microbatches a step, a rank 
               zero2  P + A P            gathers once, reduces every microbatch: accumulates shards
               zero3  (2 P - K) A + A P  K: bytes of embedding, last block, head, rest: gathered once
           and across M ranks of dp 2 (M-1)/M P/N. In addition, one byte a parameter, see
-          `GradientReducer.agree`. Blocks that compute in a narrower dtype are gathered in it.
-Limits    Any N and M. A parameter that belongs to two groups is refused; tied weights belong to
-          the rest. Every rank must run the same blocks, and before torch 2.13 must use the same
-          parameters.
+          `GradientReducer.any_rank_used`. Blocks that compute in a narrower dtype are gathered in it.
+Limits    Any N and M. A parameter of two groups is refused; tied weights belong to the rest. Every
+          rank must run the same blocks, and before torch 2.13 use the same parameters.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ Kind = Literal["zero1", "zero2", "zero3"]
 
 
 class ShardedSplit(Split):
-    """The axes that shard parameters (fsdp, and cp if there is one), and dp, which replicates."""
+    """The axes that shard parameters, fsdp above all, and dp, which replicates the shards."""
 
     axis = "fsdp"
 
@@ -173,10 +169,9 @@ class ShardedSplit(Split):
             self._prefetch_in_stage(model)
 
     def _prefetch_in_stage(self, model: nn.Module) -> None:
-        """Let backward prefetch only the preceding group of the same stage.
+        """Let backward prefetch only the preceding group of the same stage, if it is the only one.
 
-        The default of FSDP2 prefetches the group whose forward ran before, which in a pipeline may
-        have run for another microbatch. A rank with several stages prefetches nothing.
+        FSDP2's default prefetches the group whose forward ran before, perhaps of another microbatch.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for before, module in zip([None, *modules], modules, strict=False):

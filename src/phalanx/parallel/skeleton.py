@@ -123,7 +123,7 @@ class Skeleton:
             self,
             weights=tuple(weights),
             blocks=blocks,
-            gone=frozenset(gone).difference(here),
+            absent_modules=frozenset(gone).difference(here),
         )
 
 

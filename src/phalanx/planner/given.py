@@ -48,7 +48,7 @@ def price_microbatches(
 
 
 def _check_length(question: Question, strategy: Strategy) -> None:
-    """Raise StrategyError if cp and tp cannot divide the positions of a sequence."""
+    """Raise StrategyError if the strategy cannot divide the positions of a sequence."""
     unit = length_unit(strategy)
     if question.seq_len % unit:
         legal = max(1, round(question.seq_len / unit)) * unit

@@ -131,7 +131,7 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
         at = shape.num_layers, plan.cut, schedule, pp_rank
         most, without_casts, without_logits = (
             peak_on_rank(of, *at)
-            for of in (of_one, uncast, dataclasses.replace(uncast, head_at_work=uncast.head))
+            for of in (of_one, uncast, dataclasses.replace(uncast, head_peak=uncast.head))
         )
         logits = without_casts - without_logits
         of_head = min(logits, _head_cast_bytes(planned))
@@ -176,7 +176,7 @@ def _activations(
         vocabulary = planned.shape.vocab_size // strategy.tp.degree
         head = of.head + tokens * vocabulary * software.logit_bytes
     blocks, recomputed = int(of.blocks * scale), int(of.recomputed * scale)
-    return dataclasses.replace(of, blocks=blocks, recomputed=recomputed, head_at_work=head)
+    return dataclasses.replace(of, blocks=blocks, recomputed=recomputed, head_peak=head)
 
 
 def _gradient_bytes(planned: PlannedStep, held: StateBytes) -> int:

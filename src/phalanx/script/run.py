@@ -161,10 +161,7 @@ class Run:
     def sum(self, value: float | Tensor) -> Tensor:
         """Return the sum of `value` over the ranks with different samples; all ranks call this.
 
-        It is float64, or int64 if all ranks give integers or bools.
-
-        Raises:
-            ScriptError: as for `mean`.
+        It is float64, or int64 if all ranks give integers or bools. Raises errors as `mean` does.
         """
         return self._prepared.add_up("sum", own_number("sum", value, self.comm))[0]
 
@@ -203,14 +200,12 @@ class Run:
     def draw(self, make: Callable[[int], Any]) -> Any:
         """Draw random numbers as one process does; return this rank's rows on `device`.
 
-            noise = run.draw(lambda rows: torch.randn(rows, 8))
-
-        All ranks call this together.
+            noise = run.draw(lambda rows: torch.randn(rows, 8))  # all ranks call this
 
         Args:
-            make: function of the global number of rows in the last batch. It draws on the CPU, and
-                returns a tensor, or mappings, lists or tuples of tensors. Each rank calls it with
-                torch's generator in the state that it has on one process.
+            make: function of the global number of rows in the last batch, which draws on the CPU
+                and returns a tensor, or mappings, lists or tuples of tensors. Each rank calls it
+                with torch's generator in the state that it has on one process.
 
         Raises:
             ScriptError: no batch has been read, or a tensor has another number of rows.
@@ -245,9 +240,7 @@ class Run:
     def average(self, decay: float | None = 0.999, *, name: str = "average") -> WeightAverage:
         """Return an average of the weights, which `save` and `resume` include under `name`.
 
-        Args:
-            decay: decay of an exponential average (EMA); None for the mean of all updates (SWA).
-            name: as in `register`.
+        With a `decay` it is an exponential average (EMA); None is the mean of all updates (SWA).
 
         Raises:
             PhalanxError: no model is prepared, `decay` is not in [0, 1), or as for `register`.

@@ -221,9 +221,7 @@ class Requests:
     def ask(
         self, asked: Mapping[int, WireMessage], idle: Callable[[], None] | None = None
     ) -> dict[int, WireMessage]:
-        """Send requests, one per shard, and wait; return the answer of each shard.
-
-        `idle` is called while waiting.
+        """Send requests, one per shard; return the answers, and call `idle` while waiting.
 
         Raises:
             JobStopped: a signal to worker 0 has ended the job, so answers may never arrive.
@@ -239,10 +237,8 @@ class Requests:
         found: dict[int, WireMessage] = {}
         self._due |= waiting.keys()
         # On one host launch/board.py watches all workers.
-        begin_s, patience_s = (
-            self._clock.now_s,
-            math.inf if self._meeting.is_on_one_host else LATE_S,
-        )
+        patience_s = math.inf if self._meeting.is_on_one_host else LATE_S
+        begin_s = self._clock.now_s
         until_s = begin_s + self._timeout_s
         for each in waiting.values():
             self._send(each)

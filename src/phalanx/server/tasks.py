@@ -26,7 +26,7 @@ class Tasks:
         num_slots: number of workers, which is the number of tasks per clock.
         begin: first clock.
         end: clock after the last.
-        is_open: whether the consistency is asynchronous, see `Consistency.is_open`.
+        is_asynchronous: whether the consistency is asynchronous, see `Consistency.is_asynchronous`.
         clock: function that returns the seconds for which the scheduler has listened.
         done: slot -> clock below which all its tasks are pushed.
     """

@@ -75,16 +75,14 @@ def verify(
 
     Args:
         build: importable function that returns a new module, with equal initial weights each time.
-        batches: the global batch of each step: tensors, in mappings, sequences or dataclasses,
-            whose first dimension is the samples.
+        batches: global batch of each step; the first dimension of its tensors is the samples.
         strategy: strategy, such as "dp2".
         objective: computes the sum of losses and the number of valid tokens of a microbatch.
         accumulation: number of microbatches into which each rank splits its rows; the reference
             does not split.
         dtype: data type of weights, arithmetic and batches: "float64", "float32" or "bfloat16".
         optimizer: AdamW's settings; its defaults if None.
-        roles: patterns of module names -> roles for tp, as {"layers.*.up": "column"}, for modules
-            that docs/strategies.md does not name.
+        roles: patterns of module names -> roles for tp, such as {"layers.*.up": "column"}.
         debug_comm: whether to compare each collective between ranks, see docs/debugging.md.
         device: "cpu" (gloo), or "cuda" (NCCL, one GPU per rank).
         batch_norm: "global" if BatchNorm takes its mean and variance over the rows of all ranks.

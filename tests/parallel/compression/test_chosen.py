@@ -45,7 +45,7 @@ def reducer_by_auto(shares_memory: bool, times_s: dict[str, float] | None) -> tu
     comm = Ranks({"dp": 2}, shares_memory=shares_memory)
     reducer = apply(nn.Linear(2, 2), comm)
     measured = chosen.measure_seconds if times_s is None else lambda _: times_s
-    with patch.object(chosen, "measured", measured):
+    with patch.object(chosen, "measure_seconds", measured):
         said = compress(reducer, "auto", Strategy.parse("dp2"), "float32")
     assert isinstance(reducer, BucketedReducer)
     found = reducer._compressor

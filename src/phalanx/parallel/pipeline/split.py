@@ -91,7 +91,7 @@ class PipelineSplit(Split):
             self.target,
             skeleton=self.target.skeleton.part(names_here, names_gone),
             num_stages=len(self.here),
-            num_ends=self._num_ends,
+            num_end_stages=self._num_ends,
         )
 
     @override
