@@ -68,12 +68,12 @@ def engine(
     *,
     block_size: int = 16,
     num_tokens: int = 4096,
-    finds_prefixes: bool = True,
+    has_prefix_cache: bool = True,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Engine:
     """Return an engine over a decoder whose cache has room for `num_tokens`."""
-    pool = BlockPool(num_tokens // block_size, block_size, finds_prefixes=finds_prefixes)
+    pool = BlockPool(num_tokens // block_size, block_size, has_prefix_cache=has_prefix_cache)
     cache = KVCache(cache_sizes(model.shape, pool), block_size, dtype, torch.device("cpu"))
     scheduler = Scheduler(pool, **options)
     return Engine(ModelRunner(model, cache), scheduler, max_seq_len=model.shape.max_seq_len)

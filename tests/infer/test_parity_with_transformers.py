@@ -32,21 +32,21 @@ QUICK = {(1, 64, True, False), (4, 7, True, False), (16, 512, True, True), (16, 
     [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in GRID],
 )
 def test_tokens_equal_generate(
-    block_size: int, budget: int, finds_prefixes: bool, is_ample: bool
+    block_size: int, budget: int, has_prefix_cache: bool, is_ample: bool
 ) -> None:
     model, _ = twins("llama")
     served = engine(
         model,
         block_size=block_size,
         budget=budget,
-        finds_prefixes=finds_prefixes,
+        has_prefix_cache=has_prefix_cache,
         num_tokens=2 * DEMAND if is_ample else int(0.35 * DEMAND),
     )
     assert served.generate(prompts(32), GREEDY) == expected("llama", 32)
     assert served.scheduler.pool.num_held == 0
     if not is_ample and budget > 7:
         assert served.scheduler.num_preemptions > 0
-    assert (served.scheduler.num_cached_tokens > 0) is finds_prefixes
+    assert (served.scheduler.num_cached_tokens > 0) is has_prefix_cache
 
 
 @pytest.mark.parametrize(

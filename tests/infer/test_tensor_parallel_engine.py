@@ -48,7 +48,7 @@ def test_tokens_equal_generate(
     strategy: str,
     block_size: int,
     budget: int,
-    finds_prefixes: bool,
+    has_prefix_cache: bool,
     is_ample: bool,
     tmp_path: Path,
 ) -> None:
@@ -58,13 +58,13 @@ def test_tokens_equal_generate(
         cache_tokens=2 * DEMAND if is_ample else int(0.35 * DEMAND),
         block_size=block_size,
         budget=budget,
-        prefix_cache=finds_prefixes,
+        prefix_cache=has_prefix_cache,
     )
     out = tmp_path / "found.json"
     with_engine(published(tmp_path), config, functools.partial(write, out))
     num_preemptions, num_found, tokens = json.loads(out.read_text())
     assert tokens == expected("llama", 32)
-    assert (num_found > 0) is finds_prefixes
+    assert (num_found > 0) is has_prefix_cache
     if budget > 7:
         assert (num_preemptions > 0) is not is_ample
 

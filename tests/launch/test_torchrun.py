@@ -59,7 +59,7 @@ def end(_):
     if rank == 1:
         time.sleep(2.5)  # the ranks have told each other of their processes
         os.kill(os.getpid(), signal.SIGKILL)
-    with PULSE.heeding():
+    with PULSE.handling_stop():
         time.sleep(100)
 
 def orphan(_):
@@ -242,7 +242,7 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.torchrun import run_here
 
 def work(value):
-    with PULSE.heeding():
+    with PULSE.handling_stop():
         print("begun", value, flush=True)
         while not PULSE.stop_signal:
             time.sleep(0.1)

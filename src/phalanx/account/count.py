@@ -1,7 +1,7 @@
 """Activation bytes of one decoder block, saved and at peak, counted by a run on the meta device.
 
-A decoder of one block, with embedding and head, split as on a rank, runs forward and backward on the
-meta device: nothing is computed, but every allocation and free is recorded.
+A decoder of one block, with embedding and head, split as on a rank, runs forward and backward on
+the meta device: nothing is computed, but every allocation and free is recorded.
 
     embedding -> [block] -> norm, head        bytes alive at the brackets and at the end:
     inputs       block      head              each difference is the bytes that a part saves

@@ -5,7 +5,7 @@ The run includes backward and the recomputation of the block.
 
     embedding -> [block] -> norm, head       forward
     inputs       block      head
-    inputs     <- [again, backward] <- head  backward
+    inputs     <- [recompute, backward] <- head  backward
 
 [Note: Tokens scale] The run has one whole sequence. More sequences, or a part of one, change only
 the number of tokens: the rows of a product, or the inner size of the product that computes a
@@ -216,7 +216,7 @@ def _forward_by_part(
     seen: _Operations, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any
 ) -> Tensor:
     """Run the block's forward, and set the part of its forward, recomputation and backward."""
-    seen.enter("again" if seen.is_backward else "block")
+    seen.enter("recompute" if seen.is_backward else "block")
     if not seen.is_backward and x.requires_grad:
         x.register_hook(functools.partial(seen.leave, "inputs"))
     try:

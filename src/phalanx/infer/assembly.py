@@ -90,7 +90,7 @@ def assemble(
 
 def pool_of(config: EngineConfig, num_blocks: int) -> BlockPool:
     """Return the block pool of a key-value cache with `num_blocks` blocks."""
-    return BlockPool(num_blocks, config.block_size, finds_prefixes=config.prefix_cache)
+    return BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
 
 
 def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: int = 1) -> KVCache:

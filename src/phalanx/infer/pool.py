@@ -61,10 +61,10 @@ class BlockPool:
         num_evicted: number of contents that were lost to reallocation.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, finds_prefixes: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, has_prefix_cache: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.has_prefix_cache = finds_prefixes
+        self.has_prefix_cache = has_prefix_cache
         self.num_evicted = 0
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))

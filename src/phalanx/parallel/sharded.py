@@ -18,8 +18,8 @@ Cost      With P bytes of parameters, padded, and A microbatches a step, a rank 
               zero1  P + P              gathers once, reduces once: accumulates full gradients
               zero2  P + A P            gathers once, reduces every microbatch: accumulates shards
               zero3  (2 P - K) A + A P  K: bytes of embedding, last block, head, rest: gathered once
-          and across M ranks of dp 2 (M-1)/M P/N. In addition, one byte a parameter, see
-          `GradientReducer.any_rank_used`. Blocks that compute in a narrower dtype are gathered in it.
+          and across M ranks of dp 2 (M-1)/M P/N. One byte a parameter besides, see `any_rank_used`.
+          Blocks that compute in a narrower dtype are gathered in it.
 Limits    Any N and M. A parameter of two groups is refused; tied weights belong to the rest. Every
           rank must run the same blocks, and before torch 2.13 use the same parameters.
 """
@@ -169,9 +169,9 @@ class ShardedSplit(Split):
             self._prefetch_in_stage(model)
 
     def _prefetch_in_stage(self, model: nn.Module) -> None:
-        """Let backward prefetch only the preceding group of the same stage, if it is the only one.
+        """Let backward prefetch the preceding group of the stage, if a rank has only one stage.
 
-        FSDP2's default prefetches the group whose forward ran before, perhaps of another microbatch.
+        FSDP2's default is the group whose forward ran before, perhaps for another microbatch.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for before, module in zip([None, *modules], modules, strict=False):
