@@ -71,7 +71,7 @@ def test_a_destination_below_a_circle_of_links_is_looked_at(tmp_path: Path) -> N
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "source").mkdir()
     storage.check_free(tmp_path / "source", tmp_path / "circle" / "x")
-    with pytest.raises(ConfigError, match="lies in"):
+    with pytest.raises(ConfigError, match="is inside"):
         storage.check_free(tmp_path / "source", tmp_path / "source" / "x")
 
 

@@ -3,7 +3,7 @@
     new_folder      write under a temporary name in the same parent, sync, rename (`publish_folder`)
     replace_file    the same for a file; an existing file stays intact until the rename
 
-A crash leaves a folder whose name ends with PARTIAL, which no code reads.
+A crash leaves a file or folder whose name ends with PARTIAL, which no code reads.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def check_free(source: Path, destination: Path) -> None:
     """
     if _resolved(destination).is_relative_to(_resolved(source)):
         raise ConfigError(
-            f"{destination} lies in {source}, which is read; give a folder outside of it"
+            f"{destination} is inside {source}, which is the input; give a folder outside {source}"
         )
     if destination.exists() and not destination.is_dir():
         raise ConfigError(f"{destination} is a file; give the name of a new folder")
@@ -272,4 +272,4 @@ def hint_of_missing(path: Path) -> str:
     names = sorted(entry.name for entry in path.parent.iterdir())
     if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
         return f" (did you mean '{path.with_name(close[0])}'?)"
-    return f"; {path.parent} holds nothing of a like name"
+    return f"; {path.parent} contains no similar name"

@@ -72,9 +72,9 @@ def test_the_limit_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         check_fit(big, "llama3-1b", 2)
     assert re.match(
-        r"llama3-1b \(1,235,814,400 parameters\) does not fit: under dp2, 2 ranks hold at least "
+        r"llama3-1b \(1,235,814,400 parameters\) does not fit: under dp2, 2 ranks need at least "
         r"[\d.]+ GiB \(each 4\.6 of weights, 9\.21 of AdamW's moments, 4\.6 of gradients, "
-        r"[\d.]+ of activations for 2 x 32 tokens\), and this host has left [\d.]+ GiB; try "
+        r"[\d.]+ of activations for 2 x 32 tokens\), but this host has [\d.]+ GiB left; try "
         r"--strategy fsdp2 \(at least [\d.]+ GiB\), or .*, or --model \S+ \([\d.]+ GiB\)$",
         str(caught.value),
     ), str(caught.value)
@@ -88,7 +88,7 @@ def test_a_gpu_holds_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fit(on_gpu(big), "llama3-8b", 8)
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: 8 << 30)
     with pytest.raises(
-        ConfigError, match=r"a rank holds at least .* largest GPU of this host has 8"
+        ConfigError, match=r"a rank needs at least .* largest GPU of this host has 8"
     ):
         check_fit(on_gpu(big), "llama3-8b", 8)
 

@@ -15,7 +15,7 @@ ON_CPU: Any = {"device": "cpu", "dtype": "float32"}
 
 def test_mlp_share_of_the_ceiling_is_a_share() -> None:
     found = measure_mlp(MfuConfig(**ON_CPU, layers=2, width=256, budget_s=0.2))
-    assert found.width == 256 and "as asked" in found.choice
+    assert found.width == 256 and "as given by --width" in found.choice
     assert found.utilization.causal.model == 6 * 2 * 256**2 * 256
     share = found.utilization.mfu("ceiling")
     assert share is not None and 0 < share <= 1

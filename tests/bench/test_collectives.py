@@ -97,8 +97,11 @@ def test_ranks_of_torchrun_are_measured(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("comm --ranks 1", "ranks"),
-        ("comm --write mine", "'mine' is no calibration file; expected 'this'"),
-        ("comm --ranks 2 --device cuda", "2 ranks on CUDA need 2 GPUs or more, one each; 0 found"),
+        ("comm --write mine", "'mine' is not a calibration file; expected 'this'"),
+        (
+            "comm --ranks 2 --device cuda",
+            "2 ranks on CUDA: expected 2 or more, with a GPU each; found 0 GPUs",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

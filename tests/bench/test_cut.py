@@ -35,9 +35,9 @@ def test_the_layers_are_timed_and_the_cut_is_one_that_runs(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["dp2"], "strategy is 'dp2'; it must have pp and no cut"),
-        (["pp2,cut:2+3"], "it must have pp and no cut, which the verb looks for, such as pp2"),
-        (["pp2,tp2"], "so it can have pp, dp and fsdp; the nearest is pp2"),
+        (["dp2"], "strategy is 'dp2'; expected one with pp"),
+        (["pp2,cut:2+3"], "expected one with pp, such as pp2, and without a cut"),
+        (["pp2,tp2"], "can have only pp, dp and fsdp; the nearest is pp2"),
         (["pp8", *SMALL], "makes 8 stages, but the model is a chain of 5 layers"),
     ],
 )

@@ -58,10 +58,10 @@ def test_each_strategy_takes_the_same_batch_in_turns(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("dp3", "6 and 9 are the nearest global_size"),
+        ("dp3", "6 and 9 are the nearest"),
         ("dp2 --rounds 0", "rounds is 0; expected at least 1"),
         ("dp2 --seq-len 100000", "the nearest is"),
-        ("tp4:2d --global-size 1", "splits rows in 2; the nearest is 2"),
+        ("tp4:2d --global-size 1", "splits rows into 2; the nearest is 2"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(words: str, expected: str) -> None:

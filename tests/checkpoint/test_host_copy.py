@@ -65,7 +65,7 @@ def test_where_memory_is_short_the_step_waits_and_nothing_is_lost(
 ) -> None:
     for words, same in run_ranks(save_without_memory, 2, tmp_path, free_bytes, threads=1):
         assert same
-        assert re.match("the copy of a checkpoint takes [0-9.]+ KiB of host memory a rank", words)
+        assert re.match("the copy of a checkpoint takes [0-9.]+ KiB of host memory per rank", words)
         assert words.endswith("; training will wait while checkpoints are written")
         assert ("but only 1000 bytes are free" in words) == (free_bytes is not None)
 

@@ -177,9 +177,9 @@ def no_files(folder: Path, mark: Path) -> None:
 
 ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "a pickle for an index": (pickled_index, "cannot read .*index.json: 'utf-8' codec"),
-    "a pickle for tensors": (pickled_shard, f"cannot read .*{FIRST}: .*damaged or not whole"),
+    "a pickle for tensors": (pickled_shard, f"cannot read .*{FIRST}: .*damaged or incomplete"),
     "format 2": (old_format, "it is of format 2, of an earlier Phalanx, whose files could run"),
-    "a file elsewhere": (file_outside, "'../outside.safetensors' is no file of tensors in the man"),
+    "a file elsewhere": (file_outside, "'../outside.safetensors' is not a tensor file in the man"),
     "a listed file elsewhere": (listed_file_outside, "names the file '../outside.safetensors'"),
     "a link": (link, f"its file {FIRST} is a link, a folder or a device"),
     "a pipe": (pipe, f"its file {FIRST} is a link, a folder or a device"),
@@ -240,7 +240,7 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "another type than in the file": (
         wrong(lambda c: c["tensors"]["model.embedding.weight"].__setitem__(0, "F16")),
-        "has 'model.embedding.weight' as .*'F32'.*, not as index.json says",
+        "has 'model.embedding.weight' as .*'F32'.*, which differs from index.json",
     ),
 }  # fmt: skip
 
@@ -285,7 +285,7 @@ def load_bad_generator(folder: Path) -> bool:
     write_data(path, "generators.cpu", b"\xff")
     with_checksums(copy)
     before = torch.get_rng_state()
-    with pytest.raises(CheckpointError, match="its state of a generator is none"):
+    with pytest.raises(CheckpointError, match="its generator state is not valid"):
         state.load(copy, model, optimizer)
     return torch.equal(torch.get_rng_state(), before)
 

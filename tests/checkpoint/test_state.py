@@ -183,7 +183,8 @@ def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> Non
         (copy / name).write_bytes(flipped)
         with pytest.raises(CheckpointError, match=f"its file {name} is damaged: its sha256"):
             files.verify(copy, manifest.read(copy))
-    assert_both_loads_say(copy, f"its file {name} is damaged: its sha256 is not the written one")
+    words = f"its file {name} is damaged: its sha256 differs from the recorded one"
+    assert_both_loads_say(copy, words)
     (copy / name).write_bytes(whole[:100])
     assert_both_loads_say(copy, f"its file {name} has 100 bytes, but {len(whole)} were written")
     (copy / name).unlink()
@@ -267,10 +268,10 @@ def foreign_models(folder: Path) -> list[str]:
 def test_weights_alone_begin_a_run_but_do_not_go_on(copy: Path) -> None:
     about = manifest.read(copy)
     manifest.write(copy, dataclasses.replace(about, has_optimizer=False))
-    words = "holds weights alone, without an optimizer's state, so no run can be resumed from it"
+    words = "has only weights and no optimizer state, so no run can be resumed from it"
     for resumed, begun in run_ranks(runs.words_of_load, 2, copy, threads=1):
         assert words in resumed and begun == ""
-    with pytest.raises(CheckpointError, match=f"{words}; begin a run with its weights by --init"):
+    with pytest.raises(CheckpointError, match=f"{words}; start a run with its weights by --init"):
         manifest.read(copy).check_optimizer()
 
 
@@ -289,7 +290,7 @@ def edited(folder: Path, **values: Any) -> Path:
     ("values", "words"),
     [
         ({"format": 1}, "it is of format 1; this version reads format 3"),
-        ({"format": 2}, "it is of format 2, .* could run code .*; this version reads format 3. Ta"),
+        ({"format": 2}, "it is of format 2, .* could run code .*; this version reads format 3. Co"),
         ({"format": None}, "it has no 'format'"),
         ({"steps_done": "2"}, "steps_done is '2', expected a whole number"),
         ({"steps_done": True}, "steps_done is True, expected a whole number"),
@@ -298,7 +299,7 @@ def edited(folder: Path, **values: Any) -> Path:
         ({"shape": [1]}, r"shape is \[1\], expected an object"),
         ({"files": {"a": [1]}}, r"files 'a' is \[1\], expected tuple\[int, str\]"),
         ({"files": {"a": 3}}, "files 'a' is 3, expected"),
-        ({"files": {"../a": [1, ""]}}, "names the file '../a', expected one of the folder itself"),
+        ({"files": {"../a": [1, ""]}}, "names the file '../a', expected one in its own folder"),
         ({"scaler": {"scale": "x"}}, "scaler 'scale' is 'x', expected a number"),
         ({"settings": {"a": [[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]}}, "it is nested too deeply"),
         ({"has_optimizer": 1}, "has_optimizer is 1, expected true or false"),

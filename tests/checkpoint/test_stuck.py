@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) 
                 "rank 1 had not written its shards (0 bytes so far) and made no progress for 1 s"
             )
         if rank == 0 and number == 1:
-            assert "rank 0, which publishes it, says nothing for " in words
+            assert "rank 0, which publishes the checkpoint, made no progress for " in words
     assert list(manifest.complete_checkpoints(tmp_path)) == [1]
 
 
@@ -121,7 +121,7 @@ def stop_while_writing(run: Path, rank: int) -> None:
     ("rank", "words"),
     [
         (1, "rank 1 had not written its shards"),
-        (0, "rank 0, which publishes it, says nothing for "),
+        (0, "rank 0, which publishes the checkpoint, made no progress for "),
     ],
 )
 def test_a_stopped_process_ends_the_job(tmp_path: Path, rank: int, words: str) -> None:
@@ -211,5 +211,5 @@ def words_without_store(run: Path) -> tuple[str, bool]:
 def test_a_store_that_has_gone_is_a_lost_rank(tmp_path: Path) -> None:
     first, other = run_ranks(words_without_store, 2, tmp_path, threads=1, timeout_s=60)
     assert "rank 1 had not written its shards" in first[0] and not first[1]
-    assert "the job's store, which rank 0 keeps, has gone: DistNetworkError: Conn" in other[0]
+    assert "the job's store on rank 0 cannot be reached: DistNetworkError: Conn" in other[0]
     assert other[1]

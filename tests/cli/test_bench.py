@@ -81,7 +81,7 @@ def test_the_lectures_recipe_stands_beside_the_plain_one(
         ("mfu --device nothing", "must be cpu"),
         ("mfu --width 0", "at least 1"),
         ("ceiling --out /dev/null/x", "--out"),
-        ("comm --ranks 1000000 --device cpu", "1000000 processes take at least .* take fewer"),
+        ("comm --ranks 1000000 --device cpu", "1000000 processes take at least .* start fewer"),
         ("mfu --layers 1000000000000", "layers is 1000000000000; .* the nearest is 10000"),
         ("cut --seq-len 1000000000000", "seq_len is 1000000000000; .* the nearest is 1048576"),
         ("cut --microbatch 1000000000000", "microbatch is 1000000000000; .*nearest is 1048576"),
@@ -104,13 +104,16 @@ def test_bad_settings_are_one_message(arguments: str, words: str) -> None:
     [
         (
             "ceilng",
-            "'ceilng' is nothing.*'ceiling'.*it measures ceiling, comm, cut, mfu, scaling",
+            "'ceilng' is not a verb.*'ceiling'.*verbs are ceiling, comm, cut, mfu, scaling",
         ),
         ("ceiling --dtype bf16", "'bf16'; expected one of auto, bfloat16"),
         ("mfu --size 3", "option '--size' is unknown"),
         ("ceiling --device cpu0", "device is 'cpu0'; it must be cpu, cuda"),
-        ("pipeline --schedule zb/1", "'pipeline' is no verb.*run `phalanx show 1f1b`"),
-        ("tensor", "'tensor' is no verb.*run `python benchmarks/tensor/layouts.py` in the repos"),
+        ("pipeline --schedule zb/1", "'pipeline' is no longer a verb.*run `phalanx show 1f1b`"),
+        (
+            "tensor",
+            "'tensor' is no longer a verb.*run `python benchmarks/tensor/layouts.py` in the repos",
+        ),
     ],
 )
 def test_bad_arguments_are_one_message(arguments: str, words: str) -> None:

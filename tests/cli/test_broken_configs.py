@@ -64,7 +64,7 @@ CASES = {
         {"a.toml": f'precision = "{"p" * 50_000}"'},
     ),
     "name of two lines": Broken(
-        "train --config a.toml", "no preset 'a\\nb'", "known are demo",
+        "train --config a.toml", "no preset 'a\\nb'", "the presets are demo",
         {"a.toml": 'model = "a\\nb"'},
     ),
     "missing file": Broken(
@@ -100,7 +100,7 @@ CASES = {
         {"a.toml": "data = " + "[" * 5000},
     ),
     "NUL in a text": Broken(
-        "train --config a.toml", "out is 'a\\x00b'", "without the NUL",
+        "train --config a.toml", "out is 'a\\x00b'", "without NUL",
         {"a.toml": 'out = "a\\u0000b"'},
     ),
     # Values and what contradicts what.
@@ -110,7 +110,7 @@ CASES = {
     "not a number": Broken("train --timeout-s nan", "timeout_s is nan", "expected more than 0"),
     "variable that is not set": Broken("train --out=", "out is empty", "leave it out"),
     "learning rate": Broken("train --optimizer.lr 0", "optimizer.lr is 0.0", "more than 0"),
-    "p of the norm": Broken("train --optimizer.clip-p 3", "clip_p is 3", "2 is the nearest"),
+    "p of the norm": Broken("train --optimizer.clip-p 3", "clip_p is 3", "the nearest is 2"),
     "sequence length": Broken("train --corpus.seq-len 1", "seq_len is 1", "the nearest is 2"),
     "validation share": Broken("train --corpus.validation 1", "validation is 1.0", "in [0, 1)"),
     "steps and epochs": Broken("train --steps 3 --epochs 1", "steps is 3", "give one of them"),
@@ -137,7 +137,7 @@ CASES = {
         "train --strategy dp2:ps,tp2", "a worker of dp:ps is one process", "write 'dp2:ps'"
     ),
     "quorum of too many": Broken(
-        "train --strategy dp2:quorum/3", "a quorum of 3 never comes", "the most is dp2:quorum/2"
+        "train --strategy dp2:quorum/3", "never reach a quorum of 3", "the most is dp2:quorum/2"
     ),
     "ranks that do not fit": Broken(
         "train --strategy dp4 --nproc 3", "needs 4 ranks, but there are 3", "'dp3' would use them"
@@ -218,7 +218,7 @@ CASES = {
         {"folder/a.txt": ""},
     ),
     "init and resume": Broken(
-        "train --init a --resume b", "init is a and resume is b", "init begins another"
+        "train --init a --resume b", "init is a and resume is b", "init starts a new run"
     ),
     "convert without folders": Broken(
         "convert", "SRC and DST are missing", "phalanx convert SRC DST"
@@ -241,7 +241,7 @@ CASES = {
         {"folder/config.json": "{}", "other/a.txt": ""},
     ),
     "shards of a checkpoint": Broken(
-        "convert folder out --max-shard-gb 1", "max_shard_gb is 1", "leave it out",
+        "convert folder out --max-shard-gb 1", "max_shard_gb is 1", "leave max_shard_gb out",
         {"folder/config.json": "{}"},
     ),
     "shards of no size": Broken(
@@ -262,10 +262,10 @@ CASES = {
         f"train {SMALL} --out text.txt", "cannot write to text.txt", "another --out"
     ),
     "job that is no Python": Broken(
-        "train --script a.py:job", "a.py is no Python", "null bytes", {"a.py": "x = 1\0\n"}
+        "train --script a.py:job", "a.py is not valid Python", "null bytes", {"a.py": "x = 1\0\n"}
     ),
     "job that takes arguments": Broken(
-        "train --script wants.py:job", "takes arguments, (lr)", "a function that needs none",
+        "train --script wants.py:job", "requires arguments, (lr)", "without required arguments",
         {"wants.py": "def job(lr): pass"},
     ),
     "job whose file ends by itself": Broken(
@@ -277,7 +277,7 @@ CASES = {
         {"leaves.py": "def job(): raise SystemExit\n"},
     ),
     "verify what depends on who comes first": Broken(
-        "verify dp2:async", "depends on which worker comes first", "the nearest is dp2:ps"
+        "verify dp2:async", "depends on which worker pushes first", "the nearest is dp2:ps"
     ),
     "doctor": Broken("doctor --jsn", "option '--jsn' is unknown", "did you mean '--json'?"),
 }  # fmt: skip
@@ -347,7 +347,7 @@ def test_a_name_of_two_lines_is_shown_in_one(
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("words", "pattern"), [
-    ("run a.py", "a.py is no Python: invalid syntax .*line 2"),
+    ("run a.py", "a.py is not valid Python: invalid syntax .*line 2"),
     ("run b.py --strategy dp2:ps", "starts no servers for dp:ps.* The nearest is 'dp2'"),
     ("run b.py --strategy cp2", "'cp2' has cp: .* runs the forward itself"),
     ("verify dp2 --script c.py:job", "needs the module 'sklearn'.*'phalanx-train.examples.'"),

@@ -249,7 +249,7 @@ def test_the_tokenizer_is_that_of_the_folder_unless_one_is_given(folder: Path) -
 
 def test_weights_alone_begin_a_run_but_resume_none(folder: Path) -> None:
     convert(folder / "saved", folder / "ours")
-    with pytest.raises(CheckpointError, match=r"holds weights alone.*--init"):
+    with pytest.raises(CheckpointError, match=r"has only weights.*--init"):
         resolve(config_of(init=None, resume="ours", strategy="dp7", data="not there"))
     with pytest.raises(
         CheckpointError, match=r"init is saved, a Hugging Face folder; .*convert sa"

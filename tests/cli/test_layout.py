@@ -52,7 +52,7 @@ def test_an_inner_axis_on_several_hosts_is_warned_of(
     lines = [*host_crossing_warnings(Strategy.parse(text), num_here)]
     assert [line.split()[0] for line in lines] == axes
     if text == "tp8" and lines:
-        assert lines[0].endswith("4 of its ranks fit on one")
+        assert lines[0].endswith("4 of its ranks fit on one host")
 
 
 def test_lines_fit_a_hundred_columns() -> None:

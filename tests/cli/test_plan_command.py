@@ -41,9 +41,9 @@ def test_the_table_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> No
     assert all(each["step_time_s"] >= best["step_time_s"] for each in others)
     words = " ".join(text.split())
     assert all(line in words for line in found["advice"])
-    assert f"at its peak, {best['memory_moment']}: " in words
+    assert f", the heaviest, {best['memory_moment']}: " in words
     causes, total, unit = re.search(
-        r"at its peak, [a-z ]+: (.*) = ([0-9.,]+) of [0-9.,]+ ([GM]iB)", words
+        r"the heaviest, [a-z ]+: (.*) = ([0-9.,]+) of [0-9.,]+ ([GM]iB)", words
     ).groups()
     printed = {name: float(num) for name, num in map(str.split, causes.split(" + "))}
     assert round(10 * sum(printed.values())) == round(10 * float(total))
@@ -82,7 +82,7 @@ def test_a_strategy_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture
     (failed,) = found["rejected"]
     assert found["candidates"] == [] and failed["left"] > failed["right"]
     # 8.03 B parameters at 16 B on 80 GB, of which torch finds 81,559 MiB.
-    assert failed["text"] == "dp8: 119.7 GiB > 79.6 GiB of weights, gradients and moments alone"
+    assert failed["text"] == "dp8: 119.7 GiB > 79.6 GiB for weights, gradients and moments alone"
     assert failed["text"] in text
 
 
@@ -99,11 +99,11 @@ def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[s
     [
         ("", "--model, --cluster, --sequence, --global-batch is missing"),
         (f"{SMALL} --cluster h100:0", "1 to 65,536 devices, not 0; the nearest is h100:1"),
-        (f"{SMALL} --cluster h10:8", "'h10' is no cluster of the catalogue (did you mean"),
+        (f"{SMALL} --cluster h10:8", "'h10' is not a cluster of the catalogue (did you mean"),
         (f"{ON_TWO} --software megatrn", "(did you mean 'megatron'?)"),
         (f"{ON_TWO} --model llama3-2b", "there is no preset 'llama3-2b'"),
         (f"{ON_TWO} --sequence 0", "sequence is 0; expected at least 1"),
-        (f"{ON_TWO} --sequence 200000", "end at 131072"),
+        (f"{ON_TWO} --sequence 200000", "only 131072 positions"),
         (f"{ON_TWO} --global-batch {10**22}", "the nearest is 1099511627776"),
         (f"{ON_TWO} --script a.py:job", "--model does not go with --script"),
         (
@@ -117,10 +117,10 @@ def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[s
         (f"{ON_TWO} --strategy dp4", "1 to 2 devices, not 4"),
         (f"{ON_TWO} --strategy tp3", "not 3"),
         (f"{ON_TWO} --strategy pp2,cut:1+1", "cut:1+1"),
-        (f"{ON_TWO} --strategy cp2 --sequence 1023", "the nearest sequence has 1024"),
+        (f"{ON_TWO} --strategy cp2 --sequence 1023", "tokens, not 1023; the nearest is 1024"),
         (f"{ON_TWO} --strategy tp2 --sequence 1023", "multiple of 2 tokens, not 1023"),
         (f"{SMALL} --cluster h100:7", "the nearest batch that data parallelism splits is 7"),
-        (f"{ON_TWO} --precision pure-bfloat16", "8 bytes of a parameter in place of 16"),
+        (f"{ON_TWO} --precision pure-bfloat16", "8 bytes per parameter instead of 16"),
         (f"{ON_TWO} --precision int8", "take bfloat16 or float16"),
         (f"{ON_TWO} --microbatch 1", "--microbatch belongs to --strategy"),
         (f"{ON_TWO} --svg x.svg", "--svg belongs to --scale"),
@@ -128,9 +128,9 @@ def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[s
         (f"{ON_TWO} --scale 2,1", "expected rising numbers of devices"),
         (f"{ON_TWO} --scale {'9' * 5000}", "expected rising numbers of devices"),
         (f"{ON_TWO} --scale 1,1{'0' * 400},...,1{'0' * 500}", "expected rising numbers of"),
-        (f"{ON_TWO} --scale 10000000,10000001,...,999999999", "of more than 100 numbers of dev"),
+        (f"{ON_TWO} --scale 10000000,10000001,...,999999999", "which has more than 100 numbers"),
         (f"{ON_TWO} --scale 1,4", "1 to 2 devices, not 4"),
-        (f"{ON_TWO} --compare a100,h10", "'h10' is no cluster"),
+        (f"{ON_TWO} --compare a100,h10", "'h10' is not a cluster"),
         (f"{ON_TWO} --strategy dp2 --trace x.json", "--trace has no pipeline to show"),
         (
             "--model llama3-8b --cluster h100:2 --sequence 64 --global-batch 2 --strategy dp2 "

@@ -34,7 +34,7 @@ def test_a_secret_is_its_owners_alone_and_is_not_overwritten(
     text = file.read_text()
     assert len(bytes.fromhex(text)) == 32 and file.stat().st_mode & 0o777 == 0o600
     assert main(["server", "secret", "--secret", str(file)]) == 2
-    assert "cannot be made: File exists" in capfd.readouterr().err and file.read_text() == text
+    assert "cannot be created: File exists" in capfd.readouterr().err and file.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,15 @@ def test_a_secret_is_its_owners_alone_and_is_not_overwritten(
         (["server", "--secret", "S"], "--address is missing"),
         (["server", "--secret", "S", "--address", "tcp://127.0.0.1:*"], "--coordinator is missing"),
         (["coordinator", "--secret", "none.txt", "--address", "x"], "phalanx server secret"),
-        (["coordinator", "--secret", "S", "--address", "tcp://192.0.2.1:80"], "nobody can listen"),
+        (
+            ["coordinator", "--secret", "S", "--address", "tcp://192.0.2.1:80"],
+            "this host cannot listen",
+        ),
         (["coordinator", "--secret", "S", "--address", "tcp://0.0.0.0:*"], "is any address of"),
-        (["coordinator", "--secret", "S", "--address", "tcp://lo:*"], "a name of tcp://127.0.0.1:"),
+        (
+            ["coordinator", "--secret", "S", "--address", "tcp://lo:*"],
+            "a name for tcp://127.0.0.1:",
+        ),
         (
             ["server", "--secret", "S", "--address", "x", "--coordinator", "tcp://0.0.0.0:7000"],
             "the address of the coordinator is tcp://0.0.0.0:7000",
@@ -144,7 +150,7 @@ def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> No
         for name, process in hosts.made.items():
             assert process.wait(300) == 0, hosts.text(name)
         assert "worker 1 is done; worker 0 has the summary" in hosts.text("worker1")
-        assert "refused: a connection that does not speak as it should" in hosts.text("coordinator")
+        assert "refused: a connection that does not follow the" in hosts.text("coordinator")
         assert all("the job has ended" in hosts.text(name) for name in list(hosts.made)[:4])
         ours, alone = losses(tmp_path / "run0"), losses(tmp_path / "alone")
         torch.testing.assert_close(ours, alone, rtol=1e-10, atol=0)
@@ -175,7 +181,7 @@ def test_bytes_of_strangers_are_refused_and_logged_by_a_role_of_the_command(tmp_
             raw.send_multipart(frames)
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 300)
-            hosts.wait_for("coordinator", "does not speak as it should")
+            hosts.wait_for("coordinator", "does not follow the protocol")
         hosts.wait_for("coordinator", "a header that cannot be read")
         hosts.wait_for("coordinator", "a header of 2097152 bytes")
         hosts.made["coordinator"].terminate()

@@ -136,7 +136,7 @@ def test_the_first_rank_prints_the_verdicts_within_the_job(
     ("words", "num_here", "message"),
     [
         ("dp4", 2, "strategy 'dp4' needs 4 ranks, but there are 2; 'dp2' would use them all"),
-        ("dp2 --train", 1, "all ranks read, and they are on several hosts"),
+        ("dp2 --train", 1, "all ranks read, but the ranks are on several hosts"),
     ],
 )
 def test_ranks_that_cannot_verify_together_say_so_once(
@@ -179,10 +179,10 @@ def test_a_verified_run_takes_the_settings_of_a_run(
         ("--seq-len 1000000000", "76,000,000,000 tokens, all of which one process computes, too"),
         ("--accumulation 1000000000", "408,000,000,068 tokens, all of which one process"),
         ("--steps 1000000000", "expected at most 16,777,216: lower steps"),
-        ("--model demo --shape.hidden 1000000000000", "does not fit: under dp1, a rank holds"),
+        ("--model demo --shape.hidden 1000000000000", "does not fit: under dp1, a rank needs"),
         ("--shape.vocab-size 1000000000000", "parameters) does not fit: under dp1, a rank"),
         ("--train --data /nonexistent", "/nonexistent does not exist"),
-        ("--train --corpus.seq-len 1000000000", "expected at most 16,384, since verify makes its"),
+        ("--train --corpus.seq-len 1000000000", "expected at most 16,384, because verify"),
         ("--shape.dropout 1", "shape.dropout is 1.0; expected a number in [0, 1)"),
     ],
 )

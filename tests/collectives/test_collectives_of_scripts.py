@@ -95,12 +95,12 @@ SAID = [
     "broadcast: rank 2 is not in the group of 2 ranks; the nearest is 1",
     "all_gather: the full tensor is (4,) of torch.float32",
     "all_gather: the full tensor is not contiguous",
-    "expected one shape and type, with 2 rows",
-    "all_to_all: given and output lie in the same memory",
-    "lie in the same memory",
-    "is the root, and its full tensor is None",
+    "expected the same shape and dtype, with 2 rows",
+    "all_to_all: given and output overlap in memory",
+    "overlap in memory",
+    "is the root, but its full tensor is None",
     "rank 5 is not in the group of 2 ranks",
-    "a collective takes algorithm, group, async_op by name, and not 'algoritm'",
+    "a collective accepts the keywords algorithm, group, async_op, but not 'algoritm'",
 ]
 
 

@@ -222,7 +222,7 @@ def test_ranges_are_cut_evenly() -> None:
     ("collective", "algorithm", "said"),
     [
         ("all-reduce", "rign", "did you mean 'ring'"),
-        ("all-to-all", "tree", "all-to-all is written by ring, halving-doubling, direct"),
+        ("all-to-all", "tree", "all-to-all is implemented by ring, halving-doubling, direct"),
         ("all-reduce", "hierarchical", "the nearest is hierarchical/2"),
         ("all-reduce", "hierarchical/0", "expected hierarchical/RANKS"),
         ("all-reduce", "ring/2", "ring takes no option; write 'ring'"),

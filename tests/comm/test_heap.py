@@ -69,16 +69,16 @@ def test_too_much_is_an_error_and_nothing_else() -> None:
 
 def test_a_file_is_taken_for_a_heap_by_its_name_size_and_token() -> None:
     heap, process = Heap(), os.getpid()
-    with pytest.raises(OSError, match="another heap"):
+    with pytest.raises(OSError, match="a different heap"):
         mapped(process, heap.file, b"0" * 16, heap.num_bytes)
     for size in (heap.num_bytes + PAGE, heap.num_bytes - PAGE):
-        with pytest.raises(OSError, match=f"has {heap.num_bytes} bytes, and not {size}"):
+        with pytest.raises(OSError, match=f"has {heap.num_bytes} bytes; expected {size}"):
             mapped(process, heap.file, heap.token, size)
     others = os.open(os.devnull, os.O_RDONLY), os.memfd_create("phalanx-weights")
     os.ftruncate(others[1], heap.num_bytes)
     os.pwrite(others[1], heap.token, 0)
     for other in others:
-        with pytest.raises(OSError, match="no memory of the name phalanx"):
+        with pytest.raises(OSError, match="expected a memory file named phalanx"):
             mapped(process, other, heap.token, heap.num_bytes)
         os.close(other)
     found = mapped(process, heap.file, heap.token, heap.num_bytes)

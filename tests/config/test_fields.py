@@ -48,7 +48,7 @@ KEYS = {setting.key: setting.hint for setting in settings(TrainConfig)}
         ("optimizer.lr", float("inf"), "and finite"),
         ("optimizer.beta2", 1.0, "a number in [0, 1)"),
         ("optimizer.min_lr_ratio", 1.5, "a number in [0, 1]; the nearest is 1"),
-        ("optimizer.clip_p", 3.0, "clip_p is 3; expected 1, 2 or inf, of which 2 is the nearest"),
+        ("optimizer.clip_p", 3.0, "clip_p is 3; expected 1, 2 or inf; the nearest is 2"),
         ("corpus.seq_len", 1, "at least 2; the nearest is 2"),
         ("corpus.validation", 1.0, "a number in [0, 1)"),
         ("corpus.vocab_size", 100, "the nearest is 257"),

@@ -94,8 +94,8 @@ def test_a_path_in_a_file_is_relative_to_the_working_folder(
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda path: path.write_text('out = "/elsewhere"'), "no run keeps 'out' there"),
-    (lambda path: path.write_text("nproc = 7"), "no run keeps 'nproc' there"),
+    (lambda path: path.write_text('out = "/elsewhere"'), "no run saves 'out' there"),
+    (lambda path: path.write_text("nproc = 7"), "no run saves 'nproc' there"),
     (os.mkfifo, "config.toml is no regular file"),
     (lambda path: path.symlink_to("/dev/zero"), "config.toml is a link, expected a regular"),
     (lambda path: path.symlink_to("nowhere"), "config.toml is a link, expected a regular"),
@@ -146,7 +146,7 @@ def test_a_path_of_a_file_that_is_not_here_is_named_where_it_is(
     (tmp_path / "x" / "run.toml").write_text('data = "notes"\ntokenizer = "t.json"')
     monkeypatch.chdir(tmp_path / "y")
     assert missing_path_notes(load_config(["--config", "../x/run.toml"])) == [
-        "data 'notes', of ../x/run.toml, is looked for in the working folder; ../x/notes exists",
-        "tokenizer 't.json', of ../x/run.toml, is looked for in the working folder",
+        "data 'notes', from ../x/run.toml, does not exist in the working folder; ../x/notes exists",
+        "tokenizer 't.json', from ../x/run.toml, does not exist in the working folder",
     ]
     assert missing_path_notes(load_config(["--data", "notes"])) == []

@@ -63,10 +63,10 @@ def test_the_solution_reads_as_the_law() -> None:
         (
             BatchConfig(global_size=30, microbatch=8),
             2,
-            "global_size is 30, which microbatch 8 x 2 data ranks = 16 does not divide; 16 and 32 "
-            "are the nearest",
+            "global_size is 30, but it must be a multiple of microbatch 8 x 2 data ranks = 16; 16 "
+            "and 32 are the nearest",
         ),
-        (BatchConfig(global_size=3), 4, "accumulation 1 x 4 data ranks = 4 does not divide; 4 is"),
+        (BatchConfig(global_size=3), 4, "accumulation 1 x 4 data ranks = 4; 4 is"),
         (BatchConfig(global_size=7, accumulation=2), 1, "accumulation 2 x 1 data ranks = 2"),
     ],
 )
@@ -82,7 +82,7 @@ def test_the_proposed_sizes_are_accepted(batch: BatchConfig, num_data_ranks: int
     try:
         solve_batch(batch, num_data_ranks)
     except BatchError as error:
-        proposed = re.search(r"divide; (?:(\d+) and )?(\d+)", str(error))
+        proposed = re.search(r"data ranks = \d+; (?:(\d+) and )?(\d+)", str(error))
         assert proposed is not None
         for size in filter(None, proposed.groups()):
             solve_batch(
@@ -98,7 +98,7 @@ def test_the_proposed_sizes_are_accepted(batch: BatchConfig, num_data_ranks: int
         (TrainConfig(tokenizer="t.json", corpus=CorpusConfig(vocab_size=999)), ConfigError, "999"),
         (TrainConfig(strategy="dp2", nproc=3), StrategyError, "'dp3' would use them all"),
         (TrainConfig(strategy="pd2"), StrategyError, "did you mean"),
-        (TrainConfig(strategy="dp2:ps,tp2"), StrategyError, "splits nothing itself"),
+        (TrainConfig(strategy="dp2:ps,tp2"), StrategyError, "which other axes cannot split"),
         (TrainConfig(best="loss"), ConfigError, "best is 'loss'; expected min: or max: and a"),
     ],
 )

@@ -122,7 +122,7 @@ def test_missing_and_empty_paths(tmp_path: Path) -> None:
     (tmp_path / "novels.txt").write_text("x")
     refuses(tmp_path / "novel.txt", "does not exist", "did you mean '.*novels.txt'")
     refuses(tmp_path / "novels" / "deep" / "a.txt", "did you mean '.*novels.txt'")
-    refuses(tmp_path / "zzz", "does not exist", "nothing of a like name")
+    refuses(tmp_path / "zzz", "does not exist", "no similar name")
     refuses("", "is empty")
     (tmp_path / "sub").mkdir()
     refuses(tmp_path / "sub", "no file that can be read", "found nothing")

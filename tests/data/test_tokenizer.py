@@ -89,7 +89,7 @@ def test_vocabulary_that_does_not_fit_names_both_numbers_and_the_fix(trained: To
 def test_tokenizer_without_separator_is_refused() -> None:
     plain = Tokenizer(models.BPE())
     plain.add_special_tokens(["<pad>"])
-    with pytest.raises(DataError, match=r"no token that ends a text.*<pad>"):
+    with pytest.raises(DataError, match=r"no end-of-text token.*<pad>"):
         tk.end_of_text_id(plain)
     plain.add_special_tokens(["</s>"])
     assert tk.end_of_text_id(plain) == 1

@@ -105,7 +105,7 @@ def test_half_written_and_damaged_files_are_made_anew(corpus: Path, tmp_path: Pa
     files = prepare(str(corpus), config, model_vocab_size=400)
     good = files.train.path.read_bytes()
     files.train.path.write_bytes(good[:-2])
-    with pytest.raises(DataError, match="no complete tokens"):
+    with pytest.raises(DataError, match="no complete token files"):
         open_tokens(files.folder)
     assert prepare(str(corpus), config, model_vocab_size=400) == files
     assert files.train.path.read_bytes() == good
@@ -216,13 +216,13 @@ def test_faulty_token_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), TokenWriter(path, num_ids=9, end_id=0) as writer:
         writer.begin_document()
         raise RuntimeError
-    with pytest.raises(DataError, match="no whole file of tokens"):
+    with pytest.raises(DataError, match="not a complete token file"):
         open_token_file(path)  # the header comes last, so a crash leaves no readable file
     with TokenWriter(path, num_ids=9, end_id=0) as writer:
         writer.begin_document()
     raw = path.read_bytes()
     path.write_bytes(raw + b"\0")
-    with pytest.raises(DataError, match="no whole file"):
+    with pytest.raises(DataError, match="not a complete token file"):
         open_token_file(path)
     path.write_bytes(raw[:8] + b"\x02" + raw[9:])
     with pytest.raises(DataError, match="of version 1; remove it"):
@@ -239,7 +239,7 @@ def test_tokenizer_that_loses_letters(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "lossy.json").write_text(json.dumps(parts))
     with pytest.raises(
         DataError,
-        match=r"loses text: .* bytes, and its tokens stand for \d+; it h"
+        match=r"loses text: .* bytes, but its tokens represent \d+; it h"
         r"as no token for '[om]', '[om]'; give a tokenizer that covers every byte",
     ):
         prepare(

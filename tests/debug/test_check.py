@@ -178,17 +178,17 @@ WRONG: dict[Callable[[int], None], str] = {
     other_op: "in the op: all_reduce and broadcast",
     other_shape: r"in the shape: \[2x3\] and \[3x2\]",
     other_root: "in the root: 0 and 1",
-    uneven_gather: r"shape: rank 0 gives rank 1 \[3\], which takes \[4\] from it",
-    uneven_gather_into_tensor: r"shape: rank 0 gives rank 1 \[3\], which takes \[4\] from it",
-    uneven_scatter: r"shape: rank 0 gives rank 1 \[3\], which takes \[4\] from it",
-    uneven_exchange: r"shape: rank 0 gives rank 1 \[3\], which takes \[4\] from it",
-    other_splits: r"shape: rank 0 gives rank 1 \[2\], which takes \[1\] from it",
+    uneven_gather: r"shape: rank 0 sends \[3\] to rank 1, which expects \[4\] from r",
+    uneven_gather_into_tensor: r"shape: rank 0 sends \[3\] to rank 1, which expects \[4\] from r",
+    uneven_scatter: r"shape: rank 0 sends \[3\] to rank 1, which expects \[4\] from r",
+    uneven_exchange: r"shape: rank 0 sends \[3\] to rank 1, which expects \[4\] from r",
+    other_splits: r"shape: rank 0 sends \[2\] to rank 1, which expects \[1\] from r",
     swapped: "in the tensor: norm and loss",
     swapped_gradients: "in the tensor: 0.weight.grad and 1.weight.grad",
     swapped_modules: "in the tensor: FSDP module layers.a and FSDP module layers.b",
-    fewer_calls: "^rank 1 has left, without an error, and will not come to call 3 on dp ",
+    fewer_calls: "^rank 1 has finished without an error and will not reach call 3 on dp ",
     one_group_first: "^deadlock: ranks 0, 1 wait for each other\n",
-    never_comes: "^rank 1 did not come to call 2 on dp .* within 1 s",
+    never_comes: "^rank 1 did not reach call 2 on dp .* within 1 s",
     in_backward: "in the reduction: sum and min",
 }
 """Program -> what the message says."""
@@ -309,7 +309,7 @@ def test_who_leaves_while_another_waits_for_its_message(is_receiver_first: bool)
     with pytest.raises(CollectiveMismatch) as failed:
         run_ranks(leave_one_message_early, 2, is_receiver_first)
     message = str(failed.value)
-    words = "rank 0 has left, without an error, and it has not sent message 2 to rank 1"
+    words = "rank 0 has finished without an error, and it has not sent message 2 to rank 1"
     assert words in message
     assert re.search(r"rank 1: recv of float32\[3\]\n.*\n +waits for it", message)
     assert re.search(r"rank 0: send of float32\[3\]\n.*\n +was its last call", message)
@@ -422,7 +422,7 @@ def outlive_an_error() -> str:
 def test_an_error_that_was_swallowed_is_told() -> None:
     message = run_ranks(outlive_an_error, 2)[0]
     assert message.startswith(
-        "rank 1 has ended by ValueError('swallowed') and will not come to call 1"
+        "rank 1 has ended by ValueError('swallowed') and will not reach call 1"
     )
     assert "rank 1: has made no call yet" in message
 

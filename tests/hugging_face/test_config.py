@@ -60,7 +60,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "quantized": (edit_config(quantization_config={"bits": 4}), "the weights are quantized"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.js"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it is no JSON object"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "it is not a JSON object"),
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ OF_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2, mixed windows": (
         "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
                   "layer_types": None},
-        "windows are mixed: blocks 0 of 2 have none; it is computed that all have one, none, or",
+        "windows are mixed: blocks 0 of 2 have none; expected windows in all blocks, in none, or",
     ),
     "qwen2, windows and no word of them": (
         "qwen2", {"layer_types": [WINDOWED, FULL]}, "but use_sliding_window is not true",

@@ -86,7 +86,7 @@ def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_no_model_of_transformers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes a model of transformers, and this is a Linear"):
+    with pytest.raises(ConfigError, match="takes a model of transformers, not a Linear"):
         decoder_of(torch.nn.Linear(2, 2))
 
 
@@ -144,7 +144,7 @@ def test_a_weight_that_is_tied_but_saved_twice(tmp_path: Path) -> None:
     assert convert(tmp_path / "saved", tmp_path / "ours").num_tensors == len(tensors) - 1
     tensors["lm_head.weight"][3, 4] += 1
     save_file(tensors, tmp_path / "saved" / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is not 'model.embed"):
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'model.embed"):
         convert(tmp_path / "saved", tmp_path / "other")
 
 
@@ -251,8 +251,8 @@ def test_destinations_that_are_not_free(tmp_path: Path) -> None:
     (tmp_path / "full" / "a").touch()
     for name, message in {
         "full": "full is not empty",
-        "saved": "lies in .*saved",
-        "saved/inside": "lies in .*saved, which is read",
+        "saved": "is inside .*saved",
+        "saved/inside": "is inside .*saved, which is the input",
         "full/a": "is a file",
     }.items():
         with pytest.raises(ConfigError, match=message):

@@ -196,7 +196,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         CheckpointError, match=r"the model has no 'surplus\.weight', the first of 1"
     ):
         from_hf({**state, "surplus.weight": torch.ones(1)}, ours.shape, "llama")
-    with pytest.raises(CheckpointError, match=r"'model\.embed_tokens\.weight' is \(96, 32\)"):
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight' has shape \(96, 32\)"):
         from_hf({**state, "model.embed_tokens.weight": torch.ones(96, 32)}, ours.shape, "llama")
     del state["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is missing"):

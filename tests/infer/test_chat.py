@@ -74,6 +74,6 @@ def test_a_text_that_the_tokenizer_has_no_token_for_is_refused(tmp_path: Path) -
 def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "a"}, {"name": "tool_use", "template": "b"}]
     folder = published(tmp_path, tokenizer_config={"chat_template": named})
-    with pytest.raises(ConfigError, match="are rag, tool_use; none is default"):
+    with pytest.raises(ConfigError, match="are rag, tool_use; expected one named default"):
         Chat(open_served(folder))
     assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == named

@@ -153,7 +153,7 @@ def test_attempts_to_load_a_damaged_checkpoint_become_rarer(
 def load_and_write(late: Path, other: Path, out: Path, served: Served, texts: TextEngine) -> None:
     """Load a checkpoint on the ranks of tp, after one that cannot be loaded."""
     prompt = served.encode(BODY["prompt"])
-    with pytest.raises(CheckpointError, match="of another shape"):
+    with pytest.raises(CheckpointError, match="of a different shape"):
         texts.load(other)
     texts.load(late)
     sampling = Sampling(max_tokens=20, temperature=0, ignore_end=True)
@@ -179,7 +179,7 @@ def test_ranks_of_tp_take_them_too(trained: tuple[Path, Path], tmp_path: Path) -
 
 def test_a_model_of_no_run_cannot_be_followed(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="is no checkpoint of a run folder"),
+        pytest.raises(ConfigError, match="is not a checkpoint of a run folder"),
         serving(published(tmp_path), follow_s=1.0),
     ):
         pass

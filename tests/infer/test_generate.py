@@ -101,7 +101,7 @@ def test_a_stop_text_ends_a_text_before_it(
         ),
         (
             ["hf", "--cache-tokens", "32"],
-            "64 more are 65; the cache has 32 positions; the nearest that fits is max_tokens 31",
+            "64 needs 65; the cache has 32 positions; the nearest that fits is max_tokens 31",
         ),
         (
             ["hf", "--cache-tokens", str(10**18)],
@@ -162,11 +162,11 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     ),
     "templates of numbers": (
         "tokenizer_config.json", {"chat_template": [3]},
-        "tokenizer_config.json: chat_template is [3]; expected a text, or a list of objects",
+        "tokenizer_config.json: chat_template is [3]; expected a string, or a list of objects",
     ),
     "a template without a name": (
         "tokenizer_config.json", {"chat_template": [{"template": "x"}]},
-        "chat_template is [{'template': 'x'}]; expected a text, or a list of objects with name and",
+        "chat_template is [{'template': 'x'}]; expected a string, or a list of objects with name",
     ),
     "a template in another encoding": (
         "chat_template.jinja", b"\xff", "chat_template.jinja: it is not UTF-8"
@@ -174,7 +174,7 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "a tokenizer of another model": (
         "tokenizer.json",
         {"model": {"type": "WordLevel", "vocab": {"x": 99_999}, "unk_token": "x"}},
-        "the tokenizer gives token 99,999, and the model has tokens from 0 to 96; put the model's",
+        "the tokenizer returns token 99,999, but the model has tokens from 0 to 96; put the",
     ),
 }  # fmt: skip
 

@@ -206,7 +206,7 @@ def test_forks_that_wait_hold_up_nobody() -> None:
 
 def test_a_request_that_never_fits_is_refused() -> None:
     scheduler = scheduler_of(num_blocks=3, size=4)
-    with pytest.raises(ConfigError, match="10 tokens and 3 more are 13; the cache has room for 12"):
+    with pytest.raises(ConfigError, match="max_tokens 3 needs 13 positions; the cache has 12"):
         scheduler.add(request(10, 3))
     scheduler.add(request(10, 2))
 

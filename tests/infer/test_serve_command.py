@@ -41,7 +41,7 @@ def test_the_options_of_a_serving_properties(
     config = read(["--properties", str(file), "--slots", "8"])
     assert (config.run, config.batching, config.slots) == ("/models/a", "rolling", 8)
     assert (config.budget, config.strategy, config.precision) == (2048, "tp2", "bfloat16")
-    assert "engine have no meaning here" in capsys.readouterr().out
+    assert "engine, which serve does not use" in capsys.readouterr().out
     file.write_text("option.rolling_batch=disable\n")
     assert read(["--properties", str(file)]).batching == "dynamic"
     for line, message in (
@@ -63,7 +63,7 @@ def test_the_options_of_a_serving_properties(
         (["a", "--port", "70000"], "port is 70000"),
         (
             ["a", "--port", "0", "--host", "a..b"],
-            "cannot listen on 'a..b': it is no name of a host",
+            "cannot listen on 'a..b': it is not a host name",
         ),
         (["a", "--properties", "none.properties"], "cannot read none.properties"),
         (["nowhere", "--port", "0"], "nowhere does not exist"),

@@ -133,9 +133,9 @@ def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> No
     assert usage["prompt_tokens"] == len(["<s>", "a", "b"])  # the tokenizer has no line break
     for wrong, why in (
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"tools": [{"type": "function"}]}, "tools: is not known, or not built"),
+        ({"tools": [{"type": "function"}]}, "tools is unknown or not supported"),
         ({"messages": []}, "messages is []; List should have at least 1 item"),
-        ({"messages": [{"role": "user", "content": None}]}, "only an assistant's may be"),
+        ({"messages": [{"role": "user", "content": None}]}, "only a message of role assistant"),
     ):
         status, answer = client.ask("/v1/chat/completions", {**chat, **wrong})
         assert status == 400 and why in answer["error"]["message"]
@@ -174,28 +174,28 @@ def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"{", 400, "the body is no JSON"),
-        (b"[" * 3000, 400, "the body is no JSON"),
-        (b'{"prompt": "\\ud800"}', 400, "the body is no JSON"),
-        (b"\xff\xfe", 400, "the body is no JSON"),
+        (b"{", 400, "the body is not JSON"),
+        (b"[" * 3000, 400, "the body is not JSON"),
+        (b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
+        (b"\xff\xfe", 400, "the body is not JSON"),
         (b"[1]", 400, "the body is a list; expected an object"),
         ({}, 400, "prompt is missing"),
         ({"prompt": 3}, 400, "prompt"),
-        ({"prompt": []}, 400, "0 prompts with n 1 ask for 0 texts; expected 1 to 64"),
-        ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 ask for 65 texts; expected 1 to 64"),
+        ({"prompt": []}, 400, "0 prompts with n 1 request 0 texts; expected 1 to 64"),
+        ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 request 65 texts; expected 1 to 64"),
         ({"prompt": [[]]}, 400, "the prompt has no token"),
-        ({"prompt": [1, 97]}, 400, "a token is not below 97, the vocabulary"),
+        ({"prompt": [1, 97]}, 400, "a token that is not below 97, the vocabulary size"),
         ({"prompt": "a", "n": 65}, 400, "n is 65; expected less than or equal to 64"),
         ({"prompt": "a", "best_of": 2}, 400, "best_of is 2; expected less than or equal to 1"),
         ({"prompt": "a", "temperature": "b" * 90}, 400, f'is "{"b" * 59}...; expected a valid num'),
         ({"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
         (b'{"prompt": "a", "top_p": NaN}', 400, "top_p is nan"),
-        ({"prompt": "a", "tools": []}, 400, "tools: is not known, or not built"),
+        ({"prompt": "a", "tools": []}, 400, "tools is unknown or not supported"),
         ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty"),
         ({"prompt": "a", "echo": True}, 400, "echo"),
         ({"prompt": "a" * 200}, 400, "the model has 128 positions; the nearest that fits is 112"),
         ({"prompt": "a" * 120, "max_tokens": 20}, 400, "the nearest that fits is max_tokens 7"),
-        ({"prompt": "a", "model": "gpt-4"}, 404, "there is no model 'gpt-4'; it is 'hf'"),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "no model 'gpt-4'; the served model is 'hf'"),
         ({"prompt": "a" * 6000}, 413, "the body has more than 5,000 bytes"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_refusal_has_a_reason(client: Client, body: Any, status: int, words: s
 def test_two_names_of_one_limit_are_refused(client: Client) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
     status, answer = client.ask("/v1/chat/completions", {**body, "max_completion_tokens": 3})
-    assert status == 400 and "give one of them" in answer["error"]["message"]
+    assert status == 400 and "give only one of them" in answer["error"]["message"]
 
 
 def test_what_can_be_looked_at(client: Client) -> None:
@@ -217,7 +217,7 @@ def test_what_can_be_looked_at(client: Client) -> None:
     assert (model["id"], model["created"]) == ("hf", created)
     assert client.ask("/v1/models/hf") == (200, model)
     status, refused = client.ask("/v1/models/gpt-4")
-    assert status == 404 and "no model 'gpt-4'; it is 'hf'" in refused["error"]["message"]
+    assert status == 404 and "the served model is 'hf'" in refused["error"]["message"]
     assert client.ask("/no/such")[0] == 404 and client.ask("/v1/completions")[0] == 405
     client.wait_until_idle()
     before = client.ask("/stats")[1]

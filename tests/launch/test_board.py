@@ -22,7 +22,7 @@ def test_ranks_that_stand_still_are_told_once() -> None:
     assert stall(STILL_S - 1) is None
     assert (told := stall(STILL_S + 1)) is not None
     assert told.splitlines()[:-1] == [
-        "ranks 0, 2, 3 at one place for 21 s:",
+        "ranks 0, 2, 3 at the same place in the code for 21 s:",
         "  ranks 0, 2, 3: backward of step 5",
         "    for 21 s at data.py:3 in wait",
         "  rank 1: data of step 5",
@@ -45,7 +45,7 @@ def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() ->
     assert board.stall() is None
     board.record(0, Beat(doing="preparing", seconds_at_place=PATIENCE * STILL_S + 1, place="b"))
     assert (told := board.stall()) is not None
-    assert told.startswith("rank 0 at one place for 101 s:\n")
+    assert told.startswith("rank 0 at the same place in the code for 101 s:\n")
 
 
 def test_silence_is_measured_by_the_watcher(monkeypatch: pytest.MonkeyPatch) -> None:

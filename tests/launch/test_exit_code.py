@@ -78,7 +78,7 @@ def test_a_spawned_process_that_runs_the_script_again_is_told_of_the_guard(tmp_p
     script.write_text(WITHOUT_GUARD)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 12, done.stderr
-    guard = 'put what the script runs below `if __name__ == "__main__":`'
+    guard = 'put the statements that the script runs below `if __name__ == "__main__":`'
     (message,) = done.stderr.splitlines()
     assert message.endswith(guard)
 

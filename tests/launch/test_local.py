@@ -152,7 +152,7 @@ def test_a_rank_that_returns_early_is_blamed_in_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(board, "UNEVEN_S", 0.5)
-    with pytest.raises(TrainingError, match=r"^rank 1 returned, and now nobody") as raised:
+    with pytest.raises(TrainingError, match=r"^rank 1 returned, so the collectives") as raised:
         run_ranks(return_on_rank_one, 3)  # those that wait would do so for 600 s
     assert re.search(r"ranks 0, 2: .*\n.* in return_on_rank_one", str(raised.value))
 

@@ -52,7 +52,7 @@ def test_a_rank_that_is_killed_has_printed_what_it_said_and_its_log_is_named(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "logs" / "rank-1.log"
-    with pytest.raises(RankFailed, match=f"SIGKILL, without .*; {log} has what it printed$"):
+    with pytest.raises(RankFailed, match=f"SIGKILL, without .*; its output is in {log}$"):
         run_ranks(print_and_fail, 2, tmp_path, True)
     assert lines_of(tmp_path, 1)[1:] == ["printed by 1", "started by 1", "error of 1"]
 

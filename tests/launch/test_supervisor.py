@@ -90,7 +90,7 @@ def hold_the_lock() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
-    with pytest.raises(TrainingError, match=r"rank 1 on .* \(process \d+\) has not been heard of"):
+    with pytest.raises(TrainingError, match=r"rank 1 on .* \(process \d+\) has sent no heartbeat"):
         run_ranks(hold_the_lock, 2, timeout_s=4)
 
 

@@ -113,7 +113,7 @@ def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that
     done = run_two(script, "differ")
     assert done.stdout.count("[0, 1]") == 4, done.stderr
     assert done.returncode != 0
-    message = "rank 1 would run another job than rank 0: they differ in text (text 0 on rank 0, "
+    message = "rank 1 would run a different job than rank 0: they differ in text (text 0 on rank "
     assert done.stderr.count(message) == 1
     assert f'File "{Path(phalanx.__file__).parent}' not in done.stderr  # no traceback of ours
 
@@ -122,7 +122,7 @@ def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that
 def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script: str) -> None:
     done = start_two(script, "end")
     assert "rank 0: rank 1 has ended, so the job ends\nthe last checkpoint\n" in done.stderr
-    assert "the run ends after the step" not in done.stderr
+    assert "the run ends after the current step" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script
 )
 def test_a_rank_that_is_stopped_is_named_and_killed(when: str, doing: str, script: str) -> None:
     done = run_two(script, when)
-    said = rf"^rank 0: rank 1 on .* been stopped by a signal .* \(last heard of: {doing}"
+    said = rf"^rank 0: rank 1 on .* been stopped by a signal .* \(last heartbeat: {doing}"
     assert re.search(said, done.stderr, re.MULTILINE), done.stderr
     # torchrun waits 30 s for a stopped process before it says this.
     assert "forcefully exiting" not in done.stderr
@@ -186,7 +186,7 @@ def test_ranks_that_cannot_meet(
         port = str(taken.getsockname()[1])
         for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": port, **environment}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match=f"cannot meet: {reason}.*within 2 s") as raised:
+        with pytest.raises(ConfigError, match=f"cannot connect: {reason}.*within 2 s") as raised:
             torchrun._meet(read_rank_env(), 2)
     assert "\n" not in str(raised.value)
 
@@ -232,7 +232,7 @@ def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatc
     assert chosen == [0, 0]
     with pytest.raises(ConfigError, match="this host runs 3 ranks, but has 1 GPUs"):
         take(2, 3)
-    with pytest.raises(ConfigError, match=r"ranks 0 and 2 would use one GPU.*set LOCAL_RANK"):
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 would use the same GPU.*set LOCAL_RANK"):
         take(2, 1)
 
 

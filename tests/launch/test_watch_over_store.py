@@ -71,7 +71,7 @@ def test_hosts_meet_by_the_right_interface_and_each_names_the_one_that_is_cut_of
         words = job.communicate(timeout=5 + 10 + 30)[1]
         assert job.returncode == 1, words
         if rank == 0:
-            assert re.search(rf"rank 1 on {HOSTS[1]} \(process \d+\) has not been heard of", words)
+            assert re.search(rf"rank 1 on {HOSTS[1]} \(process \d+\) has sent no heartbeat", words)
         else:
             assert f"{HOSTS[1]} has not reached the job's store at {HOSTS[0]}:" in words
         assert words.splitlines()[-1] == "the last checkpoint"
@@ -103,7 +103,7 @@ def test_a_rank_that_is_not_heard_of_is_named_once_a_host(
         of_second = threads.submit(second.error_to_raise, lost, True)
         judged = first.error_to_raise(lost, True)
         assert isinstance(judged, TrainingError)
-        who = rf"rank 2 on {socket.gethostname()} \(process {os.getpid()}\) has not been heard of"
+        who = rf"rank 2 on {socket.gethostname()} \(process {os.getpid()}\) has sent no heartbeat"
         assert re.match(rf"{who} .*; rank 0 has waited in vain for another rank$", str(judged))
         assert isinstance(of_second.result(), PeerFailed)
 

@@ -332,7 +332,7 @@ def test_the_table_fits_and_names_what_has_no_formula() -> None:
         *kinds, whole = (row[predicted_or_measured] for row in cells)
         assert sum(float(each) for each in kinds if each != "-") == float(whole)
     text = " ".join(capture.get().split())
-    assert "of any rank is 9.00 MiB. CUDA's allocator gave out 8.00 MiB." in text
+    assert "of any rank is 9.00 MiB. CUDA's allocator allocated 8.00 MiB." in text
 
 
 def grow() -> tuple[int, int]:

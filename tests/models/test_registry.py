@@ -116,7 +116,7 @@ def test_a_number_that_no_model_has_is_refused(name: str, number: float) -> None
 
 
 def test_what_speaks_of_a_window_needs_one() -> None:
-    with pytest.raises(ConfigError, match="full_every is 2, but window is None; it speaks"):
+    with pytest.raises(ConfigError, match="full_every is 2, but window is None; full_every needs"):
         replace(shape_of("demo"), full_every=2)
     with pytest.raises(ConfigError, match=r"window is 0; it must be at least 1"):
         replace(shape_of("demo"), window=0)
@@ -138,6 +138,6 @@ def test_a_manifest_that_is_older_than_a_choice_means_its_default() -> None:
         about.check_shape(each)
         with pytest.raises(
             CheckpointError,
-            match="its norm_at is input, and --model or --shape asks for both; leave",
+            match="its norm_at is input, but --model or --shape sets both; leave",
         ):
             about.check_shape(replace(each, norm_at="both"))

@@ -29,9 +29,9 @@ def test_every_kind_of_torch_is_found() -> None:
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("dp2", "BatchNorm1d '1' takes mean and variance over the rows of a batch, which 2 ranks"),
-    ("pp2,fsdp3", "which 3 ranks share; say batch_norm='global'"),
-    ("pp2", "and a pipeline computes it in microbatches; say batch_norm='global'"),
+    ("dp2", "BatchNorm1d '1' takes mean and variance over the rows of a batch, and the"),
+    ("pp2,fsdp3", "is split over 3 ranks; set batch_norm='global'"),
+    ("pp2", "and a pipeline splits the batch into microbatches; set batch_norm='global'"),
 ])  # fmt: skip
 def test_statistics_of_some_rows_are_asked_for(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -69,7 +69,9 @@ class Blocks(nn.Module):
 
 
 def test_statistics_that_would_move_twice_are_refused() -> None:
-    with pytest.raises(StrategyError, match=r"'blocks\.0\.1' is in training.*move twice"):
+    with pytest.raises(
+        StrategyError, match=r"'blocks\.0\.1' is in training.*update its running statistics twice"
+    ):
         recompute.check(Blocks(), Recompute("full"))
     model = Blocks()
     for block in model.blocks:

@@ -165,7 +165,7 @@ def name_another(model: Odd) -> None:
         (add_empty, r"'head.scale' of shape \(0, 3\) has no rows"),
         (transpose, "'head.weight' is not contiguous"),
         (mix_types, "'blocks.0' are of several data types, torch.float32, torch.float64"),
-        (name_another, "`ends` of Odd list a Linear that is not a module of it"),
+        (name_another, "`ends` of Odd list a Linear that is not a submodule of"),
     ],
 )
 def test_what_cannot_be_gathered_is_refused(spoil, words: str) -> None:

@@ -111,7 +111,7 @@ def test_the_file_in_the_cache_is_that_of_this(
 def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"c\.json is no calibration of this version"):
+    with pytest.raises(ConfigError, match=r"c\.json is not a calibration of this version"):
         cluster(str(path))
 
 

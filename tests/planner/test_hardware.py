@@ -82,14 +82,14 @@ def test_a_part_of_a_cluster_keeps_the_levels_that_join_it() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("h100-llama", "'h100-llama' is no cluster .*did you mean 'h100-llama3'"),
+        ("h100-llama", "'h100-llama' is not a cluster .*did you mean 'h100-llama3'"),
         ("H100", "did you mean 'h100'"),
         ("h100-llama3:0", "1 to 24,576 devices, not 0; the nearest is h100-llama3:1"),
         ("h100-llama3:30000", "not 30,000; the nearest is h100-llama3:24576"),
-        ("h100:many", "'many' is no number of devices; expected h100:N"),
+        ("h100:many", "'many' is not a number of devices; expected h100:N"),
         ("missing.json", "missing.json: there is no such file; phalanx bench comm --write"),
-        ("h100:", "'' is no number"),
-        ("", "'' is no cluster"),
+        ("h100:", "'' is not a number"),
+        ("", "'' is not a cluster"),
     ],
 )
 def test_bad_clusters_get_the_nearest_legal_value(text: str, said: str) -> None:
@@ -98,7 +98,7 @@ def test_bad_clusters_get_the_nearest_legal_value(text: str, said: str) -> None:
 
 
 def test_a_bad_device_gets_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"'mi300' is no device .*did you mean 'mi300x'"):
+    with pytest.raises(ConfigError, match=r"'mi300' is not a device .*did you mean 'mi300x'"):
         device("mi300")
 
 

@@ -150,7 +150,7 @@ def test_the_rejected_are_named_with_the_least_that_they_hold() -> None:
         ("dp4 1", "dp4 4", "takes microbatch 4 in place of 1"),
         ("dp4 1", "dp4,recompute:full 1", "adds recompute:full"),
         ("dp4,recompute:full 4", "dp4 1", "does without recompute:full and takes microbatch 1"),
-        ("dp4 4", "dp4 4", "takes the same"),
+        ("dp4 4", "dp4 4", "takes the same strategy"),
     ],
 )
 def test_what_the_search_takes_in_place_of_a_rule_is_a_strategy(

@@ -82,7 +82,7 @@ def words_of_other_weights() -> str:
 
 def test_ranks_that_began_with_other_weights_are_named() -> None:
     for words in run_ranks(words_of_other_weights, 2, threads=1):
-        assert words.startswith("average_gradients: rank 1 has other weights than rank 0")
+        assert words.startswith("average_gradients: rank 1 has different weights than rank 0")
 
 
 def first_weights() -> Tensor:
@@ -125,7 +125,7 @@ def test_ranks_may_use_unlike_parameters(num_outputs: int) -> None:
 
 def test_frozen_weights_are_compared_too() -> None:
     for words in run_ranks(words_of_other_frozen_weights, 2, threads=1):
-        assert words.startswith("average_gradients: rank 1 has other weights than rank 0")
+        assert words.startswith("average_gradients: rank 1 has different weights than rank 0")
 
 
 def words_of_other_frozen_weights() -> str:
@@ -204,7 +204,7 @@ def test_a_scaler_skips_the_same_steps_or_is_refused() -> None:
     for found in run_ranks(scaled, 2, "gradients", threads=1):
         assert found == ([64, 32, 16, 16], "")
     for _, words in run_ranks(scaled, 2, "optimizer", threads=1):
-        assert words.startswith("DistributedOptimizer: a GradScaler makes this step")
+        assert words.startswith("DistributedOptimizer: a GradScaler calls this step")
 
 
 def words_of_apart(how: str) -> str:

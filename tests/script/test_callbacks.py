@@ -157,7 +157,7 @@ def turning(optimizer: Any) -> Any:
 
 def test_a_measure_that_no_evaluation_has_is_named(tmp_path: Path) -> None:
     options = phalanx.Options(out=tmp_path, threads=1, best="max:accuracy")
-    with pytest.raises(ConfigError, match="an evaluation has loss; expected one of these"):
+    with pytest.raises(ConfigError, match="an evaluation measures loss; expected one of these"):
         jobs.job().train("dp1", options)
     options = phalanx.Options(out=tmp_path / "again", threads=1, best="accuracy")
     with pytest.raises(ConfigError, match="expected min: or max: and a measure"):

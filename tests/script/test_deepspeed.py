@@ -53,7 +53,7 @@ def refusal_of(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("more", "words"), [
-    ({"fp16": {"enabled": True}}, "fp16 is enabled, and only bf16 or float32"),
+    ({"fp16": {"enabled": True}}, "fp16 is enabled, but only bf16 and float32"),
     ({"zero_optimization": {"stage": 4}}, "stage is 4, expected 0, 1, 2 or 3"),
     ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param has no counter"),
     ({"compression_training": {"weight_quantization": {}}}, "compression_training has no counter"),
@@ -66,6 +66,8 @@ def refusal_of(config: dict[str, Any]) -> str:
     ({"gradient_clipping": float("nan")}, "gradient_clipping is nan, expected a number of at"),
     ({"bf16": {"enabled": "false"}}, "bf16.enabled is 'false', expected true or false"),
     ({"zero_optimization": {"stage": True}}, "stage is True, expected 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": 1.0}}, r"stage is 1\.0, expected 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": "2"}}, "stage is '2', expected 0, 1, 2 or 3"),
     ({"optimizer": 3}, "optimizer is 3, expected an object"),
     ({"zero_optimization": 3}, "zero_optimization is 3, expected an object"),
 ])  # fmt: skip

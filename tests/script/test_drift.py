@@ -174,7 +174,7 @@ def state_of_first(loop: Loop) -> dict[str, torch.Tensor]:
     return loop.optimizer.state[next(loop.model.parameters())]
 
 
-RATE = r"lr of group 0 of \w+ is .* on rank \d and .* on rank \d; every rank must step a scheduler"
+RATE = r"lr of group 0 of \w+ is .* on rank \d and .* on rank \d; step the scheduler on every rank"
 SETTING = r"of group 0 of \w+ is .* on rank \d and .* on rank \d; give it the same value on every"
 KIND = r"the kind of optimizer 0 is .* on rank \d and .* on rank \d; make the same optimizer"
 STEPS = r"rank \d has taken \d steps and rank \d has taken \d, so their weights differ; each rank"
@@ -182,7 +182,7 @@ CLIPS = r"run.clip was called \d times on rank \d and \d times on rank \d"
 GRADIENTS = r"\d gradients were changed after run.backward on rank \d and \d+ on rank \d: clip"
 WEIGHTS = r"differs: its elements.*weights were written \d+ times more on rank \d: call load_st"
 STATES = r"differs: its elements.*so does the optimizer's \w+ of .*: clip or change"
-OTHERWISE = r"the optimizers' states are alike, so something else than a step has set weights"
+OTHERWISE = r"the optimizers' states are equal, so code other than a step has set weights"
 
 Variant = tuple[str, Callable[[Any], torch.optim.Optimizer], Mistake, str]
 
@@ -205,7 +205,7 @@ OF_ONE_OPTIMIZER: list[tuple[Callable[[Any], torch.optim.Optimizer], Mistake, st
     (sgd, scheduled(lambda o: StepLR(o, 2), on_odd), RATE),
     (adamw, scheduled(lambda o: StepLR(o, 2 + is_odd()), lambda loop: loop.scheduler.step()), RATE),
     (adamw, scheduled(lambda o: LambdaLR(o, lambda n: 1 / (1 + n + is_odd())),
-     lambda loop: loop.scheduler.step()), r"lr of group 0 .* on rank 0 and .*every rank must step"),
+     lambda loop: loop.scheduler.step()), r"lr of group 0 .* on rank 0 and .*; step the scheduler"),
     (sgd, scheduled(lambda o: OneCycleLR(o, 0.2, total_steps=10), on_odd),
      r"of group 0 of SGD is .* on rank \d and .* on rank \d"),
     (of_rank(sgd, adamw), nothing, KIND),
@@ -373,7 +373,7 @@ def leave_out_a_batch(loop: Loop, number: int) -> None:
 
 LATE = {
     r"lr of group 0 of SGD is 0\.1 on rank 0 and 0\.2 on rank 1": setting("lr", 0.2, at=3),
-    "the ranks have read unlike numbers of batches": leave_out_a_batch,
+    "the ranks have read different numbers of batches": leave_out_a_batch,
 }
 
 

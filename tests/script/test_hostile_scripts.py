@@ -142,8 +142,8 @@ def section(path: str, value: Any) -> Callable[[Path], object]:
 
 
 ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "draws of no digits": (section("draws", "zz"), "its state of a generator, 'zz', is none"),
-    "draws of few digits": (section("draws", "00"), "its state of a generator, '00', is none"),
+    "draws of no digits": (section("draws", "zz"), "state of the checkpoint, 'zz', is not"),
+    "draws of few digits": (section("draws", "00"), "state of the checkpoint, '00', is not"),
     "draws 3": (section("draws", 3), "script.draws is 3, expected a text"),
     "loaders 3": (section("loaders", 3), "script.loaders is 3, expected"),
     "loaders [3]": (section("loaders", [3]), "script.loaders is 3, expected"),
@@ -151,12 +151,12 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "epoch -1": (section("loaders.0.epoch", -1), "epoch is -1, expected a whole number"),
     "epoch text": (section("loaders.0.epoch", "x"), "epoch is 'x', expected a whole number"),
     "batches -1": (section("loaders.0.batches", -1), "batches is -1, expected a whole number"),
-    "batches 99": (section("loaders.0.batches", 99), "stood after batch 99 of a pass, and this"),
+    "batches 99": (section("loaders.0.batches", 99), "is after batch 99 of a pass, but"),
     "row -1": (section("loaders.0.row", -1), "row is -1, expected a whole number"),
     "no generators": (section("loaders.0.generators", {}), "drawn from generators []"),
-    "generator text": (section("loaders.0.generators.draws", "q"), "a generator, 'q', is none"),
+    "generator text": (section("loaders.0.generators.draws", "q"), "the checkpoint, 'q', is not"),
     "schedulers [3]": (section("schedulers", [3]), "schedulers is 3, expected"),
-    "pairs 3": (section("schedulers.0", {"pairs": 3}), "its state is none of this schedule"),
+    "pairs 3": (section("schedulers.0", {"pairs": 3}), "saved state does not fit this schedule"),
     "a method": (section("schedulers.0.step", 3), "it has the unknown entry 'step'"),
     "an optimizer": (section("schedulers.0.optimizer", 3), "has the unknown entry 'optimizer'"),
     "last_epoch text": (section("schedulers.0.last_epoch", "x"), "last_epoch is 'x', expected a"),
@@ -166,11 +166,11 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "within": (section("schedulers.0._schedulers.1.get_lr", 3), "the unknown entry 'get_lr'"),
     "a counter": (
         section("schedulers.0._schedulers.1.milestones", {"counter": [[[], 1]]}),
-        "its state is none of this schedule",
+        "saved state does not fit this schedule",
     ),
     "groups [[3]]": (section("groups", [[3]]), "groups is 3, expected"),
     "betas 2": (section("groups.0.0.betas", [2.0, 0.9]), "Invalid beta parameter at index 0: 2.0"),
-    "betas None": (section("groups.0.0.betas", None), "its settings are not of AdamW"),
+    "betas None": (section("groups.0.0.betas", None), "the saved settings do not fit AdamW"),
     "params": (section("groups.0.0.params", [1, 2]), "it has the unknown setting 'params'"),
     "a setting": (section("groups.0.0.other", 1), "it has the unknown setting 'other'"),
     "lr text": (section("groups.0.0.lr", "x"), "'lr' is 'x', and this run has 0.0"),
@@ -188,7 +188,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         "its state of 2.weight lacks the 'max_exp_avg_sq'",
     ),
     "a foreign tensor": (
-        renamed("generators.cpu", "mine"), "it is of no run: it has the tensor 'mine'"
+        renamed("generators.cpu", "mine"), "it is not the state of a run: it has the tensor 'mine'"
     ),
     "a foreign generator": (
         renamed("generators.cpu", "generators.disk"), "it has the tensor 'generators.disk'"
@@ -266,4 +266,4 @@ def test_a_million_foreign_tensors_are_refused(saved: Path, tmp_path: Path) -> N
     folder = copy_of(saved, tmp_path / "run")
     tensors(lambda named: named.update({f"x{n}": ["F64", 0] for n in range(10**6)}))(folder)
     (said,) = cast("list[str]", run_ranks(outcomes_of, 1, [tmp_path / "run"], threads=1)[0])
-    assert "it is of no run: it has the tensor 'x0'" in said
+    assert "it is not the state of a run: it has the tensor 'x0'" in said

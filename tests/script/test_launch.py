@@ -85,7 +85,7 @@ if sys.argv[1:] == ["module"]:
     ("network", r"rank 1 failed first:\n(.*\n)*RuntimeError: NoEndpoint: Connection refused"),
     ("long", r"^rank \d failed first:\n(?=(.|\n){20000,21000}$)(.*\n)*ValueError: beginx{5000}"),
     ("exit", r"script.py ended by sys.exit: exit code 7"),
-    ("twice", r"take dist.init_process_group out of the script"),
+    ("twice", r"remove dist.init_process_group from the script"),
     ("mistake", r"^clip: no model is prepared.*\nat .*script.py:18$"),
     ("module", r"script.py needs the module 'no_such_module', which this Python.*\nat .*py:20$"),
 ])  # fmt: skip
@@ -255,7 +255,7 @@ def test_a_script_that_asks_saves_when_a_signal_comes(tmp_path: Path) -> None:
     )
     assert "saved" in words
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    assert "SIGTERM: the run ends after the step under way" in told
+    assert "SIGTERM: the run ends after the current step" in told
     assert re.search(r"interrupted by SIGTERM; last checkpoint: .*step-\d+; run.resume", told), told
 
 
@@ -265,7 +265,7 @@ def test_without_a_launcher_a_script_that_asks_saves_too(tmp_path: Path) -> None
     script.write_text(STOPS.replace("int(sys.argv[2])", "os.getpid()"))
     words, told = output_of(sys.executable, str(script), str(tmp_path / "run"), code=143)
     assert "saved" in words
-    assert "the script is asked to stop" in told
+    assert "the script was asked to stop" in told
 
 
 def test_without_a_launcher_a_mistake_is_told_in_one_message(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_script_that_asks_saves_when_torchrun_is_to_end(tmp_path: Path) -> Non
     words, told = output_of(sys.executable, *torchrun, str(script), str(tmp_path / "run"), code=1)
     assert "saved" in words
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    assert told.count("SIGTERM: the run ends after the step under way") == 1
+    assert told.count("SIGTERM: the run ends after the current step") == 1
     assert (
         len(re.findall(r"interrupted by SIGTERM; last checkpoint: .*step-\d+; run.resume", told))
         == 1
@@ -294,7 +294,7 @@ def test_a_script_that_asks_saves_when_torchrun_is_to_end(tmp_path: Path) -> Non
 def test_a_script_that_never_joins_is_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("x = 1")
-    with pytest.raises(PhalanxError, match=r"never called phalanx.init, so 2 processes did"):
+    with pytest.raises(PhalanxError, match=r"never called phalanx.init, so 2 processes each did"):
         run_ranks(run_script, 2, str(script), [], None, threads=1)
 
 

@@ -21,17 +21,17 @@ from phalanx.strategy import Strategy
 REFUSED = {
     ("fsdp2", "gradient penalty"): "create_graph",
     ("fsdp2", "gradient penalty and batch norm"): "create_graph",
-    ("fsdp2", "GAN"): "is frozen, which shards do not follow",
-    ("fsdp2", "unfrozen in the middle"): "is trained, which shards do not follow",
+    ("fsdp2", "GAN"): "is frozen, which shards do not support",
+    ("fsdp2", "unfrozen in the middle"): "is trained, which shards do not support",
     ("fsdp2", "hooked gradients"): "has a hook by register_hook",
-    ("fsdp2", "sparse embeddings"): "is sparse, and fsdp reduces dense ones",
+    ("fsdp2", "sparse embeddings"): "is sparse, and fsdp reduces only dense gradients",
     ("fsdp2", "learned scale"): "'logit_scale' of shape () has no rows",
     ("fsdp2", "average by hand"): "functional_call",
     ("fsdp2", "averaged model"): "cannot be copied; average its weights by run.average",
-    ("fsdp2", "L-BFGS"): "LBFGS takes no shards",
-    ("fsdp2", "Adafactor"): "Adafactor takes no shards",
-    ("fsdp2", "sharpness-aware"): "SAM takes no shards",
-    ("fsdp2", "shared modules"): "are one parameter, of two groups that are gathered apart",
+    ("fsdp2", "L-BFGS"): "LBFGS does not support sharded parameters",
+    ("fsdp2", "Adafactor"): "Adafactor does not support sharded parameters",
+    ("fsdp2", "sharpness-aware"): "SAM does not support sharded parameters",
+    ("fsdp2", "shared modules"): "are one parameter that belongs to two groups, which are",
     ("fsdp2", "noisy gradients"): "torch.distributed.tensor.distribute_tensor(whole, p.dev",
 }
 """What a strategy refuses, and a word of its message."""
@@ -106,8 +106,8 @@ def test_the_document_has_the_counts() -> None:
 
 NOT_BY_THE_TRAINER = {
     "plateau": "a step of ReduceLROnPlateau needs metrics",
-    "siamese": "is used after the module that it is sent to",
-    "tasks in turns": "a forward of TwoHeads did not come to stage 1",
+    "siamese": "after the module that receives it",
+    "tasks in turns": "a forward of TwoHeads did not reach stage 1",
     "two tasks": "Heads has 0 lists of blocks",
     "weighted classes": "the count is a tensor of shape",
     "autoencoder with skip": "Autoencoder has 0 lists of blocks",

@@ -93,7 +93,7 @@ MUTANTS: dict[str, tuple[Any, list[Patch], str | None, str]] = {
         jobs.job, [(ModuleSession, "_resume", _schedule_from_the_start)], None, "learning rate",
     ),
     "a gradient that is never clipped": (
-        jobs.job, [(step, "scale_to", _never_clipped)], "0", "its update by the optimizer",
+        jobs.job, [(step, "scale_to", _never_clipped)], "0", "so the optimizer's update is wrong",
     ),
 }  # fmt: skip
 

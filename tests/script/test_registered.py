@@ -149,7 +149,7 @@ def mistakes_of_registration(folder: Path) -> list[str]:
 
 def test_what_cannot_be_registered_is_told_at_once(tmp_path: Path) -> None:
     expected = [
-        r"register: 'counter' is a Kept already; give another name",
+        r"register: 'counter' is already a Kept; give another name",
         r"register: the name is 'a/b'; expected letters, digits and underscores",
         r"register: the name is 3; expected letters",
         r"register: 'list' is a list without state_dict",
@@ -203,8 +203,8 @@ def test_the_weights_are_saved_whatever_else_cannot_be(
     tmp_path: Path, spoil: Callable[..., None], reason: str
 ) -> None:
     for words, is_alike in run_ranks(weights_saved_alone, 2, tmp_path, spoil, threads=1):
-        assert re.search(f"{reason}.*the weights alone are saved there.*load_state_dict", words[0])
-        assert re.search(r"holds the weights alone.*run.load_state_dict", words[1])
+        assert re.search(f"{reason}.*only the weights are saved there.*load_state_dict", words[0])
+        assert re.search(r"contains only the weights.*run.load_state_dict", words[1])
         assert is_alike
 
 
@@ -246,5 +246,5 @@ def test_an_optimizer_that_no_checkpoint_holds_is_told_after_its_first_step(tmp_
     assert other == []
     assert len(first) == 1
     assert re.search(r"Adafactor keeps a row_var of shape \[10, 1\] of a parameter", first[0])
-    assert "the weights alone are saved there" in words
+    assert "only the weights are saved there" in words
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1

@@ -257,11 +257,11 @@ def words_of_what_cannot_be_dealt_out() -> list[str]:
 
 def test_what_cannot_be_dealt_out_right_is_refused_by_name() -> None:
     for rank, words in enumerate(run_ranks(words_of_what_cannot_be_dealt_out, 2, threads=1)):
-        assert words[0].startswith("Odd draws another order on each rank")
-        assert words[1].startswith("prepare: Other has an __iter__ of its own")
-        assert words[2].startswith("a pass over the loader resumes after another")
+        assert words[0].startswith("Odd yields a different order on each rank")
+        assert words[1].startswith("prepare: Other overrides __iter__")
+        assert words[2].startswith("a pass over the loader continues after another")
         assert ("a rank has no row of the last batch" in words[3]) == (rank == 1)
-        assert words[4].startswith("BatchSampler gives more than the 7 batches that its __len__")
+        assert words[4].startswith("BatchSampler yields more than the 7 batches that its __len__")
 
 
 def odd_ones(batch: Any) -> Any:
@@ -490,7 +490,7 @@ def words_of_streams() -> list[int]:
             warnings.simplefilter("always")
             for _ in run.prepare(DataLoader(dataset, 8)):
                 pass
-        numbers.append(sum("with another batch on each rank" in str(w.message) for w in caught))
+        numbers.append(sum("with a different batch on each rank" in str(w.message) for w in caught))
     return numbers
 
 

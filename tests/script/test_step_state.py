@@ -42,10 +42,10 @@ def save(at: StepState) -> None:
     (lambda: step(StepState(3), has_gradients=False), r"without a run\.backward since its last"),
     (lambda: step(whole(FIRST)), r"without a run\.backward since its last step"),
     (lambda: step(whole(), has_gradients=False), r"without a gradient: zero_grad\(\) came between"),
-    (lambda: StepState(3).refuse_clip(), "clip: there are no gradients of a whole step"),
-    (lambda: accumulating().refuse_clip(), "clip: there are no gradients of a whole step"),
-    (lambda: save(accumulating()), r"save: between run\.backward and optimizer\.step\(\)"),
-    (lambda: save(whole()), r"save: between run\.backward and optimizer\.step\(\)"),
+    (lambda: StepState(3).refuse_clip(), "clip: there are no gradients of a complete step"),
+    (lambda: accumulating().refuse_clip(), "clip: there are no gradients of a complete step"),
+    (lambda: save(accumulating()), r"save: called between run\.backward and optimizer\.step\(\)"),
+    (lambda: save(whole()), r"save: called between run\.backward and optimizer\.step\(\)"),
 ])  # fmt: skip
 def test_a_call_out_of_its_state_is_refused(call: Callable[[], None], words: str) -> None:
     with pytest.raises(ScriptError, match=words):

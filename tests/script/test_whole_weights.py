@@ -335,22 +335,22 @@ def mistakes_of_weights(folder: Path) -> list[str]:
 
 def test_what_takes_shards_for_weights_is_told(tmp_path: Path) -> None:
     expected = [
-        r"model.load_state_dict: 0.weight is whole, and under fsdp2 .*call run.load_state_dict",
-        r"model.load_state_dict: weight is whole",
+        r"model.load_state_dict: 0.weight is a whole tensor, but .*call run.load_state_dict",
+        r"model.load_state_dict: weight is a whole tensor",
         r"model.state_dict\(\) under fsdp2 has this rank's shards.*state = run.state_dict\(\)",
         r"model.state_dict\(\) under fsdp2 has this rank's shards",
         r"the state is a NoneType on the first rank",
         r"the state has no '4.bias', which the model has",
-        r"the state has 'more', which the model has not",
+        r"the state has 'more', which the model does not have",
         r"4.bias is \[\d, 6\] in the state, and \[5\] in the model",
         r"0.weight is a shard of this rank",
-        r"no whole checkpoint is in .*nowhere",
+        r"nowhere contains no complete checkpoint",
         r"decay is 1.5; expected a number in \[0, 1\)",
-        r"'average' is a WeightAverage already",
+        r"'average' is already a WeightAverage",
         r"update\(\) within applied\(\)",
         r"applied\(\) within applied\(\)",
-        r"backward: within applied\(\)",
-        r"save: within applied\(\)",
+        r"backward: called within applied\(\)",
+        r"save: called within applied\(\)",
     ]
     for words in run_ranks(mistakes_of_weights, 2, tmp_path, threads=1):
         for pattern, said in zip(expected, words, strict=True):

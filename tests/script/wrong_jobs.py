@@ -95,7 +95,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "steps 0": ({"steps": 0}, "steps is 0; expected at least 1"),
     "steps -1": ({"steps": -1}, "steps is -1; expected at least 1"),
     "epochs 0": ({"epochs": 0}, "epochs is 0; expected at least 1"),
-    "epochs 1.5": ({"epochs": 1.5}, "epochs is 1.5; expected a whole number, of which 2 is"),
+    "epochs 1.5": ({"epochs": 1.5}, "epochs is 1.5; expected a whole number; the nearest is 2"),
     "seed text": ({"seed": "a"}, "seed is 'a'; expected a whole number"),
     "seed too large": ({"seed": 2**70}, "the nearest is 9223372036854775807"),
     "max_norm -1": ({"max_norm": -1.0}, "max_norm is -1.0; expected at least 0"),
@@ -113,12 +113,12 @@ AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "objective of a function": ({"objective": frozen}, "objective is a function, without loss"),
     "objective of a class": ({"objective": Classes}, "objective is the class Classes; expected"),
     "data []": ({"data": []}, "data has 0 samples; expected at least 1 to train on"),
-    "data None": ({"data": None}, "data is None; expected a dataset of torch"),
-    "data of no length": ({"data": NoLength()}, "data is a NoLength; expected a dataset of torch"),
+    "data None": ({"data": None}, "data is None; expected a torch Dataset"),
+    "data of no length": ({"data": NoLength()}, "data is a NoLength; expected a torch Dataset"),
     "data of no rows": ({"data": TensorDataset(torch.zeros(0, 6))}, "data has 0 samples"),
-    "data of a loader": ({"data": DataLoader(Numbers())}, "data is a DataLoader, and the trainer"),
+    "data of a loader": ({"data": DataLoader(Numbers())}, "data is a DataLoader, but the trainer"),
     "validation": ({"validation": []}, "validation has 0 samples; expected at least 1 to measure"),
-    "stream": ({"data": OnlyOnce()}, "say shuffle=False and steps=N"),
+    "stream": ({"data": OnlyOnce()}, "give shuffle=False and steps=N"),
 }
 """What is refused as it is said."""
 
@@ -132,7 +132,7 @@ AT_FIRST: dict[str, tuple[dict[str, Any], str]] = {
     "adafactor": ({"optimizer": adafactor}, "Adafactor keeps a row_var of shape [3, 1]"),
     "scheduler of None": ({"scheduler": none}, "scheduler returns None, without step"),
     "plateau": ({"scheduler": on_plateau}, "a step of ReduceLROnPlateau needs metrics"),
-    "scheduler of another": ({"scheduler": of_another_optimizer}, "is of another optimizer"),
+    "scheduler of another": ({"scheduler": of_another_optimizer}, "belongs to another optimizer"),
     "scheduler of sets": ({"scheduler": of_sets}, "cannot save the state of StepLR"),
     "no graph": ({"objective": NoGraph()}, "Objective.loss_sum: the loss has no graph"),
     "count None": (
@@ -146,14 +146,14 @@ AT_FIRST: dict[str, tuple[dict[str, Any], str]] = {
 """What is refused before the first step."""
 
 SPLIT: dict[str, tuple[dict[str, Any], str]] = {
-    "rprop": ({"optimizer": rprop}, "phalanx.Trainer: Rprop takes no shards of parameters"),
-    "adafactor": ({"optimizer": adafactor}, "Adafactor takes no shards of parameters"),
+    "rprop": ({"optimizer": rprop}, "phalanx.Trainer: Rprop does not support sharded parameters"),
+    "adafactor": ({"optimizer": adafactor}, "Adafactor does not support sharded parameters"),
     "lbfgs": ({"optimizer": lbfgs}, "a step of LBFGS needs a closure"),
 }
 """What is refused before the first step where parameters are split."""
 
 STAGED: dict[str, tuple[dict[str, Any], str]] = {
-    "gradient within": ({"objective": OnMovedInputs()}, "asks for a gradient through Sequential"),
+    "gradient within": ({"objective": OnMovedInputs()}, "computes a gradient through Sequential"),
 }
 """What is refused before the first step of a pipeline."""
 

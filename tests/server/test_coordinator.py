@@ -49,7 +49,7 @@ def test_a_journal_that_is_deleted_is_written_again(tmp_path: Path) -> None:
             path.unlink()
         JobJournal(tmp_path / "journal").close()  # a coordinator of another start
         coordinator._change("something happens")
-        assert coordinator.is_over and "keeps the journal no more" in coordinator.refusal
+        assert coordinator.is_over and "no longer writes the journal" in coordinator.refusal
     finally:
         coordinator.close()
 
@@ -126,7 +126,7 @@ def test_a_name_is_kept_for_the_server_that_has_it(tmp_path: Path, now_s: list[f
             assert beat("second") == "first" and beat("first") == "first"
             listen(coordinator, now_s, 0.5 * LEASE_S)
         listen(coordinator, now_s, 0.125)
-        with pytest.raises(ValueError, match="another process is a already; give each server its"):
+        with pytest.raises(ValueError, match="another process already has the name a; give each"):
             beat("second")
         assert coordinator.map["epoch"] == epoch
         assert beat("third") == "first"  # started again after the first has ended

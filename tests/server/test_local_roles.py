@@ -207,7 +207,7 @@ def test_weights_of_another_shape_are_refused() -> None:
     with local_roles(1) as made:
         client = one_worker(made)
         client.lay_out([11], torch.float64)
-        with pytest.raises(TrainingError, match="of another model, optimizer or strategy"):
+        with pytest.raises(TrainingError, match="a different model, optimizer or strategy"):
             client.create([torch.zeros(11, dtype=torch.float64)], {"name": "sgd"}, 2.0)
         client.close()
 

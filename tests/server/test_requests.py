@@ -55,7 +55,7 @@ def test_a_worker_names_another_that_is_there_and_pushes_nothing(
         first._timeout_s = 1.0
         with pytest.raises(TrainingError, match="has waited 1 s"):
             first.ask(WAIT)
-    words = "worker 0 has waited 0.05 s for push 1 of worker 1, whose process is there"
+    words = "worker 0 has waited 0.05 s for push 1 of worker 1, whose process is alive"
     assert any(words in line for line in lines)  # the other worker may wait as well
 
 

@@ -16,5 +16,5 @@ def test_a_secret_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_device_without_an_end_is_not_read_to_it() -> None:
-    with pytest.raises(ConfigError, match=r"secret is /dev/zero, .* it is no hexadecimal number"):
+    with pytest.raises(ConfigError, match=r"secret is /dev/zero, .* is not a hexadecimal number"):
         read_secret(Path("/dev/zero"))

@@ -150,10 +150,10 @@ def test_axes_are_read_by_name() -> None:
         ("pp2,cut:4+-5", "cannot read 'cut:4+-5'"),
         (
             "dp2,cut:4+5",
-            "cut:4+5 has the stages of a pipeline, and there is none; write pp2 beside",
+            "cut:4+5 lists stages of a pipeline, but the strategy has no pp; add pp2, or",
         ),
         ("pp2,cut:9+0", "cut:9+0: a stage has at least 1 layer"),
-        ("pp2,schedule", "schedule has a file, such as schedule:mine.csv"),
+        ("pp2,schedule", "schedule needs a file, such as schedule:mine.csv"),
         ("dp2,schedule:a.csv", "needs pp without a kind, but pp is pp1; write pp2,schedule:a.csv"),
         ("pp4:zbv,schedule:a.csv", "but pp is pp4:zbv; write pp4,schedule:a.csv"),
     ],

@@ -132,7 +132,7 @@ def test_another_models_checkpoint_is_refused(config: TrainConfig, whole: dict[s
     del whole
     wider = dataclasses.replace(config, shape=dataclasses.replace(config.shape, ffn=32))
     with pytest.raises(
-        CheckpointError, match="another model: its ffn is 24, and --model or --shape asks for 32"
+        CheckpointError, match="another model: its ffn is 24, but --model or --shape sets 32"
     ):
         train(dataclasses.replace(wider, resume=config.out))
     with pytest.raises(CheckpointError, match="seed is 6, but this run was made with 5"):
@@ -164,8 +164,9 @@ def test_a_run_goes_on_under_torchrun_and_says_what_differs(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["run"].startswith("decoder-6.77k")
     assert losses(tmp_path / "out") == losses(config.out)[3:]
-    assert done.stdout.count("resumes with other settings than before: corpus.tail keep -> dr") == 1
-    assert done.stdout.count("other settings") == done.stdout.count("dp2 on cpu; global batch") == 1
+    assert done.stdout.count("resumes with changed settings: corpus.tail keep -> dr") == 1
+    shown = (done.stdout.count("changed settings"), done.stdout.count("dp2 on cpu; global batch"))
+    assert shown == (1, 1)
 
 
 def test_a_run_whose_weights_blew_up_ends_with_its_report(

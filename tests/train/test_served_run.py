@@ -121,23 +121,23 @@ def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "settings", "words"),
     [
-        ("dp2:local/4", {"steps": 6}, "agree after every 4 steps; the nearest is 8"),
-        ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave it out"),
+        ("dp2:local/4", {"steps": 6}, "synchronize only after every 4 steps; the nearest is 8"),
+        ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave debug_comm out"),
         ("dp2:local/2", {"steps": 4, "server": ServerConfig(rule="sgd")}, "server.rule is sgd"),
         (
             "dp2:local/2",
             {"steps": 4, "server": ServerConfig(table_rule="sgd")},
-            "push changes of all weights; leave it out, or take dp2:ps",
+            "push updates of all weights; leave server.table_rule out, or use dp2:ps",
         ),
         (
             "dp2:ps",
             {"steps": 4, "server": ServerConfig(table_lr=0.1)},
-            "server.table_lr is 0.1, but server.table_rule is unset; the nearest is adagrad",
+            "server.table_lr is 0.1, but server.table_rule is unset; set server.table_rule to ada",
         ),
         (
             "dp2:ps",
             {"steps": 4, "server": ServerConfig(table_rule="sgd")},
-            "leave it out, or set shape.tied to false",
+            "leave server.table_rule out, or set shape.tied to false",
         ),
     ],
 )

@@ -91,7 +91,9 @@ def _cut_tie(right: Any) -> Any:
 
 def _last_token_twice(right: Any) -> Any:
     return on_rank(
-        1, lambda x, weight, labels: right(x, weight, labels) + right(x[-1:], weight, labels[-1:]),
+        1,
+        lambda x, weight, labels, **how: right(x, weight, labels, **how)
+        + right(x[-1:], weight, labels[-1:], **how),
         right,
     )  # fmt: skip
 
@@ -239,15 +241,15 @@ OF_DP: dict[str, Mutant] = {
     ),
     "attention across documents": (
         "llama", [(objective, "documents_of", lambda right: lambda documents, device: None)],
-        "blocks.0.attention", "what it gives to blocks.0.attention.output",
+        "blocks.0.attention", "its input to blocks.0.attention.output",
     ),
     "a rotation whose gradient is not turned back": (
         "llama", [(attention._Rotation, "backward", _unturned_gradient)],
-        "blocks.1.attention", "backward gives another gradient",
+        "blocks.1.attention", "backward passes a different gradient",
     ),
     "a window that is one position too wide": (
         "windowed", [(attention, "first_attended", _wider_window)],
-        "blocks.0.attention", "what it gives to blocks.0.attention.output",
+        "blocks.0.attention", "its input to blocks.0.attention.output",
     ),
     "GELU in place of SiLU": (
         "llama", [(decoder.MLP, "forward", _gelu_gate)], "blocks.0.mlp", "blocks.0.mlp.down",
@@ -257,7 +259,7 @@ OF_DP: dict[str, Mutant] = {
         "blocks.0.attention.k_norm", "never called",
     ),
     "the same dropout in all blocks": (
-        "llama", [(decoder, "layer_keys", _same_keys)], "", "what it gives to blocks.1",
+        "llama", [(decoder, "layer_keys", _same_keys)], "", "its input to blocks.1",
     ),
     "a tie that gives no gradient from the head": (
         "llama", [(decoder.Head, "forward", _cut_tie)], "embedding", "embedding.weight",
@@ -277,16 +279,16 @@ OF_DP: dict[str, Mutant] = {
     ),
     "gradients of all microbatches but the last lost": (
         "llama", [(data.BucketedReducer, "before_backward", _forgets_microbatches)],
-        "norm", "its sum over ranks or microbatches",
+        "norm", "in the sum over ranks or microbatches",
     ),
     "gradients that stay a rank's own": (
         "llama",
         [(comm.Comm, "all_reduce_start", _unreduced)],
-        "norm", "its sum over ranks or microbatches",
+        "norm", "in the sum over ranks or microbatches",
     ),
     "decay of vectors": (
         "llama", [(record, "build_optimizer", _decay_everywhere)],
-        "blocks.0.attention_norm", "its update by the optimizer",
+        "blocks.0.attention_norm", "so the optimizer's update is wrong",
     ),
     "a rate of the step after": (
         "llama",
@@ -303,17 +305,17 @@ OF_DP: dict[str, Mutant] = {
     ),
     "a first moment that differs on rank 1 alone": (
         "gpt2", [(step.Step, "apply_gradients", _moment_on_rank_1("exp_avg"))],
-        "embedding", "the first moment of embedding.weight on rank 1 is unlike its replica",
+        "embedding", "the first moment of embedding.weight on rank 1 differs from its replica",
     ),
     "a second moment that differs on rank 1 alone": (
         "llama", [(step.Step, "apply_gradients", _moment_on_rank_1("exp_avg_sq"))],
-        "embedding", "the second moment of embedding.weight on rank 1 is unlike its replica",
+        "embedding", "the second moment of embedding.weight on rank 1 differs from its replica",
     ),
 }  # fmt: skip
 
 OF_FSDP: dict[str, Mutant] = {
     "gradients averaged over the ranks": (
-        "llama", [(sharded.ShardedReducer, "_set_up", _divided)], "norm", "a mean where a sum is",
+        "llama", [(sharded.ShardedReducer, "_set_up", _divided)], "norm", "a mean instead of a sum",
     ),
     "shards gathered in the order of other ranks": (
         "gpt2", [(fsdp.ShardGather, "__call__", _swapped_shards)],
@@ -339,7 +341,7 @@ OF_TP: dict[str, Mutant] = {
     ),
     "norms whose gradients stay a rank's own": (
         "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
-        "norm", "unlike its replica",
+        "norm", "differs from its replica",
     ),
 }  # fmt: skip
 
@@ -379,22 +381,22 @@ def _unshifted_labels(right: Any) -> Any:
 OF_CP: dict[str, Mutant] = {
     "keys after a query that it looks at": (
         "llama", [(partial, "_block_mask", lambda right: lambda *args: None)],
-        "blocks.0.attention", "what it gives to blocks.0.attention.output",
+        "blocks.0.attention", "its input to blocks.0.attention.output",
     ),
     "a hop that is not merged with those before": (
         "gpt2", [(partial.PartialAttention, "_merge", _dropped_hop)],
-        "blocks.0.attention", "what it gives to blocks.0.attention.output",
+        "blocks.0.attention", "its input to blocks.0.attention.output",
     ),
     "gradients of keys that are summed without delta": (
         "llama", [(partial.BackwardState, "of", _without_delta)],
-        "blocks.1.attention", "backward gives another gradient",
+        "blocks.1.attention", "backward passes a different gradient",
     ),
     "dropout of the first positions on all ranks": (
         "llama", [(layers, "dropout", _first_positions_alone)], "dropout", "most on rank 1",
     ),
     "labels in another order than tokens": (
         "gpt2", [(context_split, "cut_positions", _unshifted_labels)],
-        "", "what it gives to output",
+        "", "its input to output",
     ),
 }  # fmt: skip
 

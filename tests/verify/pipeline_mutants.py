@@ -188,7 +188,7 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
     "pp2": {
         "a tied copy whose gradient is not summed": (
             "llama", [(TiedReducer, "finish", _unsummed_copies)],
-            "embedding", "its sum over ranks or microbatches",
+            "embedding", "in the sum over ranks or microbatches",
         ),
         "the norm of one stage": (
             "gpt2", [(comm.Comm, "all_reduce", _norm_of_one_stage)],
@@ -200,22 +200,22 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
         ),
         "a microbatch's gradients lost in one stage": (
             "llama", [(runtime._Step, "backward", _drops_a_microbatch)],
-            "norm", "its sum over ranks or microbatches",
+            "norm", "in the sum over ranks or microbatches",
         ),
         "an activation for another microbatch": (
             "llama", SWAPPED_ACTIVATIONS,
-            "", "to blocks.2 (Block) differs though all before agrees; it comes from another stage",
+            "", "blocks.2 (Block) differs though all earlier tensors agree; received from an",
         ),
         "a gradient of other rows": (
             "gpt2", [(runtime._Step, "take", _swapped_gradients)],
-            "", "to the output of blocks.1 (Block); it comes from another stage",
+            "", "to the output of blocks.1 (Block); received from another stage",
         ),
         "a stage without its last block": (
             "llama", [(DecoderStages, "run", _skips_last_block)], "blocks.1", "never called",
         ),
         "dropout of a block by its number in the stage": (
             "gpt2", [(decoder, "_run_blocks", _keys_by_stage)],
-            "", "what it gives to blocks.2 (Block) differs though all before agrees: its integers",
+            "", "its input to blocks.2 (Block) differs though all earlier tensors agree: its int",
         ),
         "a loss that counts once a stage": (
             "llama", [(comm.Comm, "all_reduce", _loss_of_each_stage)],
@@ -231,13 +231,13 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
         ),
         "a mean of means": (
             "llama", [(runtime.Pipeline, "__call__", _mean_of_means)],
-            None, "backward gives another gradient to the output of the model",
+            None, "backward passes a different gradient to the output of the model",
         ),
     },
     "pp2:gpipe": {
         "one buffer for all that is received": (
             "gpt2", [(comm.Comm, "recv_start", _one_buffer)],
-            "blocks.2.attention_norm", "so what it keeps for backward is overwritten",
+            "blocks.2.attention_norm", "so a tensor saved for backward is overwritten",
         ),
     },
     "pp2:zb/1": {
@@ -252,23 +252,23 @@ OF_STAGES_SPLIT: dict[str, dict[str, Mutant]] = {
     "pp2,fsdp2": {
         "shares of the last microbatch that are not reduced": (
             "llama", [(ShardedReducer, "before_backward", _last_unreduced)],
-            "norm", "its sum over ranks or microbatches",
+            "norm", "in the sum over ranks or microbatches",
         ),
     },
     "pp2,tp2": {
         "an activation for another microbatch, under tp": (
             "gpt2", SWAPPED_ACTIVATIONS,
-            "", "to blocks.2 (Block) differs though all before agrees; it comes from another stage",
+            "", "blocks.2 (Block) differs though all earlier tensors agree; received from an",
         ),
         "norms of a stage whose gradients stay a rank's own": (
             "gpt2", [(reduce, "partial_axes", lambda right: lambda parameter: ())],
-            "norm", "unlike its replica",
+            "norm", "differs from its replica",
         ),
     },
     "pp2,dp2": {
         "gradients of a stage that stay a data rank's own": (
             "llama", [(comm.Comm, "all_reduce_start", mutants._unreduced)],
-            "norm", "its sum over ranks or microbatches",
+            "norm", "in the sum over ranks or microbatches",
         ),
     },
 }  # fmt: skip

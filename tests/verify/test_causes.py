@@ -91,7 +91,7 @@ def test_batch_norm_is_named() -> None:
     verdict = verify(with_batch_norm, batches(), "dp2", Squares())
     assert verdict.place is not None and verdict.place.module == "middle"
     assert "middle (BatchNorm1d): in training it takes mean and variance" in str(verdict)
-    assert "one process of the trainer computes what plain PyTorch does" in str(verdict)
+    assert "one process of the trainer computes the same as plain PyTorch" in str(verdict)
 
 
 def test_dropout_of_the_rank_is_named() -> None:
@@ -105,12 +105,12 @@ def test_a_mean_for_a_sum_is_named() -> None:
     assert "2 times what it should be" in str(verdict)
     assert "a `loss_sum` that returns a mean, over the 2 data ranks" in str(verdict)
     assert verdict.place is not None and verdict.place.module is None
-    assert "what calls the model: backward gives another gradient to the output" in str(verdict)
+    assert "the caller of the model: backward passes a different gradient" in str(verdict)
 
 
 def test_nan_is_called_nan_with_rank_and_module() -> None:
     text = str(verdict := verify(with_nan, batches(), "dp2", Squares()))
-    assert "the loss: it is NaN, in one process it is finite" in text
+    assert "the loss: it is NaN, but finite in one process" in text
     assert verdict.place is not None and verdict.place.module == "middle"
     assert "it is not finite (step 0, most on rank 1" in text
     assert "the gradient of first.weight, first.bias, last.weight and 1 more is not" in text
@@ -172,7 +172,7 @@ def test_nan_in_other_elements_than_in_one_process_differs() -> None:
     ours, due = ({"w": torch.tensor(row)} for row in ([1.0, math.nan], [math.nan, 1.0]))
     (found,) = compare_values(0, "weight", ours, due)
     assert not found.passes
-    assert found.problem == "it is NaN in other elements than in one process"
+    assert found.problem == "it is NaN in different elements than in one process"
     assert compare_values(0, "weight", due, due)[0].passes
     assert gap(due["w"], due["w"]) == 0 < gap(ours["w"], due["w"])
 

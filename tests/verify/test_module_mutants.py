@@ -156,15 +156,15 @@ OF_MODULES: dict[str, tuple[Case, list[Patch], str | None, str]] = {
 OF_BFLOAT16: dict[str, tuple[list[Patch], str | None, str]] = {
     "half a gradient": (
         [(comm.Comm, "all_reduce_start", _half_a_gradient)], "norm",
-        "its sum over ranks or microbatches",
+        "in the sum over ranks or microbatches",
     ),
     "gradients that stay a rank's own": (
         [(comm.Comm, "all_reduce_start", _unreduced)], "norm",
-        "its sum over ranks or microbatches",
+        "in the sum over ranks or microbatches",
     ),
     "half a rate": (
         [(record, "build_optimizer", _half_a_rate)], "blocks.0.attention.q",
-        "its update by the optimizer",
+        "so the optimizer's update is wrong",
     ),
 }  # fmt: skip
 

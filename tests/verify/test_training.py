@@ -145,11 +145,11 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
     ),
     "a schedule that begins anew": (
         [(training, "TextSession", _from_step_0)],
-        None, "it takes the steps [1, 2, 3, 4], where [3, 4] are due",
+        None, "it takes the steps [1, 2, 3, 4]; expected [3, 4]",
     ),
     "a position in the data by the present batch": (
         [(text, "loader_of", _position_by_steps)],
-        None, "its positions in the data are [24, 48], where [16, 40] are due",
+        None, "its positions in the data are [24, 48]; expected [16, 40]",
     ),
     "evaluation that leaves the model in eval mode": (
         [(loop, "evaluate", _stays_in_eval)], "", "evaluation leaves the model in eval mode",
@@ -166,7 +166,7 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
         [(text, "build_optimizer", _without_a_step)], "norm", "first moment of norm.weight",
     ),
     "labels that are not shifted": (
-        [(Samples, "batch", _unshifted_labels)], None, "what calls the model: what it gives",
+        [(Samples, "batch", _unshifted_labels)], None, "the caller of the model: its input",
     ),
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ def activations(
             neither tp nor fsdp splits the model.
 
     Raises:
-        StrategyError: a segment has more blocks than the model.
+        StrategyError: the strategy cannot split a block, or a segment exceeds the model.
     """
     is_segmented = strategy.recompute.segment_size(shape.num_layers) is not None
     kept = Recompute("none") if is_segmented else strategy.recompute

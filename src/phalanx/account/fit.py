@@ -146,9 +146,9 @@ def check_memory_for(num_ranks: int) -> None:
     need_bytes = num_ranks * host.RANK_BYTES
     if need_bytes > free_bytes:
         raise ConfigError(
-            f"{num_ranks} processes take at least {need_bytes / 2**30:.1f} GiB, and this "
-            f"host has {free_bytes / 2**30:.1f} GiB of memory left, enough for "
-            f"{free_bytes // host.RANK_BYTES}; take fewer, or spread them over hosts by torchrun"
+            f"{num_ranks} processes take at least {need_bytes / 2**30:.1f} GiB, but this host has "
+            f"{free_bytes / 2**30:.1f} GiB of free memory, enough for "
+            f"{free_bytes // host.RANK_BYTES}; start fewer, or spread them over hosts with torchrun"
         )
 
 
@@ -170,12 +170,14 @@ def check_fit(load: MemoryInputs, name: str, num_here: int) -> None:
         return
     # The need is a lower bound: suggest only alternatives that leave a fifth of the memory free.
     advice = _advice(load, num_here, 4 * room // 5)
-    ranks = f"{num_here} ranks hold" if num_here > 1 else "a rank holds"
-    where = "the largest GPU of this host has" if load.device == "cuda" else "this host has left"
+    ranks = f"{num_here} ranks need" if num_here > 1 else "a rank needs"
+    has = f"has {_gib(room)} GiB"
+    room_text = (
+        f"the largest GPU of this host {has}" if load.device == "cuda" else f"this host {has} left"
+    )
     raise ConfigError(
         f"{name} ({num_parameters(load.shape).total:,} parameters) does not fit: under "
-        f"{load.strategy}, {ranks} at least {_gib(whole)} GiB ({_parts(load)}), and {where} "
-        f"{_gib(room)} GiB; "
+        f"{load.strategy}, {ranks} at least {_gib(whole)} GiB ({_parts(load)}), but {room_text}; "
         + (f"try {', or '.join(advice)}" if advice else "spread it over more hosts or GPUs")
     )
 

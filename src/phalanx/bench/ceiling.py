@@ -125,7 +125,9 @@ class Ceiling(OnDevice):
             return [f"{words}; no data sheet is known for this device"]
         lines = [f"{words}; data sheet {self.peak.flops_per_s / 1e12:.1f} ({self.peak.source})"]
         if self.flops_per_s > self.peak.flops_per_s:
-            lines.append("no share above 100 % of a data sheet is given: it is of another device")
+            lines.append(
+                "percentages above 100 are not shown: the data sheet describes another device"
+            )
         return lines
 
 
@@ -164,12 +166,12 @@ def _obstacle(
     free_bytes = free_memory_bytes(device)
     if need_bytes > MEMORY_SHARE * free_bytes:
         return (
-            f"needs {need_bytes / 2**30:.1f} GiB, {MEMORY_SHARE:.0%} of the free "
-            f"{free_bytes / 2**30:.1f} GiB are allowed"
+            f"needs {need_bytes / 2**30:.1f} GiB, but only {MEMORY_SHARE:.0%} of the free "
+            f"{free_bytes / 2**30:.1f} GiB may be used"
         )
     if points:
         product_s = points[-1].median_s * (size / points[-1].num_rows) ** 3
         need_s = product_s * (1 + FEWEST_REPEATS)
         if need_s > left_s:
-            return f"needs about {need_s:.0f} s, {max(left_s, 0):.0f} s of the budget are left"
+            return f"needs about {need_s:.0f} s, but {max(left_s, 0):.0f} s of the budget are left"
     return None

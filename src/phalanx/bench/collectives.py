@@ -133,7 +133,7 @@ def run(config: CommConfig, say: PrintLine) -> BenchResult:
     in_step = 1.0
     if device == "cpu":
         in_step = max(run_ranks(time_in_step, num_ranks, num_here, threads=config.threads))
-    kept = "--write this keeps it for the planner, as the cluster 'this'"
+    kept = "--write this saves the result for the planner, as the cluster 'this'"
     if path is not None and is_first:
         found = calibration.blank("gpu" if device == "cuda" else "cpu")
         levels = levels_of(fits, num_here, in_step)
@@ -146,9 +146,9 @@ def run(config: CommConfig, say: PrintLine) -> BenchResult:
         shown=[
             f"Collectives of {num_ranks} ranks, {num_here} on a host, on {device}",
             _samples_table(samples),
-            "size: of the whole tensor; wrong: elements, of all ranks",
+            "size: of the full tensor; wrong: number of wrong elements on all ranks",
             _table(fits),
-            "hop: its latency; GB/s: of one rank, one way; both of a ring that takes this long",
+            "hop: its latency; GB/s: per rank, one way; both fitted to a ring of this time",
             kept,
         ],
         draw=functools.partial(draw_fits, samples, fits),
@@ -214,14 +214,19 @@ def _ranks_and_device(config: CommConfig) -> tuple[int, int, str]:
         env = read_rank_env()
         if config.ranks not in (None, env.num_ranks):
             raise ConfigError(
-                f"ranks is {config.ranks}, but torchrun has started {env.num_ranks}; leave it out"
+                f"ranks is {config.ranks}, but torchrun has started {env.num_ranks} ranks; leave "
+                "ranks out"
             )
         if env.num_ranks < 2:
-            raise ConfigError("one rank has no other to speak with; start 2 or more")
+            raise ConfigError(
+                "torchrun has started 1 rank, but collectives need at least 2; start 2 or more"
+            )
         return env.num_ranks, env.num_here, device
     ranks = config.ranks or (num_gpus if device == "cuda" else max(2, num_cores()))
     if device == "cuda" and not 2 <= ranks <= num_gpus:
-        raise ConfigError(f"{ranks} ranks on CUDA need 2 GPUs or more, one each; {num_gpus} found")
+        raise ConfigError(
+            f"{ranks} ranks on CUDA: expected 2 or more, with a GPU each; found {num_gpus} GPUs"
+        )
     return ranks, ranks, device
 
 

@@ -54,14 +54,14 @@ def _strategy_to_cut(text: str) -> Strategy:
     require_built(strategy)
     if strategy.pp.degree == 1 or strategy.cut:
         raise ConfigError(
-            f"strategy is '{text}'; it must have pp and no cut, which the verb looks for, such "
-            "as pp2"
+            f"strategy is '{text}'; expected one with pp, such as pp2, and without a cut, because "
+            "this verb finds the cut"
         )
     plain = Strategy(pp=strategy.pp, dp=strategy.dp, fsdp=strategy.fsdp)
     if strategy != plain:
         raise ConfigError(
-            f"strategy is '{text}'; layers are timed as one rank runs them whole, so it can have "
-            f"pp, dp and fsdp; the nearest is {plain}"
+            f"strategy is '{text}'; layers are timed unsplit on one rank, so the strategy can have "
+            f"only pp, dp and fsdp; the nearest is {plain}"
         )
     return strategy
 

@@ -90,7 +90,7 @@ class MlpRun(OnDevice):
             ("steps measured", str(self.num_steps)),
             ("t_theoretical, at the ceiling", f"{self.theoretical_s:.4g} s"),
             ("t_actual, median (best)", f"{utilization.time_s:.4g} s ({self.best_step_s:.4g} s)"),
-            ("optimizer in it", percent(self.optimizer_s / utilization.time_s)),
+            ("optimizer, of t_actual", percent(self.optimizer_s / utilization.time_s)),
             ("rate", utilization.rate_text()),
         ]
         if utilization.peak is not None:
@@ -191,10 +191,10 @@ def _choose_width(
         need_bytes = element_bytes * config.width**2
         if need_bytes > free_bytes:
             raise ConfigError(
-                f"width {config.width} needs about {need_bytes / 2**30:.1f} GiB and "
+                f"width {config.width} needs about {need_bytes / 2**30:.1f} GiB, but "
                 f"{free_bytes / 2**30:.1f} GiB are free on {device}; use a smaller --width"
             )
-        return config.width, f"width {config.width} as asked"
+        return config.width, f"width {config.width}, as given by --width"
     width = LARGEST_WIDTH
     while width > _SMALLEST_WIDTH:
         step_s = _flops(config.layers, width).model / (_LIKELY_MFU * flops_per_s)
@@ -203,7 +203,7 @@ def _choose_width(
             break
         width //= 2
     if width == LARGEST_WIDTH:
-        return width, f"width {width}, the literature's"
+        return width, f"width {width}, as in the literature"
     limit = f"{config.budget_s:.0f} s and {free_bytes / 2**30:.1f} GiB of free memory"
     return width, f"width {width}, the largest power of two below {LARGEST_WIDTH} for {limit}"
 

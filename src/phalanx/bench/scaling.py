@@ -163,14 +163,14 @@ def _speed_up(point: ScalingPoint) -> tuple[str, str, str]:
 def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]:
     lines = [
         f"the median of {config.rounds} rounds, global batch {config.global_size} x "
-        f"{config.seq_len} tokens; a speed-up is of a round over one rank in the same round"
+        f"{config.seq_len} tokens; speed-ups compare a round with one rank in the same round"
     ]
     if config.device == "cpu":
         threads = config.threads or 1
         ranks = num_cores() // threads
         lines.append(
-            f"a rank is {threads} of {num_cores()} cores: more than {max(1, ranks)} ranks "
-            "share them"
+            f"each rank uses {threads} of {num_cores()} cores: more than {max(1, ranks)} ranks "
+            "share cores"
         )
     doubted = [point.strategy for point in points if point.speed_up is None]
     if doubted:
@@ -233,10 +233,11 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
     check_fit(load, config.model, strategy.num_ranks)
     num_parts = plan_decoder(strategy, config.model_shape).row_shards
     if batch.microbatch % num_parts:
+        legal = -(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks
         raise ConfigError(
             f"global_size is {config.global_size}, which gives each rank of {strategy} "
-            f"microbatches of {batch.microbatch} rows, but it splits rows in {num_parts}; the "
-            f"nearest is {-(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks}"
+            f"microbatches of {batch.microbatch} rows, but {strategy} splits rows into "
+            f"{num_parts}; the nearest is {legal}"
         )
 
 

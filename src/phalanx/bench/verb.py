@@ -1,6 +1,6 @@
 """Settings and results that the verbs of `phalanx bench` share.
 
-A verb is a module with a dataclass of settings and a function `run(config, say) -> Found`.
+A verb is a module with a dataclass of settings and a function `run(config, say) -> BenchResult`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from phalanx.errors import CheckpointError
 
 _PAIRS: Final = "pairs"
 _COUNTER: Final = "counter"
-"""Only key of a JSON object that encodes a Counter; _PAIRS encodes a dict with other keys."""
+"""Only key of a JSON object that encodes a Counter; _PAIRS: a mapping with non-string keys."""
 
 
 def encoded(value: Any, what: str) -> Any:

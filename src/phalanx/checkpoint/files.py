@@ -40,7 +40,7 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
         if path.is_file() and (actual := path.stat().st_size) != num_bytes:
             return f"has {actual} bytes, but {num_bytes} were written"
         if checksum(path)[1] != sha256:
-            return "is damaged: its sha256 is not the written one"
+            return "is damaged: its sha256 differs from the recorded one"
     except FileNotFoundError:
         return "is missing"
     except CheckpointError:
@@ -88,7 +88,7 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
     """Write the manifest into `partial`, sync the folder to disk, and rename it to `final`.
 
     A folder cannot be renamed over a non-empty one, so an existing `final` is first renamed to end
-    with REMOVED. Until the new folder has its name, `manifest.whole` returns the old one.
+    with REMOVED. Until the new folder has its name, `complete_checkpoints` returns the old one.
 
     Raises:
         CheckpointError: a file that a rank has written is missing.

@@ -19,7 +19,7 @@ MAX_JSON_BYTES: Final = 1 << 28
 """Largest JSON file that is read, in bytes; parsing takes about ten times as much memory."""
 
 MAX_JSON_MARKS: Final = 1 << 24
-"""Most brackets and commas of a JSON file; each may become an object of about 60 bytes."""
+"""Most opening brackets and commas of a JSON file; each may become an object of about 60 bytes."""
 
 MAX_JSON_DEPTH: Final = 16
 """Deepest nesting of a JSON file; much deeper content may fail even to be copied or printed."""
@@ -61,14 +61,14 @@ def read_json(path: Path, *, may_be_link: bool = False) -> dict[str, Any]:
     except RecursionError as error:
         raise CheckpointError(f"cannot read {path}: it is nested too deeply") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"cannot read {path}: it is no JSON object")
+        raise CheckpointError(f"cannot read {path}: it is not a JSON object")
     return cast("dict[str, Any]", content)
 
 
 def _named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) != len(pairs):
-        raise ValueError("it has a name twice")
+        raise ValueError("it has a duplicate name in an object")
     return named
 
 
@@ -106,9 +106,9 @@ def write_json(path: Path, content: Mapping[str, Any], indent: int | None = None
     marks = sum(map(text.count, "[{,"))
     if len(text) > MAX_JSON_BYTES or marks > MAX_JSON_MARKS:
         raise CheckpointError(
-            f"{path.name} would have {len(text):,} bytes and {marks:,} values, and none of more "
-            f"than {MAX_JSON_BYTES:,} or {MAX_JSON_MARKS:,} is read; save with fewer tensors, or "
-            "on fewer ranks"
+            f"{path.name} would have {len(text):,} bytes and {marks:,} values, but at most "
+            f"{MAX_JSON_BYTES:,} bytes and {MAX_JSON_MARKS:,} values can be read; save with fewer "
+            "tensors, or on fewer ranks"
         )
     path.write_text(text, encoding="utf-8")
 

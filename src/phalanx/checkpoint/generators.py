@@ -26,4 +26,4 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
         for device, state in states.items():
             (torch.cuda if device == "cuda" else torch).set_rng_state(state)
     except RuntimeError as error:
-        raise CheckpointError(f"its state of a generator is none: {error}") from error
+        raise CheckpointError(f"its generator state is not valid: {error}") from error

@@ -82,7 +82,7 @@ def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
     except FileNotFoundError as error:
         raise CheckpointError(f"its file {NAME} is missing") from error
     except ValueError as error:
-        raise CheckpointError(f"its file {NAME} is no index of tensors: {error}") from error
+        raise CheckpointError(f"its file {NAME} is not an index of tensors: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
         if (number, dtype.itemsize) not in fitting:
             for shard in layout.shards:
                 if shard.file not in files or not shard.file.endswith(SUFFIX):
-                    raise ValueError(f"{brief(shard.file)} is no file of tensors in the manifest")
+                    raise ValueError(f"{brief(shard.file)} is not a tensor file in the manifest")
                 if math.prod(shard.sizes) * dtype.itemsize > files[shard.file][0]:
                     raise ValueError(f"tensor {brief(name)} is larger than the file {shard.file}")
             fitting.add((number, dtype.itemsize))
@@ -142,8 +142,8 @@ def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Bo
                     described = (found.get_dtype(), tuple(found.get_shape()))
                     if described != (NAMES[index[name].dtype], shard.sizes):
                         raise CheckpointError(
-                            f"its file {file} has {brief(name)} as {brief(described)}, not as "
-                            f"{NAME} says"
+                            f"its file {file} has {brief(name)} as {brief(described)}, which "
+                            f"differs from {NAME}"
                         )
                     part = found[source if shard.sizes else ...]
                 except SafetensorError as error:

@@ -68,7 +68,7 @@ class Manifest:
         strategy: strategy of the job that saved, as text.
         shape: the model's shape.
         stream: values that determine the order of the samples, by name.
-        first_epoch: number of the epoch at which that order begins.
+        first_epoch: number of the epoch at which the order of the samples begins.
         settings: other settings of the run that a resumed run keeps, by name.
         script: data position of a training script; None for a run of `phalanx train`.
         registered: states of registered objects by their names, see checkpoint/registered.py.
@@ -77,7 +77,7 @@ class Manifest:
         has_optimizer: whether optimizer state is included, so that a run can resume; a checkpoint
             with weights only can initialize a new run.
         is_passing: whether a time interval, a signal or a new best evaluation triggered the save;
-            the checkpoint is removed once a later one is complete.
+            it is removed once a later one is complete, unless its evaluation is the best.
         files: checksum of each file except the manifest, by name.
         format: version of the checkpoint format.
     """
@@ -115,21 +115,21 @@ class Manifest:
                 continue
             if name == "max_seq_len" and self.shape.get("position") == "learned":
                 raise CheckpointError(
-                    f"shape.max_seq_len is {value}, but the run's model has learned a table of "
-                    f"{was} positions, which cannot change; leave it out, and set corpus.seq_len "
-                    f"to at most {was}"
+                    f"shape.max_seq_len is {value}, but the run's model has a learned table of "
+                    f"{was} positions, whose size cannot change; leave shape.max_seq_len out, and "
+                    f"set corpus.seq_len to at most {was}"
                 )
             raise CheckpointError(
-                f"the checkpoint is of another model: its {name} is {was}, and --model or --shape "
-                f"asks for {value}; leave them out, and the run has the model of its checkpoint"
+                f"the checkpoint is of another model: its {name} is {was}, but --model or --shape "
+                f"sets {value}; leave --model and --shape out to use the checkpoint's model"
             )
 
     def check_optimizer(self) -> None:
         """Raise CheckpointError if the checkpoint has no optimizer state to resume from."""
         if not self.has_optimizer:
             raise CheckpointError(
-                "the checkpoint holds weights alone, without an optimizer's state, so no run can "
-                "be resumed from it; begin a run with its weights by --init"
+                "the checkpoint has only weights and no optimizer state, so no run can be resumed "
+                "from it; start a run with its weights by --init"
             )
 
 
@@ -170,7 +170,7 @@ def read(folder: Path) -> Manifest:
         return _decode(read_json(path))
     except FileNotFoundError as error:
         others = older_checkpoints_hint(folder)
-        raise CheckpointError(f"{folder} holds no whole checkpoint: no {NAME}{others}") from error
+        raise CheckpointError(f"{folder} has no complete checkpoint: no {NAME}{others}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{error}{older_checkpoints_hint(folder)}") from error
     except ValueError as error:
@@ -187,8 +187,8 @@ def _decode(values: dict[str, Any]) -> Manifest:
     if values["format"] == 2:
         raise ValueError(
             f"it is of format 2, of an earlier Phalanx, whose files could run code when they were "
-            f"read; this version reads format {FORMAT}. Take the weights out with the version that "
-            "wrote it: `phalanx convert` to a Hugging Face folder, and back with this one"
+            f"read; this version reads format {FORMAT}. Convert it to a Hugging Face folder with "
+            "the version that wrote it (`phalanx convert`), and that folder back with this one"
         )
     if values["format"] != FORMAT:
         found = brief(values["format"])
@@ -201,9 +201,9 @@ def _decode(values: dict[str, Any]) -> Manifest:
     manifest: Manifest = decode(Manifest, values)
     for name in manifest.files:
         if not is_plain_name(name):
-            raise ValueError(f"it names the file {brief(name)}, expected one of the folder itself")
+            raise ValueError(f"it names the file {brief(name)}, expected one in its own folder")
     if sha256 != expected:
-        raise ValueError("it is damaged: its sha256 is not the written one")
+        raise ValueError("it is damaged: its sha256 differs from the recorded one")
     return manifest
 
 

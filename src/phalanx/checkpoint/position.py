@@ -17,8 +17,10 @@ class LoaderPosition:
         epoch: completed passes over the loader.
         row: rows of all previous passes together.
         batches: batches yielded in the current pass.
-        order: digest of the samples of each batch of the current pass.
-        generators: states from which that order was drawn, by generator, in hexadecimal digits.
+        order: digest of the samples of each batch of the current pass; for a stream, number and
+            digest of the last digested batch.
+        generators: states from which that order was drawn, or the next order if `batches` is 0, by
+            generator, in hexadecimal digits.
     """
 
     epoch: int

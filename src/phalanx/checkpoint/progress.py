@@ -72,7 +72,7 @@ class SaveProgress:
         self._seen = {}
 
     def expect_loss(self) -> None:
-        """Reduce the timeout to GONE_S, because a rank is lost.
+        """Reduce the timeout to LOST_TIMEOUT_S, because a rank is lost.
 
         The remaining ranks still publish the save if the lost rank had written its file.
         """
@@ -92,7 +92,8 @@ class SaveProgress:
         """Report the bytes that this rank has written, at most once per poll interval.
 
         Raises:
-            CheckpointError: another rank has failed, and rank 0 has aborted the save.
+            CheckpointError: a rank has failed or is late, so that rank 0 aborts the save.
+            PeerLost: a rank is late, and a rank is known to be lost.
         """
         self._moved_s = time.monotonic()
         if self._moved_s - self._reported_s > self._poll_s:
@@ -111,6 +112,7 @@ class SaveProgress:
 
         Raises:
             CheckpointError: the save is aborted.
+            PeerLost: the save is aborted because a rank is lost.
             TimeoutError: rank 0 makes no progress.
         """
         goal = [self._number, "written" if self.rank == 0 else "published"]
@@ -128,7 +130,7 @@ class SaveProgress:
         self._look_until(lambda state: state[0] >= self._number)
 
     def _look_until(self, is_so: Callable[[Any], bool]) -> list[Any]:
-        """Poll until `is_so` is true of all states; polling adds less than a tenth to the wait."""
+        """Poll until `is_so` holds for all states; it adds about a tenth to the wait at most."""
         begin_s = time.monotonic()
         while not all(map(is_so, states := self.look())):
             time.sleep(min(self._poll_s, 0.1 * (time.monotonic() - begin_s) + 0.001))
@@ -186,8 +188,9 @@ class SaveProgress:
     def timeout_error(self) -> CheckpointError | PeerLost:
         """Return the error of this rank for a save without progress."""
         waited_s = time.monotonic() - self._moved_s
-        who = "this rank's disk takes" if self.rank == 0 else "rank 0, which publishes it, says"
-        return self._error(f"{who} nothing for {waited_s:.0f} s")
+        who = "rank 0, which publishes the checkpoint,"
+        who = "the write to this rank's disk" if self.rank == 0 else who
+        return self._error(f"{who} made no progress for {waited_s:.0f} s")
 
     def _note(self, who: str, state: Any) -> None:
         if who not in self._seen or self._seen[who][0] != state:

@@ -3,8 +3,8 @@
     manifest    {name: {"state": plain values, "tensors": [[path, name of the file's tensor], ...]}}
     files       registered.<name>.<path>      a tensor of a state, as shards if it is a DTensor
 
-Pickle is not used: a state consists of mappings and lists of numbers, text and tensors. Values that
-are not DTensors must be equal on all ranks; rank 0's are saved.
+Pickle is not used: a state consists of mappings and lists of numbers, text and tensors. All values
+except DTensors are saved from rank 0; a warning names an object whose state differs on a rank.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Registered:
         """Register the object `each`, and check that its present state can be saved.
 
         Raises:
-            ScriptError: the name is invalid or taken, the run has resumed already, or the object
-                has no state that can be saved.
+            ScriptError: the name is invalid or taken, `run.resume` was called before, or the
+                object has no state that can be saved.
         """
         if not isinstance(cast(Any, name), str) or not name.replace("_", "").isalnum():
             raise ScriptError(
@@ -92,13 +92,13 @@ class Registered:
             )
         if self.is_closed:
             raise ScriptError(
-                f"register: '{name}' is registered after run.resume, which gives its saved state "
-                "to each registered object, so this one would start from scratch at each resume; "
+                f"register: '{name}' is registered after run.resume, which restores objects "
+                f"registered before it, so '{name}' would start from scratch at each resume; "
                 "register it before run.resume"
             )
         if name in self._objects:
             kind = type(self._objects[name]).__name__
-            raise ScriptError(f"register: '{name}' is a {kind} already; give another name")
+            raise ScriptError(f"register: '{name}' is already a {kind}; give another name")
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(each, method, None)):
                 raise ScriptError(
@@ -122,9 +122,9 @@ class Registered:
         extra = ExtraState(model)
         if extra.modules and not is_whole:
             raise ScriptError(
-                f"pp: {next(iter(extra.modules))} has a get_extra_state, and a checkpoint holds "
-                "the first rank's, which has the modules of the first stage alone; keep what it "
-                "has in a buffer, or take dp, fsdp or tp"
+                f"pp: {next(iter(extra.modules))} has a get_extra_state, but a checkpoint "
+                "stores only the first rank's, which has only the modules of the first stage; "
+                "store that state in a buffer, or use dp, fsdp or tp"
             )
         if extra.modules:
             self.add("extra_state", extra)
@@ -157,7 +157,7 @@ class Registered:
         if plain.keys() - self._objects.keys():
             raise CheckpointError(
                 f"it has the registered objects {brief(sorted(plain))}, and this script has "
-                f"{brief(sorted(self._objects))}; register the same before run.resume"
+                f"{brief(sorted(self._objects))}; register the same objects before run.resume"
             )
         if (added := sorted(self._objects.keys() - plain.keys())) and dist.get_rank() == 0:
             warnings.warn(
@@ -180,11 +180,11 @@ class Registered:
         named = [each for each in index if each.startswith(PREFIX) and each not in room]
         left = tuple(f"{PREFIX}{name}." for name in _IGNORED_NAMES)
         if unknown := [each for each in named if not each.startswith(left)]:
-            raise CheckpointError(f"nothing says whose its tensor {brief(unknown[0])} is")
+            raise CheckpointError(f"its tensor {brief(unknown[0])} belongs to no object")
         return room
 
     def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved states without those that this run ignores, see _LEFT."""
+        """Return the saved states without those that this run ignores, see _IGNORED_NAMES."""
         names = {*self._objects, *(plain.keys() - _IGNORED_NAMES)}
         return {name: each for name, each in plain.items() if name in names}
 
@@ -203,8 +203,8 @@ class Registered:
                 each.load_state_dict(state)
             except Exception as error:  # a user's load_state_dict may raise anything
                 raise CheckpointError(
-                    f"cannot resume '{name}', a {type(each).__name__}, which refuses its "
-                    f"state: {type(error).__name__}: {brief(error, 200)}"
+                    f"cannot resume '{name}', a {type(each).__name__}, whose load_state_dict "
+                    f"failed: {type(error).__name__}: {brief(error, 200)}"
                 ) from error
 
     def warn_if_ranks_differ(self, parts: SplitState) -> None:
@@ -216,8 +216,8 @@ class Registered:
             if apart and apart[0] not in self._reported and dist.get_rank() == 0:
                 warnings.warn(
                     f"save: the state of '{apart[0]}' on rank {rank} differs from rank 0's, which "
-                    "the checkpoint holds for all; make it of what run.sum, run.mean or run.gather "
-                    "return",
+                    "the checkpoint stores for all ranks; compute it from results of run.sum, "
+                    "run.mean or run.gather",
                     stacklevel=4,
                 )
             self._reported.update(apart)
@@ -285,7 +285,7 @@ def _without_tensors(value: Any, path: KeyPath, found: list[tuple[KeyPath, Tenso
 
 def _paths_of(name: str, plain: Any) -> list[tuple[KeyPath, str]]:
     """Return the paths of an object's tensors in its state, with their names in the files."""
-    problem = f"it does not say which tensors the state of '{name}' has"
+    problem = f"it does not list the tensors in the state of '{name}'"
     try:
         paths = [(tuple(path), called) for path, called in plain["tensors"]]
     except (TypeError, KeyError, ValueError) as error:

@@ -3,11 +3,12 @@
     main thread    begin: copy this rank's shards into host memory      steps continue ... finish
     writer thread  write, hash, sync -> rank 0: index, manifest -> rename -> remove older
 
-Every rank computes the same write plan from the shardings (sharding.py), so ranks exchange only
-their progress (progress.py). On Linux the writer thread has a lower priority, so that it uses
-processor time that training leaves idle. A failure on any rank is raised on every rank as a
-CheckpointError at its next call of the saver. So is a timeout: `timeout_s` without progress on any
-rank. If a rank is lost, the error is a PeerLost, and the job reports the failure of that rank.
+Every rank computes the same write plan from the shardings (sharding.py), which pipeline stages
+gather when they change; else ranks exchange only progress (progress.py). On Linux the writer
+thread has a lower priority, so that it uses processor time that training leaves idle. A failure on
+any rank is raised on every rank as a CheckpointError at its next call of the saver. So is a
+timeout: `timeout_s` without progress on any rank. If a rank is lost, the error is a PeerLost, and
+the job reports the failure of that rank.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Saver:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         left = "" if free_bytes is None else f", but only {size_text(free_bytes)} are free"
         return (
-            f"the copy of a checkpoint takes {size_text(num_bytes)} of host memory a rank"
+            f"the copy of a checkpoint takes {size_text(num_bytes)} of host memory per rank"
             f"{left}; training will wait while checkpoints are written"
         )
 
@@ -148,6 +149,7 @@ class Saver:
         Raises:
             CheckpointError: the previous save failed, or the state cannot be saved, for example
                 because of its dtype.
+            PeerLost: the previous save failed because another rank is lost.
         """
         self.finish()
         held = local_shards(model, optimizer, beside)
@@ -223,7 +225,7 @@ class Saver:
             for name, sharding in shardings.items():
                 if sharding.dtype not in NAMES:
                     raise CheckpointError(
-                        f"cannot save {name}: it is of {sharding.dtype}; expected one of "
+                        f"cannot save {name}: its dtype is {sharding.dtype}; expected one of "
                         f"{', '.join(map(str, NAMES))}"
                     )
             self._plan = WritePlan(self._of_all_stages(shardings), self._plan.num_ranks)
@@ -275,7 +277,7 @@ class Saver:
         except TimeoutError:
             self._failure = self._failed(self._progress.timeout_error())
         except dist.DistError as error:
-            gone = PeerLost(f"the job's store, which rank 0 keeps, has gone: {reason_of(error)}")
+            gone = PeerLost(f"the job's store on rank 0 cannot be reached: {reason_of(error)}")
             self._failure = self._failed(gone)
         except Exception as error:
             failed = CheckpointError(f"the writer failed: {reason_of(error)}")

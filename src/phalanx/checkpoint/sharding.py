@@ -108,7 +108,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
         ranks = tensor.device_mesh.mesh
         for number, placement in enumerate(tensor.placements):
             if placement.is_partial():
-                raise CheckpointError(f"a tensor to be saved is a sum to come: {placement}")
+                raise CheckpointError(f"a tensor to be saved is a partial sum: {placement}")
             if not placement.is_replicate() and (size := ranks.size(number)) > 1:
                 first, second = ranks.movedim(number, 0).reshape(size, -1)[:2, 0].tolist()
                 axes.append(ShardedAxis(placement, size, second - first))
@@ -124,8 +124,9 @@ class WritePlan:
     """The assignment of shards to writing ranks, equal on every rank.
 
     Tensors are assigned in order of falling size; each shard goes to the rank with the fewest bytes
-    so far among the ranks that hold the shard. Exception: the first such rank writes a shard of a
-    buffer, so that related buffers, such as a sum and its count, come from the same rank.
+    so far among the ranks that hold the shard. Exceptions: the first such rank writes replicated
+    scalars, and shards of buffers, so that related buffers, such as a sum and its count, come from
+    the same rank.
     """
 
     def __init__(self, shardings: Mapping[str, Sharding], num_ranks: int) -> None:
@@ -253,9 +254,9 @@ def check_cover(layout: ShardLayout) -> str | None:
     """Return why the shards are not a complete grid of cuts of the tensor; None if they are."""
     shape, shards = layout.shape, layout.shards
     if any(not len(shard.offsets) == len(shard.sizes) == len(shape) for shard in shards):
-        return "a shard has more or fewer offsets or sizes than that"
+        return "a shard does not have one offset and one size per dimension"
     if len({shard.file for shard in shards}) != len(shards):
-        return "a file is named twice"
+        return "two shards are in one file"
     if len({shard.offsets for shard in shards}) != len(shards):
         return "shards overlap"
     num_cells = 1
@@ -272,5 +273,5 @@ def check_cover(layout: ShardLayout) -> str | None:
     if math.prod(shape) and num_cells != len(shards):
         return f"there are {len(shards)} shards, expected {num_cells}"
     if not math.prod(shape) and shards:
-        return "there are shards of nothing"
+        return "an empty tensor has shards"
     return None

@@ -145,8 +145,8 @@ def load(
         The tensors that `room_beside` returned, filled from the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the checkpoint is of another model; the
-            weights may then be partly loaded.
+        CheckpointError: a file is missing or damaged, or the checkpoint has no optimizer state, or
+            is of another model or optimizer; the weights may then be partly loaded.
     """
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
@@ -214,9 +214,9 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
             continue
         if is_fused(tensor):
             raise CheckpointError(
-                f"'{name}' holds several maps, each split over tp by itself, and a file has room "
-                "for one piece of a tensor from a rank; save and load without tp, or hold the maps "
-                "as modules of their own"
+                f"'{name}' contains several linear maps, each split over tp separately, but a file "
+                "stores one piece of a tensor per rank; save and load without tp, or use separate "
+                "modules for the maps"
             )
         names.setdefault(tensor, name)
     return {name: tensor for tensor, name in names.items()}
@@ -227,7 +227,7 @@ def _trained(weights: dict[str, torch.Tensor], optimizer: AnyOptimizer) -> dict[
     names = {tensor: name for name, tensor in weights.items()}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter not in names for parameter in trained):
-        raise CheckpointError("the optimizer updates a parameter that the model does not hold")
+        raise CheckpointError("the optimizer updates a parameter that is not in the model")
     return {names[parameter]: parameter for parameter in trained}
 
 
@@ -273,7 +273,7 @@ def _named(tensors: Index) -> Index:
         kind, _, rest = name.partition(".")
         is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
         if kind not in ("model", "optimizer", "generators", "registered") or not is_known:
-            raise CheckpointError(f"it is of no run: it has the tensor {brief(name)}")
+            raise CheckpointError(f"it is not the state of a run: it has the tensor {brief(name)}")
     return tensors
 
 

@@ -151,5 +151,5 @@ def open_file(path: Path) -> Any:
         return file
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot read {path}: {brief(error, 200)}; it is damaged or not whole, fetch it again"
+            f"cannot read {path}: {brief(error, 200)}; it is damaged or incomplete; fetch it again"
         ) from error

@@ -47,20 +47,20 @@ def open_checkpoint(path: Path) -> Weights:
     }
     if shape.num_layers > len(sizes):  # before building a model with too many layers
         raise CheckpointError(
-            f"{folder}: it has {len(sizes)} weights; the shape in {manifest.NAME} asks for "
+            f"{folder}: it has {len(sizes)} weights, too few for the shape in {manifest.NAME} with "
             f"{brief(shape.num_layers)} layers"
         )
     try:
         expected = sizes_of(shape)
     except (RuntimeError, OverflowError, TypeError) as error:  # impossible sizes
         raise CheckpointError(
-            f"{folder}: the shape in {manifest.NAME} is none: {brief(error)}"
+            f"{folder}: the shape in {manifest.NAME} is not valid: {brief(error)}"
         ) from error
     for name, size in expected.items():
         if sizes.get(name) != tuple(size):
             raise CheckpointError(
                 f"{folder}: the weight '{name}' is {sizes.get(name, 'missing')}; the shape "
-                f"in {manifest.NAME} asks for {tuple(size)}"
+                f"in {manifest.NAME} needs {tuple(size)}"
             )
 
         if not (dtype := tensors[f"model.{name}"].dtype).is_floating_point:
@@ -85,7 +85,7 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
     """
     if about.script is not None:
         raise CheckpointError(
-            f"{folder} is of a training script, whose module is no decoder of phalanx; resume from "
+            f"{folder} is of a training script, whose module is not a Phalanx decoder; resume from "
             "it in that script by run.resume, or for a phalanx.Trainer by phalanx train --script "
             "FILE:JOB --resume RUN"
         )

@@ -54,11 +54,11 @@ def run(argv: list[str]) -> int:
     verb, *words = argv
     if verb in REMOVED_VERBS:
         raise ConfigError(
-            f"'{verb}' is no verb of bench any more; run `{REMOVED_VERBS[verb]}` in the repository"
+            f"'{verb}' is no longer a verb of bench; run `{REMOVED_VERBS[verb]}` in the repository"
         )
     if verb not in VERBS:
         raise ConfigError(
-            f"'{verb}' is nothing that bench measures{nearest(verb, VERBS)}; it measures "
+            f"'{verb}' is not a verb of bench{nearest(verb, VERBS)}; the verbs are "
             f"{', '.join(VERBS)}"
         )
     module_name, _, schema_name = VERBS[verb][0].partition(":")

@@ -85,13 +85,13 @@ def _convert(
     if kind_of(source) == "hugging face":
         if size_gb is not None:
             raise ConfigError(
-                f"max_shard_gb is {size_gb:g}, but {source} becomes a checkpoint, which has "
-                "no shards; leave it out"
+                f"max_shard_gb is {size_gb:g}, but {source} is converted to a checkpoint, which "
+                "has no shards; leave max_shard_gb out"
             )
         if config.family is not None:
             raise ConfigError(
-                f"family is {config.family}, but {source} becomes a checkpoint, which keeps that "
-                "of its config.json; leave it out"
+                f"family is {config.family}, but {source} is converted to a checkpoint, whose "
+                "family is read from config.json; leave family out"
             )
     return convert(
         source,

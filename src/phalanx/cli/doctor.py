@@ -124,7 +124,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if test["passed"]:
         speed_bytes_per_s = 4 * TEST_NUMBERS / test["all_reduce_s"]
         met = (
-            f"passed: two gloo processes met in {test['seconds']:.1f} s; an all-reduce of "
+            f"passed in {test['seconds']:.1f} s: two gloo processes connected; an all-reduce of "
             f"{4 * TEST_NUMBERS / 2**20:.0f} MiB took {test['all_reduce_s'] * 1e3:.1f} ms "
             f"({speed_bytes_per_s / 1e9:.2f} GB/s)"
         )

@@ -69,7 +69,7 @@ def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None
     num_tokens = texts.engine.counts.generated_tokens
     say(console, f"\n{num_tokens:,} tokens in {took_s:.2f} s, {num_tokens / took_s:,.1f} a second")
     if any(completion.finish_reason == "error" for completion in completions):
-        raise EngineFailed(f"a text has ended early: {NOT_FINITE}")
+        raise EngineFailed(f"generation ended early: {NOT_FINITE}")
     if config.json:
         print_json(_document(prompts, completions, took_s))
 

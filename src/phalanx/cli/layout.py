@@ -46,7 +46,7 @@ def rank_table(strategy: Strategy, num_here: int) -> Table:
     """Return a table of each rank's coordinates and host, with `num_here` ranks per host."""
     axes = strategy.mesh_axes()
     columns = [Column(name, justify="right") for name in ("rank", *axes, "host")]
-    table = Table(*columns, title="Who sits where", title_justify="left", box=None)
+    table = Table(*columns, title="Ranks and hosts", title_justify="left", box=None)
     for rank in range(min(strategy.num_ranks, MAX_LISTED_RANKS)):
         coords, left = list[int](), rank
         for size in reversed(axes.values()):
@@ -55,7 +55,7 @@ def rank_table(strategy: Strategy, num_here: int) -> Table:
         table.add_row(*map(str, (rank, *coords, rank // num_here)))
     if strategy.num_ranks > MAX_LISTED_RANKS:
         table.add_row("...")
-        table.caption = f"and so on to rank {strategy.num_ranks - 1}, the last axis first"
+        table.caption = f"and so on to rank {strategy.num_ranks - 1}; the last axis varies fastest"
     return table
 
 
@@ -67,9 +67,9 @@ def host_crossing_warnings(strategy: Strategy, num_here: int) -> Iterator[str]:
         is_within = name not in ("pp", "dp", "fsdp") and axis.degree > 1
         if is_within and (span > num_here or num_here % span):
             yield (
-                f"{name}{axis.degree} is on several hosts of {num_here} ranks, and sends in each "
-                f"layer, which is slow between hosts; {max(1, num_here // begin)} of its ranks fit "
-                "on one"
+                f"{name}{axis.degree} spans several hosts of {num_here} ranks, but communicates in "
+                f"each layer, which is slow between hosts; {max(1, num_here // begin)} of its "
+                "ranks fit on one host"
             )
 
 

@@ -56,7 +56,7 @@ LONGEST_LINE: Final = 800
 """Longest line of a usage error, in characters; longer ones, with long values, are shortened."""
 
 FILE_ERRORS: Final[Mapping[int, str]] = {
-    errno.ENOSPC: "no space left on the device; free some, or choose a folder on another",
+    errno.ENOSPC: "no space left on the device; free some space, or choose a folder on another",
     errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder",
     errno.EACCES: "permission denied; choose another path, or change its permissions",
     errno.EPERM: "permission denied; choose another path, or change its permissions",
@@ -64,7 +64,7 @@ FILE_ERRORS: Final[Mapping[int, str]] = {
     errno.EEXIST: "there is a file of this name; choose another folder",
     errno.ENOTDIR: "a part of this path is a file, not a folder; choose another path",
     errno.EISDIR: "is a folder; a file was expected",
-    errno.ELOOP: "its links lead in a circle; choose another path",
+    errno.ELOOP: "its symbolic links form a loop; choose another path",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
 }
 """Error number -> advice on a file error that the user can fix; other numbers, except system

@@ -137,7 +137,9 @@ def _check_together(config: PlanConfig) -> None:
         if getattr(config, name) is not None and getattr(config, other) is None:
             raise ConfigError(f"--{name} belongs to --{other}; give both, or neither")
     if config.trace is not None and (config.compare or config.scale):
-        raise ConfigError(f"--trace has no single timeline with {modes[0]}; leave one of them out")
+        raise ConfigError(
+            f"--trace writes one timeline, but {modes[0]} makes several plans; leave one out"
+        )
     if config.svg is not None:
         check_picture(Path(config.svg))
     for path in filter(None, (config.svg, config.trace)):
@@ -159,8 +161,8 @@ def question_of(config: PlanConfig) -> Question:
     shape = with_sizes(shape_of(config.model), config.shape)
     if config.sequence > shape.max_seq_len:
         raise ConfigError(
-            f"--sequence is {config.sequence}, but the positions of {config.model} end at "
-            f"{shape.max_seq_len}; take at most {shape.max_seq_len}, or set --shape.max-seq-len"
+            f"--sequence is {config.sequence}, but {config.model} has only {shape.max_seq_len} "
+            f"positions; give at most {shape.max_seq_len}, or set --shape.max-seq-len"
         )
     _check_precision(config, shape)
     cluster = hardware.cluster(config.cluster)
@@ -171,16 +173,16 @@ def question_of(config: PlanConfig) -> Question:
 
 
 def _check_precision(config: PlanConfig, shape: ModelShape) -> None:
-    """Raise ConfigError unless train has the precision, and the catalogue its rates."""
+    """Raise ConfigError unless the precision is bfloat16 or float16."""
     if config.precision in ("bfloat16", "float16"):
         return
-    why = "is no precision of plan"
+    why = "is not supported by plan"
     if config.precision == PURE:
         gigabytes = [num * num_parameters(shape).total / 1e9 for num in (PURE_BYTES, STATE_BYTES)]
         why = (
-            f"would hold {PURE_BYTES} bytes of a parameter in place of {STATE_BYTES}, of "
-            f"{config.model} {gigabytes[0]:.1f} GB in place of {gigabytes[1]:.1f}, but train does "
-            "not have it: its weights and moments have 32 bits"
+            f"would need {PURE_BYTES} bytes per parameter instead of {STATE_BYTES}, for "
+            f"{config.model} {gigabytes[0]:.1f} GB instead of {gigabytes[1]:.1f}, but train does "
+            "not support it: the weights and moments of train have 32 bits"
         )
     raise ConfigError(f"--precision {config.precision} {why}; take bfloat16 or float16")
 

@@ -22,7 +22,7 @@ BAR: Final = 8
 _MFU: Final = "MFU, %\ncausal / full"
 """Heading of the MFU column: FLOPs of causal attention / of full attention."""
 
-_BATCH: Final = "batch: sequences or rows of a microbatch x microbatches of a rank in a step"
+_BATCH: Final = "batch: sequences or rows per microbatch x microbatches per rank and step"
 """Explanation of the column `batch`."""
 
 
@@ -36,7 +36,7 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
     else:
         _say(console, "no strategy fits", "bold")
     if rate := document.get("loader_rows_per_s"):
-        _say(console, f"  the job's loader gives {_rate(rate)} rows a second here, in one process")
+        _say(console, f"  the job's loader yields {_rate(rate)} rows a second here, in one process")
     if document["rejected"]:
         _say(console, "\nrejected, the nearest first:" if candidates else "\nrejected:", "bold")
         for each in document["rejected"]:
@@ -46,7 +46,7 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
         for line in document["advice"]:
             _say(console, f"  {line}")
     if document.get("recipe"):
-        _say(console, "\nrules of the field", "bold")
+        _say(console, "\nrules from practice", "bold")
         for each in document["recipe"]:
             _show_rule(console, each)
 
@@ -85,8 +85,7 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
     _say(console, f"  time: {', '.join(causes)}")
     _say(
         console,
-        f"  memory of stage {best.stage}, the heaviest, at its peak, {best.memory_moment}: "
-        f"{_memory(best)}",
+        f"  peak memory of stage {best.stage}, the heaviest, {best.memory_moment}: {_memory(best)}",
     )
     read = "rows" if unit == "rows" else "sequences"
     _say(console, f"  reads {_rate(best.samples_per_s)} {read} a second on all data ranks together")

@@ -51,8 +51,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"there is no file {path}; expected a Python script")
     if is_under_torchrun():
         raise ConfigError(
-            "phalanx run starts processes of its own, but this is a rank of a job, as under "
-            f"torchrun, already; start the script by it: torchrun ... {path}"
+            "phalanx run starts its own processes, but this process is already a rank, as under "
+            f"torchrun; start the script with torchrun directly: torchrun ... {path}"
         )
     from phalanx.launch.local import prepare_server, run_ranks
     from phalanx.script.arguments import check_python

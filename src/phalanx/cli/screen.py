@@ -91,7 +91,7 @@ def show_config(loaded: Loaded[Any], schedule: Sequence[str] = ()) -> None:
         table.add_row(key, Text(_text(value_at(config, key)), style), Text(source, style))
     screen().print(table)
     if schedule:
-        screen().print("\nschedule of the pipeline, a line a rank")
+        screen().print("\nschedule of the pipeline, one line per rank")
         for line in schedule:
             screen().print(Text(line), soft_wrap=True)
 

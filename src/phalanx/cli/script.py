@@ -107,7 +107,10 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Optio
         why = []
     refuse_servers(strategy, "a script")
     if config.out is not None and config.resume is not None:
-        raise ConfigError("out and resume are both given, and resume writes to its own folder")
+        raise ConfigError(
+            "out and resume are both given, but a resumed run writes to its own folder; give one "
+            "of them"
+        )
     name = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}"
     out = Path(config.resume or config.out or new_folder(name, strategy))
     shared = {each.name: getattr(config, each.name) for each in dataclasses.fields(RunConfig)}

@@ -65,18 +65,18 @@ def run(argv: list[str]) -> int:
         raise ConfigError("RUN is missing; expected: phalanx serve RUN")
     if config.batching == "static":
         raise ConfigError(
-            "batching is static, whose batches begin when they are full: a client that is alone "
+            "batching is static, which starts a batch only when it is full, so a single client "
             "would wait forever; the nearest is dynamic"
         )
     if config.api_key is not None and re.fullmatch("[!-~]+", config.api_key) is None:
         raise ConfigError(
             f"the API key of --api-key or {API_KEY} is empty, or has a space or a character that "
-            "is not ASCII, which no header Authorization can carry; expected visible ASCII"
+            "is not ASCII, which an Authorization header cannot carry; expected visible ASCII"
         )
     if config.follow is not None and config.weights == "int8":
         raise ConfigError(
-            f"follow is {config.follow:g} and weights is int8, which are rounded once, at the "
-            "start; the nearest is weights full"
+            f"follow is {config.follow:g}, but weights is int8, which quantizes the weights only "
+            "at the start; the nearest is weights full"
         )
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(
@@ -99,7 +99,7 @@ def _read(argv: list[str]) -> ServeConfig:
         found, left_out = read_properties(Path(file))
         words = found | words
         if left_out:
-            say(screen(), f"{file}: {', '.join(left_out)} have no meaning here and are left out")
+            say(screen(), f"{file}: ignored {', '.join(left_out)}, which serve does not use")
     if words.get("api_key") is None:
         words["api_key"] = os.environ.get(API_KEY)
     config = ServeConfig(**words)
@@ -120,7 +120,7 @@ def _listener(config: ServeConfig) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except UnicodeError as error:  # a label of the host name is empty or too long
         raise ConfigError(
-            f"cannot listen on {config.host!r}: it is no name of a host ({error}); every machine "
+            f"cannot listen on {config.host!r}: it is not a host name ({error}); every machine "
             "has 127.0.0.1"
         ) from None
     except OSError as error:
@@ -154,7 +154,7 @@ def _serve(config: ServeConfig, served: Served, texts: TextEngine) -> None:
         f"{pool.num_blocks * pool.block_size:,} tokens in blocks of {pool.block_size}",
     )
     if config.api_key is None and not _is_loopback(config.host):
-        say(console, f"{config.host} is reached by other hosts, and no --api-key is set", "yellow")
+        say(console, f"other hosts can reach {config.host}, but no --api-key is set", "yellow")
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:

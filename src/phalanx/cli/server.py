@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
         from phalanx.server.secret import write_secret
 
         write_secret(Path(secret))
-        say(screen(), f"wrote {secret}; give each process of the job a copy, and nobody else")
+        say(screen(), f"wrote {secret}; copy it to each process of the job, and keep it private")
         return 0
     _serve(config, secret, _given(config, "address"))
     return 0
@@ -108,12 +108,14 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
         role = roles.make(config.role or "", name, address, note)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"address is {address}, where nobody can listen: {error}; expected an address of this "
-            "host, such as tcp://127.0.0.1:7000"
+            f"address is {address}, where this host cannot listen: {error}; expected an address "
+            "of this host, such as tcp://127.0.0.1:7000"
         ) from None
     if is_local(role.address) != is_local(address):  # the address names an interface, such as lo
         role.close()
-        raise ConfigError(f"address is {address}, a name of {role.address}; expected the latter")
+        raise ConfigError(
+            f"address is {address}, a name for {role.address}; expected {role.address}"
+        )
     stop = threading.Event()
 
     def end(_signum: int, _frame: FrameType | None) -> None:

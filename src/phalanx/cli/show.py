@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     known = [*topics.RUN, *CATALOGUE]
     if topic not in known:
         raise ConfigError(
-            f"{topic!r} is nothing that show knows{nearest(topic, known)}; it shows "
+            f"{topic!r} is not a topic of show{nearest(topic, known)}; the topics are "
             f"{', '.join(known)}"
         )
     is_run = topic in topics.RUN
@@ -179,15 +179,15 @@ def compared(before: Device, one: Device) -> str:
     flops, bandwidth = one.flops / before.flops, one.bandwidth / before.bandwidth
     text = (
         f"From {before.title} to {one.title}: {flops:.1f}x the FLOP/s, {bandwidth:.1f}x the memory "
-        f"bandwidth; {before.flops_per_byte:.0f} FLOPs fed each byte, now {one.flops_per_byte:.0f} "
-        "must."
+        f"bandwidth; compute-bound work needs {one.flops_per_byte:.0f} FLOPs per byte instead of "
+        f"{before.flops_per_byte:.0f}."
     )
     if flops > bandwidth:
         return (
-            f"{text} What memory limits takes a larger part of a step, so the MFU of one model "
+            f"{text} Memory-bound work takes a larger part of a step, so the MFU of one model "
             "falls although the step is shorter."
         )
-    return f"{text} What memory limits takes a smaller part of a step, so the MFU can rise."
+    return f"{text} Memory-bound work takes a smaller part of a step, so the MFU can rise."
 
 
 def si(value: float, unit: str) -> str:

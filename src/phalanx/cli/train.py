@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
 
 
 def _settled(loaded: Loaded[TrainConfig], request: Request) -> Loaded[TrainConfig]:
-    """Return the resolved settings and their sources: a checkpoint, or "derived" from defaults."""
+    """Return the resolved settings; a changed one has a checkpoint or "derived" as its source."""
     config, sources = request.settings(), dict(loaded.sources)
     for key, source in loaded.sources.items():
         given = value_at(loaded.config, key)

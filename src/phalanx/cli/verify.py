@@ -50,8 +50,8 @@ def run(argv: list[str]) -> int:
             raise
         if loaded.config.train != (schema is VerifyTrainConfig):
             raise ConfigError(
-                "train is set otherwise than by the word --train alone, which decides what else "
-                "may be set; write --train, or leave it out"
+                "train is set by other means than the option --train without a value, which "
+                "decides which options are legal; write --train, or leave it out"
             )
         return loaded, _checked(loaded.config)
 
@@ -79,7 +79,9 @@ def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Con
     if os.environ.get("RANK", "0") == "0":
         show_verdicts(verdicts, console)
         if is_equal and (others := with_second_axis(strategy)):
-            also = f"One axis hides faults that two show. Also run: phalanx verify {others}"
+            also = (
+                f"One axis can hide faults that appear with two. Also run: phalanx verify {others}"
+            )
             console.print(Text(also, "dim"))
         if loaded.json:
             print_verdicts(verdicts)
@@ -96,8 +98,8 @@ def _checked(config: AnyConfig) -> Strategy:
         check_warmup(config.optimizer, config.steps)
     elif is_under_torchrun() and read_rank_env().num_here < read_rank_env().num_ranks:
         raise ConfigError(
-            "verify --train saves to a folder of its own that all ranks read, and they are on "
-            "several hosts; start them on one, or leave --train out"
+            "verify --train saves to a temporary folder that all ranks read, but the ranks are on "
+            "several hosts; start them on one host, or leave --train out"
         )
     strategy = choose_strategy(TrainConfig(strategy=config.strategy, device=config.device))[0]
     if isinstance(config, VerifyConfig):
@@ -110,8 +112,8 @@ def _checked(config: AnyConfig) -> Strategy:
         if config.corpus.seq_len > MOST_LENGTH:
             raise ConfigError(
                 f"corpus.seq_len is {config.corpus.seq_len:,}; expected at most {MOST_LENGTH:,}, "
-                "since verify makes its own text, of several samples, and computes it on one "
-                "process too"
+                "because verify generates a text of several samples, and one process computes "
+                "all of it"
             )
     return strategy
 

@@ -13,7 +13,7 @@ Every collective has these keyword arguments:
 
     algorithm   ring, tree, halving-doubling, direct, or hierarchical/RANKS with RANKS on each host
     group       group of torch.distributed, or None for all ranks of the job. All its ranks must
-                make the same calls in the same order. On ranks outside of it, calls do nothing.
+                make the same calls in the same order. On other ranks, collectives do nothing.
     async_op    start only, and return a work whose `wait` completes it (comm/algorithms/running.py)
 
 `op` is sum, product, min, max, avg, and, or, xor; an average of integers is truncated toward 0.
@@ -109,7 +109,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", **how: Unpack[How]) -> Collectiv
 
 
 def all_gather(output: Tensor, shard: Tensor, **how: Unpack[How]) -> Collective | None:
-    """Fill `output`, P times as large as `shard`, with the shards of all ranks in rank order."""
+    """Fill `output`, as large as P shards for P ranks, with the shards in rank order."""
     group = _joined(how)
     if group is None:
         return None
@@ -173,14 +173,14 @@ def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective 
         return None
     if (given.shape, given.dtype) != (output.shape, output.dtype) or len(given) != group.size():
         raise ScriptError(
-            f"all_to_all: given is {_told(given)} and output {_told(output)}; expected one shape "
-            f"and type, with {group.size()} rows"
+            f"all_to_all: given is {_told(given)} and output {_told(output)}; expected the same "
+            f"shape and dtype, with {group.size()} rows"
         )
     begins, num_bytes = (output.data_ptr(), given.data_ptr()), output.nbytes
     if num_bytes and abs(begins[0] - begins[1]) < num_bytes:
         raise ScriptError(
-            "all_to_all: given and output lie in the same memory, so rows would be overwritten "
-            "before they are sent; give another tensor for output"
+            "all_to_all: given and output overlap in memory, so rows would be overwritten before "
+            "they are sent; pass a separate tensor as output"
         )
     into = _rows("all_to_all", output, output[0], group)
     held = AllToAllChunks(given.reshape(into.shape), into, group.rank())
@@ -244,7 +244,8 @@ def _joined(how: How) -> dist.ProcessGroup | None:
     for name in how:
         if name not in How.__annotations__:
             raise ScriptError(
-                f"a collective takes {', '.join(How.__annotations__)} by name, and not '{name}'"
+                f"a collective accepts the keywords {', '.join(How.__annotations__)}, but not "
+                f"'{name}'"
             )
     group: Any = how.get("group")
     if not dist.is_initialized():
@@ -257,14 +258,14 @@ def _joined(how: How) -> dist.ProcessGroup | None:
 
 
 def _messaging(group: Group, peer: int, tag: int) -> dist.ProcessGroup:
-    """Check a message; return its group after all running collectives are complete."""
+    """Check a message's arguments, complete all running collectives, and return the group."""
     where = _joined({"group": group})
     if where is None:
-        raise ScriptError("this rank is not in the group over which a message goes")
+        raise ScriptError("this rank is not in the group over which the message is sent")
     _check_rank("a message", peer, where)
     if tag and dist.get_backend(where) == "nccl":
         raise ScriptError(
-            f"the tag of a message is {tag}, and NCCL knows no tags: it matches messages by their "
+            f"the tag of a message is {tag}, but NCCL has no tags: it matches messages by their "
             "order; the nearest is tag=0"
         )
     drain()
@@ -287,7 +288,7 @@ def _of_root(
     if group.rank() != root:
         return shard.new_empty(group.size() * shard.numel())
     if full is None:
-        raise ScriptError(f"{name}: rank {root} is the root, and its full tensor is None")
+        raise ScriptError(f"{name}: rank {root} is the root, but its full tensor is None")
     return full
 
 
@@ -296,10 +297,11 @@ def _rows(name: str, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> T
     if full.numel() != group.size() * shard.numel() or full.dtype != shard.dtype:
         raise ScriptError(
             f"{name}: the full tensor is {_told(full)} and the shard {_told(shard)}; expected "
-            f"{group.size()} times as many elements, {group.size() * shard.numel()}, of one type"
+            f"{group.size()} times as many elements, {group.size() * shard.numel()}, and the same "
+            "dtype"
         )
     if not full.is_contiguous():
-        raise ScriptError(f"{name}: the full tensor is not contiguous; give x.contiguous()")
+        raise ScriptError(f"{name}: the full tensor is not contiguous; pass x.contiguous()")
     return full.detach().view(group.size(), shard.numel())
 
 

@@ -33,8 +33,8 @@ def number_of(op: str, dtype: torch.dtype, option: Any = None) -> int:
     """
     if dtype not in DTYPES:
         raise ConfigError(
-            f"{op}: shared memory carries no {dtype}; give tensor.view(torch.uint8), or have gloo "
-            "send by --no-shared-memory (shared_memory=False)"
+            f"{op}: shared memory does not support {dtype}; pass tensor.view(torch.uint8), or let "
+            "gloo send by --no-shared-memory (shared_memory=False)"
         )
     number = [*REDUCTIONS].index(option) if isinstance(option, str) else option or 0
     return OPS.index(op) | DTYPES.index(dtype) << 8 | number << 16

@@ -40,9 +40,9 @@ IS_SUPPORTED: Final = (
     and platform.machine() == "x86_64"
     and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
 )
-"""Whether the CPU orders writes, and this Python has `memfd_create` and `pidfd_open`.
+"""Whether this is Linux on x86-64, and this Python has `memfd_create` and `pidfd_open`.
 
-A Python built on an old system lacks the two functions.
+Only x86-64 orders writes as needed; a Python built on an old system lacks the two functions.
 """
 
 SLOTS: Final = 16
@@ -64,7 +64,7 @@ class _Time(ctypes.Structure):
 
 
 class Post(NamedTuple):
-    """The heap offset and bytes of a call's data, and the call's number (call_number.py)."""
+    """Heap offset and size of a call's data, and `what`, the encoded call (call_number.py)."""
 
     offset: int
     num_bytes: int

@@ -85,12 +85,12 @@ class Comm(ABC):
         return math.prod(self.axes[axis] for axis in self.axes_of(name))
 
     def coord(self, name: str) -> int:
-        """Return this rank's index among the ranks of an axis or a set, outer axis most major."""
+        """Return this rank's row-major index among the ranks of an axis or a set."""
         return self._number(self.axes_of(name))
 
     @property
     def rank(self) -> int:
-        """This rank's global rank in the job."""
+        """The global rank of this process."""
         return self._number(self.axes)
 
     @property
@@ -174,7 +174,7 @@ class Comm(ABC):
     def reduce_scatter(
         self, full: Tensor, axis: str, dim: int, *, is_spent: bool = False
     ) -> Tensor:
-        """Return this rank's shard of the sum along `dim`, whose length the axis's size divides.
+        """Return this rank's shard along `dim` of the sum; the axis size must divide the length.
 
         `is_spent` asserts that `empty` allocated `full` and that it is not written again, so that
         peers may read its pieces in place, also after this call returns.
@@ -260,8 +260,8 @@ class Comm(ABC):
     ) -> tuple[Tensor, bool]:
         """Return the pieces of `full` along `dim`, one per rank, and whether they are spent.
 
-        The pieces of a spent tensor are a view. Others are contiguous: a copy if needed, which is
-        spent.
+        The pieces of a spent tensor are a view. Other pieces are contiguous; if that needs a copy,
+        the copy is spent.
         """
         pieces = full.unflatten(dim, (self.size(axis), -1)).movedim(dim, 0)
         if is_spent or pieces.is_contiguous():
@@ -365,7 +365,7 @@ class Ranks(Comm):
         if os.getpid() != self._process:  # peers would take its messages for the rank's messages
             raise ScriptError(
                 f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
-                "no rank itself; call what sends to other ranks in the script's own process"
+                "not a rank; run communication with other ranks in the script's own process"
             )
         name, engine = f"{op} {axis}", self._engines[axis]
         if op in ("send", "recv"):

@@ -2,8 +2,8 @@
 
 A gloo thread that frees a tensor enters the interpreter, and briefly holds the lock of the
 interpreter's thread list without the GIL. With Python 3.11, a process forked at that moment
-deadlocks: the child acquires this lock before it reinitializes it (`PyOS_AfterFork_Child`). One in
-200 to 500 DataLoaders that forked workers right after a collective deadlocked.
+deadlocks: the child acquires this lock before it reinitializes it (`PyOS_AfterFork_Child`). This
+happened to one in 200 to 500 DataLoaders that forked their workers right after a collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S = 0.0005
 
 @functools.cache
 def delay_forks_until_idle() -> None:
-    """Make each fork of this process wait until its other threads sleep, on Linux."""
+    """On Linux, make each fork wait, at most WAIT_S, until this process's other threads sleep."""
     if sys.platform == "linux":
         os.register_at_fork(before=await_sleep)
 

@@ -85,8 +85,9 @@ class ShardReduction(ReduceScatter):
     """The reduce-scatter that FSDP2 calls; only sums.
 
     FSDP2 does not wait for a reduction, because on a GPU stream order makes it complete in time.
-    On a CPU one reduction runs while backward computes the previous block, unless FSDP2 reads the
-    output immediately. It is waited for when the next reduction allocates, or when backward ends.
+    On a CPU one reduction runs while backward computes the next block (the one before in the
+    model), unless FSDP2 or a parameter's hook reads the output at once. It is waited for when the
+    next reduction allocates, or when backward ends.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class ShardReduction(ReduceScatter):
         Args:
             engine: engine of the ranks that hold the shards.
             last: running reduction, common to all parameter groups of the model.
-            is_read_at_once: called at the start of a reduction; returns whether FSDP2 reads the
-                output immediately.
+            is_read_at_once: called at the start of a reduction; returns whether the output is
+                read immediately.
         """
         self._engine = engine
         self._has_input = False
@@ -135,7 +136,7 @@ class ShardReduction(ReduceScatter):
         """Reduce-scatter; with `async_op` return the running transfer, else leave it or wait."""
         self._has_input = False
         if op != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"reduce_scatter of fsdp only sums; asked for {op}")
+            raise NotImplementedError(f"reduce_scatter of fsdp only sums; its op is {op}")
         with named("reduce_scatter fsdp"):
             work = self._engine.begin("reduce_scatter", output_tensor, input_tensor, is_spent=True)
         assert isinstance(work, Transfer)

@@ -58,7 +58,7 @@ def errors_if_full() -> Generator[None]:
         yield
     except OSError as error:
         raise TrainingError(
-            f"shared memory: {error}; use smaller batches or more hosts, or have gloo send by "
+            f"shared memory: {error}; use smaller batches or more hosts, or let gloo send by "
             "--no-shared-memory (shared_memory=False), which needs fewer buffers"
         ) from error
 
@@ -101,7 +101,9 @@ class Heap(Mapped):
             OSError: the system or one of its limits does not allow it.
         """
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            raise OSError("addresses are limited, and a heap takes as many as the host has memory")
+            raise OSError(
+                "address space is limited, and a heap reserves as much as the host has memory"
+            )
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         file = os.memfd_create(_NAME)
         size = min(MOST_BYTES, memory) // PAGE * PAGE
@@ -138,7 +140,7 @@ class Heap(Mapped):
             if offset is None:
                 offset = self._cut(self._free, size)
                 if offset is None:
-                    raise OSError(f"a heap of {self.num_bytes} bytes has no {size} left")
+                    raise OSError(f"a heap of {self.num_bytes} bytes has no {size} bytes left")
                 try:
                     os.posix_fallocate(self.file, offset, size)
                 except OSError:
@@ -214,6 +216,6 @@ def mapped(process: int, file: int, token: bytes, num_bytes: int) -> Mapped:
     if token not in _MAPPED:
         with memory_file(process, file, _NAME, num_bytes, is_written=True) as opened:
             if os.pread(opened, _TOKEN_BYTES, 0) != token:
-                raise OSError(f"file {file} of process {process} is another heap")
+                raise OSError(f"file {file} of process {process} is a different heap")
             _MAPPED[token] = Mapped(opened, num_bytes)  # mmap duplicates the descriptor
     return _MAPPED[token]

@@ -5,8 +5,9 @@ communicates with few peers is connected lazily instead, and a barrier then open
 will use: to the ranks 1, 2, 4, ... away in both directions, which are also the neighbors in gloo's
 rings and trees. So no rank opens its first connection in the middle of a run, where gloo waits five
 times the timeout for a stalled peer, and where two sends that each wait for the other's connection
-deadlock. The groups of all ranks and of dp, which only reduce and broadcast, are connected so. In
-the groups of other axes every pair is connected. NCCL manages its connections itself.
+deadlock. The groups of all ranks and of dp, and second groups (`JobMesh.separate_engines`), which
+only reduce and broadcast, are connected so. In the groups of other axes every pair is connected.
+NCCL manages its connections itself.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def raise_file_limit() -> None:
 
 
 def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
-    """Return the number of open files of rank 0, which is the largest of all ranks.
+    """Estimate the number of open files of rank 0, which has the most of all ranks.
 
     Rank 0 hosts the store, to which each rank connects three times: in `join`, and with `job_store`
     for the checkpoint writer thread and for the check of calls.
@@ -130,8 +131,8 @@ def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
     to_store = STORE_CONNECTIONS * num_ranks
     raise ConfigError(
         f"{num_ranks} ranks need {needed} open files on rank 0, but it may open {limit}: "
-        f"{to_store} connections to the store where the ranks meet, "
-        f"{needed - to_store - RESERVED_FILES} to ranks of its groups and to their memory, and "
+        f"{to_store} for connections to the store by which ranks join, "
+        f"{needed - to_store - RESERVED_FILES} for ranks of its groups and their memory, and "
         f"{RESERVED_FILES} for all else; raise the limit on its host (ulimit -Hn {needed}), "
         f"or start at most {max(1, (limit - (needed - to_store)) // STORE_CONNECTIONS)} ranks"
     )

@@ -26,12 +26,12 @@ def memory_file(
     path = Path(f"/proc/{process}/fd/{number}")
     found = os.readlink(path)  # before opening, because opening a pipe or device could block
     if found != f"/memfd:{name} (deleted)":
-        raise OSError(f"{path} is {found}, and no memory of the name {name}")
+        raise OSError(f"{path} is {found}; expected a memory file named {name}")
     opened = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         size = os.fstat(opened).st_size
         if size != num_bytes:
-            raise OSError(f"{path} has {size} bytes, and not {num_bytes}")
+            raise OSError(f"{path} has {size} bytes; expected {num_bytes}")
         yield opened
     finally:
         os.close(opened)

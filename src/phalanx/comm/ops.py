@@ -67,7 +67,7 @@ def _allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 HEAP: Final = torch.library.Library("shared_memory", "FRAGMENT")
-"""Op that allocates a tensor on the heap, so that memory accounting sees it; not a collective."""
+"""Library of the op that allocates on the heap, so that memory accounting sees the tensors."""
 
 HEAP.define("allocate(SymInt[] size, *, ScalarType dtype) -> Tensor")
 HEAP.impl("allocate", _allocate, "CompositeExplicitAutograd")

@@ -22,7 +22,7 @@ class Pending:
         begin: Callable[[], Pending] | None = None,
         name: str = "",
     ) -> None:
-        """Make `wait` wait for `work`, if any, or first call `begin`; `name` labels traces."""
+        """Make `wait` wait for `work`, or for what `begin` then starts; `name` labels traces."""
         self._tensor = tensor
         self._name = name
         self._work = work

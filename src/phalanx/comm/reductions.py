@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES: Final = 512 << 10
-"""Chunk size of a reduction that reads partial sums again: two chunks fit in a core's cache."""
+"""Bytes per chunk of a reduction that rereads partial sums: two chunks fit in a core's cache."""
 
 _PIECE: Final = 1 << 14
 """Elements per call of the norm kernel on a CPU, which adds sequentially in 32 bits: one call over

@@ -27,8 +27,9 @@ MOST_RANKS: Final = 256
 def connect(group: dist.ProcessGroup, timeout_s: Callable[[], float]) -> SharedMemory | None:
     """Return a shared-memory engine for the collectives of a group; every rank calls this.
 
-    Return None on all ranks if a rank cannot share memory or cannot read the tokens of all others,
-    as on several hosts. Collectives time out after `timeout_s()` seconds.
+    Return None on all ranks if the group has one rank or more than `MOST_RANKS`, or if a rank
+    cannot share memory or read the tokens of all others, as on several hosts. Collectives time out
+    after `timeout_s()` seconds.
     """
     size = group.size()
     if not 1 < size <= MOST_RANKS:

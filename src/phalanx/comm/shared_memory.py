@@ -15,13 +15,13 @@ A rank posts the location of its tensor in its heap, and the other ranks read it
 The terms of each element are added in rank order, whichever rank adds them and however the tensor
 is cut: the sum is bitwise equal on all ranks and in every run.
 
-A tensor allocated by `empty` is on the heap; any other tensor is copied there first. A block stays
-allocated until all ranks have read it, even if its tensor is freed earlier. So a rank does not wait
-for the readers of a tensor that `is_spent`, and continues while its peers are busy elsewhere.
+A tensor above `SMALL_BYTES` from `empty` is on the heap; any other is copied there first. A block
+stays allocated until all ranks have read it, even if its tensor is freed earlier. So a rank does
+not wait for the readers of a tensor that `is_spent`, and continues while its peers are busy.
 
-[Note: Progress] No background thread runs collectives while a rank computes: a rank makes progress
-only where it waits, and there also on the other collectives that it has started. So two ranks may
-wait for two collectives in different orders.
+[Note: Progress] No background thread runs collectives while a rank computes. A rank advances a
+collective when it starts it, and then only while it waits for this or another collective: a wait
+advances all that the rank has started. So two ranks may wait for two of them in different orders.
 
 [Note: Unwatched] A rank continues a collective wherever it waits, possibly in a recomputed forward
 or in a step whose memory is counted. Dispatch modes see only the op that started the collective,
@@ -55,7 +55,7 @@ from phalanx.comm.waits import waiting
 from phalanx.errors import CollectiveMismatch, named
 
 SMALL_BYTES: Final = 32 << 10
-"""Largest tensor, in bytes, that each rank reduces alone, because a second wait takes longer."""
+"""Most bytes of an all_reduce in which each rank adds the full tensors: a second wait is slower."""
 
 CROWDED_TICK_S: Final = 1e-3
 """Time a rank sleeps for one collective while it has started others, in seconds."""
@@ -171,7 +171,7 @@ class SharedMemory(CommEngine):
 
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        is_small = math.prod(size) * dtype.itemsize <= SMALL_BYTES  # a copy takes less than a block
+        is_small = math.prod(size) * dtype.itemsize <= SMALL_BYTES  # cheaper to copy
         if is_small or device.type != "cpu":  # a dry run allocates on the meta device
             return super().empty(size, dtype, device)
         with errors_if_full():
@@ -372,8 +372,8 @@ class SharedMemory(CommEngine):
             raise CollectiveMismatch(
                 f"{named(ranks[:1])} calls {describe(call.what, call.num_bytes)}, but "
                 f"{named(ranks[1:])} {describe(post.what, post.num_bytes)}; each rank must make "
-                "the same calls, and under fsdp run the same modules, an expert without rows too: "
-                "--debug-comm, or phalanx.init(debug_comm=True), names places",
+                "the same calls, and under fsdp run the same modules, also experts without rows; "
+                "--debug-comm, or phalanx.init(debug_comm=True), reports the place of each call",
                 min(ranks),
             )
         memory = self._channels.members[peer].memory

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from torch import Tensor
 
 Wait = Callable[[Tensor | None], AbstractContextManager[None]]
-"""Context manager entered while a rank waits for a tensor, or None if the tensor is unknown."""
+"""Awaited tensor, or None if unknown -> context that is entered for the time of the wait."""
 
 _WAITS: ContextVar[tuple[Wait, ...]] = ContextVar("waits", default=())
 

@@ -1,6 +1,6 @@
 """Intercept every operator that passes PyTorch's dispatcher, including operators of libraries.
 
-A `Watch` is a dispatch mode that calls its method `see` for each operator that runs inside
+A `Watch` is a dispatch mode that calls its method `run_operator` for each operator that runs inside
 `with watch:`. The communication ledger, the check of collectives and memory accounting are watches.
 
 [Note: Composites] One of our operators may consist of collectives and other operators, yet be a
@@ -55,7 +55,7 @@ class Phases:
 
 
 class Watch(Phases, TorchDispatchMode):
-    """A dispatch mode whose `see` gets each operator, with `phase_name` the current phase."""
+    """A dispatch mode that calls `run_operator` for each operator, with `phase_name` set."""
 
     supports_higher_order_operators = True  # without it, the mode fails on such operators
 

@@ -85,7 +85,7 @@ class Use(Flag):
     NOT_RESUMED = auto()
     """Not read from the run's file on a resume, because the checkpoint contains its effect."""
     FIXED_BY_TOKENIZER = auto()
-    """Like FRESH, if the run folder has the tokenizer.json that resulted from this setting."""
+    """Like NOT_RESUMED, if the run folder has the tokenizer.json that this setting resulted in."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ def check_value(setting: Setting, value: Any) -> None:
     if isinstance(value, str):
         if not value.strip():
             raise ConfigError(
-                f"{setting.key} is empty, such as a variable of the shell that is not set; give it "
-                "a value, or leave it out"
+                f"{setting.key} is empty, perhaps because a shell variable is not set; give it a "
+                "value, or leave it out"
             )
         check_utf8(setting.key, value)
         if "\0" in value:
-            raise ConfigError(f"{setting.key} is {value!r}; expected text without the NUL in it")
+            raise ConfigError(f"{setting.key} is {value!r}; expected text without NUL characters")
 
 
 def check_utf8(key: str, value: str) -> None:
@@ -176,8 +176,8 @@ def check_utf8(key: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{key} is {value!r}, which is not UTF-8, so that no record of the run could name it; "
-            "give it a name in UTF-8, by a link, say"
+            f"{key} is {value!r}, which is not UTF-8, so no record of the run could contain it; "
+            "give a name in UTF-8, for example by a link"
         ) from None
 
 
@@ -205,7 +205,7 @@ def check_type(key: str, hint: Any, value: Any) -> None:
     if isinstance(value, str):
         near = nearest(value, choices(hint))
     elif isinstance(value, float) and int in members(hint) and abs(value) <= MAX_INT64:
-        near = f", of which {round(value)} is the nearest"
+        near = f"; the nearest is {round(value)}"
     elif isinstance(value, int) and not isinstance(value, bool) and float in members(hint):
         near = f" of at most {sys.float_info.max:g}"
     raise ConfigError(f"{key} is {_shown(value)}; expected {describe(hint)}{near}")
@@ -256,7 +256,7 @@ def read_text(hint: Any, text: str) -> Any:
     """Convert a text from the command line to a value of the type `hint`.
 
     Raises:
-        ConfigError: the text has no value of this type.
+        ConfigError: the text stands for no value of this type.
     """
     types_ = members(hint)
     if type(None) in types_ and text.lower() == "none":
@@ -279,8 +279,7 @@ def _check_range(key: str, legal: Range | OneOf, value: float, *, is_whole: bool
             *most, last = (f"{each:g}" for each in legal.values)
             near = min(legal.values, key=lambda each: abs(each - value))
             raise ConfigError(
-                f"{key} is {value:g}; expected {', '.join(most)} or {last}, of which {near:g} is "
-                "the nearest"
+                f"{key} is {value:g}; expected {', '.join(most)} or {last}; the nearest is {near:g}"
             )
         return
     low, high, ends = legal.low, legal.high, legal.ends

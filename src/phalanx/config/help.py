@@ -100,7 +100,7 @@ def _flags(setting: Setting) -> str:
 
 
 def _default(value: Any) -> str:
-    """Return the words for a default; empty for None, whose meaning the setting's text gives."""
+    """Return the words for a default; empty for None (the text explains it), False, [] and ""."""
     if value is None or value is False or value in ([], ""):
         return ""
     text = " ".join(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else str(value)

@@ -53,7 +53,7 @@ def load_config(
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a file that cannot be read.
-        SystemExit: with code 0, after --help.
+        SystemExit: with code 0, after --help or --completion.
     """
     words = read_words(argv, _Options, schema, prog=prog)
     options = _Options(**{key: words.pop(key) for key in vars(_Options()) if key in words})
@@ -102,8 +102,8 @@ def _resumed_settings(
     values = read_values(str(run_file), keys, is_foreign=True)
     if unkept := [key for key in keys_for(TrainConfig, Use.NOT_SAVED) if key in values]:
         raise ConfigError(
-            f"{run_file}: no run keeps '{unkept[0]}' there, and a resumed run does not take "
-            f"it from a file that somebody else may have written; take it out, or give "
+            f"{run_file}: no run saves '{unkept[0]}' there, and a resumed run does not read it "
+            f"from a file that somebody else may have written; remove the setting, or give "
             f"--{unkept[0].replace('_', '-')} on the command line"
         )
     return {key: value for key, value in values.items() if key not in dropped}
@@ -118,5 +118,7 @@ def missing_path_notes(loaded: Loaded[TrainConfig]) -> list[str]:
             continue
         beside = os.path.join(os.path.dirname(source), value)
         exists = f"; {beside} exists" if os.path.exists(beside) else ""
-        lines.append(f"{key} '{value}', of {source}, is looked for in the working folder{exists}")
+        lines.append(
+            f"{key} '{value}', from {source}, does not exist in the working folder{exists}"
+        )
     return lines

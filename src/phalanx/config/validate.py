@@ -42,18 +42,18 @@ def check(config: TrainConfig) -> None:
     if AUTO in (config.strategy, config.batch.microbatch) and config.batch.accumulation is not None:
         raise ConfigError(
             f"batch.accumulation is {config.batch.accumulation}, but auto chooses it with the "
-            "microbatch; leave it out, and say batch.global_size"
+            "microbatch; leave it out, and set batch.global_size"
         )
     _check_worker(config)
     if config.init is not None and config.resume is not None:
         raise ConfigError(
-            f"init is {config.init} and resume is {config.resume}, but each says where the weights "
-            "come from; resume continues a run, init begins another from its weights"
+            f"init is {config.init} and resume is {config.resume}, but both set the initial "
+            "weights; resume continues a run, init starts a new run from the weights of another"
         )
     if config.tokenizer is not None and config.corpus.vocab_size is not None:
         raise ConfigError(
             f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
-            f"but tokenizer is {config.tokenizer}, which is trained; give one of them"
+            f"but tokenizer is {config.tokenizer}, which is already trained; give one of them"
         )
 
 
@@ -67,7 +67,7 @@ def _check_worker(config: TrainConfig) -> None:
     if missing := [name for name in names if name not in given]:
         raise ConfigError(
             f"server.{given[0]} is {getattr(server, given[0])}, but server.{missing[0]} is unset; "
-            "a worker of servers that run already needs coordinator, worker and secret"
+            "a worker that joins running servers needs coordinator, worker and secret"
         )
     strategy = None if config.strategy in (None, AUTO) else Strategy.parse(config.strategy)
     if strategy is None or not strategy.is_served:
@@ -177,7 +177,7 @@ def _other_factor(size: int, name: str, known: int, num_data_ranks: int) -> int:
         below, above = other * unit, (other + 1) * unit
         legal = f"{below} and {above} are" if below else f"{above} is"
         raise BatchError(
-            f"batch.global_size is {size}, which {name} {known} x {num_data_ranks} data ranks "
-            f"= {unit} does not divide; {legal} the nearest global_size that it divides"
+            f"batch.global_size is {size}, but it must be a multiple of {name} {known} x "
+            f"{num_data_ranks} data ranks = {unit}; {legal} the nearest"
         )
     return other

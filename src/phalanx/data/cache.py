@@ -78,7 +78,7 @@ def find_or_make(
             if read_facts(folder) is None:  # else another process renamed its folder first
                 raise
     if (facts := read_facts(folder)) is None:
-        raise DataError(f"{folder} was damaged while it was made; make it again")
+        raise DataError(f"{folder} was damaged while it was written; start again")
     return facts
 
 

@@ -314,9 +314,7 @@ def _library_files() -> list[tuple[str, Path]]:
     if topics is not None and topics.origin is not None:
         found.insert(0, (_TOPICS, Path(topics.origin)))
     if not found:
-        raise DataError(
-            f"this Python keeps no standard library at {root}; name a corpus with --data"
-        )
+        raise DataError(f"this Python has no standard library at {root}; give a corpus with --data")
     return found
 
 

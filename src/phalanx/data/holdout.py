@@ -11,7 +11,7 @@ from phalanx.data.corpus import Document
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Numbers of the validation documents; `cut` is a partly held-out one and its bytes there."""
+    """Numbers of the validation documents; `cut` is (number, bytes) of one held out in part."""
 
     validation: frozenset[int] = frozenset()
     cut: tuple[int, int] | None = None

@@ -106,11 +106,11 @@ def count_rows(batch: Any) -> int:
     if not sizes:
         raise ConfigError(
             f"a batch is a {type(batch).__name__} without a tensor whose first dimension is the "
-            "samples; expected one at least"
+            "samples; expected at least one"
         )
     if len(sizes) > 1:
         raise ConfigError(
-            f"the tensors of a batch have {sorted(sizes)} rows; expected one number for all, "
+            f"the tensors of a batch have {sorted(sizes)} rows; expected the same number for all, "
             "the samples"
         )
     return sizes.pop()

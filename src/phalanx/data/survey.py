@@ -92,7 +92,7 @@ class Corpus:
             if before is not None and self._read() != before:
                 raise DataError(
                     f"the corpus changed while it was prepared; it had {before.num_bytes} bytes; "
-                    "start again when nothing writes to it"
+                    "start again when no process writes to it"
                 )
         assert self._names_and_sizes is not None, "names_and_sizes() before text()"
         return self._names_and_sizes

@@ -67,8 +67,8 @@ def open_token_file(path: Path) -> TokenFile:
         if (magic, version) == (_MAGIC, _VERSION) and width_bytes in (2, 4) and is_whole:
             return TokenFile(path, num_tokens, end_id, width_bytes)
     raise DataError(
-        f"{path} is no whole file of tokens of version {_VERSION}; remove it and prepare the data "
-        "again"
+        f"{path} is not a complete token file of version {_VERSION}; remove it and prepare the "
+        "data again"
     )
 
 

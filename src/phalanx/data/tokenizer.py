@@ -148,7 +148,7 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
             return token
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     raise DataError(
-        f"the tokenizer has no token that ends a text: expected one of {', '.join(_END_NAMES)}; "
+        f"the tokenizer has no end-of-text token: expected one of {', '.join(_END_NAMES)}; "
         f"its special tokens are {', '.join(special[:8]) or 'none'}"
     )
 
@@ -237,7 +237,7 @@ class CoverageCheck:
         words = f"it has no token for {', '.join(map(repr, lost[:5]))}; " if lost else ""
         raise DataError(
             f"the tokenizer loses text: {line[:60]!r} in {name} has {len(line.encode())} bytes, "
-            f"and its tokens stand for {self._count(self._encode(line))}; {words}give a tokenizer "
+            f"but its tokens represent {self._count(self._encode(line))}; {words}give a tokenizer "
             "that covers every byte, or leave it out to train one"
         )
 

@@ -97,7 +97,7 @@ def prepare(
         model_vocab_size: rows of the model's embedding.
         tokenizer: a tokenizer.json; None trains one on the corpus.
         is_follower: whether another process of this host has just made the same call; hashes of
-            its cached files are not checked again.
+            its cached token files are not checked again.
         progress: callback with the progress of the work.
 
     Raises:
@@ -122,8 +122,8 @@ def prepare(
     files = open_tokens(folder)
     if files.train.num_tokens == 0:
         raise DataError(
-            f"nothing is left to train on: the corpus has {text.num_bytes} bytes, all kept aside "
-            f"by corpus.validation = {corpus.validation}; lower it, or give more text"
+            f"nothing is left to train on: the corpus has {text.num_bytes} bytes, all used for "
+            f"corpus.validation = {corpus.validation}; lower that setting, or give more text"
         )
     return files
 
@@ -164,7 +164,7 @@ def open_tokens(folder: str | Path) -> TokenFiles:
     folder = Path(folder)
     facts = read_facts(folder, is_hashed=False)
     if facts is None:
-        raise DataError(f"{folder} holds no complete tokens; prepare the data again")
+        raise DataError(f"{folder} has no complete token files; prepare the data again")
     return TokenFiles(
         folder,
         open_token_file(folder / _TRAIN),
@@ -204,7 +204,7 @@ def _trained_tokenizer(cache: Path, source: Corpus, text: TextStats, vocab_size:
         stride = -(-text.num_bytes // _TRAINING_BYTES)
         chosen = _watch(islice(pieces, 0, None, stride), stride, text, source.report)
         trained = train_tokenizer(
-            chosen, vocab_size, lambda: source.report("merge the commonest pairs", 0, 0)
+            chosen, vocab_size, lambda: source.report("merge the most frequent pairs", 0, 0)
         )
         (partial / _TOKENIZER).write_text(trained.to_str(), "utf-8")
         return {}
@@ -254,5 +254,5 @@ def _encode(
     if done_bytes != text.num_bytes:
         raise DataError(
             f"the corpus changed while it was read, from {text.num_bytes} bytes to {done_bytes}; "
-            f"start again when nothing writes to it"
+            f"start again when no process writes to it"
         )

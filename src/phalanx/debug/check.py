@@ -230,14 +230,14 @@ class CollectiveCheck(Watch):
         for rank in missing:
             end = self._words.read(f"gone/{rank}")
             if end == LEFT:
-                why = f"rank {rank} has left, without an error, and will not come to {meeting}"
+                why = f"rank {rank} has finished without an error and will not reach {meeting}"
                 advice = "\nEach rank must make the same number of calls."
                 break
             if end is not None and waited_s > min(GRACE_S, self._words.limit_s):
-                why = f"rank {rank} has ended by {end} and will not come to {meeting}"
+                why = f"rank {rank} has ended by {end} and will not reach {meeting}"
                 break
         if missing and not why and waited_s > self._words.limit_s:
-            why = f"{named(missing)} did not come to {meeting} within {self._words.limit_s:g} s"
+            why = f"{named(missing)} did not reach {meeting} within {self._words.limit_s:g} s"
         if why:
             raise self._words.verdict(f"{why}\n{self._scene(meeting, missing)}{advice}")
 

@@ -20,7 +20,7 @@ class Edge(NamedTuple):
     Attributes:
         rank: the rank that is waited for.
         key: store key that the other rank sets or deletes.
-        waits_while_set: True if the wait lasts while the key exists, False if until the key exists.
+        waits_while_set: True if the wait lasts while the key exists, False if until it exists.
     """
 
     rank: int

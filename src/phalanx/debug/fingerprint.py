@@ -87,7 +87,7 @@ class Fingerprint:
     phase: str = ""
 
     def text(self) -> str:
-        """Return the fingerprint as one line of JSON, the input of `read`."""
+        """Return one line of JSON, the input of `read`; equal fingerprints have equal text."""
         return json.dumps(vars(self))
 
     @staticmethod
@@ -163,8 +163,8 @@ def difference(
         for gift, (taker, taking) in zip(giving.sent_shapes, calls.items(), strict=False):
             taken = taking.received_shapes[index]
             if gift != taken:
-                what = f"rank {giver} gives rank {taker} {gift or 'nothing'}, which takes"
-                return giver, taker, f"shape: {what} {taken or 'nothing'} from it"
+                what = f"rank {giver} sends {gift or 'nothing'} to rank {taker}, which expects"
+                return giver, taker, f"shape: {what} {taken or 'nothing'} from rank {giver}"
     names = {rank: call.tensor for rank, call in calls.items() if call.tensor}
     names = {rank: name for rank, name in names.items() if has_name(name)}
     if pair := _odd_one(names):

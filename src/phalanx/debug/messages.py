@@ -34,7 +34,7 @@ class Messages:
         self._receiving: dict[int, tuple[int, str, Fingerprint]] = {}
 
     def receive_any(self, call: Call) -> None:
-        """Stop comparing messages to this rank, because a receive has no defined sender."""
+        """Stop comparing messages to this rank on the group: a receive may match any sender."""
         self._store.set(self._any_source_key(call, self._rank), "")
 
     def pair(self, call: Call, fingerprint: Fingerprint) -> None:
@@ -94,7 +94,7 @@ class Messages:
             # A sender that has left is reported by `_await`, or by its own `leave`.
             if end not in (None, LEFT) and waited_s > min(GRACE_S, self._words.limit_s):
                 raise self._words.verdict(
-                    f"rank {sender} has ended by {end}, and sends no more\n{words}"
+                    f"rank {sender} has ended by {end}, and sends no more messages\n{words}"
                 )
             self._words.refuse_deadlock([Edge(sender, key, True)], words)
 
@@ -120,7 +120,7 @@ class Messages:
             call = Fingerprint.read(json.loads(text)[0])
             last = f"{described(sender, call)}\n{'':10}was its last call"
         return self._words.verdict(
-            f"rank {sender} has left, without an error, and {waits}\n{words}\n{last}\n"
+            f"rank {sender} has finished without an error, and {waits}\n{words}\n{last}\n"
             "Each rank must make the same number of calls."
         )
 

@@ -1,4 +1,4 @@
-"""Access of the check to the job's store: verdict, waits and deadlocks.
+"""The check's part of the job's store: the verdict, polling waits and deadlock detection.
 
 The first error that a rank finds, the verdict, is raised by all ranks. A rank that waits checks
 every LOOK_S for a verdict, and for a cycle of waits.
@@ -51,8 +51,8 @@ class CheckStore:
             yield
         except dist.DistNetworkError as error:
             raise CollectiveMismatch(
-                "the calls of the ranks cannot be compared any more: the process that holds "
-                "the job's store (rank 0, or torchrun's own) has ended; its last words say why",
+                "the calls of the ranks can no longer be compared: the process that runs the "
+                "job's store (rank 0, or torchrun's own) has ended; its last output says why",
                 self.rank,
             ) from error
 
@@ -82,7 +82,7 @@ class CheckStore:
             lines = "\n".join(cycle.values())
             raise self.verdict(
                 f"deadlock: {named(sorted(cycle))} wait for each other\n{lines}\n"
-                "Ranks must come to their calls and messages in one order."
+                "All ranks must make their calls and messages in the same order."
             )
 
     def verdict(self, message: str) -> CollectiveMismatch:

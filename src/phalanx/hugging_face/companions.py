@@ -78,8 +78,8 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
     for name, file in files.items():
         if (num_bytes := file.stat().st_size) > MOST_BYTES:
             raise CheckpointError(
-                f"{file} has {num_bytes:,} bytes; expected a file beside weights of at most "
-                f"{MOST_BYTES:,}"
+                f"{file} has {num_bytes:,} bytes; expected at most {MOST_BYTES:,} for a file that "
+                "accompanies weights"
             )
         shutil.copyfile(file, destination / name)
     return sorted(files)

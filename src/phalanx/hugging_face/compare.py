@@ -41,8 +41,8 @@ class Agreement:
         return (
             f"the logits of {self.theirs} of transformers and of Phalanx's decoder {verdict} on "
             f"{self.num_rows} x {self.length} random tokens in float32: they differ by at most "
-            f"{self.largest_difference:.1e}, the largest is {self.largest_logit:.2f}, and "
-            f"{TOLERANCE * self.largest_logit:.1e} passes"
+            f"{self.largest_difference:.1e}, with a limit of {TOLERANCE * self.largest_logit:.1e} "
+            f"for a largest logit of {self.largest_logit:.2f}"
         )
 
 

@@ -188,13 +188,16 @@ def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str,
         default = [_FULL if first is None or n < first else _WINDOWED for n in range(num_layers)]
         if first is None and _WINDOWED in (config.get("layer_types") or ()):
             raise ConfigError(
-                "layer_types has windows, but use_sliding_window is not true; say one or the other"
+                "layer_types has windows, but use_sliding_window is not true; set it to true, or "
+                "remove the windows"
             )
     kinds = config.get("layer_types") or default
     if not isinstance(kinds, list) or len(cast("list[Any]", kinds)) != num_layers:
         raise ConfigError(f"layer_types is {kinds!r}; expected a list of {num_layers} blocks")
     if family.windows != "layers" and kinds != default:
-        raise ConfigError(f"layer_types is {kinds!r}; of this type only {default!r} is computed")
+        raise ConfigError(
+            f"layer_types is {kinds!r}; only {default!r} is supported for this model_type"
+        )
     every = _full_every(cast("list[Any]", kinds), config.get("sliding_window_pattern"))
     if every == 1:
         return {"window": None}
@@ -218,7 +221,7 @@ def _full_every(kinds: list[Any], wanted: Any) -> int | None:
     raise ConfigError(
         "windows are mixed: blocks "
         f"{', '.join(str(n) for n, full in enumerate(is_full) if full)} of {len(kinds)} have none; "
-        "it is computed that all have one, none, or all but the last of every N"
+        "expected windows in all blocks, in none, or in all but the last of every N"
     )
 
 
@@ -259,7 +262,7 @@ def _rope(
     if low >= high:
         raise ConfigError(
             f"low_freq_factor is {low:g} and high_freq_factor is {high:g}; "
-            "expected a low one below the high one"
+            "expected low_freq_factor below high_freq_factor"
         )
     return theta, (factor, low, high, _whole(rope, original, most=MAX_ROWS))
 
@@ -290,4 +293,4 @@ def _require(config: Mapping[str, Any], option: str, legal: Any, absent: Any = N
     """Raise ConfigError unless an option has the legal value; its default is `absent`, if given."""
     actual = config.get(option, legal if absent is None else absent)
     if actual != legal and not (actual is None and option in _NOT_COMPUTED):
-        raise ConfigError(f"{option} is {actual!r}; only {legal!r} is computed")
+        raise ConfigError(f"{option} is {actual!r}; only {legal!r} is supported")

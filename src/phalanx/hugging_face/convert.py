@@ -151,8 +151,8 @@ def open_hugging_face(folder: Path) -> Weights:
     tensors = TensorFiles(folder)
     if shape.num_layers > len(tensors.sizes):  # before a large model is built
         raise CheckpointError(
-            f"{folder}: it has {len(tensors.sizes)} tensors; its {folders.CONFIG} asks for "
-            f"{shape.num_layers} layers"
+            f"{folder}: it has {len(tensors.sizes)} tensors, fewer than the {shape.num_layers} "
+            f"layers in its {folders.CONFIG}"
         )
     try:
         read = reader(shape, config["model_type"], tensors.sizes, tensors.read)
@@ -249,8 +249,8 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     out = tensor.to(dtype)
     if dtype == torch.float16 and bool((out.isinf() & tensor.isfinite()).any()):
         raise CheckpointError(
-            f"'{name}' has values up to {float(tensor.abs().max()):g}, but float16 ends at "
-            f"{torch.finfo(dtype).max:g}; use --dtype bfloat16 or float32"
+            f"'{name}' has values up to {float(tensor.abs().max()):g}, but float16 has "
+            f"at most {torch.finfo(dtype).max:g}; use --dtype bfloat16 or float32"
         )
     return out
 
@@ -274,8 +274,8 @@ def decoder_of(model: nn.Module) -> Decoder:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ConfigError(
-            f"decoder_of takes a model of transformers, and this is a {type(model).__name__}; "
-            "expected one such as LlamaForCausalLM"
+            f"decoder_of takes a model of transformers, not a {type(model).__name__}; expected one "
+            "such as LlamaForCausalLM"
         )
     shape = shape_from_hf(config.to_dict())
     tensors = model.state_dict()

@@ -160,7 +160,7 @@ def families_of(shape: ModelShape) -> list[str]:
         return legal
     family = min(differing, key=lambda name: len(differing[name]))
     raise ConfigError(
-        f"no Hugging Face model of {', '.join(FAMILIES)} computes this shape; the nearest is "
+        f"no Hugging Face model type of {', '.join(FAMILIES)} supports this shape; the nearest is "
         f"{family}, but {', '.join(differing[family])}"
     )
 
@@ -172,7 +172,7 @@ def family_of(shape: ModelShape, wanted: str | None = None) -> str:
         return legal[0]
     if wanted not in legal:
         raise ConfigError(
-            f"the model type is to be '{wanted}', which does not compute this shape; legal are "
+            f"the requested model type '{wanted}' does not support this shape; legal are "
             f"{', '.join(legal)}"
         )
     return wanted

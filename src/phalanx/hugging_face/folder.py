@@ -48,8 +48,8 @@ class TensorFiles:
         for name, file in index.items():
             if self._files.get(name) != folder / file:
                 raise CheckpointError(
-                    f"{folder / INDEX} says that '{name}' is in {file}, which does not hold it; "
-                    "is the folder whole?"
+                    f"{folder / INDEX} lists '{name}' in {file}, which does not contain it; "
+                    "is the folder complete?"
                 )
 
     def _add(self, name: str, file: Path, entry: Any) -> None:
@@ -99,7 +99,7 @@ def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
         return [folder / name for name in sorted(names)]
     if old := sorted(file.name for file in folder.glob("*.bin")):
         raise CheckpointError(
-            f"{folder} holds its weights as {old[0]}, a pickle, which can run any code when it is "
+            f"{folder} has its weights in {old[0]}, a pickle, which can run any code when it is "
             "read; expected safetensors, which "
             "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)` of transformers "
             "writes"
@@ -119,7 +119,7 @@ def _index(folder: Path) -> dict[str, str]:
         if all(map(is_plain_name, files.values())):
             return files
     raise CheckpointError(
-        f"{folder / INDEX} has no weight_map from the names of tensors to names of files beside"
+        f"{folder / INDEX} has no weight_map from tensor names to file names in this folder"
     )
 
 

@@ -93,7 +93,7 @@ class TheirTensor:
     is_transposed: bool = False
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return their tensor from our tensors, in the order of `ours`; a view if there is one."""
+        """Return their tensor from our tensors, in the order of `ours`; a view of a single one."""
         stacked = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         return stacked.T if self.is_transposed else stacked
 
@@ -166,16 +166,14 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
     left -= set(found.values())
     if left:
         raise CheckpointError(
-            f"the model has no '{min(left)}', the first of {len(left)} such weights; is the shape "
-            "the one of their config.json?"
+            f"the model has no '{min(left)}', the first of {len(left)} unexpected weights; does "
+            "config.json belong to these weights?"
         )
     expected = sizes_of(shape)
     for link in links:
         wanted, actual = tuple(link.join_sizes(expected)), tuple(sizes[found[link.theirs]])
         if actual != wanted:
-            raise CheckpointError(
-                f"'{found[link.theirs]}' is {actual}; the shape asks for {wanted}"
-            )
+            raise CheckpointError(f"'{found[link.theirs]}' has shape {actual}; expected {wanted}")
     return found
 
 
@@ -196,8 +194,8 @@ def reader(
     for name in _tied_copies(sizes, shape):
         if not torch.equal(read_theirs(name), read_theirs(embedding)):
             raise CheckpointError(
-                f"the config.json ties the output to the embedding, but '{name}' is not "
-                f"'{embedding}'; set tie_word_embeddings to false there to keep both"
+                f"config.json ties the output to the embedding, but '{name}' differs from "
+                f"'{embedding}'; set tie_word_embeddings to false in it to keep both"
             )
 
     def read(name: str) -> Tensor:

@@ -69,7 +69,7 @@ class Answer(ABC):
         try:
             async for number, piece, finished in updates:
                 if piece is None or finished == "error":
-                    why = "the engine has ended by an error" if piece is None else NOT_FINITE
+                    why = "the engine has ended with an error" if piece is None else NOT_FINITE
                     yield _event(error_body(why, "server_error"))
                     return
                 if not piece.text and finished is None and not self._has_scores and number in begun:
@@ -177,7 +177,7 @@ def _num_begun(content: bytes) -> int:
 
 
 def _completion(ticket: Ticket) -> Completion:
-    assert ticket.completion is not None, "it has finished"
+    assert ticket.completion is not None, "the ticket has no completion"
     return ticket.completion
 
 

@@ -89,8 +89,8 @@ class LocalHosts:
             host = Headers(scope=scope).get("host", "")
             if not _needs_no_dns(host):
                 message = (
-                    f"the header Host is {host!r:.99}; without an API key this server answers to "
-                    "localhost and to addresses alone"
+                    f"the header Host is {host!r:.99}; without an API key this server accepts "
+                    "only localhost and IP addresses"
                 )
                 refusal = JSONResponse(error_body(message, "invalid_request_error"), 403)
                 return await refusal(scope, receive, send)
@@ -123,13 +123,15 @@ class Gateway:
         num_texts = len(body.prompts) * body.num_choices
         if not 1 <= num_texts <= MAX_CHOICES:
             raise ConfigError(
-                f"{len(body.prompts)} prompts with n {body.num_choices} ask for {num_texts} texts; "
+                f"{len(body.prompts)} prompts with n {body.num_choices} request {num_texts} texts; "
                 f"expected 1 to {MAX_CHOICES}"
             )
         encoded = [p if isinstance(p, list) else self.served.encode(p) for p in body.prompts]
         vocab_size = self.served.weights.shape.vocab_size
         if any(token >= vocab_size for prompt in encoded for token in prompt):
-            raise ConfigError(f"prompt: a token is not below {vocab_size}, the vocabulary")
+            raise ConfigError(
+                f"prompt has a token that is not below {vocab_size}, the vocabulary size"
+            )
         answer = CompletionAnswer(body.logprobs, self.served)
         return await self._answer(request, body, encoded, DEFAULT_TOKENS, body.logprobs, answer)
 
@@ -137,10 +139,10 @@ class Gateway:
         """Answer `/v1/chat/completions`."""
         body: ChatBody = await self._body(request, ChatBody)
         if body.top_logprobs is not None and not body.logprobs:
-            raise ConfigError("top_logprobs: it needs logprobs: true")
+            raise ConfigError("top_logprobs requires logprobs: true")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ConfigError(
-                "max_tokens and max_completion_tokens are one thing; give one of them"
+                "max_tokens and max_completion_tokens are the same limit; give only one of them"
             )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         prompt = self._chat.encode(body.messages)
@@ -154,7 +156,9 @@ class Gateway:
         key = self.limits.api_key
         given = request.headers.get("authorization", "")
         if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise HTTPException(401, "the header Authorization is not 'Bearer' and the key")
+            raise HTTPException(
+                401, "the header Authorization is not 'Bearer KEY' with the API key"
+            )
         said = request.headers.get("content-type", "")
         if said.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(
@@ -169,9 +173,9 @@ class Gateway:
                         most = f"{self.limits.max_body_bytes:,}"
                         raise HTTPException(413, f"the body has more than {most} bytes", CLOSE)
         except ClientDisconnect:
-            raise HTTPException(499, "the client has left") from None
+            raise HTTPException(499, "the client has disconnected") from None
         except TimeoutError:
-            why = f"the body took over {BODY_TIMEOUT_S:g} s"
+            why = f"the body took more than {BODY_TIMEOUT_S:g} s to arrive"
             raise HTTPException(408, why, CLOSE) from None
         body = parse(kind, bytes(content))
         if body.model is not None:
@@ -181,7 +185,9 @@ class Gateway:
     def check_model(self, name: str) -> None:
         """Raise HTTPException 404 if `name` is not the served model."""
         if name != self.served.name:
-            raise HTTPException(404, f"there is no model {name!r:.99}; it is {self.served.name!r}")
+            raise HTTPException(
+                404, f"there is no model {name!r:.99}; the served model is {self.served.name!r}"
+            )
 
     async def _answer(
         self,

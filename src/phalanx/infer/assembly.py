@@ -131,14 +131,14 @@ def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> 
         if num_blocks * size * token_bytes > free_bytes:
             nearest = free_bytes // (size * token_bytes) * size
             raise ConfigError(
-                f"cache_tokens is {config.cache_tokens:,}, and each takes {token_bytes:,} bytes of "
-                f"the {free_bytes:,} that are free; the nearest is {nearest:,}"
+                f"cache_tokens is {config.cache_tokens:,}, and each takes {token_bytes:,} bytes, "
+                f"but only {free_bytes:,} bytes are free; the nearest is {nearest:,}"
             )
         return num_blocks
     most = int(CACHE_PART * free_bytes) // (size * token_bytes)
     if most < 1:
         raise ConfigError(
-            f"a block of the cache has {size * token_bytes:,} bytes, and {CACHE_PART:.0%} of the "
-            "free memory is less; give a smaller block_size, or free some memory"
+            f"a block of the cache takes {size * token_bytes:,} bytes, more than {CACHE_PART:.0%} "
+            "of the free memory; set a smaller block_size, or free some memory"
         )
     return min(config.slots * longest, most)

@@ -33,7 +33,9 @@ class Chat:
         if served.chat_templates:
             if (source := served.chat_templates.get(DEFAULT)) is None:
                 names = ", ".join(served.chat_templates)
-                raise ConfigError(f"the chat templates of the model are {names}; none is {DEFAULT}")
+                raise ConfigError(
+                    f"the chat templates of the model are {names}; expected one named {DEFAULT}"
+                )
             # The same environment as in apply_chat_template of transformers.
             environment = ImmutableSandboxedEnvironment(
                 trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

@@ -123,7 +123,7 @@ class Engine:
                 nearest = f"{self.max_total_tokens - 1} prompt tokens with max_tokens 1"
             owner = "model" if self.max_total_tokens == self.max_seq_len else "cache"
             raise ConfigError(
-                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} more are "
+                f"a prompt of {len(prompt)} tokens with max_tokens {sampling.max_tokens} needs "
                 f"{len(prompt) + sampling.max_tokens}; the {owner} has {self.max_total_tokens} "
                 f"positions; the nearest that fits is {nearest}"
             )

@@ -31,11 +31,14 @@ POLL_S = 0.005
 
 
 class QueueFull(PhalanxError):
-    """The queue has the largest number of waiting requests."""
+    """The server already runs and queues the largest number of requests."""
 
 
 class Update(NamedTuple):
-    """A new piece of a completion, with its finish reason; without a piece, the engine stopped."""
+    """A new piece of completion `number`, with its finish reason.
+
+    Without a piece, the engine has stopped, or, with number -1, the client has disconnected.
+    """
 
     number: int
     piece: Piece | None
@@ -115,8 +118,8 @@ class EngineThread:
             )
         if len(self._open) + num_new > self._max_requests:
             raise QueueFull(
-                f"{len(self._open)} requests are served or wait, and {self._max_requests} may; "
-                "try again"
+                f"{len(self._open)} requests run or wait, of at most {self._max_requests}; try "
+                "again later"
             )
         updates: asyncio.Queue[Update] = asyncio.Queue()
         tickets = [

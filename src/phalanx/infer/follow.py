@@ -46,7 +46,7 @@ def run_to_follow(served: Served) -> Path:
     run = manifest.run_of(served.weights.folder)
     if run is None:
         raise ConfigError(
-            f"follow is set, but {served.weights.folder} is no checkpoint of a run folder, in "
-            "which later ones would appear"
+            f"follow is set, but {served.weights.folder} is not a checkpoint of a run "
+            "folder, where later checkpoints would appear"
         )
     return run

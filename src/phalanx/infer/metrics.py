@@ -31,7 +31,9 @@ class ServerMetrics(Collector):
         def histogram(name: str, about: str) -> Histogram:
             return Histogram(f"phalanx_{name}", about, buckets=SECONDS, registry=self._registry)
 
-        self._first = histogram("first_token_seconds", "From a request's arrival to its token.")
+        self._first = histogram(
+            "first_token_seconds", "From a request's arrival to its first token."
+        )
         self._between = histogram("between_tokens_seconds", "Between two tokens of a request.")
         self._whole = histogram("request_seconds", "From a request's arrival to its end.")
 

@@ -173,7 +173,7 @@ class BlockPool:
 
     def clear_prefixes(self) -> None:
         """Unregister all contents, for example after new weights; no sequence may hold blocks."""
-        assert self.num_held == 0, "a sequence holds blocks whose content is forgotten"
+        assert self.num_held == 0, "a sequence holds blocks whose content would be unregistered"
         self._block_by_key.clear()
         self._key_of.clear()
 

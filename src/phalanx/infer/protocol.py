@@ -141,7 +141,9 @@ class Message(Body):
     @model_validator(mode="after")
     def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"content is null, which only an assistant's may be, not {self.role}")
+            raise ValueError(
+                f"content is null; only a message of role assistant may omit it, not {self.role}"
+            )
         return self
 
     @property
@@ -178,7 +180,7 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
         value = json.loads(content)
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is no JSON: {str(error)[:200]}") from None
+        raise ConfigError(f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"the body is a {type(value).__name__}; expected an object")
     try:
@@ -187,7 +189,7 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{where}: is not known, or not built") from None
+            raise ConfigError(f"{where} is unknown or not supported") from None
         if first["type"] == "missing":
             raise ConfigError(f"{where} is missing") from None
         given = json.dumps(first["input"], ensure_ascii=False)
@@ -207,7 +209,7 @@ def new_id(prefix: str) -> str:
 
 
 def usage(num_prompt: int, num_found: int, num_new: int) -> dict[str, Any]:
-    """Return the `usage` object of a response; `num_cached` prompt tokens came from the cache."""
+    """Return the `usage` object of a response; `num_found` prompt tokens came from the cache."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,

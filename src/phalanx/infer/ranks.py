@@ -64,7 +64,7 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> None:
         return
     if config.weights == "int8":
         raise ConfigError(
-            f"weights is int8, which is built for one process, and strategy is {strategy}; the "
+            f"weights is int8, which needs a single process, but strategy is {strategy}; the "
             "nearest is weights full"
         )
     plan_decoder(strategy, served.weights.shape)  # raises before any process starts
@@ -88,9 +88,9 @@ def strategy_of(config: EngineConfig) -> Strategy:
     if other or (strategy.tp.degree > 1 and strategy.tp.kind not in KINDS):
         degree = max(strategy.tp.degree, 2)
         raise StrategyError(
-            f"strategy is {strategy}; generation splits a model by tp alone, in the layouts "
+            f"strategy is {strategy}; generation splits a model only by tp, in the layouts "
             f"{' and '.join(KINDS)}; the nearest are tp{degree} and tp{degree}:megatron. A "
-            "checkpoint that any strategy has written can be read"
+            "checkpoint can be read whichever strategy wrote it"
         )
     return strategy
 

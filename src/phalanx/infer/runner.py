@@ -79,7 +79,7 @@ class ModelRunner:
         """
         weights = open_checkpoint(folder)
         if weights.shape != self.model.shape:
-            raise CheckpointError(f"{folder} is of a model of another shape")
+            raise CheckpointError(f"{folder} has a model of a different shape")
         fill = fill_from(weights)
         read: list[tuple[Tensor, Tensor]] = []
         for name, parameter in self.model.named_parameters():

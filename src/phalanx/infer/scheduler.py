@@ -166,8 +166,9 @@ class Scheduler:
         most = len(request.prompt) + request.sampling.max_tokens
         if self.pool.blocks_for(most) > self.pool.num_blocks:
             raise ConfigError(
-                f"a prompt of {len(request.prompt)} tokens and {request.sampling.max_tokens} more "
-                f"are {most}; the cache has room for {self.pool.num_blocks * self.pool.block_size}"
+                f"a prompt of {len(request.prompt)} tokens with max_tokens "
+                f"{request.sampling.max_tokens} needs {most} positions; the cache has "
+                f"{self.pool.num_blocks * self.pool.block_size}"
             )
         request.arrival_s = now_s
         self.waiting.append(request)
@@ -184,7 +185,7 @@ class Scheduler:
         request.siblings = []
 
     def fail(self, request: GenerationRequest) -> None:
-        """Finish a request whose logits are not finite; no other request reuses its blocks."""
+        """Finish a request whose logits are not finite; no other request finds its blocks."""
         self.pool.unpublish(request.table)
         self.finish(request, "error")
 
@@ -269,7 +270,7 @@ class Scheduler:
         return self.pool.reserve(request.table, start, stop)
 
     def _chunk_end(self, request: GenerationRequest, step: ScheduledStep) -> int:
-        """Return the end of the tokens of a request to compute in a step that has room for one."""
+        """Return the end of the span to schedule in a step with room for at least one token."""
         if not self.is_chunked:
             return len(request.tokens)  # may exceed the budget
         room = self.budget - step.num_tokens

@@ -72,9 +72,9 @@ class Served:
         tokens = [*(self.begin_ids or ()), *ids]
         if (most := max(tokens, default=0)) >= self.weights.shape.vocab_size:
             raise ConfigError(
-                f"the tokenizer gives token {most:,}, and the model has tokens from 0 to "
-                f"{self.weights.shape.vocab_size - 1:,}; put the model's tokenizer.json beside its "
-                "weights"
+                f"the tokenizer returns token {most:,}, but the model has tokens from 0 to "
+                f"{self.weights.shape.vocab_size - 1:,}; put the model's tokenizer.json into the "
+                "folder of its weights"
             )
         return tokens
 
@@ -90,9 +90,7 @@ def open_served(path: Path) -> Served:
     weights = open_hugging_face(path) if is_foreign else open_checkpoint(path)
     file = tokenizer_of(weights.folder)
     if file is None:
-        raise CheckpointError(
-            f"{weights.folder} has no tokenizer.json; put the model's beside its weights"
-        )
+        raise CheckpointError(f"{weights.folder} has no tokenizer.json; put the model's file there")
     tokenizer = load_tokenizer(file)
     if is_foreign:
         given, of = read_config(path), path / CONFIG
@@ -145,7 +143,7 @@ def _templates(folder: Path, *, may_be_link: bool) -> tuple[dict[str, str], dict
             return decode(dict[str, str], several), names
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{file}: chat_template is {brief(given)}; expected a text, or a list of objects "
+                f"{file}: chat_template is {brief(given)}; expected a string, or a list of objects "
                 "with name and template"
             ) from error
     return {DEFAULT: given} if isinstance(given, str) else {}, names

@@ -78,7 +78,7 @@ class TextEngine:
         Raises:
             CheckpointError: the checkpoint cannot be loaded; the old weights stay.
         """
-        assert self._load is not None, "this engine's weights are another's to change"
+        assert self._load is not None, "this engine does not own its weights"
         self._load(folder)
         self.engine.invalidate_cache()
 

@@ -2,7 +2,7 @@
 
 The first rank of each host prepares first; the other ranks of the host then reuse the files that
 it stored. Each rank writes its facts to the job's store, and rank 0 reports differences. Versions
-of this package and of torch must be equal too: versions may differ in the messages between ranks.
+of this package and of torch must be equal too, because messages between ranks may change with them.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def _read(store: Store, key: int | str) -> str:
     import torch.distributed as dist
 
     try:
-        with PULSE.waiting("waiting for others to prepare the job"):
+        with PULSE.waiting("waiting for other ranks to prepare the job"):
             text = store.get(f"{key}").decode()
     except dist.DistNetworkError as error:
-        raise PeerFailed("the rank that holds the store has left") from error
+        raise PeerFailed("the rank that hosts the store has ended") from error
     if text == FAILED:
-        raise PeerFailed("another rank could not prepare the job; its own message says why")
+        raise PeerFailed("another rank could not prepare the job; see that rank's error")
     return text
 
 
@@ -98,7 +98,7 @@ def check_same(facts: list[dict[str, Any]]) -> None:
         if ours.get(name) != theirs.get(name)
     ]
     raise ConfigError(
-        f"{named(others)} would run another job than rank 0: they differ in "
+        f"{named(others)} would run a different job than rank 0: they differ in "
         f"{'; '.join(differing)}; give all hosts the same settings, data, packages and Python "
         "(whose standard library is the default data)"
     )

@@ -1,6 +1,6 @@
 """Run functions on this host, each in a separate job of one rank, under one supervisor.
 
-A process that a signal ended, such as by `kill -9`, is restarted; a function that fails ends all.
+A process that a signal ended, as `kill -9` does, may be restarted; a function that fails ends all.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _RestartingSupervisor(Supervisor):
         if not self.max_restarts or (process.exitcode or 0) >= 0:
             return False
         self.max_restarts -= 1
-        report(f"process {process.pid} was ended by a signal; another takes its place")
+        report(f"process {process.pid} was ended by a signal; a new process replaces it")
         del self.running[line]
         line.close()
         started: list[Rank] = []

@@ -155,7 +155,7 @@ def add_line(error: PhalanxError, path: str = "") -> None:
 
 
 def leave_at_end() -> None:
-    """Install the exit hooks before this process joins a job, which it leaves when it ends."""
+    """Install exit hooks by which this process, when it ends, leaves a job that it joins later."""
     if not _attached:
         _attached.append(_Attached(nullcontext()))
 
@@ -173,8 +173,8 @@ def _refuse_helper() -> None:
     # tests/launch/test_exit_code.py pins it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ScriptError(
-            "a process that this script has started, such as a DataLoader's worker that is "
-            "spawned, runs the script again; put what the script runs below `if __name__ == "
+            "a process that this script started, such as a spawned DataLoader worker, runs the "
+            "script again; put the statements that the script runs below `if __name__ == "
             '"__main__":`'
         )
 
@@ -194,8 +194,8 @@ def _as_joined(facts: Mapping[str, Any], device: str, timeout_s: float | None) -
     joined = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if device not in ("auto", joined):
         raise ConfigError(
-            f"init: device is {device}, but this process has joined a job on {joined}; start it "
-            f"by: phalanx run SCRIPT --device {device}"
+            f"init: device is {device}, but this process has joined a job on {joined}; start "
+            f"the script by: phalanx run SCRIPT --device {device}"
         )
     return joined
 
@@ -289,11 +289,11 @@ def _heed_alone() -> None:
 def _stop(signum: int) -> None:
     PULSE.stop_signal = signum
     name = signal.Signals(signum).name
-    report(f"{name}: the script is asked to stop; a second signal ends it at once")
+    report(f"{name}: the script was asked to stop; a second signal ends it at once")
 
 
 def _end_of_stop() -> int:
-    """Return the exit code of a script that has ended; report the signal if it obeyed one."""
+    """Return the exit code of a script that has ended; on rank 0, report a signal it obeyed."""
     if not PULSE.handled_signal:
         return 0
     if os.environ.get("RANK", "0") == "0":

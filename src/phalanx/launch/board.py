@@ -21,7 +21,7 @@ STILL_S: Final = 20.0
 """Longest time that a rank's main thread may stay at one place before a report, in seconds."""
 
 SILENT_S: Final = 10.0
-"""Longest time without a heartbeat before a report, in seconds; a rank sends one each second."""
+"""Longest time without a heartbeat before a report, in seconds; one arrives every 1 or 2 s."""
 
 STOPPED_S: Final = 2.0
 """Shortest stop of a process that is reported, in seconds; Ctrl-Z and `fg` stop all briefly."""
@@ -118,7 +118,7 @@ class HeartbeatMonitor:
         return [rank for rank, at_s in heard if now_s - at_s > limit_s]
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether a signal has stopped a rank's process; False off Linux or this host."""
+        """Return whether a signal has stopped a rank; False if not `here`, or off Linux."""
         if rank in self._here and rank in self._beats:
             with suppress(OSError, IndexError):
                 status = Path(f"/proc/{self._beats[rank][0].process}/stat").read_text()
@@ -153,10 +153,10 @@ class HeartbeatMonitor:
         if len(ranks) == 1:
             who += f" (process {beats[0].process})"
         is_stopped = all(map(self.is_stopped, ranks))
-        how = "been stopped by a signal" if is_stopped else "not been heard of"
+        how = "been stopped by a signal" if is_stopped else "sent no heartbeat"
         for_s = time.monotonic() - min(self._beats[rank][1] for rank in ranks)
         words = f"{who} {'have' if len(ranks) > 1 else 'has'} {how} for {for_s:.0f} s"
-        words += f" (last heard of: {beats[0].doing})"
+        words += f" (last heartbeat: {beats[0].doing})"
         if not is_stopped and not all(rank in self._here for rank in ranks):
             words += ": the process or the host is lost or stopped, or the network to it is cut"
         return words
@@ -192,14 +192,16 @@ class HeartbeatMonitor:
         if not self._returned or not going or len(waiting) < len(going):
             return ""
         return self.described(
-            f"{named(sorted(self._returned))} returned, and now nobody answers those that wait in "
-            "a collective; each rank must make the same calls:"
+            f"{named(sorted(self._returned))} returned, so the collectives in which the other "
+            "ranks wait cannot complete; each rank must make the same calls:"
         )
 
     def in_vain(self, rank: int, silent: Sequence[int]) -> str:
         """Return a message that `rank` waited in vain, for the `silent` ranks if there are any."""
         waited = f"{named([rank])} has waited in vain for another rank"
-        return f"{self.why(silent)}; {waited}" if silent else self.described(f"{waited}; all stood")
+        if silent:
+            return f"{self.why(silent)}; {waited}"
+        return self.described(f"{waited}; all ranks were at:")
 
     def stall(self) -> str | None:
         """Return a report if ranks stand still, once for each such period, else None."""
@@ -216,10 +218,12 @@ class HeartbeatMonitor:
         still = [rank for rank in still_s if still_s[rank] >= limit_s]
         # A job that stood still this long and then continued is slow: the next limit is higher.
         self._is_reported, self._limit_s = True, 2 * longest_s
-        places = self.described(f"{named(still)} at one place for {longest_s:.0f} s:")
+        places = self.described(
+            f"{named(still)} at the same place in the code for {longest_s:.0f} s:"
+        )
         return (
-            f"{places}\nUnless this is a slow step: end it, and start again with --debug-comm, "
-            "which compares the calls of the ranks"
+            f"{places}\nUnless this step is expected to be slow, end the job and start again with "
+            "--debug-comm, which compares the calls of the ranks"
         )
 
     def described(self, heading: str) -> str:
@@ -234,5 +238,5 @@ class HeartbeatMonitor:
             if place:
                 lines.append(f"    for {still_s:.0f} s at {place}")
         if len(groups) > NUM_SHOWN:
-            lines.append(f"  and {len(groups) - NUM_SHOWN} more groups of ranks, each elsewhere")
+            lines.append(f"  and {len(groups) - NUM_SHOWN} more groups of ranks at other places")
         return "\n".join(lines)

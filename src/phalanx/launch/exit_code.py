@@ -3,8 +3,8 @@
 The exit code of a job of several ranks is chosen in failure.py.
 
 A rank leaves by `os._exit` in an atexit function, to which Python does not pass the exit code. The
-interpreter reads the attribute `code` of the SystemExit when it ends, so a read of this attribute
-without a caller in Python is the end of the process.
+interpreter reads the attribute `code` of the SystemExit that ends the process, so a read without a
+caller in Python means that the process ends with this code.
 """
 
 from __future__ import annotations

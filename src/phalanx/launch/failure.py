@@ -157,24 +157,24 @@ def failure_of_dead_process(rank: int, process: BaseProcess, log: str) -> Failur
     """Return the failure of a rank whose process ended without reporting an error."""
     process.join(5)
     code = process.exitcode
-    how = f"exit code {code}"
+    how = f"with exit code {code}"
     if code is not None and code < 0:
-        how = f"signal {signal.Signals(-code).name}"
-    text = f"the process ended by {how}, without a Python traceback"
+        how = f"by signal {signal.Signals(-code).name}"
+    text = f"the process ended {how}, without a Python traceback"
     if code == -signal.SIGABRT:
         text += (
-            "; gloo ends so a process whose collective does not match another rank's, or is "
-            "called by one rank alone: --debug-comm, or phalanx.init(debug_comm=True), names it; "
-            "and C++ one that has too little memory or too few threads: see ulimit -v, ulimit -u "
-            "and pids.max"
+            "; gloo aborts a process whose collective does not match another rank's, or is called "
+            "by only one rank: --debug-comm, or phalanx.init(debug_comm=True), names that call; "
+            "C++ aborts a process that has too little memory or too few threads: see ulimit -v, "
+            "ulimit -u and pids.max"
         )
     if code == 1:  # exit code of multiprocessing if it cannot import or find the function
         text += (
-            ' of its work; a script that starts ranks needs `if __name__ == "__main__":` before '
-            "what it runs, and a function that can be imported from its file"
+            ' of its function; a script that starts ranks needs `if __name__ == "__main__":` '
+            "before the statements that it runs, and a function that can be imported from its file"
         )
     if log:
-        text += f"; {log} has what it printed"
+        text += f"; its output is in {log}"
     # Time 0 makes it the first failure, because the failures of its peers are consequences.
     return Failure(rank, 0.0, text, exit_code=code if code is not None and code > 0 else 1)
 

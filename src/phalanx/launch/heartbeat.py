@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 BEAT_S = 1.0
-"""Interval between two heartbeats of a rank, in seconds."""
+"""Interval between two heartbeats of a rank to its parent process, in seconds."""
 
 _COMPUTING = ("_engine_run_backward",)
 """Functions of torch that compute for long at one place; a thread in them is not standing still."""

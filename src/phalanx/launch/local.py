@@ -49,7 +49,7 @@ TICK_S: Final = 0.25
 """Longest wait of the supervisor for a message before it checks for signals, in seconds."""
 
 SILENT_PEER_S: Final = 2.0
-"""Least silence of a rank for which another rank may have waited in vain, in seconds."""
+"""Shortest silence, in seconds, for which a rank is named as one that others waited for in vain."""
 
 LEAVING_S = 2.0
 """Time that ranks have to exit by themselves before they are killed, in seconds."""
@@ -138,8 +138,8 @@ def _run_here(
     if num_there != num_ranks:
         raise ConfigError(
             f"this process is a rank of a job of {num_there}, as under torchrun, but "
-            f"{num_ranks} ranks are asked for; start {num_ranks}, or unset RANK and WORLD_SIZE to "
-            "start them from here"
+            f"{num_ranks} ranks are requested; start a job of {num_ranks}, or unset RANK and "
+            "WORLD_SIZE so that this process starts them"
         )
     attach({}, device=device, timeout_s=timeout_s)
     try:
@@ -160,8 +160,8 @@ def prepare_server() -> ForkServerContext:
             raise
         folder = tempfile.gettempdir()
         raise ConfigError(
-            f"the temporary folder {folder} has a name of {len(folder)} characters, too long for "
-            "the sockets by which processes are started; set TMPDIR to a shorter one, such as /tmp"
+            f"the path of the temporary folder {folder} has {len(folder)} characters, too many for "
+            "the sockets by which processes are started; set TMPDIR to a shorter path, such as /tmp"
         ) from None
     return context
 
@@ -211,14 +211,14 @@ def _start(
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         name = getattr(function, "__qualname__", repr(function))
         raise ConfigError(
-            f"{name} or an argument of it cannot be sent to another process: {error}; a function "
-            "must be importable by name (at the top of a file, not a lambda and not inside "
-            "another function), and its arguments must be picklable"
+            f"{name} or one of its arguments cannot be sent to another process: {error}; a "
+            "function must be importable by name (at the top of a file, not a lambda and not "
+            "inside another function), and its arguments must be picklable"
         ) from error
     except EOFError as error:
         raise ConfigError(
-            "the server that forks processes could start none; raise the limit of processes "
-            "(ulimit -u, pids.max) or of memory"
+            "the server that forks processes could not start a process; raise the limit on "
+            "processes (ulimit -u, pids.max) or on memory"
         ) from error
     theirs.close()
     return process, ours
@@ -335,7 +335,7 @@ class Supervisor:
             with suppress(OSError):  # the rank has ended: the next `_receive` detects it
                 line.send(signum)
         report(
-            f"{signal.Signals(signum).name}: the run ends after the step under way and a "
+            f"{signal.Signals(signum).name}: the run ends after the current step and a "
             "checkpoint; a second signal ends it at once"
         )
 

@@ -14,7 +14,7 @@ MOST_DIGITS: Final = 9
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Rank and number of ranks of this process, in the job and on this host (`num_here` ranks)."""
+    """The rank of this process and the number of ranks, in the job and on the host (`num_here`)."""
 
     rank: int
     num_ranks: int
@@ -60,8 +60,8 @@ def read_rank_env() -> RankEnv:
     if before < 0 or after < num_here - env.local_rank:
         raise ConfigError(
             f"RANK {env.rank} of WORLD_SIZE {env.num_ranks} cannot be LOCAL_RANK "
-            f"{env.local_rank} of LOCAL_WORLD_SIZE {num_here}: the ranks of a host follow one "
-            "another; set all four as torchrun does"
+            f"{env.local_rank} of LOCAL_WORLD_SIZE {num_here}: the ranks of a host must be "
+            "consecutive; set all four as torchrun does"
         )
     return env
 
@@ -71,7 +71,7 @@ def _number(name: str, default: int, least: int = 0) -> int:
     if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
         shown = text if len(text) <= 2 * MOST_DIGITS else f"{text[:MOST_DIGITS]}..."
         raise ConfigError(
-            f"the environment's {name} is {shown!r}; expected a whole number from {least} of at "
-            f"most {MOST_DIGITS} digits"
+            f"the environment's {name} is {shown!r}; expected a whole number from {least} "
+            f"with at most {MOST_DIGITS} digits"
         )
     return int(text)

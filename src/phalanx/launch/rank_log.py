@@ -51,8 +51,8 @@ def kept(run: Path, rank: int) -> Generator[None]:
     path = run / FOLDER / f"rank-{rank}.log"
     if path.parent.is_symlink():
         raise CheckpointError(
-            f"{path.parent} is a link, and logs are written to the run's own folder; move it away, "
-            "or give another folder"
+            f"{path.parent} is a link, but logs are written only to the run's own folder; move the "
+            "link away, or give another folder"
         )
     with _opened(path) as file:
         log = file.fileno()

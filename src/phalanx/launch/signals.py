@@ -43,7 +43,7 @@ def collected() -> Generator[list[int]]:
 
 @contextmanager
 def handled_in_thread(answer: Callable[[int], None]) -> Generator[None]:
-    """Call `answer`, in a thread, for each signal inside, even while the main thread is in C++."""
+    """Call `answer` in a thread for each signal inside, even while the main thread is in C++."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 

@@ -17,7 +17,7 @@ NEEDED: Final = (
 
 FIRST_PORT: Final = 20000
 NUM_PORTS: Final = 20000
-"""Number of ports; job id and step id select one, equal for all tasks and rarely for two jobs."""
+"""Number of ports: job id and step id select one, so tasks agree and two jobs rarely collide."""
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -53,8 +53,8 @@ def _of_this_task(environment: Mapping[str, str]) -> dict[str, str]:
     if sum(tasks[:node]) + local_rank != rank:
         raise ConfigError(
             f"SLURM_PROCID is {rank} and SLURM_LOCALID {local_rank} on node {node}, but the ranks "
-            f"of a host must follow one another, as {sum(tasks[:node]) + local_rank} would; start "
-            "them with srun --distribution=block"
+            f"of a host must be consecutive, which requires SLURM_PROCID "
+            f"{sum(tasks[:node]) + local_rank}; start them with srun --distribution=block"
         )
     step = int(environment.get("SLURM_STEP_ID", 0))
     port = FIRST_PORT + (int(environment.get("SLURM_JOB_ID", 0)) * 16 + step) % NUM_PORTS

@@ -67,7 +67,7 @@ QUIET_S = 5.0
 """Delay, in seconds, before a rank exits without a message: torchrun ends all at the first exit."""
 
 TOGETHER_S = 3.0
-"""Time, in seconds, in which signals count as one: Ctrl-C arrives from terminal and torchrun."""
+"""Signals within this time, in seconds, count as one: terminal and torchrun both send Ctrl-C."""
 
 
 def run_here(
@@ -171,7 +171,7 @@ class _Stopping:
         if self._asked_s is None and PULSE.handles_stop:
             self._asked_s, PULSE.stop_signal = now_s, signum
             self._report(
-                f"{name}: the run ends after the step under way and a checkpoint; a second signal "
+                f"{name}: the run ends after the current step and a checkpoint; a second signal "
                 f"after {TOGETHER_S:g} s ends it at once"
             )
             return
@@ -198,12 +198,12 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
         if not is_lost_peer(error):
             raise
         name = os.environ.get(interface.VARIABLE)
-        by = f"interface {name}" if name else "the address that its name stands for"
+        by = f"interface {name}" if name else "the address to which its name resolves"
         raise TrainingError(
-            f"the ranks cannot reach each other: {socket.gethostname()} speaks to the others from "
-            f"{own or 'an unknown address'} by {by}; set {interface.VARIABLE} on each host to the "
-            "interface that reaches the others (`ip -brief address` lists them), or start all "
-            "ranks again if one did not come"
+            f"the ranks cannot reach each other: {socket.gethostname()} connects to the others "
+            f"from {own or 'an unknown address'} by {by}; set {interface.VARIABLE} on each host to "
+            "the interface that reaches the other hosts (`ip -brief address` lists interfaces), or "
+            "start all ranks again if one did not start"
         ) from error
 
 
@@ -234,13 +234,14 @@ def _take_gpu(env: RankEnv, store: Store) -> None:
     if env.num_here > 1:
         raise _too_few_gpus(env, torch.cuda.device_count())
     raise ConfigError(
-        f"ranks {taken_by} and {env.rank} would use one GPU, since nothing says that they are "
-        "on one host; set LOCAL_RANK and LOCAL_WORLD_SIZE for each, as torchrun does"
+        f"ranks {taken_by} and {env.rank} would use the same GPU, because LOCAL_WORLD_SIZE does "
+        "not show that they are on one host; set LOCAL_RANK and LOCAL_WORLD_SIZE for each, as "
+        "torchrun does"
     )
 
 
 def _too_few_gpus(env: RankEnv, num_gpus: int) -> ConfigError:
-    fewer = f"start at most {num_gpus} on each (--nproc-per-node), or " if num_gpus else ""
+    fewer = f"start at most {num_gpus} on each host (--nproc-per-node), or " if num_gpus else ""
     return ConfigError(
         f"this host runs {env.num_here} ranks, but has {num_gpus} GPUs; {fewer}use --device cpu"
     )
@@ -262,10 +263,10 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
             raise ConfigError(
                 f"torchrun's store at {os.environ.get('MASTER_ADDR')}:"
                 f"{os.environ.get('MASTER_PORT')} does not answer: {reason}; torchrun on that host "
-                "has ended, or cannot be reached from this one"
+                "has ended, or cannot be reached from this host"
             ) from error
         raise ConfigError(
-            f"RANK and WORLD_SIZE are set, but the ranks cannot meet: {reason}; set MASTER_ADDR "
+            f"RANK and WORLD_SIZE are set, but the ranks cannot connect: {reason}; set MASTER_ADDR "
             f"and MASTER_PORT to the host of rank 0 and a free port on it, start all ranks within "
             f"{timeout_s:g} s (--timeout-s), or unset RANK"
         ) from error

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STORE_BEAT_S: Final = 2.0
-"""Interval between two heartbeats of a rank, in seconds, in a job of a few hundred ranks."""
+"""Interval between two heartbeats of a rank, in seconds, in a job of up to 1000 ranks."""
 
 RANKS_PER_BEAT_S: Final = 500
 """Most heartbeats that the store receives in a second."""
@@ -289,7 +289,7 @@ class Watch:
         if is_lost_peer:
             judged = self._whose(error)
         elif self._exchange.fail(message_of(error)):
-            judged = PeerFailed("another rank of this host reports it")
+            judged = PeerFailed("another rank of this host reports the error")
         else:
             judged = error
         # The watch thread already reports it, and will end this process.

@@ -117,7 +117,7 @@ class LiveDisplay:
             self._progress.stop()
 
     def _time_left(self, step: int, now_s: float) -> str:
-        # Measured from the first step seen: it has the warm-up, and a resumed run starts later.
+        # From the end of the first step seen: without its warm-up, or the steps before a resume.
         first_step, first_s = self._first = self._first or (step, now_s)
         if step <= first_step:
             return "left --:--"
@@ -149,8 +149,8 @@ class RunLog:
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / "tensorboard").is_symlink():
                 raise CheckpointError(
-                    f"{folder / 'tensorboard'} is a link, and records are written to the run's own "
-                    "folder; move it away, or give another folder"
+                    f"{folder / 'tensorboard'} is a link, but records are written only to the "
+                    "run's own folder; move the link away, or give another folder"
                 )
             (folder / "tensorboard").mkdir(exist_ok=True)
             self._file = open_to_append(folder / METRICS_FILE)
@@ -201,8 +201,8 @@ class RunLog:
         """
         if not self.folder.is_dir():  # open files move with a folder, new ones would be made here
             raise TrainingError(
-                f"{self.folder}, the folder of this run, was moved or removed while it runs; its "
-                "records and checkpoints belong together, so it ends here"
+                f"{self.folder}, the folder of this run, was moved or removed during the run; its "
+                "records and checkpoints must stay in one folder, so the run ends"
             )
         line = {"kind": kind, "time": time.time(), **values}
         try:

@@ -113,7 +113,7 @@ class _Span:
 
 
 class MemoryLedger(Watch):
-    """A recorder of the memory of one step, which runs inside `with MemoryLedger(...) as ledger:`.
+    """A recorder of the memory of the step that runs inside `with MemoryLedger(...) as ledger:`.
 
     It costs about 20 microseconds for each tensor operation: use it for one step only.
     """

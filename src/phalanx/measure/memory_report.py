@@ -36,17 +36,17 @@ class MemoryReport(MemoryAccount):
     def doubt(self) -> str | None:
         """Reason why this account is inconsistent; None if it is consistent."""
         held = self.at_end["parameters"] + self.at_end["optimizer"]
-        peak = f"no account is given: its peak of {_mib(self.peak_bytes)} MiB"
+        peak = f"no memory report: the peak of {_mib(self.peak_bytes)} MiB"
         if not held <= self.peak_bytes <= self.largest_bytes:
             return (
-                f"{peak} is below the {_mib(held)} MiB held all along, or above the largest of all "
-                "ranks"
+                f"{peak} is below the {_mib(held)} MiB of parameters and optimizer state, or above "
+                "the largest peak of all ranks"
             )
         if any(self.at_peak[kind] > self.at_most[kind] for kind in KINDS):
-            return "no account is given: at the peak it has more of one kind than ever"
+            return "no memory report: one kind has more bytes at the peak than its own maximum"
         if self.allocated_bytes is not None and self.allocated_bytes < self.peak_bytes:
             gave = _mib(self.allocated_bytes)
-            return f"{peak} is more than the {gave} MiB that CUDA's allocator gave out"
+            return f"{peak} is more than the {gave} MiB that CUDA's allocator has allocated"
         return None
 
     def table(
@@ -83,10 +83,10 @@ class MemoryReport(MemoryAccount):
         resident = f"Rank 0's process had up to {_mib(self.resident_bytes)} MiB in RAM."
         if self.doubt is not None:
             return resident
-        words = f"The peak lies in {self.peak_phase}; the highest of any rank is "
+        words = f"The peak is in {self.peak_phase}; the highest peak of any rank is "
         words += f"{_mib(self.largest_bytes)} MiB. "
         if self.allocated_bytes is not None:
-            words += f"CUDA's allocator gave out {_mib(self.allocated_bytes)} MiB. "
+            words += f"CUDA's allocator allocated {_mib(self.allocated_bytes)} MiB. "
         return words + resident
 
 

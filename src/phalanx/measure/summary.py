@@ -19,8 +19,8 @@ SUM_TOLERANCE = 0.02
 """Largest relative difference of a step's terms from its separately measured wall time."""
 
 _ADVICE: dict[Term, str] = {
-    "data": "look for a slow disk, or for other work on these cores: samples are read ahead",
-    "optimizer": "give it fewer calls: more tokens a step, a fused optimizer, or a sharded one",
+    "data": "samples are prefetched, so look for a slow disk, or for other work on these cores",
+    "optimizer": "use more tokens a step, a fused optimizer, or a sharded one",
     "other": "look for waits for the device, or for other work, between the phases",
 }
 
@@ -40,10 +40,12 @@ class StepSummary:
     def doubt(self) -> str | None:
         """Reason why these times are inconsistent; None if they are consistent."""
         if self.wall_s <= 0 or min(self.shares.values()) < 0:
-            return "no times are given: a part of a step took less than no time, by this clock"
+            return "no step times: by this clock, a term of the steps took less than 0 s"
         total = sum(self.shares.values())
         if abs(total - 1) > SUM_TOLERANCE:
-            return f"no times are given: the terms of a step sum to {100 * total:.0f} % of its time"
+            return (
+                f"no step times: the terms of the steps sum to {100 * total:.0f} % of the wall time"
+            )
         return None
 
 

@@ -24,7 +24,7 @@ GOOD, EXCELLENT = 0.30, 0.40
 
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"
-_COUNTED = "model FLOPs = what PyTorch's FlopCounterMode counts of forward and backward"
+_COUNTED = "model FLOPs = the count of PyTorch's FlopCounterMode for forward and backward"
 _ATTENTION = (
     "12 x pairs x heads x head_dim x layers, pairs = T (T + 1) / 2 a sequence (causal) or T x T "
     "(full)"
@@ -97,9 +97,9 @@ class Utilization:
         for of, rate in self.rates.items():
             if achieved > rate and of == "ceiling":
                 found.append(
-                    f"the ceiling is stale: the step reached {_tera(achieved)}, the matrix "
-                    f"products measured for it only {_tera(rate)}; measure again with `phalanx "
-                    "bench ceiling` on an idle machine"
+                    f"the ceiling is stale: the step reached {_tera(achieved)}, but the ceiling "
+                    f"was measured at only {_tera(rate)}; measure again with `phalanx bench "
+                    "ceiling` on an idle machine"
                 )
             elif achieved > rate:
                 found.append(
@@ -108,9 +108,9 @@ class Utilization:
                 )
             elif claimed > rate:
                 found.append(
-                    f"counted with full attention the step would be at {_tera(claimed)}, above "
-                    f"the {of} of {_tera(rate)}: products that were skipped are counted there, so "
-                    "no such share is given"
+                    f"counted with full attention, the step would reach {_tera(claimed)}, above "
+                    f"the {of} of {_tera(rate)}: that count includes products that the step "
+                    "skipped, so this MFU is not shown"
                 )
         return found
 
@@ -136,7 +136,7 @@ class Utilization:
         if self.mfu("data sheet") is not None:
             lines.append(f"The MFU is {self._grade()}.")
         if not lines:
-            lines.append("no MFU: neither a data sheet nor a measured ceiling for this device")
+            lines.append("no MFU: this device has neither a data sheet nor a measured ceiling")
         lines.append(f"{self.rate_text()} of model FLOPs; {self.formula}")
         return "\n".join(lines + [f"WARNING: {warning}" for warning in self.warnings()])
 

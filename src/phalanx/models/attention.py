@@ -248,7 +248,7 @@ def rotation(
 
     Angles are position * theta ** (-2i / head_dim) for feature pair i (Su et al. 2021, section
     3.2.2), with Llama 3.1's frequency scaling if `shape.rope_scaling` is set. Blocks with a window
-    (`has_window`) use `shape.window_theta` if it is set.
+    (`has_window`) use `shape.window_theta`, without scaling, if it is set.
 
     `positions_BT` is int64; B may be 1 if all rows have the same positions. `dtype` is the dtype of
     the heads to rotate; the angles are computed in float64.

@@ -2,8 +2,8 @@
 
 On a CPU PyTorch computes the first two in a dozen passes over memory, and its bf16 attention runs
 at a tenth of the speed of a matrix product. The functions here compute the same formulas block by
-block, in buffers that stay in cache, and save for backward only their inputs (and a scale per row
-for RMSNorm). On other devices, and under torch.compile, layers.py and attention.py use PyTorch's
+block, in buffers that stay in cache, and save for backward at most their inputs (RMSNorm also a
+scale per row). On other devices, and under torch.compile, layers.py and attention.py use PyTorch's
 own functions.
 
 Suffixes: see decoder.py; N is rows of any kind, n a block of N; t is a block of T.

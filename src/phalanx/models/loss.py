@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks of rows, so that the logits of a batch never exist all at once.
+"""Cross-entropy in chunks of rows, so that the logits of a batch need not exist all at once.
 
     for each chunk n of rows:  logits_nV = hidden_nD @ weight_VD.T          (in the compute dtype)
         for each block of n:   d = softmax(logits) - onehot(labels)         (overwrites the logits)

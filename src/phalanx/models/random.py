@@ -8,7 +8,7 @@ parameter or of a dropout mask, and gets the same numbers as a single process.
     uniform, fill_normal      distributions computed from those bits
 
 SplitMix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014),
-figure 17. Its state is `key + index * GOLDEN`, so an element does not depend on earlier ones.
+figure 17. Its state is `key + index * _GOLDEN`, so an element does not depend on earlier ones.
 """
 
 from __future__ import annotations

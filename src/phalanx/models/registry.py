@@ -93,7 +93,7 @@ def shape_of(name: str) -> ModelShape:
     if name not in PRESETS:
         raise ConfigError(
             f"model: there is no preset {name!r}{nearest(name, PRESETS)}; "
-            f"known are {', '.join(PRESETS)}"
+            f"the presets are {', '.join(PRESETS)}"
         )
     return PRESETS[name]
 

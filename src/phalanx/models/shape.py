@@ -63,7 +63,7 @@ class ModelShape:
         for name in ("full_every", "window_theta"):
             if self.window is None and (value := getattr(self, name)) is not None:
                 raise ConfigError(
-                    f"model shape: {name} is {value}, but window is None; it speaks of a window"
+                    f"model shape: {name} is {value}, but window is None; {name} needs a window"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(

@@ -52,7 +52,7 @@ class Runner(ABC):
         scale: Scale,
         phase: Phase = no_phase,
     ) -> None:
-        """Compute the gradient of the global batch into each `.grad`, with one reduction.
+        """Compute the gradient of the global batch, reduced over ranks, into each `.grad`.
 
         `phase` is called with "forward", "backward" and the phases of the reduction.
         """

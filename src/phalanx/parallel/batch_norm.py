@@ -58,14 +58,14 @@ def require_statistics(model: nn.Module, strategy: Strategy, statistics: Statist
     found = f"{type(norm).__name__} '{name}' takes mean and variance over the rows of a batch"
     if data_ranks == 1:
         raise ConfigError(
-            f"{found}, and a pipeline computes it in microbatches; say batch_norm='global' for "
-            "statistics of each microbatch, as in one process that accumulates as many, "
-            "or put it in eval() for its running statistics"
+            f"{found}, and a pipeline splits the batch into microbatches; set batch_norm='global' "
+            "for statistics of each microbatch, as in one process that accumulates as many, "
+            "or put the norm in eval() to use its running statistics"
         )
     raise ConfigError(
-        f"{found}, which {data_ranks} ranks share; say batch_norm='global' for statistics of "
-        "all rows, as one process computes, or 'local' for statistics of each rank, as "
-        "DistributedDataParallel does"
+        f"{found}, and the batch is split over {data_ranks} ranks; set batch_norm='global' for "
+        "statistics of all rows, as one process computes, or 'local' for statistics of each "
+        "rank, as DistributedDataParallel does"
     )
 
 

@@ -59,8 +59,8 @@ def batch_shape() -> BatchShape:
     shape = _SHAPE.get()
     if shape is None:
         raise RuntimeError(
-            "tp: a layer runs outside of the forward of its model, and the shape of the full batch "
-            "is not known there; run a model without its embedding inside `batch_scope`, and "
+            "tp: a layer runs outside of the forward of its model, where the shape of the full "
+            "batch is unknown; run a model without its embedding inside `batch_scope`, and "
             "recompute by the strategy (recompute:full), not by the model's own checkpointing"
         )
     return shape

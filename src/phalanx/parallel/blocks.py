@@ -48,6 +48,6 @@ def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         if module not in names:
             raise StrategyError(
                 f"fsdp: the `ends` of {type(model).__name__} list a {type(module).__name__} that "
-                "is not a module of it; expected submodules"
+                "is not a submodule of the model; expected submodules"
             )
     return tuple(tuple(names[module] for module in modules) for modules in given)

@@ -36,7 +36,7 @@ def once_differentiable(backward: _Backward) -> _Backward:
 def mapped(
     x: Tensor, forward: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return forward(x), whose gradient is `back(gradient of the result)`; `back` saves nothing."""
+    """Return forward(x), with the gradient `back(gradient of the result)`; saves no tensor."""
     return cast(Tensor, _Map.apply(x, forward, back))
 
 

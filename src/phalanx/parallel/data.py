@@ -239,10 +239,10 @@ class BucketedReducer(GradientReducer):
         if parameter in self._last:
             if bucket.pending is not None:
                 raise TrainingError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was added to "
-                    "again in one backward, after its reduction over dp had begun; reentrant "
-                    "checkpointing of a weight that is used twice does so: give "
-                    "torch.utils.checkpoint use_reentrant=False, or use dp:naive"
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was "
+                    "accumulated again in one backward, after its reduction over dp had begun; "
+                    "reentrant checkpointing of a weight that is used twice causes this: pass "
+                    "use_reentrant=False to torch.utils.checkpoint, or use dp:naive"
                 )
             bucket.missing.discard(parameter)
             self._start_full_buckets()
@@ -305,7 +305,7 @@ class BucketedReducer(GradientReducer):
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return `local` as the shard of a DTensor with the layout of `tensor`; as is if plain."""
+    """Wrap `local` as a DTensor with the layout of `tensor`, unless `tensor` is a plain tensor."""
     if isinstance(tensor, DTensor):
         return DTensor.from_local(
             local,

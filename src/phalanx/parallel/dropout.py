@@ -164,9 +164,9 @@ class _MaskKeys:
             if ticket in uses:
                 return uses[ticket]
         raise ScriptError(
-            f"the dropout '{name}' is recomputed in backward, and torch's generator is not as it "
-            "was in its first run, so its mask would be another; leave torch.utils.checkpoint its "
-            "preserve_rng_state=True"
+            f"the dropout '{name}' is recomputed in backward, and the state of torch's generator "
+            "differs from the first run, so the mask would differ; leave preserve_rng_state=True "
+            "in torch.utils.checkpoint"
         )
 
 
@@ -215,9 +215,9 @@ def warning_of_draws(
             on_found()
             warnings.warn(
                 f"{type(model).__name__} draws from each rank's own generator in training "
-                f"({', '.join(sorted(watch.found))}), so that its numbers depend on the number of "
-                "ranks: a dropout within attention, a functional one, or an nn.Dropout under tp or "
-                "on what has other rows than the batch",
+                f"({', '.join(sorted(watch.found))}), so its results depend on the number of "
+                "ranks; possible causes: a dropout within attention, a functional dropout, or an "
+                "nn.Dropout under tp or on a tensor whose rows are not the rows of the batch",
                 stacklevel=2,
             )
 

@@ -64,8 +64,8 @@ class Group:
         parameters: its parameters, in the order of the model.
         master: dtype of the stored shards of parameters, gradients and moments.
         gathered: dtype in which the parameters are gathered.
-        stays_gathered: whether zero3 keeps the group gathered from forward to backward, as it does
-            the last block, the head and the rest.
+        stays_gathered: whether zero3 keeps the group gathered from forward to backward: without a
+            pipeline the last block, the head and the rest.
     """
 
     place: Place
@@ -112,7 +112,7 @@ def groups_of(
         compute: dtype in which blocks compute and are gathered; the dtype of their parameters if
             None. Modules outside of blocks are gathered in the dtype of their parameters: rows of
             an embedding accumulate many small gradients, which a narrow dtype would lose.
-        shapes: shapes of the parameters that other axes have sharded.
+        shapes: shapes of the shards of parameters that earlier axes have split.
         keeps: whether groups whose backward comes soon stay gathered until then.
 
     Raises:
@@ -159,8 +159,8 @@ def _with_last_kept(groups: list[Group]) -> list[Group]:
 def _check_forward(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError(
-            f"fsdp: the model is a {type(model).__name__}, which has no forward to gather for; "
-            "wrap it in a module that has one, or use dp"
+            f"fsdp: the model is a {type(model).__name__}, which has no forward before which fsdp "
+            "could gather parameters; wrap it in a module that has a forward, or use dp"
         )
 
 
@@ -170,7 +170,8 @@ def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtyp
     if len(dtypes) > 1:
         raise StrategyError(
             f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
-            f"types, {', '.join(sorted(map(str, dtypes)))}, and travel together; cast them to one"
+            f"types, {', '.join(sorted(map(str, dtypes)))}, and are gathered together; cast them "
+            "to one data type"
         )
     return dtypes.pop()
 
@@ -189,9 +190,9 @@ def _members(
             homes.append(group_of[module])
             if homes[-1] != homes[0]:
                 raise StrategyError(
-                    f"fsdp: '{weight.name}' and '{name}' are one parameter, of two groups that "
-                    "are gathered apart; hold it outside the blocks and the `ends` of the model, "
-                    "or use dp"
+                    f"fsdp: '{weight.name}' and '{name}' are one parameter that belongs to two "
+                    "groups, which are gathered separately; register it outside the blocks and "
+                    "the `ends` of the model, or use dp"
                 )
         members[homes[0]].append(weight)
         if not math.prod(weight.shape) or not weight.shape:
@@ -201,8 +202,8 @@ def _members(
             )
         if not weight.is_contiguous:
             raise StrategyError(
-                f"fsdp: the parameter '{weight.name}' is not contiguous, so its rows cannot travel "
-                "as they lie; make it `nn.Parameter(weight.contiguous())`, or use dp"
+                f"fsdp: the parameter '{weight.name}' is not contiguous, and fsdp can send only "
+                "contiguous rows; make it `nn.Parameter(weight.contiguous())`, or use dp"
             )
     return members
 

@@ -262,9 +262,9 @@ def _fill(model: nn.Module, first_weights: FirstWeights) -> None:
     for name, parameter in model.named_parameters():
         if is_fused(parameter):
             raise StrategyError(
-                f"tp: '{name}' holds several maps, each split by itself, so that a rank's shard "
-                "has no one place in the whole; give the model with its first weights, not on the "
-                "meta device"
+                f"tp: '{name}' contains several maps, each split separately, so a rank's shard "
+                "has no single offset in the full parameter; pass the model with its initial "
+                "weights, not on the meta device"
             )
         shard, offset = shard_of(parameter)
         if shard.numel():

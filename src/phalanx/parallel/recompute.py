@@ -126,14 +126,14 @@ def check(model: nn.Module, recompute: Recompute, num_blocks: int | None = None)
     for name, norm in batch_norms(model):
         if norm.training and norm.track_running_stats:
             raise StrategyError(
-                f"{text}: {type(norm).__name__} '{name}' is in training, and its running "
-                "statistics would move twice where it runs again; the nearest is recompute:none"
+                f"{text}: {type(norm).__name__} '{name}' is in training, and recomputing it would "
+                "update its running statistics twice; the nearest is recompute:none"
             )
     segment_size = recompute.segment_size(num_blocks) or 1
     if segment_size > 1 and not isinstance(model, Segmented):
         raise StrategyError(
-            f"{text}: {type(model).__name__} cannot run {segment_size} blocks as one, for it "
-            "has no segment_size and run_segment; the nearest is recompute:full"
+            f"{text}: {type(model).__name__} cannot run {segment_size} blocks as one, "
+            "because it has no segment_size and run_segment; the nearest is recompute:full"
         )
     return segment_size
 

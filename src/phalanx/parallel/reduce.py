@@ -72,14 +72,14 @@ def broadcast_parameters(model: nn.Module, comm: Comm) -> None:
         if tensor.layout != torch.strided:
             raise StrategyError(
                 f"the buffer '{name}' is a {tensor.layout} tensor, which no collective broadcasts; "
-                "hold it in an attribute that is no buffer, or give it to the forward"
+                "store it in an attribute that is not a buffer, or pass it to the forward"
             )
         if not tensor.is_meta:
             comm.broadcast(local_shard(tensor), "grad")
 
 
 class GradientReducer:
-    """Reduces gradients over dp once for each global batch; the base class does nothing.
+    """Sums the gradients of a global batch over ranks; the base class does nothing.
 
     Call `before_backward` before each backward and `finish` after the last.
     """
@@ -136,7 +136,7 @@ class GradientReducer:
 
 
 class WrappingReducer(GradientReducer):
-    """A reducer around an `inner` one: forwards all calls, and a subclass extends `finish`."""
+    """Forwards all calls except `set_trained` to an `inner` reducer; subclasses extend `finish`."""
 
     def __init__(
         self, parameters: list[nn.Parameter], comm: Comm, inner: GradientReducer | None

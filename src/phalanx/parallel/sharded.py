@@ -2,7 +2,7 @@
 
 Idea      N ranks that would hold equal replicas hold one shard each, and gather a parameter when it
           is used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB
-          2023). Unsharded stay under `zero1` parameters and gradients, `zero2` parameters, `zero3`
+          2023). `zero1` leaves parameters and gradients unsharded, `zero2` only parameters, `zero3`
           nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp. Ranks
           with other positions of the same samples shard together: below, fsdp means all axes of
           `comm.axes.SHARDS`. One gather fetches one group (groups.py): a block, the embedding, the
@@ -147,7 +147,7 @@ class ShardedSplit(Split):
         for name in sparse_tables(model):
             raise StrategyError(
                 f"{self.target.strategy}: the gradient of '{name}' is sparse, and fsdp reduces "
-                "dense ones; make it without sparse=True, or use dp"
+                "only dense gradients; make the module without sparse=True, or use dp"
             )
         broadcast_parameters(model, comm)
         where = _mesh_arguments(model, comm)
@@ -211,8 +211,8 @@ def mesh_dims() -> type[Any]:
         from torch.distributed.fsdp import DataParallelMeshDims
     except ImportError:
         raise StrategyError(
-            f"fsdp beside tp needs PyTorch 2.12 or newer, and this is {torch.__version__}; use dp "
-            "beside tp"
+            f"fsdp with tp needs PyTorch 2.12 or newer, and this is {torch.__version__}; use dp "
+            "with tp"
         ) from None
     return DataParallelMeshDims
 
@@ -314,9 +314,9 @@ class ShardedReducer(GradientReducer):
             here: object = getattr(module, name)
             if here is not parameter and id(here) not in known:
                 raise StrategyError(
-                    f"fsdp: the {name} of a {type(module).__name__} is not the one that was split, "
-                    "as within torch.func.functional_call, and the forward would run with that "
-                    "one; use dp"
+                    f"fsdp: the {name} of a {type(module).__name__} is not the parameter that fsdp "
+                    "split, as within torch.func.functional_call, and the forward would run with "
+                    "the split one; use dp"
                 )
 
     def _note_used(self, parameter: nn.Parameter, _gathered: torch.Tensor) -> None:
@@ -368,7 +368,7 @@ def _refuse_copy(module: nn.Module, _memo: object) -> nn.Module:
     name = type(module).__name__.removeprefix("FSDP")
     raise StrategyError(
         f"fsdp: a {name} that is split cannot be copied; average its weights by "
-        "run.average(decay), take whole ones from run.state_dict(), or use dp"
+        "run.average(decay), take full weights from run.state_dict(), or use dp"
     )
 
 
@@ -382,8 +382,8 @@ def _refuse_second_derivative(_model: nn.Module, _inputs: Any, output: Any) -> N
 def _check_order(_grad: torch.Tensor) -> None:
     if torch.is_grad_enabled():  # in backward this holds only with create_graph=True
         raise StrategyError(
-            "fsdp: a gradient is asked for with create_graph=True, as for a gradient penalty; "
-            "its own derivative needs weights that fsdp has freed by then; use dp"
+            "fsdp: a gradient is computed with create_graph=True, as for a gradient penalty; "
+            "its derivative needs weights that fsdp has freed by then; use dp"
         )
 
 

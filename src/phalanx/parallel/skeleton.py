@@ -100,7 +100,7 @@ class Skeleton:
     def part(self, here: Collection[str], gone: Collection[str]) -> Skeleton:
         """Return the skeleton of a rank that has the modules `here` and lacks the modules `gone`.
 
-        A parameter with a name in both sets (a tied weight) stays, and keeps its first name.
+        A tied weight with one name in `here` and another in `gone` stays, under its first name.
         """
         is_gone = functools.partial(_within, names=frozenset(gone).difference(here))
         is_here = functools.partial(_within, names=frozenset(here))

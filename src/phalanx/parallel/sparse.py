@@ -1,4 +1,4 @@
-"""Reduce sparse gradients, from `nn.Embedding(sparse=True)`, whose ranks looked up different rows.
+"""Reduce the sparse gradients of `nn.Embedding(sparse=True)`; ranks look up different rows.
 
 The reduced gradient has the rows that any rank has looked up, as on one process, and optimizers
 such as SparseAdam update only these rows. The all-reduce covers the full table, because torch has

@@ -94,7 +94,7 @@ class AnyModule:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - one for each job
     def plan(self, strategy: Strategy, num_rows: int) -> Plan[Any]:
-        """Return the plan of a strategy; pipeline stages are balanced by FLOPs if it gives no cut.
+        """Return the plan of `strategy`; unless it has a cut, stages are balanced by FLOPs.
 
         Raises:
             StrategyError: the strategy cannot split the module.
@@ -158,7 +158,8 @@ class PlannedModule:
         kind = self.strategy.recompute.kind
         if kind not in ("none", "full"):
             raise StrategyError(
-                f"recompute:{kind} of a module is not counted; the nearest is recompute:full"
+                f"the planner cannot price recompute:{kind} of a module; the nearest is "
+                "recompute:full"
             )
         return kind == "full"
 

@@ -1,7 +1,7 @@
 """Clusters from measurements: this machine, and other machines by their calibration files.
 
 A device is a GPU, or, without GPUs, an equal part of the cores for each rank. A value that the
-calibration file does not have is measured in about a second, or assumed.
+calibration file does not have is measured in a few seconds, or assumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ASSUMED = Link(
     name="gloo in one host",
     bandwidth=1e9,
     latency_s=1e-4,
-    source="assumed, of 1 GB/s, until phalanx bench comm --write this measures them",
+    source="assumed to have 1 GB/s until phalanx bench comm --write this measures them",
     date="2026-01",
     measured={
         op: OpCost(latency_s=2e-4, bandwidth=1.2e9)
@@ -43,7 +43,7 @@ ASSUMED: Final = Compute(
         attention={"bfloat16": 5e10, "float32": 4e10},
         operator_s=1e-5,
     ),
-    source="assumed of a core; phalanx bench ceiling --write this measures it",
+    source="assumed for one core; phalanx bench ceiling --write this measures it",
 )
 """Assumed rates of one core of a server CPU, for a machine without measurements."""
 
@@ -70,7 +70,8 @@ def this_machine(num_devices: int | None = None, otherwise: Compute | None = Non
     Its rates are those in the calibration file, else `otherwise`, else from a short measurement.
 
     Raises:
-        ConfigError: the machine has fewer GPUs, or its calibration file is damaged.
+        ConfigError: the machine has fewer GPUs, `num_devices` is below 1, or the calibration file
+            is damaged.
     """
     import torch
 
@@ -180,7 +181,7 @@ def _usual_link(device: Device) -> Link:
 
 
 def measure(found: Calibration, arithmetics: tuple[str, ...]) -> Compute:
-    """Measure the rates of one GPU or one core of this machine in about a second."""
+    """Measure the rates of one GPU or one core of this machine in a few seconds."""
     import torch
 
     from phalanx.measure.environment import has_fast_bfloat16

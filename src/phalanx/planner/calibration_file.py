@@ -33,7 +33,7 @@ class Compute:
 
     Attributes:
         best: FLOP/s of the fastest matrix product, by data type.
-        sustained: FLOP/s of the best median over products of one size, by data type.
+        sustained: FLOP/s at the product size with the highest median rate, by data type.
         bandwidth: memory bandwidth, bytes/s read plus written.
         core: rates of a CPU core in training; None for a GPU.
     """
@@ -80,7 +80,7 @@ def path_of(name: str) -> Path:
         return cache_folder(None) / FILE_NAME
     if not name.endswith(".json"):
         raise ConfigError(
-            f"{name!r} is no calibration file; expected '{THIS}', for the machine at hand, or a "
+            f"{name!r} is not a calibration file; expected '{THIS}', for this machine, or a "
             f"name such as {name or 'cluster'}.json"
         )
     return Path(name)
@@ -122,21 +122,21 @@ def read(path: Path) -> Calibration:
         ConfigError: the file does not exist, or is no calibration of this version.
     """
     if not path.exists():
-        advice = "phalanx bench comm --write makes one"
+        advice = "phalanx bench comm --write creates one"
         raise ConfigError(f"{path}: there is no such file; {advice}")
     text = read_text(path)
     try:
         document: dict[str, Any] = json.loads(text)
         if document.pop("format") != FORMAT:
-            raise ValueError("another format")
+            raise ValueError("unknown format")
         found: Calibration = _typed(Calibration, document, "the file")
         if found.compute is not None:
             _check(found.compute)
         return found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is no calibration of this version ({type(error).__name__}: {error}); delete "
-            "it, and write it anew by phalanx bench ceiling and bench comm with --write"
+            f"{path} is not a calibration of this version ({type(error).__name__}: {error}); "
+            "delete it, and write a new one with phalanx bench ceiling and bench comm, with --write"
         ) from None
 
 

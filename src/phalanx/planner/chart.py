@@ -116,7 +116,7 @@ def check_svg(path: Path) -> None:
     """
     if path.suffix != ".svg":
         legal = path.with_suffix(".svg") if path.name else "picture.svg"
-        raise ConfigError(f"{path} is no name of an SVG; the nearest is {legal}")
+        raise ConfigError(f"{path} is not the name of an SVG file; the nearest is {legal}")
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     if path.is_dir():
@@ -131,7 +131,9 @@ def check_picture(path: Path) -> None:
     """
     check_svg(path)
     if find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib draws, and is missing; pip install 'phalanx-train[plot]'")
+        raise ConfigError(
+            "a picture needs matplotlib, which is not installed; pip install 'phalanx-train[plot]'"
+        )
 
 
 def _figure(path: Path, size: tuple[float, float]) -> Figure:

@@ -88,7 +88,7 @@ def departs(question: Question, rule: Candidate, best: Candidate) -> str:
     """Return text: how the search's strategy differs from the rule's, and the time by cause."""
     other = _difference(rule, best)
     if not other:
-        return "the search takes the same"
+        return "the search takes the same strategy"
     before, after = (explain.causes_s(each) for each in (rule, best))
     saved = {cause: before.get(cause, 0.0) - after.get(cause, 0.0) for cause in before | after}
     least = explain.WORTH * best.price.step_s

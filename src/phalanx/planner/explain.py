@@ -167,7 +167,7 @@ def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequal
 
 
 def _distance(one: Strategy, other: Strategy) -> float:
-    """Return the number of doublings or halvings of degrees, plus 0.5 for each changed kind."""
+    """Return how many times degrees double or halve, + 0.5 per changed kind, + 1 for recompute."""
     found = float(one.recompute != other.recompute)
     for (_, axis), (_, beside) in zip(one.axes(), other.axes(), strict=True):
         found += abs(math.log2(axis.degree / beside.degree))
@@ -184,7 +184,7 @@ def advice(question: Question, candidate: Candidate) -> list[str]:
         f"{_NAMES.get(largest, largest)} bounds the step: {part:.0%} of {time_text(of.step_time_s)}"
     ]
     if largest == "compute" and part > _BOUND:
-        said[0] += ", so that more devices shorten it"
+        said[0] += "; more devices shorten the step"
     said += [line for _, line in sorted(_of_axes(of, candidate), reverse=True)]
     if (line := _of_recompute(question, candidate)) is not None:
         said.append(line)
@@ -197,17 +197,18 @@ _NAMES: Final = {"compute": "compute", "pp": "the bubble of pp", "optimizer": "t
 
 
 def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
-    """Yield (seconds, text) for each cause above `WORTH`, with a way to lower it."""
+    """Yield (seconds, text) for each cause above `WORTH` except compute, with a way to lower it."""
     strategy = candidate.planned.strategy
     data = _of_data(strategy)
     levers = {
         "tp": "that compute does not hide; a lower degree sends less",
-        RING: "in rings that attention does not hide; a lower degree or longer sequences hide more",
-        "pp": f"in its bubble on {strategy.pp.degree} stages of {_microbatches(of.accumulation)}; "
-        "a larger batch of more microbatches lowers this part",
-        data: f"of {time_text(of.sent_s)} sent, which compute does not hide; "
+        RING: "of ring communication that attention does not hide; a lower degree or longer "
+        "sequences hide more",
+        "pp": f"for the bubble of {strategy.pp.degree} stages with "
+        f"{_microbatches(of.accumulation)}; a larger batch with more microbatches lowers this part",
+        data: f"of {time_text(of.sent_s)} of communication, which compute does not hide; "
         "a larger batch hides more",
-        "optimizer": "in the step of AdamW; more shards shorten it",
+        "optimizer": "for the AdamW step; more shards shorten it",
     }
     for cause, lever in levers.items():
         seconds = of.causes_s[cause]
@@ -239,4 +240,4 @@ def _of_recompute(question: Question, candidate: Candidate) -> str | None:
     kind = planned.strategy.recompute.kind
     if not isinstance(held, Inequality):
         return None
-    return f"recompute:{kind} makes it fit; without, {held}"
+    return f"recompute:{kind} makes the strategy fit; without recomputation, {held}"

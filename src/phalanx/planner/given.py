@@ -27,7 +27,8 @@ def price_microbatches(
     """Return the priced strategy, or why it does not fit, for each microbatch.
 
     Raises:
-        StrategyError: the strategy cannot split the model.
+        ConfigError: the batch or the sequence length is below 1.
+        StrategyError: the strategy is not built, or cannot split the model or the sequence.
         BatchError: the data ranks, or the microbatch, do not divide the batch.
     """
     check(question)
@@ -53,8 +54,8 @@ def _check_length(question: Question, strategy: Strategy) -> None:
     if question.seq_len % unit:
         legal = max(1, round(question.seq_len / unit)) * unit
         raise StrategyError(
-            f"{strategy} needs sequences of a multiple of {unit} tokens, not {question.seq_len}; "
-            f"the nearest sequence has {legal}"
+            f"{strategy} needs a sequence length that is a multiple of {unit} tokens, not "
+            f"{question.seq_len}; the nearest is {legal}"
         )
 
 

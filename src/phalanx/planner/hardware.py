@@ -308,7 +308,7 @@ def device(name: str) -> Device:
         return cluster(THIS).device
     if name not in DEVICES:
         raise ConfigError(
-            f"{name!r} is no device of the catalogue{nearest(name.lower(), DEVICES)}; it has "
+            f"{name!r} is not a device of the catalogue{nearest(name.lower(), DEVICES)}; it has "
             f"{', '.join(DEVICES)}"
         )
     return DEVICES[name]
@@ -321,7 +321,7 @@ def cluster(text: str) -> Cluster:
     the machine on which the file was written.
 
     Raises:
-        ConfigError: there is no such cluster, or it has fewer devices.
+        ConfigError: there is no such cluster, its size is no number, or it has fewer devices.
     """
     name, colon, count = text.partition(":")
     num_devices = _count(text, name, count) if colon else None
@@ -331,8 +331,8 @@ def cluster(text: str) -> Cluster:
         return as_cluster(name, read(path_of(name)), num_devices)
     if name not in CLUSTERS:
         raise ConfigError(
-            f"{name!r} is no cluster of the catalogue{nearest(name.lower(), [*CLUSTERS, THIS])}; "
-            f"it has {', '.join([*CLUSTERS, THIS])}"
+            f"{name!r} is not a cluster of the catalogue"
+            f"{nearest(name.lower(), [*CLUSTERS, THIS])}; it has {', '.join([*CLUSTERS, THIS])}"
         )
     return CLUSTERS[name] if num_devices is None else CLUSTERS[name].of(num_devices)
 
@@ -342,5 +342,5 @@ def _count(text: str, name: str, count: str) -> int:
         return int(count.replace(",", "").replace("_", ""))
     except ValueError:
         raise ConfigError(
-            f"{text!r}: {count!r} is no number of devices; expected {name}:N, such as {name}:8"
+            f"{text!r}: {count!r} is not a number of devices; expected {name}:N, such as {name}:8"
         ) from None

@@ -182,8 +182,8 @@ def _activations(
 def _gradient_bytes(planned: PlannedStep, held: StateBytes) -> int:
     """Return the peak bytes of gradients.
 
-    Without accumulation, a tied embedding has no gradient until all blocks are reduced: the part
-    from the head counts as an activation until then (`Activations.tied`).
+    With fsdp and without accumulation, a tied embedding has no gradient until all blocks are
+    reduced: the part from the head counts as an activation until then (`Activations.tied`).
     """
     num_bytes = held.gradient_bytes + held.unreduced_bytes
     strategy, shape = planned.strategy, planned.shape

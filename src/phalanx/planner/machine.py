@@ -129,7 +129,7 @@ class Device:
             return self.peak_flops.get(precision, self.flops)
         of_models = [name for name in ("bfloat16", "float32", "float64") if name in self.peak_flops]
         raise ConfigError(
-            f"no peak of {self.name} in {precision} is known; expected a model in "
+            f"the peak FLOP/s of {self.name} in {precision} are unknown; expected a model in "
             f"{' or '.join(of_models)}"
         )
 
@@ -217,7 +217,7 @@ def ring(op: str, num_ranks: int, num_bytes: float) -> tuple[int, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A level of a cluster: units of `devices` devices; `link` joins smaller units in a unit."""
+    """Units of `devices` devices; `link` joins the next smaller units, or devices, within one."""
 
     name: Unit
     devices: int

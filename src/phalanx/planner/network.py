@@ -34,8 +34,8 @@ class GroupLayout:
 def group_of(axes: Mapping[str, int], names: tuple[str, ...]) -> GroupLayout:
     """Return the group over the axes `names` of a device mesh with `axes`, outer to inner.
 
-    The stride is the product of the degrees of all axes inside the innermost of `names`. Axes
-    between `names` do not count.
+    The stride is the product of the degrees of all axes inside the innermost of `names` that has a
+    degree above 1. Axes between `names` change neither size nor stride.
     """
     size, stride, inner = 1, 0, 1
     for name, degree in reversed([*axes.items()]):

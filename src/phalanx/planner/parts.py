@@ -92,7 +92,7 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
 
 
 def _in_blocks(of: Operation, strategy: Strategy) -> Operation:
-    """Return attention with FLOPs scaled for a ring on CPU: two chunks per rank, one by one."""
+    """Scale attention FLOPs by 2 x ranks for a ring on CPU, which attends one chunk at a time."""
     ranks = max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
     return of._replace(flops=of.flops * 2 * ranks) if of.scores and ranks > 1 else of
 

@@ -141,7 +141,7 @@ def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of a stage for one microbatch, and the parts of tp and of ring communication."""
+    """Seconds of a stage for one microbatch, and the tp and ring communication among them."""
 
     times: StageTimes
     tensor_s: float

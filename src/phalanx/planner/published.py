@@ -85,7 +85,9 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     model, parallel = row["model"], row["parallel"]
     for name in ("layers", "hidden", "heads"):
         if not model.get(name):
-            raise ConfigError(f"run {row['id']}: model.{name} is {model.get(name)}; it is needed")
+            raise ConfigError(
+                f"run {row['id']}: model.{name} is {model.get(name)}; expected a number"
+            )
     degrees = {f"parallel.{name}": parallel.get(name) for name in (*AXES, "ep", "vpp")}
     for name, value in {"num_gpus": row["num_gpus"], "seq_len": row["seq_len"], **degrees}.items():
         if value and not (1 <= value <= 2**40 and value % 1 == 0):
@@ -254,7 +256,7 @@ def _cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def _cluster(row: Mapping[str, Any], num_devices: int) -> Cluster:
-    """Return the catalog's cluster of the run's device, with the run's own link bandwidths."""
+    """Return the catalog's cluster of the run's device, with the run's links unless it is a TPU."""
     hardware, known = row["hardware"], _CLUSTERS.get(row.get("group", ""))
     found = _nearest(hardware) if known is None else CLUSTERS[known]
     first, *others = found.levels

@@ -55,7 +55,7 @@ _GATHERED_BYTES: Final = 2
 """Bytes per gathered parameter, in 16 bits."""
 
 _PART: Final = {"pp": 0.25}
-"""By thumb, most of device memory for a stage's 16-bit weights and 32-bit gradients; a fraction."""
+"""By thumb, largest fraction of a device for a stage's 16-bit weights and 32-bit gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def of_thumb(of: JobSizes) -> Rule:
     """Return the rule of thumb that applies to a job, with its strategy."""
     num, parameters = of.num_devices, of.parameters
     if num == 1:
-        return Rule("one device", "there is nothing to split over", Strategy())
+        return Rule("one device", "the job has no second device", Strategy())
     above = [
         text
         for text, is_above in (
@@ -173,7 +173,7 @@ def by_fit(of: JobSizes) -> Rule:
     name, why = "no device holds the largest layer", inequality(of, sharded)
     if least <= room:
         name = "fewer sequences than devices"
-        why = f"{of.num_sequences:,} sequences do not deal out over {num:,} devices"
+        why = f"{of.num_sequences:,} sequences do not divide evenly over {num:,} devices"
     is_long = least > room >= least - of.activation_bytes
     name = "no device holds a sequence" if is_long else name
     split = Strategy()
@@ -229,7 +229,7 @@ def _splits(of: JobSizes, *, is_long: bool) -> Iterator[Strategy]:
 
 
 def _rings(of: JobSizes, num_devices: int) -> list[int]:
-    """Return the ring degrees that leave each rank enough tokens in two equal chunks; always 1."""
+    """Return 1, and the ring degrees that leave each rank enough tokens in two equal chunks."""
     most = max(1, of.seq_len // _TOKENS_OF_RANK)
     return [
         n for n in _divisors(num_devices) if (n <= most and of.seq_len % (2 * n) == 0) or n == 1

@@ -4,10 +4,10 @@
     attention   FLOPs / (peak x attention); if scores are stored in memory, as products and bytes
     others      fusion x bytes / bandwidth
     launch      launch_s per operation on the host CPU, which runs ahead of the device
-    on CPU      products and attention at their measured rates, others bytes / bandwidth, and a
-                fixed time for each operator
+    on CPU      products and attention at their measured rates, others fusion x bytes / bandwidth,
+                and a fixed time for each operator
 
-    shape = k / (k + K0) x sqrt(tiles / (waves x SMs)) x UNALIGNED, if a size is no multiple of 64
+    shape = k / (k + K0) x sqrt(tiles / (waves x SMs)), x UNALIGNED if k or columns % 64 is not 0
 
 A product of few tiles leaves SMs idle in its last wave (NVIDIA, Matrix multiplication background
 user guide, section 4). A short inner size k gives little compute to overlap with loads.

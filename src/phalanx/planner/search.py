@@ -98,7 +98,7 @@ class Found:
 
     Attributes:
         candidates: strategies that fit, fastest first.
-        rejected: strategies that fit with no microbatch, each by its least excess found.
+        rejected: strategies that fit with no microbatch, each with one inequality that failed.
         num_legal: number of legal combinations of strategy and microbatch.
         num_priced: number of combinations that were priced.
     """
@@ -213,7 +213,7 @@ def too_large(planned: PlannedStep, device: Device) -> Inequality | None:
     least, room = least_bytes(planned), device.usable_bytes
     if least <= room:
         return None
-    what = "of weights, gradients and moments alone"
+    what = "for weights, gradients and moments alone"
     return Inequality(str(planned.strategy), what, least, room)
 
 

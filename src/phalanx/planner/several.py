@@ -46,7 +46,11 @@ def best_on(question: Question, cluster: Cluster) -> BestPlan:
         return dataclasses.replace(here, why_not=str(error))
     if not found.candidates:
         least = min(found.rejected, key=lambda each: each.left, default=None)
-        why = "no strategy splits the model" if least is None else f"none fits; {least}"
+        why = (
+            "no strategy splits the model"
+            if least is None
+            else f"no strategy fits; the smallest is {least}"
+        )
         return dataclasses.replace(here, why_not=why)
     return dataclasses.replace(here, figures=figures(asked, found.candidates[0]))
 
@@ -86,7 +90,7 @@ def numbers_of(text: str) -> Sequence[int]:
             )
     if len(found) > MOST_NUMBERS:
         raise ConfigError(
-            f"--scale is {text!r}, of more than {MOST_NUMBERS} numbers of devices; take fewer, "
+            f"--scale is {text!r}, which has more than {MOST_NUMBERS} numbers; give fewer numbers, "
             "such as 8,16,...,128"
         )
     return found

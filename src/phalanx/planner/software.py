@@ -109,6 +109,8 @@ def on_device(software: Software, device: Device) -> tuple[float, float]:
 def typical(without: str = "") -> Software:
     """Return the constants for an unknown program: medians over the programs other than Phalanx.
 
+    `entry_s`, `logit_bytes` and the flags keep their defaults.
+
     Args:
         without: name of a program to exclude from the medians.
     """
@@ -139,7 +141,7 @@ def software(name: str) -> Software:
     """
     if name not in SOFTWARE:
         raise ConfigError(
-            f"{name!r} is no software of the planner{nearest(name, SOFTWARE)}; it knows "
-            f"{', '.join(SOFTWARE)}"
+            f"{name!r} is not software that the planner models{nearest(name, SOFTWARE)}; expected "
+            f"one of {', '.join(SOFTWARE)}"
         )
     return SOFTWARE[name]

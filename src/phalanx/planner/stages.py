@@ -36,8 +36,8 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
 def microbatches_for_peak(strategy: Strategy, num: int) -> int:
     """Return a number of microbatches, at most `num`, whose schedule has the same peak in flight.
 
-    Two microbatches per stage are enough, and a shorter schedule is faster to build. gpipe has all
-    microbatches in flight, and a schedule file may: these need all `num` microbatches.
+    About two microbatches per rank are enough, and a shorter schedule is faster to build. gpipe has
+    all microbatches in flight, and a schedule file may: these need all `num` microbatches.
     """
     pp = strategy.pp
     if pp.kind == "gpipe" or strategy.schedule:
@@ -103,7 +103,7 @@ class _Dependencies(NamedTuple):
 
 
 def _length(schedule: Schedule, times: tuple[StageTimes, ...]) -> float:
-    """Return the time at which the last action ends, as `simulate` does without checking queues.
+    """Return the time at which the last action ends, as in `simulate` but without its checks.
 
     The dependencies of a schedule are computed once and cached, so that repeated calls are fast.
     """

@@ -27,7 +27,7 @@ def check_python(path: Path) -> None:
         try:
             compile(path.read_bytes(), path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:  # ValueError: the source has null bytes
-            raise ConfigError(f"{path} is no Python: {error}") from None
+            raise ConfigError(f"{path} is not valid Python: {error}") from None
 
 
 def check_job(script: str, job: Callable[..., Any]) -> None:
@@ -40,8 +40,8 @@ def check_job(script: str, job: Callable[..., Any]) -> None:
         signature.bind()
     except TypeError as error:
         raise ConfigError(
-            f"{script} takes arguments, {signature}, and is called without: {error}; expected a "
-            "function that needs none"
+            f"{script} requires arguments, {signature}, but is called without any: {error}; "
+            "expected a function without required arguments"
         ) from None
 
 

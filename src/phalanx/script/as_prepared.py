@@ -64,9 +64,9 @@ class PreparedModelCheck:
             name = next(n for n in self._parameters if (n in self._trained) != (n in trained))
             was, is_now = ("trained", "frozen")[:: 1 if name in self._trained else -1]
             raise ScriptError(
-                f"{call}: {name} was {was} when the model was prepared, and is {is_now}, "
-                "which shards do not follow; freeze for good before run.prepare, and for a "
-                "while not at all: gradients that no optimizer steps change nothing; or use dp"
+                f"{call}: {name} was {was} when the model was prepared, and is {is_now}, which "
+                "shards do not support; freeze a parameter before run.prepare and for the entire "
+                "run, not temporarily: gradients that no optimizer uses have no effect; or use dp"
             )
         self._trained = list(trained)
 
@@ -128,9 +128,9 @@ def refuse_max_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
             raise ConfigError(
-                f"{type(module).__name__} '{name}' has a max_norm, by which a forward changes the "
-                "weights of the rows that this rank sees, and no other rank hears of it; leave it "
-                "out, and scale the output instead"
+                f"{type(module).__name__} '{name}' has a max_norm, so a forward rescales the "
+                "weights of the rows that this rank looks up, but not their copies on other ranks; "
+                "leave max_norm out, and scale the output instead"
             )
 
 
@@ -152,8 +152,8 @@ def warn_of_buffers(model: nn.Module, comm: Comm) -> None:
     if apart and comm.is_first:
         names = ", ".join(sorted(apart)[:3]) + (" and more" if len(apart) > 3 else "")
         warnings.warn(
-            f"the buffers {names} differ between ranks after a step: the forward moves them by "
-            "this rank's rows, and nothing adds them up; use run.sum for what they count, or "
-            "expect other numbers than on one process",
+            f"the buffers {names} differ between ranks after a step: the forward updates them from "
+            "this rank's rows, and they are not summed over the ranks; use run.sum for the values "
+            "that they count, or expect numbers that differ from one process",
             stacklevel=3,
         )

@@ -75,10 +75,11 @@ def average_gradients(model: nn.Module, count: int | None = None) -> None:
 def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Make each step of an optimizer average the gradients over the ranks first.
 
-    The optimizer's parameters are broadcast from the first rank. Frozen parameters and buffers are
-    not, and must be equal on all ranks already. The learning rate is not scaled, although N ranks
-    have a global batch N times as large; the gradient is a mean. After each call of a closure given
-    to `step` the gradients are averaged, and the closure returns the mean of the ranks' losses.
+    The optimizer's parameters are broadcast from the first rank. Parameters that it does not update
+    and buffers are not, and must be equal on all ranks already. The learning rate is not scaled,
+    although N ranks have a global batch N times as large; the gradient is a mean. After each call
+    of a closure given to `step` the gradients are averaged, and the closure returns the mean of the
+    ranks' losses.
 
     Returns:
         The optimizer itself.
@@ -195,9 +196,9 @@ class _Averaging:
             digests = gather_objects(digest_of(self._first or ()))
             if (odd := first_unequal_rank(digests)) is not None:
                 raise ScriptError(
-                    f"{self._call}: rank {odd} has other weights than rank 0, and averaged "
-                    "gradients do not make them equal; call torch.manual_seed(0) before the model "
-                    "is made"
+                    f"{self._call}: rank {odd} has different weights than rank 0, and averaging "
+                    "gradients does not make them equal; call torch.manual_seed(0) before the "
+                    "model is made"
                 )
             self._first = None
         return torch.where(total > 0, total, 1.0)
@@ -221,7 +222,7 @@ def _refuse_scaler() -> None:
     while frame is not None:
         if frame.f_globals.get("__name__") == GradScaler.__module__:
             raise ScriptError(
-                "DistributedOptimizer: a GradScaler makes this step, and would skip it on the "
+                "DistributedOptimizer: a GradScaler calls this step, and would skip it only on the "
                 "ranks whose own gradients overflow; call phalanx.average_gradients(model) after "
                 "backward and leave DistributedOptimizer out, or use run.prepare"
             )

@@ -79,7 +79,7 @@ def begin(saver: Saver, loop: LoopObjects, strategy: str, steps_done: int, **mor
         saver.begin(loop.model, CombinedOptimizer([]), about, replaces=True)
         saver.finish()
         raise CheckpointError(
-            f"{error}; the weights alone are saved there, and run.load_state_dict takes them"
+            f"{error}; only the weights are saved there, and run.load_state_dict loads them"
         ) from error
     loop.registered.warn_if_ranks_differ(parts)
     whole = dataclasses.replace(about, script=script, registered=parts.plain)
@@ -159,10 +159,11 @@ def _latest(folder: Path) -> tuple[Path, Manifest] | None:
     where = found[max(found)]
     about = manifest.read(where)
     if about.script is None:
-        raise CheckpointError(f"{where} is of `phalanx train`, which --resume resumes")
+        raise CheckpointError(f"{where} was saved by `phalanx train`; resume it by --resume")
     if not about.has_optimizer:
         raise CheckpointError(
-            f"{where} holds the weights alone; run.load_state_dict takes them, for a new run"
+            f"{where} contains only the weights; start a new run and load them by "
+            "run.load_state_dict"
         )
     return where, about
 
@@ -172,14 +173,14 @@ def _check_counts(where: Path, script: ScriptPosition, loop: LoopObjects) -> Non
         was, is_now = len(getattr(script, what)), len(getattr(loop, what))
         if was != is_now:
             raise CheckpointError(
-                f"{where} is of a script that prepared {was} {what}, and this one prepared "
-                f"{is_now}; prepare the same"
+                f"{where} was saved by a script that prepared {was} {what}, but this script "
+                f"prepared {is_now}; prepare the same {what}"
             )
     was = [len(each) for each in script.groups]
     is_now = [len(each.param_groups) for each in loop.optimizers]
     if was != is_now:
         raise CheckpointError(
-            f"{where} is of optimizers with {was} parameter groups, and this script's have "
+            f"{where} was saved with optimizers of {was} parameter groups, but this script's have "
             f"{is_now}; make the same optimizers"
         )
 
@@ -198,6 +199,6 @@ def from_text(text: str) -> Tensor | None:
         torch.Generator().set_state(state)
     except (ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"its state of a generator, {brief(text)}, is none: {brief(error)}"
+            f"a generator state of the checkpoint, {brief(text)}, is not valid: {brief(error)}"
         ) from error
     return state

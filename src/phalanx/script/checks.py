@@ -93,8 +93,8 @@ def check_objective(objective: Any) -> None:
     missing = [name for name in names if not callable(getattr(objective, name, None))]
     if isinstance(objective, type) and not missing:
         raise ConfigError(
-            f"phalanx.Trainer: objective is the class {objective.__name__}; expected an object of "
-            f"it, {objective.__name__}(...)"
+            f"phalanx.Trainer: objective is the class {objective.__name__}; expected an instance, "
+            f"{objective.__name__}(...)"
         )
     if missing:
         raise ConfigError(
@@ -109,23 +109,23 @@ def check_data(name: str, data: Any, *, is_trained: bool) -> None:
         return
     if isinstance(data, DataLoader):
         raise ConfigError(
-            f"phalanx.Trainer: {name} is a DataLoader, and the trainer makes its own; give the "
-            "dataset, and batch_size, shuffle and collate beside it"
+            f"phalanx.Trainer: {name} is a DataLoader, but the trainer makes its own; give the "
+            "dataset, and give batch_size, shuffle and collate to phalanx.Trainer"
         )
     is_rows = isinstance(data, Dataset) or all(
         hasattr(data, method) for method in ("__getitem__", "__len__")
     )
     if not is_rows or isinstance(data, str | dict):
         raise ConfigError(
-            f"phalanx.Trainer: {name} is {_described(data)}; expected a dataset of torch, or what "
-            "has __getitem__ and __len__"
+            f"phalanx.Trainer: {name} is {_described(data)}; expected a torch Dataset, or an "
+            "object with __getitem__ and __len__"
         )
     try:
         length = len(cast(Sized, data))
     except (TypeError, NotImplementedError) as error:
         raise DataError(
-            f"phalanx.Trainer: {type(data).__name__}, its {name}, has no length, so nothing says "
-            "where a pass ends; give it __len__, or make it a torch.utils.data.IterableDataset"
+            f"phalanx.Trainer: {name} is a {type(data).__name__}, which has no length, so the end "
+            "of a pass is unknown; give it __len__, or make it a torch.utils.data.IterableDataset"
         ) from error
     if length == 0:
         what = "train on" if is_trained else "measure"
@@ -196,8 +196,8 @@ def scheduler_of(
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            f"phalanx.Trainer: the {kind} is of another optimizer; make it from the optimizer that "
-            "the function is given"
+            f"phalanx.Trainer: the {kind} belongs to another optimizer; make it from the optimizer "
+            "that the function receives"
         )
     encoded(scheduler.state_dict(), kind)
     return scheduler

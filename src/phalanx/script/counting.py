@@ -41,7 +41,9 @@ def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> An
     with torch.random.fork_rng(devices=[]):
         batch = next(iter(trainer.loader(trainer.data)), None)
         if batch is None:
-            raise ConfigError(f"{name} has no data, of which a batch is counted")
+            raise ConfigError(
+                f"{name} has no data; expected at least one batch, whose operations are counted"
+            )
         built = _built(trainer) if model is None else copied_on_meta((model,))[0]
     if next(built.parameters(), None) is None:
         raise ConfigError(
@@ -55,7 +57,7 @@ def module_of(trainer: Trainer, name: str, model: nn.Module | None = None) -> An
 def loader_rate(trainer: Trainer) -> float | None:
     """Measure the rows per second of a trainer's loader in this process, over a few batches.
 
-    Returns None if the data give no batch, because they can be read only once.
+    Returns None if the data give no batch, for example because they can be read only once.
     """
     with torch.random.fork_rng(devices=[]):
         rows, begun_s = 0, time.perf_counter()

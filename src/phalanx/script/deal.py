@@ -8,8 +8,8 @@ A batch is cut into pieces (one, or the microbatches of a step), each piece into
     rank 1                    2  3 |       6          2    |    5
     rank 2                                               3 |       6
 
-So all ranks together have the rows of a piece that one process has in it, and a sum over a piece is
-equal for any number of ranks. The first pieces and the first ranks have the larger parts.
+So a piece has the same rows, over all ranks, as on one process, and a sum over a piece is equal for
+any number of ranks. The first pieces and the first ranks have the larger parts.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def without_rows(batch: Any) -> Any:
         return dataclasses.replace(batch, **parts)
     what = f"a tensor of shape {list(batch.shape)}" if isinstance(batch, Tensor) else repr(batch)
     raise ConfigError(
-        f"a rank has no row of the last batch, and a batch of one sample holds {what}, which does "
-        "not say what a row is; have collate_fn put samples first, or say drop_last=True"
+        f"a rank has no row of the last batch, and a batch of one sample contains {what}, in which "
+        "the row cannot be identified; make collate_fn put samples in the first dimension, or set "
+        "drop_last=True"
     )

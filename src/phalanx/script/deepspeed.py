@@ -81,7 +81,9 @@ def from_deepspeed(
             the message lists all of them.
     """
     if not isinstance(config, Mapping | str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"config is {config!r}; expected a DeepSpeed configuration, or its file")
+        raise ConfigError(
+            f"config is {config!r}; expected a DeepSpeed configuration, or the path of its file"
+        )
     values = config if isinstance(config, Mapping) else _read(Path(config))
     if num_ranks is None:
         num_ranks = read_rank_env().num_ranks if is_under_torchrun() else 1
@@ -92,7 +94,7 @@ def from_deepspeed(
     except ConfigError as error:
         problems.append(str(error))
     if problems:
-        raise ConfigError(f"the DeepSpeed configuration cannot be taken: {'; '.join(problems)}")
+        raise ConfigError(f"the DeepSpeed configuration cannot be converted: {'; '.join(problems)}")
     zero = values.get("zero_optimization", {})
     left_out = [name for name in values if name in _REPORTS]
     left_out += [f"zero_optimization.{name}" for name in zero if name in _ZERO_TUNING]
@@ -133,16 +135,18 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     if automatic := _paths_of_auto(kept):
         has = "are" if len(automatic) > 1 else "is"
         problems.append(
-            f"{', '.join(automatic)} {has} 'auto', which another program fills in: say which"
+            f"{', '.join(automatic)} {has} 'auto', which another program fills in: give the value"
         )
     stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
+    if stage != "auto" and (type(stage) is not int or not 0 <= stage <= 3):
         problems.append(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     for name in ("bf16", "fp16"):
         if (enabled := values.get(name, {}).get("enabled", False)) not in (True, False, "auto"):
             problems.append(f"{name}.enabled is {enabled!r}, expected true or false")
     if values.get("fp16", {}).get("enabled", False) is True:
-        problems.append("fp16 is enabled, and only bf16 or float32 are taken: enable bf16 instead")
+        problems.append(
+            "fp16 is enabled, but only bf16 and float32 are supported: enable bf16 instead"
+        )
     clipping = values.get("gradient_clipping", 0.0)
     is_number = isinstance(clipping, int | float) and not isinstance(clipping, bool)
     if clipping != "auto" and not (is_number and 0 <= clipping < math.inf):
@@ -173,14 +177,14 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}; expected a JSON object")
     return values
 
 
 def _asks(value: Any) -> bool:
-    """Return whether the value of an option enables it: not empty, false or disabled."""
+    """Return whether the value of an option enables it: neither empty, false nor disabled."""
     if isinstance(value, Mapping):
         if "enabled" in value:
             return bool(value["enabled"])
@@ -197,7 +201,10 @@ def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     if whole is None and micro is None and "auto" in map(values.get, names):
         return 1, 1  # `_problems` reports "auto" values
     if whole is None and micro is None:
-        raise ConfigError(f"one of {names[0]} and {names[1]} has to be given, as DeepSpeed asks")
+        raise ConfigError(
+            f"neither {names[0]} nor {names[1]} is given; expected at least one, as DeepSpeed "
+            "requires"
+        )
     if times is None:
         times = 1 if whole is None or micro is None else max(1, whole // micro // num_ranks)
     if micro is None:
@@ -205,7 +212,8 @@ def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     if whole is not None and whole != micro * times * num_ranks:
         raise ConfigError(
             f"train_batch_size is {whole}, but {micro} rows a microbatch x {times} microbatches x "
-            f"{num_ranks} ranks are {micro * times * num_ranks}; give a batch that they divide"
+            f"{num_ranks} ranks are {micro * times * num_ranks}; set train_batch_size to this "
+            "product"
         )
     return micro, times
 

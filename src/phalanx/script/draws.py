@@ -36,8 +36,8 @@ def draw_rows(
     """
     if loader is None:
         raise ScriptError(
-            "draw: no batch of a prepared DataLoader has been read, which says how many rows there "
-            "are; call it within the loop"
+            "draw: no batch of a prepared DataLoader has been read, so the number of rows is "
+            "unknown; call run.draw inside the loop over batches"
         )
     num_rows, own = loader.num_batch_rows, loader.own_rows
     with generator.as_torch_generator():
@@ -47,12 +47,14 @@ def draw_rows(
         if tensor.device.type != "cpu":
             raise ScriptError(
                 f"draw: the function returns a tensor on {tensor.device.type}, drawn by this "
-                "rank's own generator there; draw on the CPU: the rows come back on run.device"
+                "rank's own generator there; draw on the CPU: run.draw moves the rows to "
+                "run.device"
             )
         if tensor.ndim == 0 or len(tensor) != num_rows:
             raise ScriptError(
                 f"draw: the function returns a tensor of shape {tuple(tensor.shape)}; expected "
-                f"{num_rows} rows, as many as it is given: the rows of the batch on all ranks"
+                f"{num_rows} rows, the number that is passed to it: the rows of the batch on all "
+                "ranks"
             )
         return tensor[own.start : own.stop].to(device)
 
@@ -83,10 +85,10 @@ class DrawWatch:
         self._is_on = False
         warnings.warn(
             "since the last batch, or the last run.backward, numbers were drawn from this rank's "
-            "own generator, as by torch.randn, torch.randint or Categorical.sample: ranks of one "
-            "seed draw the same numbers for unlike rows, and one process draws others; draw for "
-            "the rows by run.draw(lambda rows: torch.randn(rows, ...)), and what has no rows from "
-            "a torch.Generator with a seed",
+            "own generator, as by torch.randn, torch.randint or Categorical.sample: ranks with one "
+            "seed draw the same numbers for different rows, and one process draws different "
+            "numbers; draw numbers for rows by run.draw(lambda rows: torch.randn(rows, ...)), and "
+            "other numbers from a torch.Generator with a seed",
             stacklevel=4,
         )
 

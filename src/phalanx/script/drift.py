@@ -27,14 +27,14 @@ CLIPS = "clips"
 _COUNT_MESSAGES = {
     STEPS: "rank {0} has taken {1} steps and rank {2} has taken {3}, so their weights differ; each "
     "rank must step, or skip a step, when the others do",
-    BATCHES: "the ranks have read unlike numbers of batches before the last one, {1} on rank {0} "
-    "and {3} on rank {2}, so that rows of several global batches were added up; each rank must "
+    BATCHES: "the ranks have read different numbers of batches before the last one, {1} on rank "
+    "{0} and {3} on rank {2}, so that rows of several global batches were added up; each rank must "
     "read, or leave out, a batch when the others do",
-    AHEAD: "{1} batches wait for a run.backward on rank {0} and {3} on rank {2}, so that the ranks "
-    "take unlike ones for the last of a pass; each rank must keep, or leave out, a batch that it "
-    "has read when the others do",
+    AHEAD: "{1} batches wait for a run.backward on rank {0} and {3} on rank {2}, so the ranks use "
+    "different batches as the last of a pass; each rank must use, or leave out, a batch that "
+    "it has read when the others do",
     CLIPS: "run.clip was called {1} times on rank {0} and {3} times on rank {2}, so their weights "
-    "differ; every rank calls it, and none under `if run.is_first`",
+    "differ; call it on every rank, and not under `if run.is_first`",
 }
 
 
@@ -75,12 +75,12 @@ class RankState:
     weight_writes: int
 
     def to_text(self) -> str:
-        """Return the facts as JSON, for the job's store."""
+        """Return this state as JSON, for the job's store."""
         return json.dumps(vars(self))
 
     @classmethod
     def of_text(cls, text: str) -> RankState:
-        """Return the facts that `to_text` encoded."""
+        """Return the state that `to_text` encoded."""
         values: dict[str, Any] = json.loads(text)
         for part in ("weights", "states"):
             values[part] = {name: Digest(*each) for name, each in values[part].items()}
@@ -137,8 +137,8 @@ def _of_setting(name: str, a: RankState, b: RankState) -> str:
     if not name.startswith("lr "):
         return words + "give it the same value on every rank"
     return words + (
-        "every rank must step a scheduler, and by the same value: one that takes a loss, such as "
-        "ReduceLROnPlateau, by the loss that run.backward returned, or by a run.sum"
+        "step the scheduler on every rank, and with the same value: a scheduler that takes a loss, "
+        "such as ReduceLROnPlateau, needs the loss that run.backward returned, or a run.sum"
     )
 
 
@@ -154,7 +154,7 @@ def _of_weights(name: str, a: RankState, b: RankState) -> str:
         return words + (
             f"weights were written {abs(a.weight_writes - b.weight_writes)} times more on rank "
             f"{max(a, b, key=lambda facts: facts.weight_writes).rank}: call load_state_dict, and "
-            "all else that sets weights, on every rank, or before run.prepare"
+            "other code that sets weights, on every rank, or before run.prepare"
         )
     for state in _names([a.states, b.states]):
         if _first_unequal_pair([a, b], "states", state):
@@ -164,10 +164,10 @@ def _of_weights(name: str, a: RankState, b: RankState) -> str:
             )
     if a.states:
         return words + (
-            "the optimizers' states are alike, so something else than a step has set weights on "
-            "one rank alone; do it on every rank, or before run.prepare"
+            "the optimizers' states are equal, so code other than a step has set weights on one "
+            "rank only; set weights on every rank, or before run.prepare"
         )
-    return words + "weights, or gradients, were changed on one rank alone; do it on every rank"
+    return words + "weights, or gradients, were changed on one rank only; change them on every rank"
 
 
 def _of_state(name: str, a: RankState, b: RankState) -> str:
@@ -190,7 +190,7 @@ _WORDS: Final[Mapping[_Kind, Callable[[str, RankState, RankState], str]]] = {
 
 def _values(here: Digest | None, there: Digest | None, a: RankState, b: RankState) -> str:
     if here is None or there is None:
-        return f"is there on rank {(b if here is None else a).rank} alone"
+        return f"exists only on rank {(b if here is None else a).rank}"
     left, right = f"{here.total:.6g}", f"{there.total:.6g}"
     if left == right:
         left, right = f"{here.total:.17g}", f"{there.total:.17g}"

@@ -63,8 +63,8 @@ def _together(of_ranks: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
     """Return, for each position in a batch, the values of all ranks."""
     if len(numbers := {len(each) for each in of_ranks}) > 1:
         raise ScriptError(
-            f"gather: ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give as many "
-            "on every rank"
+            f"gather: the ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give the "
+            "same number on every rank"
         )
     return list(zip(*of_ranks, strict=True))
 
@@ -97,9 +97,9 @@ def _check_rows(own: Sequence[Tensor], num_rows: Collection[int]) -> None:
     if num_rows and rows.difference(num_rows):
         has = " or ".join(map(str, sorted(num_rows)))
         raise ScriptError(
-            f"gather: {sorted(rows)} rows, while the batch that this rank has read last has {has}; "
-            "call it for each batch, which keeps the order of one process, and put those results "
-            "together"
+            f"gather: the tensors have {sorted(rows)} rows, but the last batch that this rank has "
+            f"read has {has}; call it for each batch, which keeps the order of one process, and "
+            "concatenate the results"
         )
 
 
@@ -114,8 +114,8 @@ def _check_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
     unlike = {shape[1:] for shape in shapes}
     if len(unlike) > 1:
         raise ScriptError(
-            f"gather: the rows of ranks have unlike shapes, {sorted(unlike)}; pad them to one "
-            "length, the same on all ranks"
+            f"gather: the rows have different shapes on different ranks, {sorted(unlike)}; pad "
+            "them to one length, the same on all ranks"
         )
 
 
@@ -148,8 +148,8 @@ def own_number(call: str, value: Any, comm: Comm) -> Tensor:
     """Return a number or tensor of this rank on its device, to be summed over the ranks."""
     if isinstance(value, MeanLoss | MeanNumber):
         raise ScriptError(
-            f"{call}: the loss that run.backward returned is of all ranks already; add up what "
-            "this rank alone has, such as the loss_sum that run.backward was given"
+            f"{call}: the loss that run.backward returned is the mean over all ranks already; give "
+            "a number of this rank only, such as the loss_sum that was given to run.backward"
         )
     try:
         # Through numpy, because torch converts a Python float to float32.
@@ -157,5 +157,5 @@ def own_number(call: str, value: Any, comm: Comm) -> Tensor:
         return own.detach().to(comm.device)
     except (TypeError, ValueError, RuntimeError):
         raise ScriptError(
-            f"{call}: {brief(value)} is no number; expected a number or a tensor of this rank"
+            f"{call}: {brief(value)} is not a number; expected a number or a tensor of this rank"
         ) from None

@@ -31,9 +31,9 @@ def refuse_lost_hooks(model: nn.Module, comm: Comm) -> None:
         if after or (parameter._backward_hooks and not are_kept):  # pyright: ignore[reportPrivateUsage]
             call = "register_post_accumulate_grad_hook" if after else "register_hook"
             raise ScriptError(
-                f"prepare: {name} has a hook by {call}, which would see a part of its gradient, or "
-                "none; change parameter.grad between run.backward and optimizer.step() in its place"
-                + ("" if after else ", or use dp")
+                f"prepare: {name} has a hook by {call}, which would receive only a part of its "
+                "gradient, or none; change parameter.grad between run.backward and "
+                "optimizer.step() instead" + ("" if after else ", or use dp")
             )
 
 
@@ -54,11 +54,12 @@ class ReducedGradientHooks:
                 continue
             if accumulation > 1:
                 raise ScriptError(
-                    f"backward: {name} has a hook by register_hook, which sees the gradient of "
-                    "each microbatch on one process, and ranks have the step's alone; "
-                    "change parameter.grad between run.backward and optimizer.step() in its place"
+                    f"backward: {name} has a hook by register_hook, which receives the gradient of "
+                    "each microbatch on one process, but only the gradient of the whole step on "
+                    "several ranks; change parameter.grad between run.backward and "
+                    "optimizer.step() instead"
                 )
-            self._hooks.setdefault(parameter, []).append(hooks)  # where a handle removes it
+            self._hooks.setdefault(parameter, []).append(hooks)  # a handle's `remove` edits it
             parameter._backward_hooks = None  # pyright: ignore[reportPrivateUsage]
 
     def call(self) -> None:

@@ -54,8 +54,8 @@ def init(
         debug_comm: compare each collective between ranks before it runs, see docs/debugging.md.
 
     Raises:
-        ConfigError: the strategy cannot be parsed, needs another number of ranks, or has pipeline
-            or context parallelism, which need a trainer's loop; or the job is incomplete.
+        ConfigError: the strategy cannot be parsed, needs servers or another number of ranks, or has
+            pipeline or context parallelism, which need a trainer's loop; or the job is incomplete.
     """
     report_in_one_message(explain_shard_error)
     parsed = VERIFY_OVERRIDES[-1][0] if VERIFY_OVERRIDES else _strategy(strategy)
@@ -88,7 +88,7 @@ def _strategy(given: str | Strategy | None) -> Strategy | None:
         raise StrategyError(f"init: strategy is {strategy!r}; expected text such as 'dp2,fsdp2'")
     if asked and strategy is not None and str(strategy) != str(Strategy.parse(asked)):
         raise StrategyError(
-            f"init: the script asks for strategy '{strategy}' and its command line for '{asked}'; "
+            f"init: the script sets strategy '{strategy}' and its command line sets '{asked}'; "
             "leave one of them out"
         )
     strategy = Strategy.parse(asked) if asked and strategy is None else strategy
@@ -108,6 +108,6 @@ def refuse_in_own_loop(strategy: Strategy) -> None:
     for axis, what in (("pp", "a pipeline"), ("cp", "context parallelism")):
         if getattr(strategy, axis).degree > 1:
             raise StrategyError(
-                f"strategy '{strategy}' has {axis}: {what} runs the forward itself, which a loop "
-                "of one's own calls; use dp, fsdp and tp here"
+                f"strategy '{strategy}' has {axis}: {what} runs the forward itself, but a loop of "
+                "one's own calls the model; use dp, fsdp and tp here"
             )

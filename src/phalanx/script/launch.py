@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Final
 
 import torch.distributed as dist
 
@@ -16,6 +17,17 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.script.arguments import finding_modules
 from phalanx.script.init import STRATEGY
 from phalanx.script.loader import has_empty_batch
+
+_TWICE: Final = (
+    "phalanx has initialized the process group already: remove dist.init_process_group from the "
+    "script"
+)
+
+_EMPTY_BATCH: Final = (
+    "The batch of this rank has no rows, because the global batch has fewer rows than there are "
+    "ranks, and the script fails on 0 rows; give the DataLoader drop_last=True, or use no -1 in "
+    "reshape"
+)
 
 
 def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, str]:
@@ -29,7 +41,7 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
 
     Raises:
         ScriptError: it called `sys.exit` with a code other than 0, or several ranks ran it and it
-            never called `phalanx.init`.
+            never joined the job, as `phalanx.init` does.
     """
     if strategy is not None:
         os.environ[STRATEGY] = strategy
@@ -51,20 +63,17 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
         raise
     except Exception as error:
         if "default process group twice" in str(error):
-            error.add_note("phalanx has begun it: take dist.init_process_group out of the script")
+            error.add_note(_TWICE)
         if isinstance(mistake := as_mistake(error), PhalanxError):
             add_line(mistake, path)
             raise mistake from None
         if has_empty_batch():
-            error.add_note(
-                "The batch of this rank has no rows, since it has fewer than there are ranks, and "
-                "the script cannot take one; give the DataLoader drop_last=True, or a reshape no -1"
-            )
+            error.add_note(_EMPTY_BATCH)
         raise
     check_end()
     if dist.get_world_size() > 1 and not ATTACH_CALLED:
         raise ScriptError(
-            f"{path} never called phalanx.init, so {dist.get_world_size()} processes did the same "
-            "work, each alone; call it, or start the script by python"
+            f"{path} never called phalanx.init, so {dist.get_world_size()} processes each did the "
+            "same work; call phalanx.init, or start the script by python"
         )
     return PULSE.handled_signal, PULSE.resume_hint

@@ -91,9 +91,9 @@ class RankLoader:
     ) -> None:
         """Split the batches over the data ranks of `comm`; call `on_batch` with each batch.
 
-        A batch is cut into `pieces`, and each rank takes its rows of each piece. So all ranks
-        together have the rows of a microbatch that one process has in it. If `has_spares`, a rank
-        without rows of a batch, see `has_no_rows`, gets one row of another rank.
+        A batch is cut into `pieces`, and each rank takes its rows of each piece. So a microbatch
+        has the same rows, over all ranks, as on one process. If `has_spares`, a rank without rows
+        of a batch, see `has_no_rows`, gets one row of another rank.
 
         Raises:
             ConfigError: the loader makes no batches, splits them itself, or has fewer rows in a
@@ -156,8 +156,8 @@ class RankLoader:
         for batch, own, is_last, self.num_batch_rows in batches:
             if number != self.num_begun:
                 raise ScriptError(
-                    "a pass over the loader resumes after another over it has begun; prepare a "
-                    "DataLoader for each"
+                    "a pass over the loader continues after another pass over it has begun; "
+                    "prepare one DataLoader for each pass"
                 )
             self.is_last = is_last
             self.batches_done += 1
@@ -187,7 +187,7 @@ class RankLoader:
 
     @property
     def stream_digest(self) -> str:
-        """Number and digest of the last compared batch of a stream; empty for other datasets."""
+        """Number and digest of the last digested batch of a stream; empty for other datasets."""
         return "" if self._fetcher is not None else self._digest
 
     def state(self) -> LoaderPosition:
@@ -215,14 +215,15 @@ class RankLoader:
             found = {name.removeprefix(AT_FIRST_BATCH) for name in before}
             if found != needed or "draws" not in before or None in before.values():
                 raise CheckpointError(
-                    f"the loader stood at batch {state.batches} of a pass drawn from generators "
-                    f"{sorted(found)}, and this one draws from {sorted(needed)}; make the same "
+                    f"the saved position is batch {state.batches} of a pass drawn from generators "
+                    f"{sorted(found)}, but this loader draws from {sorted(needed)}; make the same "
                     "DataLoader"
                 )
             if state.batches > len(self.plain):
                 raise CheckpointError(
-                    f"the loader stood after batch {state.batches} of a pass, and this one has "
-                    f"{len(self.plain)} batches; give the same samples in batches of the same size"
+                    f"the saved position is after batch {state.batches} of a pass, but this loader "
+                    f"has {len(self.plain)} batches; give the same samples in batches of the same "
+                    "size"
                 )
         self.epoch, self._skip = state.epoch, state.batches
         self._first_row, self._digest = state.row, state.order
@@ -273,9 +274,9 @@ class RankLoader:
                 self._digest = f"batch {number}, {_digest(batch)}"
             if is_skipped and was.startswith(f"batch {number},") and was != self._digest:
                 raise DataError(
-                    f"{type(self.plain.dataset).__name__} gives another stream than in the pass "
-                    "that is resumed; draw from torch's generator alone, or from one that is "
-                    "seeded in __iter__"
+                    f"{type(self.plain.dataset).__name__} yields a different stream than in the "
+                    "pass that is resumed; draw only from torch's generator, or from a generator "
+                    "that is seeded in __iter__"
                 )
             if not is_skipped:
                 places = [at - begin for piece in own for at in piece]
@@ -291,13 +292,14 @@ class RankLoader:
         with self._generator.as_torch_generator():
             return next(stream, None)
 
-    def warn_of_streams(self, how: str = "gives") -> None:
+    def warn_of_streams(self, how: str = "yields") -> None:
         """Warn, on the first data rank, that the ranks have different streams."""
         if self._comm.coord("data") == 0:
             warnings.warn(
-                f"{type(self.plain.dataset).__name__} {how} another batch on each rank; each "
-                "reads all of the stream and keeps its rows, so samples are lost if it deals them "
-                "out itself, or splits at random: give the same stream on every rank",
+                f"{type(self.plain.dataset).__name__} {how} a different batch on each rank; each "
+                "rank reads the entire stream and keeps its own rows, so samples are lost if the "
+                "dataset splits the stream over the ranks itself, or at random: yield the same "
+                "stream on every rank",
                 stacklevel=3,
             )
 
@@ -313,23 +315,23 @@ def _digest(batch: Any) -> str:
 def _check(plain: DataLoader[Any], num_ranks: int) -> None:
     if type(plain).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
-            f"prepare: {type(plain).__name__} has an __iter__ of its own, which would not run; "
-            "give a DataLoader, and do that work in the dataset or in collate_fn"
+            f"prepare: {type(plain).__name__} overrides __iter__, which would not be called; give "
+            "a plain DataLoader, and do that work in the dataset or in collate_fn"
         )
     if plain.batch_size is None and plain.batch_sampler is None:
         raise ConfigError(
             "prepare: the DataLoader has batch_size=None, so it makes no batches whose rows could "
-            "be dealt out; give it the global batch_size"
+            "be split over the ranks; give it the global batch_size"
         )
     if isinstance(plain.sampler, DistributedSampler):
         raise ConfigError(
-            "prepare: the DataLoader has a DistributedSampler, but prepare deals the batches out "
-            "to the ranks itself; give DataLoader(..., shuffle=True) and the global batch_size"
+            "prepare: the DataLoader has a DistributedSampler, but run.prepare splits the batches "
+            "over the ranks itself; give DataLoader(..., shuffle=True) and the global batch_size"
         )
     if plain.batch_size is not None and plain.batch_size < num_ranks:
         raise ConfigError(
-            f"prepare: batch_size is {plain.batch_size}, the global batch, which {num_ranks} data "
-            f"ranks share, so that some would never have a row; give at least {num_ranks}"
+            f"prepare: batch_size is {plain.batch_size}, the global batch, which is split over "
+            f"{num_ranks} data ranks, so some would never have a row; give at least {num_ranks}"
         )
     if isinstance(plain.dataset, IterableDataset):
         return
@@ -338,6 +340,6 @@ def _check(plain: DataLoader[Any], num_ranks: int) -> None:
     except TypeError as error:
         raise DataError(
             f"prepare: {type(plain.dataset).__name__}, or the loader's sampler, has no length, so "
-            "no rank could know where a pass ends; give it __len__, or make the dataset a "
+            "the end of a pass is unknown; give it __len__, or make the dataset a "
             "torch.utils.data.IterableDataset"
         ) from error

@@ -41,15 +41,15 @@ def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
         )
     if isinstance(loss_sum, DTensor):
         raise ScriptError(
-            f"{where}: the loss has a term of parameters, which are shards of this rank under "
-            "this strategy; leave the term out, and add its gradient to each p.grad after "
+            f"{where}: the loss has a term computed from parameters, which are shards of this rank "
+            "under this strategy; leave the term out, and add its gradient to each p.grad after "
             "run.backward, for L1 as p.grad.add_(p.sign(), alpha=0.01); or use dp"
         )
     if not loss_sum.requires_grad and has_empty_batch():
         raise ScriptError(
-            f"{where}: the batch of this rank has no rows, since it has fewer than there are "
-            "ranks, and the loss of none has no graph; give the DataLoader drop_last=True, or "
-            "compute it from what the model makes of no rows"
+            f"{where}: the batch of this rank has no rows, because the global batch has fewer rows "
+            "than there are ranks, and the loss of 0 rows has no graph; give the DataLoader "
+            "drop_last=True, or compute the loss from the model's output for 0 rows"
         )
     if not loss_sum.requires_grad:
         raise ScriptError(

@@ -138,8 +138,8 @@ def _refuse(factor: Any, counts: _Counts) -> None:
     if (weight := _whole(factor)) in own and weight not in (0, count):
         raise ScriptError(
             f"the loss times {weight:g}: run.backward returns the mean over the {count:g} samples "
-            f"(or tokens) of all ranks, and {weight:g} is the count of this rank; weigh it by "
-            "loss.count, or write float(loss) if the factor is no count"
+            f"(or tokens) of all ranks, and {weight:g} is the count of this rank; weight the loss "
+            "by loss.count, or write float(loss) if the factor is not a count"
         )
 
 

@@ -62,7 +62,7 @@ def check_kind(
     if any(isinstance(p, DTensor) for p in parameters) and not isinstance(optimizer, ELEMENTWISE):
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ScriptError(
-            f"{where}: {type(optimizer).__name__} takes no shards of parameters, which are what a "
+            f"{where}: {type(optimizer).__name__} does not support sharded parameters, which a "
             f"rank has under this strategy; use dp, or one of {names}"
         )
 
@@ -77,10 +77,10 @@ def check_schedules(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.
             id(group) in prepared for group in own.param_groups
         ):
             raise ScriptError(
-                f"prepare: the {type(scheduler).__name__} moves the rate of "
-                f"{type(own).__name__}, which is not prepared, so no rate of a prepared optimizer "
-                "would move; make it from the optimizer that is given to run.prepare, and give "
-                "that with it or before it"
+                f"prepare: the {type(scheduler).__name__} sets the learning rate of "
+                f"{type(own).__name__}, which is not prepared, so no learning rate of a prepared "
+                "optimizer would change; make the scheduler from the optimizer that is given to "
+                "run.prepare, in the same call or an earlier one"
             )
 
 
@@ -91,8 +91,8 @@ def _split(value: Any, parameter: nn.Parameter) -> Any:
     if value.shape != parameter.shape or is_fused(parameter):
         raise ScriptError(
             f"prepare: the optimizer has a state of shape {tuple(value.shape)} for a parameter of "
-            f"shape {tuple(parameter.shape)}, which cannot be split with it; prepare the optimizer "
-            "before its first step"
+            f"shape {tuple(parameter.shape)}, which cannot be split like the parameter; prepare "
+            "the optimizer before its first step"
         )
     shard, offset = shard_of(parameter)
     here = tuple(slice(o, o + n) for o, n in zip(offset, shard.shape, strict=True))
@@ -107,8 +107,8 @@ def unsavable_state(state: Mapping[str, Any], shape: torch.Size) -> str:
         if value is not None and not (isinstance(value, Tensor) and value.shape in ((), shape)):
             what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             return (
-                f"keeps a {key} {what} of a parameter of shape {list(shape)}, which no checkpoint "
-                "can hold"
+                f"keeps a {key} {what} of a parameter of shape {list(shape)}, which a checkpoint "
+                "cannot store"
             )
     return ""
 
@@ -118,8 +118,8 @@ def warn_of_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if (words := unsavable_state(state, parameter.shape)) and dist.get_rank() == 0:
             warnings.warn(
-                f"{type(optimizer).__name__} {words}: run.save will save the weights alone, and "
-                f"end the script; {HELD}",
+                f"{type(optimizer).__name__} {words}: run.save will save only the weights, and end "
+                f"the script; {HELD}",
                 stacklevel=5,
             )
             return

@@ -4,9 +4,9 @@
     the first batch     a shuffling sampler draws; with workers, it already draws in `iter`
 
 Samplers draw from a generator that all loaders of a job share (`JobGenerator`). It starts with the
-state that torch's own generator has on rank 0 when the first loader is iterated. So the order is
-the plain script's order if only loaders draw there, and it never depends on draws of a model or a
-transform. The generator states at both moments determine a pass; checkpoints store them.
+state that torch's own generator has on rank 0 when a loader or `run.draw` first uses it. So the
+order is the plain script's order if only loaders draw there, and it never depends on draws of a
+model or a transform. The generator states at both moments determine a pass; checkpoints store them.
 """
 
 from __future__ import annotations
@@ -130,21 +130,22 @@ class PassDraws:
         """Return the order of the pass; every rank calls this together before the first batch.
 
         Raises:
-            DataError: ranks have different orders, or the order has another digest than `digest`.
+            DataError: ranks have different orders, the order has another digest than `digest`, or
+                the sampler gives more batches than its length.
         """
         order = self._order = self._order or self._drawn()
         sampler = type(self._plain.sampler).__name__
         if len(set(gather_objects(order.digest))) > 1:
             raise DataError(
-                f"{sampler} draws another order on each rank: their datasets have unlike lengths, "
-                "or it draws from something else than torch's generator or one with a seed that "
-                "the DataLoader has"
+                f"{sampler} yields a different order on each rank: the ranks' datasets have "
+                "different lengths, or it draws from a generator that is neither torch's nor a "
+                "seeded generator of the DataLoader"
             )
         if digest not in ("", order.digest):
             raise DataError(
-                f"{sampler} draws another order than in the pass that is resumed: the number "
-                "of samples or the batch size is another, or it draws from something else than "
-                "torch's generator or the DataLoader's"
+                f"{sampler} yields a different order than in the pass that is resumed: the number "
+                "of samples or the batch size has changed, or it draws from a generator that is "
+                "neither torch's nor the DataLoader's"
             )
         return order
 
@@ -153,8 +154,8 @@ class PassDraws:
             order = PassOrder(itertools.islice(self._batches, self._length + 1))
         if len(order) > self._length:
             raise DataError(
-                f"{type(self._plain.batch_sampler).__name__} gives more than the {self._length} "
-                "batches that its __len__ says; correct its __len__"
+                f"{type(self._plain.batch_sampler).__name__} yields more than the {self._length} "
+                "batches that its __len__ returns; correct its __len__"
             )
         return order
 

@@ -96,8 +96,9 @@ class Prepared:
         self.refuse_average("backward")
         if not self.optimizers:
             raise ScriptError(
-                "backward: no optimizer is prepared, so that it may update parameters that are not "
-                "split, and its steps would not be checked; give it to run.prepare too"
+                "backward: no optimizer is prepared, so an optimizer of the script may update "
+                "parameters that are not split, and its steps would not be checked; give the "
+                "optimizer to run.prepare too"
             )
         self.own_rows.warn()
         return step
@@ -151,8 +152,8 @@ class Prepared:
         """Refuse to train or save while averaged weights are applied."""
         if any(average.is_applied for average in self.averages):
             raise ScriptError(
-                f"{call}: within applied() of an average, where the model has averaged weights; "
-                "call it outside"
+                f"{call}: called within applied() of an average, where the model has averaged "
+                "weights; call it outside applied()"
             )
 
     def warn_of_schedules(self, registered: Sequence[Any]) -> None:
@@ -174,8 +175,9 @@ class Prepared:
         if self._model is not None:
             again = "it again" if model is self._model else f"a {type(model).__name__} too"
             raise ScriptError(
-                f"prepare: {type(self._model).__name__} is prepared already, and this prepares "
-                f"{again}; call it once, with several models as parts of one nn.Module"
+                f"prepare: {type(self._model).__name__} is prepared already, and this call "
+                f"prepares {again}; call run.prepare once, with several models as parts of one "
+                "nn.Module"
             )
         check_model(model, self._comm)
         self._before = {p: name for name, p in model.named_parameters()}
@@ -244,13 +246,13 @@ def check_model(model: nn.Module, comm: Comm) -> None:
     """Refuse a model that cannot be split or differs between ranks; all ranks call this."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ScriptError(
-            f"prepare: the model is a {type(model).__name__}, which adds gradients up itself; "
-            "give the module that it wraps, model.module"
+            f"prepare: the model is a {type(model).__name__}, which reduces gradients itself; give "
+            "the module that it wraps, model.module"
         )
     meta = next((n for n, p in model.named_parameters() if p.is_meta), None)
     if meta is not None:
         raise ScriptError(
-            f"prepare: {meta} is on the meta device, without first weights; build the model on "
+            f"prepare: {meta} is on the meta device, without initial weights; build the model on "
             "the CPU, or give it to phalanx.Trainer"
         )
     _check_alike(model)
@@ -267,6 +269,6 @@ def _check_alike(model: nn.Module) -> None:
         name = next(n for n in {**all_of[0], **theirs} if all_of[0].get(n) != theirs.get(n))
         there, here = theirs.get(name, "not there"), all_of[0].get(name, "not there")
         raise ScriptError(
-            f"prepare: the model of rank {rank} is unlike rank 0's: {name} is {there} and "
-            f"{here}; build the same model on every rank"
+            f"prepare: the model of rank {rank} differs from rank 0's: {name} is {there} on rank "
+            f"{rank} and {here} on rank 0; build the same model on every rank"
         )

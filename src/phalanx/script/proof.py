@@ -208,7 +208,7 @@ def _passes(trainer: Trainer) -> Iterator[Any]:
             is_empty = False
             yield batch
         if is_empty:
-            raise DataError("the data ends before the steps to be verified; ask for fewer --steps")
+            raise DataError("the data ends before the last step to be verified; give fewer --steps")
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ class BatchTracker:
 
     @property
     def seen(self) -> str:
-        """Last compared batch of the training stream, see `RankLoader.seen`."""
+        """Last digested batch of the training stream, see `RankLoader.stream_digest`."""
         return "" if self.trained is None else self.trained.stream_digest
 
     def check_stream(self, is_same: bool) -> None:
@@ -131,9 +131,9 @@ class BatchTracker:
         """Warn if no prepared loader was read, because each rank may then read all samples."""
         if self.trained is None and comm.size("data") > 1 and comm.coord("job") == 0:
             warnings.warn(
-                "no batch was read off a prepared DataLoader, so each rank must read samples of "
-                "its own, or they count once for each rank; give the DataLoader to run.prepare, "
-                "and iterate over what it returns",
+                "no batch was read from a prepared DataLoader, so each rank must read different "
+                "samples, or each sample counts once per rank; give the DataLoader to run.prepare, "
+                "and iterate over the loader that it returns",
                 stacklevel=2,
             )
 
@@ -151,9 +151,10 @@ class BatchTracker:
         if is_whole and total == count * comm.size("data") and comm.coord("job") == 0:
             self._is_count_reported = True
             warnings.warn(
-                f"backward: the count is {count:g} on every rank, the rows of the whole batch, of "
-                f"which this rank has {len(batch.rows)}; run.backward adds the counts up, so that "
-                f"the mean would be over {total:g} rows; give the count of this rank, as len(y) is",
+                f"backward: the count is {count:g} on every rank, the rows of the global batch, "
+                f"but this rank has {len(batch.rows)} of them; run.backward sums the counts over "
+                f"the ranks, so the mean would be over {total:g} rows; give the count of this "
+                "rank, such as len(y)",
                 stacklevel=4,
             )
 
@@ -168,10 +169,10 @@ class BatchTracker:
             return False
         if begun is not None and begun.loader is batch.loader and begun.number != batch.number:
             raise ScriptError(
-                "a pass over the loader begins within a step: the pass before ended with fewer "
-                "calls of run.backward than accumulation, whose gradients would be added to those "
-                "of this pass; let the first loader of a zip be the shortest, and break off where "
-                "run.is_step_end"
+                "a pass over the loader begins within a step: the previous pass ended after fewer "
+                "calls of run.backward than accumulation, and its gradients would be added to the "
+                "gradients of this pass; make the first loader of a zip the shortest, and break "
+                "only where run.is_step_end"
             )
         return batch.is_last
 
@@ -202,10 +203,10 @@ class UnreducedResultsWatch:
             right += (model(x).argmax(1) == y).sum()
         run.print(right / len(held_back.dataset))          half of it on two ranks: no `run.sum`
 
-    A script makes a pass without gradients for its results, and also uses results if it reads the
-    loader's dataset after a training pass. If it has summed nothing over the ranks since such a
-    pass began, it gets a warning. This is no error, because a script may sum by other means, or
-    need the forward only.
+    Watched are passes that no backward has used, and training passes after which the script reads
+    the loader's dataset. If the script has summed nothing over the ranks since such a pass began,
+    it gets a warning. This is no error, because a script may sum by other means, or need the
+    forward only.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -239,8 +240,8 @@ class UnreducedResultsWatch:
                 continue
             self._reported.add(loader)
             warnings.warn(
-                f"a pass over a prepared loader has ended, of which this rank has had {num_rows} "
-                "rows, and nothing was added up over the ranks since it began: what the script has "
-                "counted is of these rows alone; use run.sum, run.mean or run.gather",
+                f"a pass over a prepared loader has ended, in which this rank has read {num_rows} "
+                "rows, and nothing was summed over the ranks since it began: results that the "
+                "script has counted cover only these rows; use run.sum, run.mean or run.gather",
                 stacklevel=3,
             )

@@ -3,7 +3,7 @@
     first backwards (`NUM_ALWAYS_CHECKED`)  counts and settings: checksums in the loss's all-reduce
     later backwards                         the same, as often as half of the time budget allows
     between steps                           bits of the weights, as often as the other half allows
-    save, state_dict, evaluation, exit      all of these
+    save, state_dict, evaluation, exit      all of these, and the optimizer states
 
 The time budget is `MAX_CHECK_FRACTION` of the run time.
 
@@ -191,7 +191,7 @@ class Replicas:
         return sent
 
     def store_sums(self, found: Tensor) -> None:
-        """Store the sum of `words` over the data ranks, after an all-reduce over tp."""
+        """Sum `found`, the data ranks' sum of `words`, over tp, and store it for the next step."""
         if self._size > 1:
             self._found = AsyncHostCopy(self._comm.all_reduce(found, "tp"))
 
@@ -323,7 +323,7 @@ class Replicas:
             raise ScriptError(f"{call}: {found.words}")
         if not self._is_rounding and self._comm.is_first:
             warnings.warn(
-                f"{found.words}; they differ by no more than rounding, as on hosts of unlike "
+                f"{found.words}; they differ by no more than rounding, as on hosts with different "
                 "processors",
                 stacklevel=2,
             )

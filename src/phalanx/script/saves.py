@@ -44,8 +44,8 @@ class Saves:
             self._folders[wanted] = checkpoint.free_folder(wanted)
             if self._folders[wanted] != wanted:
                 self._show(
-                    f"{folder} holds checkpoints of another run, and this one saves in "
-                    f"{self._folders[wanted]}; run.resume would have resumed them"
+                    f"{folder} holds checkpoints of another run, so this run saves in "
+                    f"{self._folders[wanted]}; to continue the other run, call run.resume first"
                 )
         here = self._folders[wanted]
         saver = self._savers[here] = self._savers.get(here) or Saver(here)

@@ -221,9 +221,9 @@ class ModuleSession(Session):
                 yield batch
             if not has_batches and not is_rest:
                 raise DataError(
-                    f"the data ended after step {self.step.steps_done} of {self.num_steps}, and a "
-                    "further pass over it has none; set steps to that, or give data that can be "
-                    "read again"
+                    f"the data ended after step {self.step.steps_done} of {self.num_steps}, and "
+                    f"another pass over it yields no batch; set steps to {self.step.steps_done}, "
+                    "or give data that can be read again"
                 )
             is_rest = False
 

@@ -44,7 +44,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
         scheduler.load_state_dict(state)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"cannot resume {kind}: its state is none of this schedule: {brief(error, 200)}"
+            f"cannot resume {kind}: its saved state does not fit this schedule: {brief(error, 200)}"
         ) from error
 
 
@@ -73,7 +73,7 @@ def load_settings(
         _check_taken(optimizer, group, settings)
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"its settings are not of {what}: {brief(error, 200)}; make the same optimizer"
+            f"the saved settings do not fit {what}: {brief(error, 200)}; make the same optimizer"
         ) from error
     group.update(settings)
 
@@ -88,7 +88,7 @@ def _check_taken(
         kind([nn.Parameter(torch.zeros(DRY_SHAPE))], **given)
     after = dry_state(optimizer, {**group, **settings})
     if after is None and dry_state(optimizer, group) is not None:
-        raise ValueError("it cannot step with them")
+        raise ValueError("it cannot step with these settings")
 
 
 def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """The states of a step in a user's loop, and the calls that each state refuses.
 
-    IDLE --begin--> ACCUMULATING --complete--> WHOLE --begin the next step--> ACCUMULATING
+    IDLE --begin--> ACCUMULATING --complete--> REDUCED --begin the next step--> ACCUMULATING
       ^                  |                       |
       +------ reset -----+-----------------------+       after a failed backward, or a resume
 
-Each optimizer may step once while the gradients are WHOLE.
+Each optimizer may step once while the state is REDUCED.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class StepState:
         self._stepped.add(id(optimizer))
 
     def refuse_clip(self) -> None:
-        """Refuse to clip unless the gradients are WHOLE."""
+        """Refuse to clip unless the state is REDUCED."""
         if self.state is not State.REDUCED:
             raise ScriptError(
-                "clip: there are no gradients of a whole step; call it after the last run.backward "
-                "of a step and before optimizer.step()"
+                "clip: there are no gradients of a complete step; call run.clip after the last "
+                "run.backward of a step and before optimizer.step()"
             )
 
     def refuse_save(self, *, is_skipped: bool) -> None:
@@ -79,8 +79,8 @@ class StepState:
         is_unused = self.state is State.REDUCED and not self.is_used and not is_skipped
         if self.state is State.ACCUMULATING or is_unused:
             raise ScriptError(
-                "save: between run.backward and optimizer.step(), whose gradients no checkpoint "
-                "keeps, while their batches count as taken; save after the step"
+                "save: called between run.backward and optimizer.step(); a checkpoint does not "
+                "store these gradients, but counts their batches as used; save after the step"
             )
 
     def refuse_step(self, optimizer: object, *, has_gradients: bool) -> None:
@@ -89,8 +89,8 @@ class StepState:
         if self.state is State.ACCUMULATING:
             raise ScriptError(
                 f"optimizer.step() after {self.num_backwards} of {self._accumulation} calls of "
-                "run.backward: the gradients are not added up over the ranks yet; step when all "
-                f"are made, or say accumulation={self.num_backwards} to phalanx.init"
+                "run.backward: the gradients are not summed over the ranks yet; step after the "
+                f"last call, or give accumulation={self.num_backwards} to phalanx.init"
             )
         if is_due and not has_gradients:
             raise ScriptError(

@@ -135,7 +135,7 @@ class Trainer:
 
         Raises:
             PhalanxError: the strategy cannot split the model, or the run failed.
-            Interrupted: a signal ended the run; the step under way was finished and saved.
+            Interrupted: a signal ended the run, after the current step was saved if there was time.
         """
         report_in_one_message()
         return self.start(strategy, options)
@@ -214,7 +214,7 @@ class Trainer:
         if isinstance(self.data, IterableDataset) and (self.shuffle or self.steps is None):
             raise ConfigError(
                 f"{type(self.data).__name__} is an IterableDataset, which has its own order and no "
-                "length; say shuffle=False and steps=N to phalanx.Trainer"
+                "length; give shuffle=False and steps=N to phalanx.Trainer"
             )
 
     def loader(
@@ -231,6 +231,7 @@ def trainer_of(script: str) -> Trainer:
 
     Raises:
         ConfigError: the file or function does not exist, or does not return a trainer.
+        ScriptError: the script imports a package that is not installed.
     """
     import importlib
     import sys
@@ -258,12 +259,15 @@ def trainer_of(script: str) -> Trainer:
         module = importlib.import_module(path.stem)
     if Path(str(module.__file__)).resolve() != path.resolve():
         raise ConfigError(
-            f"{path} cannot be imported as '{path.stem}', which is {module.__file__} already; "
-            "give the file another name"
+            f"{path} cannot be imported as '{path.stem}', because {module.__file__} has this "
+            "module name already; give the file another name"
         )
     job = getattr(module, function, None)
     if not callable(job):
-        raise ConfigError(f"{path} has no function '{function}'; expected one that returns a job")
+        raise ConfigError(
+            f"{path} has no function '{function}'; expected a function that returns a "
+            "phalanx.Trainer"
+        )
     check_job(script, job)
     with not_ending(script), finding_modules(script):
         trainer = job()

@@ -239,10 +239,10 @@ class UserStep(StepState):
             return
         if any(bool(local_shard(gradient).any()) for gradient in left):
             raise ScriptError(
-                "backward: there are gradients already that no optimizer.step() has used, of "
-                "another run.backward or of loss.backward(); say accumulation=N to phalanx.init "
-                "for N calls a step, add losses up before one call, or call zero_grad() to leave "
-                "them out"
+                "backward: there are gradients from an earlier run.backward or loss.backward() "
+                "that no optimizer.step() has used; give accumulation=N to phalanx.init for N "
+                "calls a step, sum the losses before one call, or call zero_grad() to discard the "
+                "gradients"
             )
 
     def _check_own_batches(self, loss: float) -> None:
@@ -252,8 +252,9 @@ class UserStep(StepState):
             return
         if self.steps_done:  # the first losses may be equal, if initial outputs are zeros
             raise ScriptError(
-                f"backward: the loss is {loss:g} on every rank, to the last bit, so each has the "
-                "same samples; give the DataLoader to run.prepare, which deals them out"
+                f"backward: the loss is {loss:g} on every rank, to the last bit, so all ranks have "
+                "the same samples; give the DataLoader to run.prepare, which splits the batches "
+                "over the ranks"
             )
 
 

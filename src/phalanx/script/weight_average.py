@@ -59,7 +59,9 @@ class WeightAverage:
             ScriptError: the average is applied.
         """
         if self.is_applied:
-            raise ScriptError("average: update() within applied(), where the weights are averages")
+            raise ScriptError(
+                "average: update() within applied(), where the model has averaged weights"
+            )
         average, weights = self._shards()
         if self.num_updates == 0:
             for mine, weight in zip(average, weights, strict=True):
@@ -101,7 +103,7 @@ class WeightAverage:
         """
         saved, count = state["average"], state["num_updates"]
         if saved.keys() != self._average.keys() or not (isinstance(count, int) and count >= 0):
-            raise ScriptError("average: the state is of an average of another model, or of none")
+            raise ScriptError("average: the state does not belong to an average of this model")
         for name, tensor in self._average.items():
             if saved[name].shape != tensor.shape:
                 raise ScriptError(

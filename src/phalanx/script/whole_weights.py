@@ -89,7 +89,7 @@ def _load_checkpoint(folder: Path, model: nn.Module) -> None:
             return folder
         if found := manifest.complete_checkpoints(folder):
             return found[max(found)]
-        raise CheckpointError(f"no whole checkpoint is in {folder}")
+        raise CheckpointError(f"{folder} contains no complete checkpoint")
 
     state.load_weights(on_first_rank(find, f"cannot load weights of {folder}"), model)
 
@@ -98,16 +98,15 @@ def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
     """Return why weights do not fit a model with the state `own`; None if they fit."""
     if not isinstance(given, Mapping):
         return (
-            f"the state is a {type(given).__name__} on the first rank; expected what "
-            "run.state_dict() or the state_dict() of the plain model returned, or the folder of a "
-            "checkpoint"
+            f"the state is a {type(given).__name__} on the first rank; expected the result of "
+            "run.state_dict() or of the plain model's state_dict(), or the folder of a checkpoint"
         )
     weights = cast("Mapping[Any, Any]", given)
     for name in [*own, *weights]:
         if name not in weights:
             return f"the state has no {brief(name)}, which the model has"
         if name not in own:
-            return f"the state has {brief(name)}, which the model has not"
+            return f"the state has {brief(name)}, which the model does not have"
         tensor = weights[name]
         if is_extra_state(name):
             continue
@@ -116,8 +115,8 @@ def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
             return f"{name} is {shape} in the state, and {list(own[name].shape)} in the model"
         if isinstance(tensor, DTensor):
             return (
-                f"{name} is a shard of this rank, as model.state_dict() returns it; give what "
-                "run.state_dict() returned, or shards to model.load_state_dict"
+                f"{name} is a shard of this rank, as model.state_dict() returns it; give the "
+                "result of run.state_dict(), or load shards by model.load_state_dict"
             )
     return None
 
@@ -133,16 +132,16 @@ def explain_shard_error(error: BaseException) -> ScriptError | None:
     if _ARITHMETIC.search(str(error)):
         return ScriptError(
             "a parameter, or its gradient, is a shard of this rank, and here it is added to, or "
-            "multiplied by, a whole tensor, such as noise; split that alike: "
+            "multiplied by, a whole tensor, such as noise; split that tensor in the same way: "
             "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements, "
-            "src_data_rank=None), drawn from a torch.Generator of one seed on all ranks; average "
+            "src_data_rank=None), drawn from a torch.Generator with one seed on all ranks; average "
             "weights by run.average(decay)"
         ).with_traceback(error.__traceback__)
     return ScriptError(
-        "a parameter is a shard of this rank, and here it meets a whole tensor; call the model "
-        "itself, since only model(...) gathers its shards; average weights by run.average(decay), "
-        "not by an AveragedModel or another copy of the model; and load whole weights by "
-        "run.load_state_dict"
+        "a parameter is a shard of this rank, and here an operation combines it with a whole "
+        "tensor; call the model itself, since only model(...) gathers its shards; average weights "
+        "by run.average(decay), not by an AveragedModel or another copy of the model; and load "
+        "whole weights by run.load_state_dict"
     ).with_traceback(error.__traceback__)
 
 
@@ -190,9 +189,9 @@ def _refuse_whole(
         given = weights.get(prefix + name)
         if given is not None and not isinstance(given, DTensor):
             raise ScriptError(
-                f"model.load_state_dict: {prefix}{name} is whole, and under {strategy} the model "
-                "has shards; call run.load_state_dict(state) with the weights of the whole model "
-                "on every rank, or load them before run.prepare"
+                f"model.load_state_dict: {prefix}{name} is a whole tensor, but under {strategy} "
+                "the model has shards; call run.load_state_dict(state) with the weights of the "
+                "whole model on every rank, or load them before run.prepare"
             )
     free_gathered(model)  # else the shards would be copied to gathered tensors
 
@@ -204,9 +203,9 @@ class _Shards(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ScriptError(
-            f"model.state_dict() under {self.strategy} has this rank's shards, and a file of them "
-            "is no file of weights; call state = run.state_dict() on every rank, and torch.save it "
-            "on the first, or run.save"
+            f"model.state_dict() under {self.strategy} has this rank's shards, and a file of "
+            "shards cannot be loaded as weights; call state = run.state_dict() on every rank, and "
+            "torch.save it on the first, or run.save"
         )
 
     def __deepcopy__(self, memo: Any) -> _Shards:

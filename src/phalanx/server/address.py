@@ -32,13 +32,14 @@ def check_address(option: str, address: str) -> None:
     port = address.rpartition(":")[2]
     if port.isdecimal() and (len(port) > 5 or int(port) > MOST_PORT):
         raise ConfigError(
-            f"{option} is {address}, but ports end at {MOST_PORT}; * takes any free one"
+            f"{option} is {address}, but the largest port is {MOST_PORT}; * selects any free port"
         )
     number = _number_of(address)
     if address.startswith("tcp://*") or (number is not None and number.is_unspecified):
         raise ConfigError(
-            f"{option} is {address}, which is any address of this host; expected the one that "
-            f"others reach, such as tcp://10.0.0.1:{port}, or tcp://127.0.0.1:{port} on one host"
+            f"{option} is {address}, which is any address of this host; expected the address that "
+            f"others connect to, such as tcp://10.0.0.1:{port}, or tcp://127.0.0.1:{port} on one "
+            "host"
         )
 
 

@@ -54,8 +54,8 @@ class Client(Requests):
         if (num_bytes := largest * dtype.itemsize) > MOST_FRAME_BYTES:
             num = math.ceil(self.num_shards * num_bytes / MOST_FRAME_BYTES)
             raise ConfigError(
-                f"a server would hold {num_bytes} bytes of a group of weights; at most "
-                f"{MOST_FRAME_BYTES} go in a message; the nearest is --server.num-servers {num + 1}"
+                f"a server would store {num_bytes} bytes of a group of weights, but a message has "
+                f"at most {MOST_FRAME_BYTES}; the nearest is --server.num-servers {num + 1}"
             )
 
     def create(
@@ -89,8 +89,9 @@ class Client(Requests):
     ) -> int:  # fmt: skip
         """Push the gradient of a task, the mean over its tokens, computed with version `base`.
 
-        `grads` has a flat tensor per group, then a coalesced sparse tensor per table. Return when
-        every server and backup has it; for asynchronous kinds the number of the update with it.
+        `grads` has a flat tensor per group, then a coalesced sparse tensor per table. Return once
+        every server and backup has it. The result is the number of the update that includes it,
+        valid only for asynchronous kinds.
         """
         fields = {"clock": clock, "slot": slot, "base": base, "tokens": tokens, "loss": loss}
         fields |= {"rate": rate, "num_live": self.num_live, "is_save_due": is_save_due}
@@ -112,7 +113,7 @@ class Client(Requests):
     ) -> dict[int, list[list[float]]]:
         """Wait until `needed` updates are complete; return totals of recent updates by version.
 
-        An entry has the totals of each shard, see `Shard.totals`. `idle` is called while waiting.
+        An entry has the totals of every shard, see `Shard.totals`. `idle` is called while waiting.
         """
         asked = WireMessage("totals", {"needed": needed})
         replies = self.ask(dict.fromkeys(range(self.num_shards), asked), idle)
@@ -174,7 +175,8 @@ class Client(Requests):
     ) -> dict[int, WireMessage]:  # fmt: skip
         """Send pulls, call `read` for shards in this host's shared memory; return the answers.
 
-        If a read fails, because weights change too often, this pull is repeated over the network.
+        If the memory cannot be mapped, or weights change too often to be read, this pull is
+        repeated with `shared` False, so that the server sends the weights.
         """
         replies, missed = self.ask(asked, idle), dict[int, WireMessage]()
         for shard, reply in replies.items():
@@ -199,7 +201,7 @@ class Client(Requests):
             return None
 
     def read(self, flats: Sequence[Sequence[Tensor]]) -> float | None:
-        """Fill `flats`: of each group and table the weights and optimizer state; return Adam steps.
+        """Fill `flats`, per group or table the weights, then optimizer state; return Adam steps.
 
         Return None, with the state not complete, if a shard's optimizer has none yet, or has a
         different number of state tensors.
@@ -216,7 +218,7 @@ class Client(Requests):
         return min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
 
     def upload_state(self, clock: int, flats: Sequence[Tensor]) -> None:
-        """Upload this worker's state, equally many flats per group, for a checkpoint at `clock`."""
+        """Upload this worker's state for a checkpoint at `clock`: equally many flats per group."""
         num = len(flats) // len(self.placed.numels)
         requests: dict[int, WireMessage] = {}
         for shard in range(self.num_shards):

@@ -1,4 +1,4 @@
-"""The coordinator: it maintains the map of a job, which has its members and the holders of shards.
+"""The coordinator, which maintains the map of a job: its members and the holders of its shards.
 
 It writes the map to a journal on disk (SQLite, write-ahead log) before it sends the map to anyone.
 Every change starts a new epoch. A starting coordinator starts a new term of the journal: an older
@@ -45,8 +45,8 @@ def _naming(path: Path) -> Generator[None]:
         yield
     except sqlite3.Error as error:
         raise JournalError(
-            f"journal is {path}, which cannot be read or written: {error}; mend that, or choose "
-            "another file for a new job"
+            f"journal is {path}, which cannot be read or written: {error}; repair that file, "
+            "or choose another for a new job"
         ) from error
 
 
@@ -99,11 +99,11 @@ class JobJournal:
                 self._file.close()
                 self._open()
             elif self._path.stat().st_ino != self._inode:
-                raise Fenced("another file has the name of the journal")
+                raise Fenced("another file has replaced the journal")
             self._file.execute("BEGIN IMMEDIATE")
             if self._read("term") != (None if is_new else self.term):
                 self._file.execute("ROLLBACK")
-                raise Fenced(f"another coordinator has begun a term, and term {self.term} is over")
+                raise Fenced(f"another coordinator has started a term, which ends term {self.term}")
             self._write("term", self.term)
             self._write("job", job)
             self._file.execute("COMMIT")
@@ -144,7 +144,7 @@ class Coordinator(Role):
         }  # fmt: skip
         self.map["term"] = self._journal.term
         if self.map["job"] != job:
-            raise WireError(f"the journal is of job {self.map['job']}, and this is job {job}")
+            raise WireError(f"the journal belongs to job {self.map['job']}, but this is job {job}")
         self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
         self._scheduler_s = self.clock.now_s  # time of its last heartbeat
         self._synced = set[tuple[int, str]]()
@@ -170,8 +170,8 @@ class Coordinator(Role):
             known = [message.fields.get("term", 0), message.fields.get("epoch", 0)]
             if known > [self.map["term"], self.map["epoch"]]:
                 self._leave(
-                    f"{message['name']} knows term {known[0]}, epoch {known[1]}, which are not in "
-                    "the journal: it is another one, or was deleted"
+                    f"{message['name']} has a map of term {known[0]}, epoch {known[1]}, later than "
+                    "the journal: it is a different journal, or was deleted"
                 )
                 return
             self._hear(message)
@@ -216,9 +216,11 @@ class Coordinator(Role):
         """
         now_s, key = self.clock.now_s, (name, incarnation)
         if key not in self._asked_s:
-            self.log(f"another process is {name} too; it waits until the first is lost")
+            self.log(f"another process also has the name {name}; it waits until the first is lost")
         if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
-            raise ValueError(f"another process is {name} already; give each server its --name")
+            raise ValueError(
+                f"another process already has the name {name}; give each server its own --name"
+            )
 
     def _balance(self) -> None:
         """Promote a synced backup that is no primary, if the shard's primary has several shards."""
@@ -258,9 +260,9 @@ class Coordinator(Role):
             self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key[0] != name}
             for shard, names in enumerate(self.map["holders"]):
                 if names == [name]:
-                    self.log(f"shard {shard} is lost with {name}: nobody else has a copy")
+                    self.log(f"shard {shard} is lost with {name}: no other server has a copy")
                 if names[:1] == [name] and names[1:] and (shard, names[1]) not in self._synced:
-                    self.log(f"shard {shard} is lost with {name}: {names[1]} has no whole copy yet")
+                    self.log(f"shard {shard} is lost with {name}: {names[1]} has no full copy yet")
                     names[:] = [name]
                 if name in names and names != [name]:
                     names.remove(name)
@@ -288,7 +290,7 @@ class Coordinator(Role):
         try:
             self._journal.save(self.map)
         except Fenced as error:
-            self._leave(f"this coordinator keeps the journal no more: {error}")
+            self._leave(f"this coordinator no longer writes the journal: {error}")
             return
         self.log(f"epoch {self.map['epoch']}: {why}; holders {self.map['holders']}")
 

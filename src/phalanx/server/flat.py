@@ -61,7 +61,7 @@ class FlatParameters:
             parameter.grad = view
 
     def moments(self) -> tuple[list[list[Tensor]], float]:
-        """Return copies of each group's state, flat, and the Adam steps; [] before the first step.
+        """Return flat copies of each group's state, and the Adam steps; [], 0.0 without state.
 
         A parameter without state, such as one that was a table when it was saved, gets zeros.
         """

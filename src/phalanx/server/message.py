@@ -57,7 +57,7 @@ class WireMessage:
         """Return a field that must be a string; raise WireError if it is not."""
         found = self[name]
         if not isinstance(found, str):
-            raise WireError(f"'{name}' of a message '{self.kind}' is no text")
+            raise WireError(f"'{name}' of a message '{self.kind}' is not a string")
         return found
 
 
@@ -99,11 +99,11 @@ def decode(frames: Sequence[Any]) -> WireMessage:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"a header that cannot be read: {type(error).__name__}") from None
     if not isinstance(kind, str) or not isinstance(fields, dict):
-        raise WireError("a header whose kind is no text, or whose fields are none")
+        raise WireError("a header whose kind is not a string, or whose fields are not a dict")
     if not all(type(size) is int for _, size in sizes):
-        raise WireError("a header with a size that is no whole number")
+        raise WireError("a header with a size that is not a whole number")
     if len(sizes) != len(frames) - 1:
-        raise WireError(f"{len(frames) - 1} tensors came; the header has {len(sizes)}")
+        raise WireError(f"{len(frames) - 1} tensors received; the header lists {len(sizes)}")
     tensors: list[Tensor] = []
     for (dtype, size), frame in zip(sizes, frames[1:], strict=True):
         view = memoryview(frame)

@@ -98,7 +98,7 @@ class RowPlaces:
         return cls(chunk_rows, places[:, 0], places[:, 1])
 
     def deal(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each shard that has any of `rows`, their positions in `rows`, and indices on it."""
+        """Yield (shard, positions in `rows`, indices on the shard) per shard with any of `rows`."""
         chunks = rows // self.chunk_rows
         shards, there = self.shards[chunks], self.begins[chunks] + rows % self.chunk_rows
         for shard in shards.unique().tolist():

@@ -75,8 +75,8 @@ def serve(roles: JobRoles, name: str, folder: Path, log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     role = make_here(roles, name, folder, log)
     role.log(f"process {os.getpid()}, at {role.address}")
-    PULSE.heed()  # a stop signal reaches this role through the workers, which end the job
-    with PULSE.waiting(f"being the {name}"):
+    PULSE.heed()  # the workers obey a stop signal and end the job, and so this role
+    with PULSE.waiting(f"running as {name}"):
         role.run()
     if role.refusal:
         raise TrainingError(role.refusal)

@@ -99,7 +99,10 @@ class ReplicatedShards(Member):
             self._is_stuck = False
         if not self._is_stuck and now_s - self._seen_at_s > STUCK_S:
             self._is_stuck = True
-            self.log(f"at one message for {STUCK_S:g} s: the coordinator is to hold it for lost")
+            self.log(
+                f"at one message for {STUCK_S:g} s: heartbeats stop, so the coordinator declares "
+                "this server lost"
+            )
         return "" if self._is_stuck else self._coordinator.address
 
     # The map.

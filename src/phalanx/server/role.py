@@ -16,7 +16,7 @@ from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Faults, Listener, Log
 
 SILENT_S: Final = 10.0
-"""Time without an answer from the coordinator between two reports of it in the log, in seconds."""
+"""Silence of the coordinator before it is reported, and between two reports, in seconds."""
 
 MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError, OverflowError)
 """Exceptions that handling a malformed message may raise."""
@@ -27,8 +27,8 @@ Settings = dict[str, Any]
 def no_answer(address: str) -> str:
     """Return a message that the coordinator is silent, with possible reasons."""
     return (
-        f"the coordinator at {address} does not answer; it may not run, have another secret, or "
-        "listen at an address of another kind: 127.0.0.1 is not encrypted, anything else is"
+        f"the coordinator at {address} does not answer: it may not be running, or may have a "
+        "different secret or another kind of address (127.0.0.1 is not encrypted, all others are)"
     )
 
 

@@ -18,7 +18,7 @@ STATE_NAMES: Final = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adagrad": ("sum",),
 }
-"""Name of an optimizer -> its state tensors, with one number per element (adagrad: per row)."""
+"""Name of an optimizer -> names of its state tensors, of one number per element (adagrad: row)."""
 
 
 class RowAdagrad(torch.optim.Optimizer):

@@ -60,7 +60,7 @@ def write_secret(path: Path) -> None:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise ConfigError(f"secret is {path}, which cannot be made: {error.strerror}") from None
+        raise ConfigError(f"secret is {path}, which cannot be created: {error.strerror}") from None
     with os.fdopen(file, "w") as text:
         text.write(Secret.new().key.hex() + "\n")
 
@@ -75,11 +75,11 @@ def read_secret(path: Path) -> Secret:
         with path.open("rb") as file:
             key = bytes.fromhex(file.read(MOST_BYTES).decode().strip())
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no hexadecimal number"
+        why = error.strerror if isinstance(error, OSError) else "it is not a hexadecimal number"
         raise ConfigError(
             f"secret is {path}, which cannot be read: {why}; make one by: phalanx server secret "
             f"--secret {path}"
         ) from None
     if len(key) != 32:
-        raise ConfigError(f"secret is {path}, of {len(key)} bytes; expected 32")
+        raise ConfigError(f"secret is {path}, which has {len(key)} bytes; expected 32")
     return Secret(key)

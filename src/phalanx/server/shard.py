@@ -249,7 +249,7 @@ class Shard:
         return True
 
     def apply_asynchronous(self) -> None:
-        """Apply an asynchronous update; with k of N gradients the learning rate times k/N."""
+        """Apply an asynchronous update; with k of N gradients, scale the learning rate by k/N."""
         update = self.open[self.version]
         share = len(update.tokens) / self.consistency.num_slots
         self.apply(self.version, max(update.rates.values()) * share, 1.0)
@@ -257,7 +257,7 @@ class Shard:
     # Reading.
 
     def published(self) -> list[Tensor]:
-        """Return a copy of the weights without tables, made once a version, so that it is constant.
+        """Return a copy of the weights, without tables, that stays unchanged; one copy per version.
 
         ZeroMQ sends its memory later, when the weights may have changed.
         """

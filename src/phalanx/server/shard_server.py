@@ -70,7 +70,7 @@ class Server(ReplicatedShards):
             self.shards[number] = shard
             self.begin(number)
         elif shard.spec != message["spec"]:
-            raise ValueError("the shard is of another model, optimizer or strategy")
+            raise ValueError("the shard belongs to a different model, optimizer or strategy")
         self.after(number, lambda: self.reply(peer, message, "ok", version=shard.version))
 
     def _answer(self, peer: bytes, message: WireMessage, number: int) -> bool:
@@ -131,7 +131,7 @@ class Server(ReplicatedShards):
         elif message.kind == "stats":
             self.reply(peer, message, "ok", ages=list(shard.ages.items()), version=shard.version)
         else:
-            raise ValueError(f"no request '{message.kind}' is known")
+            raise ValueError(f"unknown request '{message.kind}'")
 
     def _push(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
         self._num_workers = int(message.fields.get("num_live", 1 << 30))

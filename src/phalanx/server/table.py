@@ -66,8 +66,8 @@ class Table:
             return sparse_of(torch.empty(0, dtype=torch.int64), self.weight[:0], self.weight.shape)
         if not grad.is_sparse:
             raise TrainingError(
-                f"the gradient of {self._name} is dense: something beside its lookups uses the "
-                "table, such as a tied output projection; without server.table_rule it moves whole"
+                f"the gradient of {self._name} is dense: an operation other than a lookup uses the "
+                "table, such as a tied output projection; unset server.table_rule to send all rows"
             )
         return grad.coalesce()
 

@@ -87,8 +87,8 @@ class Tasks:
     def help(self, worker: int, limit: int, *, is_through: bool) -> tuple[int, int] | None:
         """Assign a worker a task of another slot, of a clock up to `limit`; None if there is none.
 
-        Tasks of live workers are assigned only with asynchronous kinds, and only if the worker
-        `is_through`: has finished its slot.
+        Tasks of live workers are assigned only with asynchronous kinds, and only to a worker that
+        has finished its slot (`is_through`).
         """
         order = sorted(range(self.num_slots), key=lambda slot: self.done[slot])
         for slot in order:

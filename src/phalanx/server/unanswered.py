@@ -23,7 +23,7 @@ def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
         if other != worker:
             report(
                 f"worker {worker} has waited {for_s:g} s for push {clock + 1} of worker {other}, "
-                "whose process is there: that worker, or a server, is slow, saves, or hangs"
+                "whose process is alive: that worker or a server is slow, is saving, or hangs"
             )
 
 
@@ -31,8 +31,8 @@ def lost(known: Settings, shard: int) -> TrainingError:
     """Return the error for a shard that was lost with its last copy."""
     return TrainingError(
         f"{known['holders'][shard][0]} was lost with its part of the weights, and no other server "
-        "had a whole copy; resume from the last checkpoint; with --server.num-servers 2 or more "
-        "others have one"
+        "had a full copy; resume from the last checkpoint; with --server.num-servers 2 or more, "
+        "another server keeps a copy"
     )
 
 
@@ -40,8 +40,8 @@ def unanswered(worker: int, kinds: Iterable[str], for_s: float) -> TrainingError
     """Return the error of a worker whose requests have timed out."""
     words = ", ".join(sorted(set(kinds)))
     return TrainingError(
-        f"worker {worker} has waited {for_s:g} s for an answer to {words}; the log of the servers "
-        "says what they do"
+        f"worker {worker} has waited {for_s:g} s for an answer to {words}; see the log of the "
+        "servers"
     )
 
 
@@ -59,4 +59,4 @@ def known_so_far(known: Settings, address: str) -> str:
         return no_answer(address)
     scheduler = "a scheduler" if known["scheduler"] else "no scheduler"
     num = len(known.get("addresses", ()))
-    return f"the coordinator at {address} has met {num} of its servers and {scheduler}"
+    return f"the coordinator at {address} has registered {num} of its servers and {scheduler}"

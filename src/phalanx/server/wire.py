@@ -157,7 +157,7 @@ class Listener:
             try:
                 self.socket.send_multipart(each, zmq.NOBLOCK, copy=False)
             except zmq.Again:  # its queue is full; the peer retries its requests
-                self._log(f"a peer takes no message '{message.kind}'")
+                self._log(f"dropped a message '{message.kind}': the peer's queue is full")
 
     def close(self) -> None:
         """Stop listening."""
@@ -171,7 +171,7 @@ class Listener:
             self._num_begun += 1 if event == zmq.EVENT_ACCEPTED else -1
         elif event in _REFUSED or self._num_begun > 0:
             self._num_begun = max(0, self._num_begun - 1)
-            self._refuse(f"a connection that does not speak as it should (event {event})")
+            self._refuse(f"a connection that does not follow the protocol (event {event})")
 
     def _refuse(self, why: str) -> None:
         self.num_refused += 1
@@ -198,9 +198,11 @@ class Listener:
                     self._known.popitem(last=False)
                 reply = WireMessage("welcome")
             else:
-                self._refuse("a peer that does not know the job's secret")
+                self._refuse("a peer that does not have the job's secret")
         else:
-            self._refuse(f"a message {message.kind[:40]!a} of a peer that is not known")
+            self._refuse(
+                f"a message {message.kind[:40]!a} from a peer without a proof of the secret"
+            )
         self.send(peer, reply)
 
 

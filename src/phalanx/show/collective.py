@@ -55,28 +55,29 @@ class TorchCall(NamedTuple):
 CALLS: Final = {
     "broadcast": TorchCall(
         "dist.broadcast(tensor, src=ROOT)",
-        "the root passes its tensor, the others a tensor of its size, which is overwritten",
+        "the root passes its tensor, the others a tensor of the same size to overwrite",
     ),
     "reduce": TorchCall(
         "dist.reduce(tensor, dst=ROOT, op=dist.ReduceOp.SUM)",
-        "every rank passes its tensor; the root's holds the sum afterwards, the others' nothing "
-        "of use",
+        "every rank passes its tensor; afterwards the root's contains the sum, and the others' "
+        "contents are undefined",
     ),
     "scatter": TorchCall(
         "dist.scatter(tensor, list_of_chunks if rank == ROOT else None, src=ROOT)",
-        "the root passes a chunk for each rank, the others None and room for one chunk",
+        "the root passes a chunk for each rank, the others None; every rank passes an output for "
+        "one chunk",
     ),
     "gather": TorchCall(
         "dist.gather(tensor, list_of_chunks if rank == ROOT else None, dst=ROOT)",
-        "every rank passes its chunk, the root room for all, the others None",
+        "every rank passes its chunk, the root a list of outputs for all chunks, the others None",
     ),
     "all-gather": TorchCall(
         "dist.all_gather(list_of_chunks, chunk)",
-        "every rank passes its chunk, and room for all of them",
+        "every rank passes its chunk, and a list of outputs for all chunks",
     ),
     "reduce-scatter": TorchCall(
         "dist.reduce_scatter(chunk, list_of_chunks, op=dist.ReduceOp.SUM)",
-        "every rank passes its tensor, and room for its chunk of the sum",
+        "every rank passes its tensor, and an output for its chunk of the sum",
     ),
     "all-reduce": TorchCall(
         "dist.all_reduce(tensor, op=dist.ReduceOp.SUM)",
@@ -84,10 +85,10 @@ CALLS: Final = {
     ),
     "all-to-all": TorchCall(
         "dist.all_to_all_single(output, given)",
-        "every rank passes a chunk for each rank, and room for one from each",
+        "every rank passes a chunk for each rank, and an output for one chunk from each",
     ),
     "barrier": TorchCall(
-        "dist.barrier()", "nobody passes anything; a byte of each rank says that it has come"
+        "dist.barrier()", "no rank passes a tensor; one byte of each rank signals its arrival"
     ),
 }
 
@@ -137,12 +138,14 @@ def values_text(collective: str, steps: Steps, num_ranks: int) -> str:
     if collective == "all-to-all":
         return "Value 12 goes from rank 1 to rank 2."
     if collective == "barrier":
-        return "A rank knows of those whose chunk it has."
+        return "A rank that has chunk r has received the signal of rank r."
     if any(move.is_reduced for step in steps for move in step.moves):
         example = f", so {'1' * num_ranks} is a sum of ranks 0 to {num_ranks - 1}"
     else:
         example = ""
-    return f"The digit of rank r is r places from the right{example}; in chunk c each is c + 1."
+    return (
+        f"The digit of rank r is r places from the right{example}; in chunk c each digit is c + 1."
+    )
 
 
 def titles(steps: Steps) -> list[str]:
@@ -184,7 +187,7 @@ def totals(found: Sequence[Any]) -> Grid:
         for rank, (_, num_messages, num_bytes, _) in enumerate(found)
     ]
     heads = ("rank", "messages sent", "bytes sent")
-    return Grid("counted by the ledger while it ran", heads, rows, heads)
+    return Grid("counted by the ledger during the run", heads, rows, heads)
 
 
 def counted(steps: Steps) -> str:
@@ -199,7 +202,7 @@ def compared(call: TorchCall, same: Sequence[bool]) -> str:
     name = call.in_torch.partition("(")[0].replace("dist.", "torch.distributed.")
     if all(same):
         return f"{name} gave the same on every rank."
-    return f"{name} gave something else on rank {same.index(False)}: a fault of Phalanx."
+    return f"{name} gave a different result on rank {same.index(False)}: a bug in Phalanx."
 
 
 def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], int, int, bool]:

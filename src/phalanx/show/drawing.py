@@ -27,7 +27,7 @@ class SvgDrawing:
         ]
 
     def boxes(self, boxes: Iterable[Box], colour: str) -> None:
-        """Add boxes of one colour."""
+        """Add boxes of one color."""
         drawn = "".join(f"M{x:.5g} {y:.5g}h{w:.4g}v{h:.4g}h{-w:.4g}z" for x, y, w, h in boxes)
         self._lines.append(f'<path fill="{colour}" d="{drawn}"/>')
 
@@ -82,7 +82,7 @@ class SvgDrawing:
         self._lines.append("</g>")
 
     def moving(self, box: Box, colour: str, attribute: str, to: Iterable[float]) -> None:
-        """Add a transparent box whose `attribute`, x or y, cycles through the values `to`."""
+        """Add a translucent box whose `attribute`, x or y, cycles through the values `to`."""
         x, y, w, h = box
         values = [f"{value:.5g}" for value in to]
         self._lines.append(

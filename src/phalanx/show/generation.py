@@ -75,15 +75,15 @@ def show_rolling_batch(config: ShowGeneration) -> Shown:
         rows = _slots(engine.steps, {each: chr(65 + n) for n, each in enumerate(added)})
         busy = sum(map(len, engine.steps)) / (SLOTS * len(engine.steps))
         title = f"{batching}: {len(engine.steps)} steps, {busy:.0%} of the slots in use"
-        parts.append(Grid(title, ["slot", "the request of each step"], rows, ["slot"]))
+        parts.append(Grid(title, ["slot", "request in each step"], rows, ["slot"]))
     least = -(-sum(LENGTHS) // SLOTS)
     parts.append(
         f"{sum(LENGTHS)} tokens in {SLOTS} slots take at least {least} steps. A static batch ends "
         "with its longest request; a rolling one admits the next as soon as a slot is free. The "
-        "first step of a request computes its prompt, beside the single tokens of the others."
+        "first step of a request computes its prompt, along with one token of each other request."
     )
     lengths = ", ".join(f"{chr(65 + n)} {length}" for n, length in enumerate(LENGTHS))
-    about = [f"Requests by their new tokens: {lengths}; a dot is a slot without a request."]
+    about = [f"New tokens of each request: {lengths}; a dot is a slot without a request."]
     return Shown(f"rolling batches (continuous batching), {SLOTS} slots", about, parts)
 
 
@@ -149,7 +149,8 @@ def show_paged_attention(config: ShowGeneration) -> Shown:
     )
     about = [
         f"Both prompts begin with the same {SHARED} tokens: B finds their blocks by content, and "
-        "computes the rest. In each layer a sequence attends to its blocks, wherever they lie."
+        "computes the rest. In each layer a sequence attends to its blocks, which may be "
+        "anywhere in the cache."
     ]
     return Shown(
         "paged attention (Kwon et al. 2023)", about, parts, "varlen_attn(..., block_table=...)"

@@ -38,7 +38,7 @@ def draw_lanes(drawing: SvgDrawing, lanes: Lanes, left: float, top: float) -> No
     ops = {action.op for order in schedule.orders for action in order}
     key = {NAMES[op]: colour for op, colour in COLOURS.items() if op in ops} | {"idle": IDLE}
     if len(schedule.stages_of(0)) > 1:
-        key["of a later chunk"] = LATER
+        key["later chunk"] = LATER
     drawing.key(key, left + NAME, top + 12)
     for number, outcome in enumerate(outcomes):
         _draw_outcome(drawing, lanes, outcome, (left + NAME, top + 26 + panel * number), px_per_s)

@@ -63,13 +63,13 @@ def show_data_parallel(config: ShowRun) -> Shown:
         difference("The gradients of the main device", with_main[0][1], alone),
         *compared("without", [calls for calls, _ in without], "ring"),
         difference("The gradients of every rank", without[-1][1], alone),
-        f"The main device moves {num_ranks - 1} times the weights out and in, each step, and holds "
-        "the outputs of the whole batch; in an all-reduce each rank moves less than 2 times the "
-        "weights, whatever the number of ranks.",
+        f"In each step the main device sends and receives {num_ranks - 1} times the weights, and "
+        "stores the outputs of the whole batch; in an all-reduce each rank sends less than 2 times "
+        "the weights, for any number of ranks.",
     ]
     return Shown(
         f"data parallelism with a main device and without, {num_ranks} ranks",
-        ["Every rank computes other rows of one batch with the same weights."],
+        ["Every rank computes different rows of one batch with the same weights."],
         parts,
         "torch.nn.DataParallel(model) has a main device; DistributedDataParallel(model) has none",
     )
@@ -87,7 +87,7 @@ def compared(title: str, found: Sequence[Sequence[CallMade]], algorithm: str) ->
         sent = sum(call.sent for call in found[rank])
         received = sum(received_bytes(call, algorithm, num_ranks, rank) for call in found[0])
         totals.append([str(rank), f"{sent:,}", f"{received:,}"])
-    of_ranks = ["rank", "sends, as counted", "receives, by the steps"]
+    of_ranks = ["rank", "sent, counted", "received, from the steps"]
     return [
         Grid(title, heads, rows, ["bytes"]),
         Grid("", of_ranks, totals, of_ranks),

@@ -119,7 +119,7 @@ def show_step(topic: str, config: ShowRun) -> Shown:
     strategy = example.strategy_of(config.ranks)
     if strategy.num_ranks != config.ranks:
         raise ConfigError(
-            f"ranks is {config.ranks}; {topic} has ranks in two equal groups; the nearest is "
+            f"ranks is {config.ranks}; {topic} needs two equal groups of ranks; the nearest is "
             f"{strategy.num_ranks}"
         )
     found: list[RankStep] = run_ranks(take_step, strategy.num_ranks, example, threads=1)
@@ -143,7 +143,7 @@ def show_step(topic: str, config: ShowRun) -> Shown:
             journal(first.events),
             f"Rank 0 sends {sent:,.0f} bytes a step as the ledger counted, and the plan of the "
             f"strategy says {first.planned_sent:,.0f}. All ranks have "
-            f"{f'the loss {first.loss:.6f}' if same else 'other losses: a fault of Phalanx'}. "
+            f"{f'the loss {first.loss:.6f}' if same else 'different losses: a bug in Phalanx'}. "
             f"phalanx verify {strategy} compares every gradient with one process.",
         ],
         example.in_torch,
@@ -158,7 +158,7 @@ def holdings(found: Sequence[RankStep]) -> Grid:
         [str(rank), *each.shards, *([each.positions] if has_positions else [])]
         for rank, each in enumerate(found)
     ]
-    return Grid("what each rank holds between steps", heads, rows, ["rank"])
+    return Grid("shards on each rank between steps", heads, rows, ["rank"])
 
 
 def hops(found: Sequence[RankStep]) -> Strip:
@@ -173,7 +173,7 @@ def hops(found: Sequence[RankStep]) -> Strip:
             for rank in range(num_ranks)
         ]
         is_last = hop + 1 == num_ranks
-        title = f"step {hop + 1} of {num_ranks}" + ("" if is_last else ", sent while it attends")
+        title = f"step {hop + 1} of {num_ranks}" + ("" if is_last else ", sent during attention")
         frames.append(Frame(title, cells, [] if is_last else sent))
     return Strip("attention of a block, forward", ["queries of", "keys, values of"], frames)
 
@@ -185,7 +185,7 @@ def memory(name: str, found: Sequence[RankStep]) -> Grid:
         for rank, each in enumerate(found)
     ]
     heads = [name, *KINDS_SHOWN]
-    return Grid("the most bytes of each kind during a step, measured", heads, rows, heads)
+    return Grid("peak bytes of each kind during a step, measured", heads, rows, heads)
 
 
 def bucket_grid(example: Example, events: Sequence[StepEvent]) -> Grid:
@@ -203,8 +203,8 @@ def bucket_grid(example: Example, events: Sequence[StepEvent]) -> Grid:
             rows.append([str(len(rows)), listed, f"{event.payload_bytes:,}", under])
         elif event.phase == "backward":
             under = event.what
-    heads = ["bucket", "parameters", "bytes", "left under"]
-    return Grid("buckets, in the order in which they left", heads, rows, ["bucket", "bytes"])
+    heads = ["bucket", "parameters", "bytes", "sent during"]
+    return Grid("buckets, in the order of sending", heads, rows, ["bucket", "bytes"])
 
 
 def journal(events: Sequence[StepEvent]) -> Grid:
@@ -220,10 +220,10 @@ def journal(events: Sequence[StepEvent]) -> Grid:
             rows.append([event.phase, f"{event.what}{count}", "", "", ""])
     heads = [
         "phase",
-        "compute, and collectives as they begin",
+        "compute, and collectives as they start",
         "axis",
         "tensor bytes",
-        "rank sends",
+        "sent bytes",
     ]
     return Grid("the step on rank 0, in order", heads, rows, heads[3:])
 

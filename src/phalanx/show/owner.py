@@ -59,22 +59,22 @@ def show_fsdp(config: ShowRun) -> Shown:
             for rank, of_rank in enumerate(layers)
         ]
         heads = ["rank", *(f"layer {n}" for n in range(len(WIDTHS) - 1)), "holds", "sends"]
-        parts.append(Grid(f"{form.about}: bytes held / sent, a layer", heads, rows, heads))
+        parts.append(Grid(f"{form.about}: bytes held / sent, per layer", heads, rows, heads))
     same = all(torch.allclose(a, b) for end in ends for a, b in zip(end, ends[0], strict=True))
     parts.append(
         "Both forms give the same gradients on all ranks." if same else
-        "The gradients of the two forms differ: a fault of Phalanx."
+        "The gradients of the two forms differ: a bug in Phalanx."
     )  # fmt: skip
     steps = run_ranks(take_step, num_ranks, STRATEGIES["zero3"], threads=1)
     parts += [holdings(steps), journal(steps[0].events)]
     parts.append(
-        "At once: the last gather before `forward block 0` is of block 1, and travels while block "
-        "0 computes. The gather after `backward block 1` is of block 0, and travels under that "
-        "backward; a reduction travels under the backward that follows it."
+        "Overlap: the last gather before `forward block 0` is for block 1, and runs while block 0 "
+        "computes. The gather after `backward block 1` is for block 0, and runs during that "
+        "backward; a reduction runs during the backward that follows it."
     )
     return Shown(
         f"sharded weights by owners and by shards, {num_ranks} ranks",
-        ["A layer is whole on every rank only while that layer computes."],
+        ["A rank has the full weights of a layer only while that layer computes."],
         parts,
         "fully_shard(module)",
     )
@@ -141,8 +141,8 @@ def _size() -> int:
 
 
 FORMS: Final = {
-    "owner": ShardingForm("an owner a layer", _own_whole, _broadcast, _reduce),
-    "shards": ShardingForm("a shard a rank", _own_shard, _gather, _reduce_scatter),
+    "owner": ShardingForm("one owner per layer", _own_whole, _broadcast, _reduce),
+    "shards": ShardingForm("one shard per rank", _own_shard, _gather, _reduce_scatter),
 }
 
 

@@ -70,16 +70,18 @@ def show_parameter_server(config: ShowServer) -> Shown:
     rows = [_row("0, master", LinkBytes(back, out), 1.0, 1.0)]
     for number, link in enumerate(workers, 1):
         rows.append(_row(f"{number}, worker", link, link.sent / out, link.received / back))
-    heads = ["rank", "sends", "receives", "load to the master", "load back"]
+    heads = ["rank", "sends", "receives", "load to the master", "load from the master"]
     in_ring = [
         _row(str(rank), link, link.sent * unit_s / ring_s, link.received * unit_s / ring_s)
         for rank, link in enumerate(ring)
     ]
     ring_heads = ["rank", "sends", "receives", "load out", "load in"]
     parts: list[Grid | str] = [
-        Grid("by a master, in weights", heads, rows, heads[1:]),
+        Grid("through a master, as multiples of the weights", heads, rows, heads[1:]),
         f"{time_text(out * unit_s)} to the master, {time_text(back * unit_s)} back",
-        Grid("by a ring all-reduce, in weights", ring_heads, in_ring, ring_heads[1:]),
+        Grid(
+            "by a ring all-reduce, as multiples of the weights", ring_heads, in_ring, ring_heads[1:]
+        ),
         f"the ring {time_text(ring_s)}",
         growth(unit_s),
         *(trace(kind, option) for kind, option in KINDS),
@@ -87,8 +89,8 @@ def show_parameter_server(config: ShowServer) -> Shown:
     return Shown(
         f"a parameter server and {num_workers} workers, {config.bytes:.3g} B of weights, links of "
         f"{config.bandwidth:.3g} B/s",
-        ["Workers push gradients to the master and pull weights; its link carries all of it.",
-         "Load is the part of the time of an exchange in which a link is busy."],
+        ["Workers push gradients to the master and pull weights; the master's link carries both.",
+         "Load is the fraction of the time of an exchange in which a link is busy."],
         parts,
         "torch has none; dist.reduce(gradients, dst=0) and dist.broadcast(weights, src=0) move the "
         "same bytes",
@@ -145,10 +147,8 @@ def growth(unit_s: float) -> Grid:
          time_text(2 * (ranks - 1) / ranks * unit_s)]
         for ranks in GROWTH
     ]  # fmt: skip
-    heads = ["ranks", "1 server and workers", "4 servers and as many workers", "ring"]
-    return Grid(
-        "an exchange over the number of ranks: its seconds by the formulas", heads, rows, heads
-    )
+    heads = ["ranks", "1 server and workers", "4 servers, the same workers", "ring"]
+    return Grid("time of an exchange by number of ranks, from the formulas", heads, rows, heads)
 
 
 def trace(kind: str, option: int) -> Grid:
@@ -180,8 +180,8 @@ def trace(kind: str, option: int) -> Grid:
     unit = f"round of {option} steps" if kind == "local" else "step"
     rows = [[str(worker), " ".join(found[worker])] for worker in range(consistency.num_slots)]
     return Grid(
-        f"dp3:{name}: each {unit}@version of the weights it began with; versions late: {late}",
-        ["worker", "the last is 5 times slower"],
+        f"dp3:{name}: each {unit}@version of its initial weights; pushes by versions late: {late}",
+        ["worker", "the last worker is 5 times slower"],
         rows,
     )
 

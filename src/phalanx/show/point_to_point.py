@@ -89,7 +89,7 @@ def deadlocked(rank: int) -> Iterator[Moment]:
     work = collectives.isend(x, 1 - rank, group=dist.new_group([0, 1]))
     try:
         work.wait(timedelta(seconds=PATIENCE_S))
-        outcome = "the send has ended"
+        outcome = "the send has completed"
     except RuntimeError:
         outcome = f"still sending after {PATIENCE_S:g} s"
     yield Moment("both: send(x, other), before recv(y, other)", outcome)
@@ -97,15 +97,16 @@ def deadlocked(rank: int) -> Iterator[Moment]:
 
 EXERCISES: Final[tuple[tuple[str, Exercise], ...]] = (
     ("blocking: send and recv return when the tensor may be used", blocking),
-    ("not blocking: isend and irecv return a work at once; wait before the tensor is used",
+    ("non-blocking: isend and irecv return a Work at once; wait before you use the tensor",
      asynchronous),
-    ("tags: a receive takes the message of its tag, whatever came first; NCCL knows none", tagged),
+    ("tags: a receive takes the message with its tag, in any order; NCCL has no tags", tagged),
     ("a deadlock: two sends that wait for each other", deadlocked),
 )  # fmt: skip
 
 REMEDY: Final = (
-    "A send ends when its receive runs, and here each receive stands behind a send. One rank "
-    "receives first, or both begin both (isend and irecv, batch_isend_irecv), and it ends."
+    "A send completes when its receive runs, and here each receive comes after a send. To avoid "
+    "the deadlock, let one rank receive first, or start both calls on both ranks before waiting "
+    "(isend and irecv, batch_isend_irecv)."
 )
 
 
@@ -124,7 +125,7 @@ def show_messages(config: ShowRun) -> Shown:
     ]
     return Shown(
         "point to point, ranks 0 and 1",
-        ["All else is made of these: a collective is a list of sends and receives."],
+        ["Every collective is a list of sends and receives."],
         [*strips, REMEDY],
         "dist.send, dist.recv, dist.isend, dist.irecv, dist.batch_isend_irecv",
     )

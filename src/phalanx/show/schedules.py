@@ -235,15 +235,15 @@ def lists(schedule: Schedule) -> Grid:
         words = " ".join(map(str, lower(schedule, rank)))
         lines = textwrap.wrap(words, LINE, break_long_words=False)
         rows += [[str(rank) if at == 0 else "", line] for at, line in enumerate(lines)]
-    return Grid("what each rank runs", ["rank", "its list"], rows, ["rank"])
+    return Grid("what each rank runs", ["rank", "actions in order"], rows, ["rank"])
 
 
 def remarks(config: ShowSchedule, measured: Outcome) -> list[str]:
     """Return sentences on the meaning of the figures, and on disturbance by other work."""
     lines = [
         "Bubble is idle time / (step x ranks), and highest MFU planned work / (step x ranks). In "
-        "flight are microbatches whose activations a rank holds; one in one of v stages is 1/v. "
-        f"Measured is the median of {config.steps} steps: stages only wait, messages are real."
+        "flight are microbatches whose activations a rank holds; one of v stages counts as 1/v. "
+        f"Measured is the median of {config.steps} steps: stages sleep, messages are real."
     ]
     longer = sum(measured.busy) * measured.timeline.length / measured.work_s - 1
     if longer > DISTURBED:

@@ -45,12 +45,12 @@ class Example:
 
 STRATEGIES: Final = {
     "buckets": Example(
-        "a step of dp: which bucket leaves under which backward",
+        "a step of dp: which bucket is sent during which backward",
         "dpN",
         [
-            "Gradients are put into flat buckets, here of 16 KiB or more in place of 25 MiB, last "
-            "layers first. A bucket leaves as soon as it is full, under the backward of the layer "
-            "that comes next."
+            "Gradients are put into flat buckets, here of at least 16 KiB instead of 25 MiB, last "
+            "layers first. A bucket is sent as soon as it is full, during the backward of the next "
+            "layer."
         ],
         "DistributedDataParallel(model, bucket_cap_mb=25)",
         {"num_layers": 4},
@@ -60,15 +60,15 @@ STRATEGIES: Final = {
         "a step with sharded optimizer state",
         "fsdpN:zero1",
         [
-            "Masters and moments are sharded; the weights are gathered once a step and stay. "
-            "Gradients are summed whole over microbatches, and reduced to shards once a step."
+            "Master weights and moments are sharded; the weights are gathered once a step and "
+            "kept. Full gradients are summed over microbatches, and reduced to shards once a step."
         ],
         "ZeroRedundancyOptimizer(params, torch.optim.AdamW)",
     ),
     "zero2": Example(
         "a step with sharded gradients too",
         "fsdpN:zero2",
-        ["As zero1, but each microbatch reduces its gradients to shards at once."],
+        ["Like zero1, but each microbatch reduces its gradients to shards at once."],
         "fully_shard(module, reshard_after_forward=False)",
     ),
     "zero3": Example(
@@ -85,28 +85,28 @@ STRATEGIES: Final = {
         "dp2,fsdpH",
         [
             "Shards over the ranks of a group (fsdp), replicas across groups (dp): gathers stay "
-            "inside a group, and across groups travels the gradient of a shard alone."
+            "inside a group, and only gradients of shards are sent across groups."
         ],
         "fully_shard(module, mesh=init_device_mesh(device, (2, H)))",
     ),
     "recompute": Example(
-        "a step whose backward runs blocks again",
+        "a step whose backward recomputes blocks",
         "dpN,recompute:full",
         [
             "A block keeps only its input. Its backward runs the forward again, so one block's "
-            "activations are held at a time; nothing more is sent."
+            "activations are stored at a time; no additional bytes are sent."
         ],
         "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
         {"num_layers": 4},
         beside="dpN",
     ),
     "ring-attention": Example(
-        "positions are split; keys and values go round",
+        "positions are split; keys and values circulate",
         "cpN:ring",
         [
-            "A rank holds a part of the positions. Keys and values go round the ring in N - 1 "
-            "hops, each sent while the rank attends to it; in backward their gradients follow them "
-            "home."
+            "A rank has a part of the positions. Keys and values circulate around the ring in "
+            "N - 1 hops, each sent while the rank attends to them; in backward their gradients "
+            "return to the rank that computed them."
         ],
         "torch.distributed.tensor.experimental.context_parallel(mesh, buffers=[q, k, v])",
         goes_round=True,
@@ -115,8 +115,8 @@ STRATEGIES: Final = {
         "positions are split; all-to-alls swap them for heads",
         "cpN:ulysses",
         [
-            "A rank holds a part of the positions; around attention an all-to-all gives it all "
-            "positions of some heads, and another takes them back."
+            "A rank has a part of the positions; before attention an all-to-all gives it all "
+            "positions of some heads, and after attention a second all-to-all reverses this."
         ],
         "dist.all_to_all_single before and after scaled_dot_product_attention",
     ),
@@ -134,8 +134,8 @@ STRATEGIES: Final = {
         "tensor parallelism on a square of ranks (SUMMA)",
         "tpN:2d",
         [
-            "Activations and weights lie on a square of ranks (SUMMA): panels are broadcast along "
-            "rows and columns, and products reduced; no matrix is ever gathered whole."
+            "Activations and weights are split over a square of ranks (SUMMA): panels are "
+            "broadcast along rows and columns, and products reduced; no full matrix is gathered."
         ],
         "none",
     ),
@@ -143,8 +143,8 @@ STRATEGIES: Final = {
         "tensor parallelism on two squares",
         "tpN:2.5d/2",
         [
-            "Two squares, each with the same weights and other rows of the batch; gradients are "
-            "summed over the depth."
+            "Two squares, each with the same weights and different rows of the batch; gradients "
+            "are summed over the depth."
         ],
         "none",
     ),
@@ -152,8 +152,8 @@ STRATEGIES: Final = {
         "tensor parallelism on a cube",
         "tpN:3d",
         [
-            "Weights and activations lie on a cube: each product gathers along two axes and "
-            "reduces along the third."
+            "Weights and activations are split over a cube of ranks: each product gathers along "
+            "two axes and reduces along the third."
         ],
         "none",
     ),

@@ -39,7 +39,7 @@ _SCHEDULES = {
     "interleaved": "1f1b over several stages a rank",
     "zb": "gradients of weights fill the bubble",
     "zbv": "zero bubble, two stages a rank in a V",
-    "dualpipev": "as zbv, forwards and backwards in pairs",
+    "dualpipev": "like zbv, forwards and backwards in pairs",
 }
 
 
@@ -82,7 +82,7 @@ RUN: Final[Mapping[str, Topic]] = {
     ),
     **_steps("buckets", "zero1", "zero2", "zero3", "hsdp"),
     "fsdp": Topic(
-        "one owner a weight, and a shard on each rank; what travels at once",
+        "one owner per weight, or a shard on each rank; what overlaps",
         "owner ShowRun show_fsdp",
     ),
     **_steps("recompute"),
@@ -92,7 +92,7 @@ RUN: Final[Mapping[str, Topic]] = {
     },
     **_steps(*STRATEGIES),  # adds the strategies not listed above
     "parameter-server": Topic(
-        "a master's link beside a ring; versions in four consistencies",
+        "a master's link compared with a ring; versions in four consistencies",
         "parameter_server ShowServer show_parameter_server",
     ),
     "rolling-batch": Topic(
@@ -100,7 +100,7 @@ RUN: Final[Mapping[str, Topic]] = {
         "generation ShowGeneration show_rolling_batch",
     ),
     "paged-attention": Topic(
-        "block tables of two sequences that begin alike, and their waste",
+        "block tables of two sequences with a common prefix, and their waste",
         "generation ShowGeneration show_paged_attention",
     ),
 }

@@ -40,19 +40,19 @@ def require_built(strategy: Strategy) -> None:
     if strategy.is_served and strategy.of_worker.num_ranks > 1:
         alone = Strategy(dp=dp, recompute=strategy.recompute)
         raise StrategyError(
-            f"strategy '{strategy}': a worker of dp:{dp.kind} is one process, and splits nothing "
-            f"itself; write '{alone}'"
+            f"strategy '{strategy}': a worker of dp:{dp.kind} is one process, which other axes "
+            f"cannot split; write '{alone}'"
         )
     if dp.kind == "quorum" and (dp.option or 0) > dp.degree:
         raise StrategyError(
-            f"strategy '{strategy}': a quorum of {dp.option} never comes of {dp.degree} workers; "
+            f"strategy '{strategy}': {dp.degree} workers never reach a quorum of {dp.option}; "
             f"the most is dp{dp.degree}:quorum/{dp.degree}"
         )
     if strategy.fsdp.degree > 1 and dp.degree > 1 and dp.kind != "bucketed":
         plain = dataclasses.replace(strategy, dp=Axis(dp.degree, "bucketed"))
         raise StrategyError(
-            f"strategy '{strategy}': beside fsdp, dp adds up the shards as they come, and dp:"
-            f"{dp.kind} would be ignored; write '{plain}'"
+            f"strategy '{strategy}': with fsdp, dp sums each shard once fsdp has reduced it, and "
+            f"dp:{dp.kind} would be ignored; write '{plain}'"
         )
 
 
@@ -80,8 +80,8 @@ def refuse_first_come(strategy: Strategy) -> None:
     dp = strategy.dp
     if strategy.is_served and dp.kind != "ps" and (dp.kind, dp.option) != ("ssp", 0):
         raise StrategyError(
-            f"strategy '{strategy}': what dp:{dp.kind} computes depends on which worker comes "
-            f"first, so nothing on one process equals it; the nearest is dp{dp.degree}:ps"
+            f"strategy '{strategy}': the result of dp:{dp.kind} depends on which worker pushes "
+            f"first, so no run on one process equals it; the nearest is dp{dp.degree}:ps"
         )
 
 

@@ -94,8 +94,8 @@ class Strategy:
         _check_kind("recompute", self.recompute.kind, self.recompute.option)
         if self.cut and self.pp.degree == 1:
             raise StrategyError(
-                f"{_cut_text(self.cut)} has the stages of a pipeline, and there is none; write "
-                f"pp{max(2, len(self.cut))} beside it, or leave it out"
+                f"{_cut_text(self.cut)} lists stages of a pipeline, but the strategy has no pp; "
+                f"add pp{max(2, len(self.cut))}, or leave the cut out"
             )
         if self.schedule and (self.pp.degree == 1 or self.pp.kind != Strategy.pp.kind):
             pp = f"pp{max(2, self.pp.degree)}"
@@ -118,7 +118,7 @@ class Strategy:
             for part in text.split(","):
                 name, value = _parse_part(part.strip(" "))
                 if name in values:
-                    raise StrategyError(f"{name} is named twice; each axis at most once")
+                    raise StrategyError(f"{name} is named twice; name each axis at most once")
                 values[name] = value
             return cls(**values)
         except StrategyError as error:
@@ -137,7 +137,7 @@ class Strategy:
         return dataclasses.replace(self, **{name: changed}, **of_stages)
 
     def named(self) -> Iterator[tuple[str, Axis | Recompute]]:
-        """Yield (name, part) of each part that is not the default, outer to inner."""
+        """Yield (name, part) of each non-default part: axes, outer to inner, and then recompute."""
         for name in KINDS:
             if (part := getattr(self, name)) != getattr(Strategy, name):
                 yield name, part
@@ -151,7 +151,7 @@ class Strategy:
         return KINDS["tp"][self.tp.kind].sizes("tp", self.tp.degree, self.tp.option)
 
     def mesh_axes(self) -> dict[str, int]:
-        """Return the axes of the device mesh above size 1, outer to inner; if none, `dp` of 1."""
+        """Return mesh axis -> size, outer to inner, of axes with a degree above 1; else `dp`: 1."""
         axes: dict[str, int] = {}
         for name, axis in self.axes():
             if axis.degree > 1:
@@ -222,7 +222,7 @@ def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...] | st
     name, _, path = part.partition(":")
     if name == "schedule":
         if not path:
-            raise StrategyError("schedule has a file, such as schedule:mine.csv")
+            raise StrategyError("schedule needs a file, such as schedule:mine.csv")
         return name, path
     match = _PART.fullmatch(part)
     if match is None:
@@ -251,7 +251,7 @@ def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...] | st
             )
         return name, Recompute(kind, number)
     if degree is None:
-        raise StrategyError(f"'{part}' lacks its degree; write {name}2, say")
+        raise StrategyError(f"'{part}' lacks its degree; write {name}2, for example")
     return name, Axis(int(degree), kind or next(iter(KINDS[name])), number)
 
 
@@ -268,7 +268,7 @@ def _check_kind(name: str, kind: str, option: int | None) -> None:
         raise StrategyError(f"{name}:{kind}/{option}: {kind} takes no option; write {name}:{kind}")
     if name_of_option is not None and option is None:
         raise StrategyError(
-            f"{name}:{kind} lacks its option {name_of_option}; write {kind}/{least}, say"
+            f"{name}:{kind} lacks its option {name_of_option}; write {kind}/{least}, for example"
         )
     if option is not None and option < least:
         raise StrategyError(

@@ -52,8 +52,8 @@ class BestTracker:
         measures = {"loss": evaluation.loss, **evaluation.metrics}
         if name not in measures:
             raise ConfigError(
-                f"best is {self.measure}, but an evaluation has {', '.join(measures)}; expected "
-                f"one of these after {direction}:"
+                f"best is {self.measure}, but an evaluation measures {', '.join(measures)}; "
+                f"expected one of these names after {direction}:"
             )
         value, sign = measures[name], -1 if direction == "max" else 1
         is_better = self.value is None or sign * value < sign * self.value
@@ -95,7 +95,7 @@ class BestTracker:
     def text(self) -> str:
         """Describe the best evaluation, and whether the run ended early."""
         if self.value is None:
-            return f"{self.measure} was never a number"
-        end = f"; the run ended, as the {self.num_worse} evaluations since are no better"
+            return f"{self.measure}: no evaluation gave a number"
+        end = f"; the run ended because {self.num_worse} evaluations since then were no better"
         found = f"{self.measure} {self.value:.4f} after step {self.step}"
         return found + (end if self.is_over else "")

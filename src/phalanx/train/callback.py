@@ -81,11 +81,11 @@ class CallbackRunner:
                 self.registered.add(name, callback)
 
     def step(self, steps_done: int, result: StepResult) -> bool:
-        """Return whether a callback of any rank ends the run; all ranks call this together."""
+        """Call the callbacks; return whether one of any rank ends the run. All ranks call this."""
         return self._agreed(each.step(steps_done, result) for each in self._of("step"))
 
     def evaluation(self, evaluation: Evaluation) -> bool:
-        """Return whether a callback of any rank ends the run; all ranks call this together."""
+        """Call the callbacks; return whether one of any rank ends the run. All ranks call this."""
         return self._agreed(each.evaluation(evaluation) for each in self._of("evaluation"))
 
     def _of(self, method: str) -> list[Callback]:

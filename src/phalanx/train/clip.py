@@ -65,7 +65,7 @@ def sharded_axes(gradient: DTensor) -> tuple[str, ...]:
     axes: list[str] = []
     for name, placement in zip(names, gradient.placements, strict=True):
         if placement.is_partial():
-            raise ValueError(f"a gradient still owes a sum over axis {name}; reduce it first")
+            raise ValueError(f"a gradient is a partial sum over axis {name}; reduce it first")
         # FSDP2 over a sharded weight uses _StridedShard, which is not a subclass of Shard.
         if not placement.is_replicate():
             axes.append(name)

@@ -79,7 +79,7 @@ class _Metrics:
             self._session.step.run.infer(batch, self._forward)
 
     def _forward(self, batch: Any) -> torch.Tensor:
-        """Add the metric sums of a batch; with a pipeline, only on the last stage."""
+        """Add the metric sums of a batch; of pipeline stages, only the last runs it to its end."""
         session = self._session
         objective, device = session.step.objective, session.comm.device
         assert self._sums_of is not None

@@ -87,9 +87,10 @@ def check_build(where: str, build: Any) -> nn.Module:
         )
     if made is not build and made is not build():
         return made
-    what = "is a" if made is build else "returns, each time, the same"
+    kind = type(made).__name__
+    what = f"is a {kind}" if made is build else f"returns the same {kind} each time"
     raise ConfigError(
-        f"{where}: build {what} {type(made).__name__}, and a strategy splits a module in place; "
-        "expected a function that returns a new module with its first weights each time, such as "
+        f"{where}: build {what}, but a strategy splits a module in place; expected a function that "
+        "returns a new module with its initial weights in each call, such as "
         "functools.partial(copy.deepcopy, model)"
     )

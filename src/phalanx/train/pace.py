@@ -46,7 +46,7 @@ class StopAndSaveSync:
         self._saved_s = self._clock()
 
     def after_step(self, *, can_save: bool) -> None:
-        """Update `stop_signal` and `is_save_due`; none is due if rank 0's `can_save` is False."""
+        """Update `stop_signal` and `is_save_due`; no save is due unless rank 0's `can_save`."""
         self.is_save_due = False
         self._steps_left -= 1
         if self._steps_left > 0:

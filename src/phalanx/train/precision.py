@@ -50,7 +50,7 @@ def resolve(name: str, device: str) -> Precision:
         name = "bfloat16" if has_fast_bfloat16(device) else "float32"
     if name == "float16" and device == "cpu":
         raise ConfigError(
-            "precision is float16, which is for CUDA devices; on a CPU the nearest is bfloat16"
+            "precision is float16, which needs a CUDA device; on a CPU the nearest is bfloat16"
         )
     master = torch.float64 if name == "float64" else torch.float32
     return Precision(master, getattr(torch, name), needs_scaler=name == "float16")
@@ -64,13 +64,13 @@ def check_split(config: RunConfig, plan: Plan[Any]) -> None:
     """
     if config.compile and plan.uncompilable_axes:
         raise ConfigError(
-            f"compile is set, but blocks split by {plan.uncompilable_axes} are not made to be "
+            f"compile is set, but blocks split by {plan.uncompilable_axes} cannot be "
             "compiled; leave compile out, or use dp or fsdp"
         )
     check_compression(config.compress, plan.strategy, config.precision)
     if config.precision == "float16" and (num_stages := plan.strategy.pp.degree) > 1:
         # A rank's GradScaler lowers its scale only when its own stage overflows.
         raise ConfigError(
-            f"precision is float16, whose loss is scaled, and the stages of pp{num_stages} would "
-            "not agree on the scale; the nearest is bfloat16"
+            f"precision is float16, which needs one loss scale, but the stages of pp{num_stages} "
+            "would not agree on the scale; the nearest is bfloat16"
         )

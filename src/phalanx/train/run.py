@@ -68,8 +68,8 @@ def train(
     extras.check()
     if config.server.worker:
         raise ConfigError(
-            f"server.worker is {config.server.worker}, which has no summary; start it by: phalanx "
-            "train"
+            f"server.worker is {config.server.worker}, a worker without a summary; start it by: "
+            "phalanx train"
         )
     summary = run(settle(config), announce, progress, extras)
     assert summary is not None, "the first worker has one"

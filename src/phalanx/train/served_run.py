@@ -58,15 +58,17 @@ def check(job: Job) -> None:
     """
     config, consistency = job.config, consistency_of(job)
     if job.device == "cuda":
-        raise ConfigError(f"strategy {job.strategy} runs on the CPU; the nearest is --device cpu")
+        raise ConfigError(
+            f"strategy {job.strategy} runs only on the CPU; the nearest is --device cpu"
+        )
     if config.debug_comm:
         raise ConfigError(
-            f"debug_comm compares collectives, of which {job.strategy} has none; leave it out"
+            f"debug_comm compares collectives, but {job.strategy} has none; leave debug_comm out"
         )
     if consistency.kind == "local" and config.server.rule != "adamw":
         raise ConfigError(
-            f"server.rule is {config.server.rule}, but the workers of {job.strategy} take AdamW, "
-            "and servers Nesterov momentum; leave it out"
+            f"server.rule is {config.server.rule}, but the workers of {job.strategy} use AdamW, "
+            "and its servers use Nesterov momentum; leave server.rule out"
         )
     _check_table(job)
     if config.server.coordinator is not None:
@@ -75,8 +77,8 @@ def check(job: Job) -> None:
     for name, steps in (("steps", job.num_steps), ("save_every", config.save_every)):
         if steps % size:
             raise ConfigError(
-                f"{name} is {steps}, but the workers of {job.strategy} agree after every {size} "
-                f"steps; the nearest is {max(1, round(steps / size)) * size}"
+                f"{name} is {steps}, but the workers of {job.strategy} synchronize only after "
+                f"every {size} steps; the nearest is {max(1, round(steps / size)) * size}"
             )
 
 
@@ -85,21 +87,21 @@ def _check_table(job: Job) -> None:
     server, strategy = job.config.server, job.strategy
     if server.table_rule is None and server.table_lr is not None:
         raise ConfigError(
-            f"server.table_lr is {server.table_lr:g}, but server.table_rule is unset; the nearest "
-            "is adagrad"
+            f"server.table_lr is {server.table_lr:g}, but server.table_rule is unset; set "
+            "server.table_rule to adagrad"
         )
     if server.table_rule is None:
         return
     if strategy.dp.kind == "local":
         raise ConfigError(
-            f"server.table_rule is {server.table_rule}, but the workers of {strategy} push changes "
-            f"of all weights; leave it out, or take dp{strategy.dp.degree}:ps"
+            f"server.table_rule is {server.table_rule}, but the workers of {strategy} push updates "
+            f"of all weights; leave server.table_rule out, or use dp{strategy.dp.degree}:ps"
         )
     if job.shape.tied:
         raise ConfigError(
-            f"server.table_rule is {server.table_rule}, but the embedding of {job.name} is its "
-            "output projection too, whose gradient has every row; leave it out, or set shape.tied "
-            "to false"
+            f"server.table_rule is {server.table_rule}, but the embedding of {job.name} is also "
+            "its output projection, whose gradient has every row; leave server.table_rule out, or "
+            "set shape.tied to false"
         )
 
 
@@ -263,8 +265,8 @@ class ServedSession(TextSession):
         late = ", ".join(shares[:MOST_AGES]) + (" ..." if len(shares) > MOST_AGES else "")
         return (
             f"{client.sent_bytes / steps / 2**20:.3f} MiB pushed and "
-            f"{client.received_bytes / steps / 2**20:.3f} pulled over sockets a step and worker; "
-            f"versions by which gradients came late: {late}"
+            f"{client.received_bytes / steps / 2**20:.3f} pulled over sockets per step and worker; "
+            f"staleness of gradients in versions: {late}"
         )
 
     @override

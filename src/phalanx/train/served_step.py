@@ -92,7 +92,7 @@ class ServedStep(Step):
         if found and self.server.table_rule is None:
             raise ConfigError(
                 f"the embedding {next(iter(found))} has sparse gradients, but server.table_rule is "
-                "unset; the nearest is adagrad"
+                "unset; set it to adagrad"
             )
         tables: list[Table] = []
         for number, weight in enumerate(dict.fromkeys(found.values())):
@@ -101,8 +101,8 @@ class ServedStep(Step):
             for name, module in zip(names, modules, strict=True):
                 if (max_norm := getattr(module, "max_norm", None)) is not None:
                     raise ConfigError(
-                        f"the embedding {name} has max_norm {max_norm:g}, by which a lookup "
-                        "changes rows, and servers would not know; the nearest is max_norm=None"
+                        f"the embedding {name} has max_norm {max_norm:g}, with which a lookup "
+                        "changes rows only on the worker; the nearest is max_norm=None"
                     )
             pull = functools.partial(self._pull_rows, number)
             tables.append(Table(names[0], weight, modules, pull))
@@ -193,8 +193,9 @@ class ServedStep(Step):
         """Process the gradients of a task before they are pushed; nothing by default."""
 
     def help(self, *, is_through: bool = False) -> None:
-        """Compute a task of a lost worker, if there is one; at most one request every HELP_S.
+        """Compute a task of a lost worker, if there is one.
 
+        It requests a task at most every HELP_S seconds, but again at once after it computed one.
         In an asynchronous kind, a worker that `is_through` its own tasks helps live workers too.
         """
         now_s = time.monotonic()

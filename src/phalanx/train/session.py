@@ -88,7 +88,7 @@ class Session(ABC):
     def validation_batches(self) -> Iterable[Any] | None:
         """Return this rank's validation batches, on its device; None without validation data.
 
-        Batches may have empty rows, so that all ranks have the same number of batches.
+        Batches may have empty rows, or 0 rows, so that all ranks have equally many batches.
         """
 
     def scores(self, loss_sum: float) -> Mapping[str, float]:

@@ -157,7 +157,7 @@ class Step:
         if not is_finite and self.nonfinite == "stop" and not self._is_overflow(found):
             raise TrainingError(
                 f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
-                f"gradient {found.norm}; the weights are as the step before left them. Lower the "
+                f"gradient {found.norm}; this step has not changed the weights. Lower the "
                 "learning rate, or skip such steps: phalanx train --nonfinite skip"
             )
         groups = self.optimizer.param_groups

@@ -289,7 +289,7 @@ def module_cases(
 ) -> dict[str, Case]:
     """Return cases of modules that the strategy splits without roles, with `num_rows` per step.
 
-    The BatchNorm case takes each step's rows in one microbatch, and is left out with a pipeline.
+    The BatchNorm case takes each step's rows in one microbatch; a pipeline or servers exclude it.
     """
     if not strategy.has_whole_samples or strategy.cut:
         return {}

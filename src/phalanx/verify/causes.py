@@ -54,13 +54,13 @@ def _from_ratios(
     for (quantity, ratio), (what, factor) in itertools.product(found, factors.items()):
         if factor > 1 and abs(ratio - 1 / factor) < 1e-6:
             yield (
-                f"{quantity} is 1/{factor} of what it should be: a mean where a sum is due, over "
+                f"{quantity} is 1/{factor} of what it should be: a mean instead of a sum, over "
                 f"{what}"
             )
             return
         if factor > 1 and abs(ratio - factor) < 1e-6 * factor:
             yield (
-                f"{quantity} is {factor} times what it should be: a sum that is done twice, or a "
+                f"{quantity} is {factor} times what it should be: a sum computed twice, or a "
                 f"`loss_sum` that returns a mean, over {what}"
             )
             return
@@ -92,15 +92,15 @@ def _from_modules(model: nn.Module, is_keyed: bool, is_global: bool) -> Iterator
     if with_statistics:
         yield (
             f"{_list(with_statistics)}: in training it takes mean and variance over the rows of "
-            "its own microbatch, so it computes something else on each split; say "
-            "batch_norm='global' with accumulation=1, use GroupNorm or LayerNorm, or put it in "
-            "eval()"
+            "its own microbatch, so its result depends on the split; set "
+            "batch_norm='global' with accumulation=1, use GroupNorm or LayerNorm, or put the "
+            "module in eval()"
         )
     if with_draws:
         yield (
-            f"{_list(with_draws)}: it draws from each process's own generator, so its masks follow "
-            "the rank; set p to 0 here, or say dropout_seed=0 for masks of nn.Dropout that belong "
-            "to the sample, as `run.prepare` and the trainer give it where no tp is"
+            f"{_list(with_draws)}: it draws from each process's own generator, so its masks depend "
+            "on the rank; set p to 0, or set dropout_seed=0, which makes the masks of nn.Dropout "
+            "depend on the sample, as `run.prepare` and the trainer do without tp"
         )
 
 

@@ -45,7 +45,7 @@ NUM_EPSILONS = 16.0
 """Smallest limit in narrower types, in epsilons of the type, relative to the largest element."""
 
 UPDATE_EPSILONS = 4.0
-"""Limit for an update with equal inputs on both sides, in epsilons of the largest element."""
+"""Limit for an update with equal inputs, in epsilons of the type; relative, as NUM_EPSILONS."""
 
 FLOOR = {"gradient": 1e-4, "first moment": 1e-4, "second moment": 1e-8, "weight": 1e-1}
 """Smallest divisor of an error, as a fraction of the largest magnitude in the whole model."""
@@ -173,19 +173,19 @@ def same(ours: Tensor, reference: Tensor) -> Tensor:
 def _problem(ours: Tensor | None, reference: Tensor | None) -> str:
     """Return why the difference of two tensors cannot be measured, or "" if it can."""
     if reference is None:
-        return "one process has none"
+        return "it does not exist in one process"
     if ours is None:
         return "it is missing"
     if ours.shape != reference.shape:
-        return f"its shape is {tuple(ours.shape)}"
+        return f"its shape is {tuple(ours.shape)}; expected {tuple(reference.shape)}"
     if bool((same(ours, reference) | (ours.isfinite() & reference.isfinite())).all()):
         return ""
     here, there = (_kind(tensor) or "finite" for tensor in (ours, reference))
     if there == "finite":
-        return f"it is {here}, in one process it is finite"
+        return f"it is {here}, but finite in one process"
     if here == there:
-        return f"it is {here} in other elements than in one process"
-    return f"it is {there} in one process and {here} here"
+        return f"it is {here} in different elements than in one process"
+    return f"it is {here}, but {there} in one process"
 
 
 def _kind(tensor: Tensor) -> str:

@@ -75,19 +75,19 @@ def verify(
 
     Args:
         build: importable function that returns a new module, with equal initial weights each time.
-        batches: global batch of each step; the first dimension of its tensors is the samples.
+        batches: global batch of each step: tensors with samples as first dimension, or mappings,
+            sequences or dataclasses of such tensors.
         strategy: strategy, such as "dp2".
         objective: computes the sum of losses and the number of valid tokens of a microbatch.
-        accumulation: number of microbatches into which each rank splits its rows; the reference
-            does not split.
+        accumulation: microbatches into which each rank splits its rows; the reference has one.
         dtype: data type of weights, arithmetic and batches: "float64", "float32" or "bfloat16".
         optimizer: AdamW's settings; its defaults if None.
-        roles: patterns of module names -> roles for tp, such as {"layers.*.up": "column"}.
+        roles: patterns of module names -> roles for tp, such as {"layers.*.up": "column"}, for
+            modules that docs/strategies.md does not name.
         debug_comm: whether to compare each collective between ranks, see docs/debugging.md.
         device: "cpu" (gloo), or "cuda" (NCCL, one GPU per rank).
         batch_norm: "global" if BatchNorm takes its mean and variance over the rows of all ranks.
-        dropout_seed: seed of dropout masks that depend on the sample, not available with tp; if
-            None, each process draws its own masks.
+        dropout_seed: seed of dropout masks keyed by sample, without tp; None: each process draws.
 
     Returns:
         The verdict; see `verdict.is_equal` and `str(verdict)`.
@@ -155,8 +155,8 @@ def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
     alone = dataclasses.replace(case, accumulation=1)
     (other,) = run_ranks(verify_on_ranks, 1, {"": alone}, Strategy(), device=case.device)[0]
     words = (
-        "one process of the trainer computes what plain PyTorch does, so it is the split, or a "
-        "module or objective that is no sum over samples"
+        "one process of the trainer computes the same as plain PyTorch, so the fault is in the "
+        "split, or in a module or objective that is not a sum over samples"
         if other.is_equal
         else f"one process of the trainer differs from plain PyTorch too, first at {other.first}: "
         "the fault is not in the split alone"

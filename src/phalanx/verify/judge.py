@@ -44,7 +44,7 @@ def judge(title: str, ranks: Sequence[History], expected: History) -> Verdict:
     place = next(iter(problems), None)
     if place is None and (first := to_locate(differences)) is not None:
         module = None if first.quantity in _OF_ALL else owner(first.name)
-        what = f"{first.what} is the first that differs, and all before agrees"
+        what = f"{first.what} is the first quantity that differs; all earlier ones agree"
         place = Place(module, what, first.step)
     return Verdict(title, differences, replicas, place=place or next(iter(unequal), None))
 
@@ -117,7 +117,7 @@ def _problems(title: str, ranks: Sequence[History], expected: History) -> Iterat
         }
         for what, (ours, due) in pairs.items():
             if ours != due:
-                yield Place(None, f"{where}: {what} {ours}, where {due} are due", None, rank)
+                yield Place(None, f"{where}: {what} {ours}; expected {due}", None, rank)
         if history.idle:
             what = f"an evaluation leaves {history.idle[0] or 'the model'} in eval mode"
             yield Place(history.idle[0], f"{where}: {what}", None, rank)
@@ -127,7 +127,7 @@ def _problems(title: str, ranks: Sequence[History], expected: History) -> Iterat
         taken = {row for each in ranks for row in each.rows.get(step, [])}
         if taken and taken != set(due):
             what = f"its {len(taken)} rows are {min(taken)} to {max(taken)}"
-            what += f", where {due[0]} to {due[-1]} are due"
+            what += f"; expected {due[0]} to {due[-1]}"
             yield Place(None, f"{title}, step {step}: {what}")
 
 
@@ -179,7 +179,7 @@ def _unequal_bits(step: int, facts: Sequence[RankFacts]) -> Iterator[Place]:
             if other != digest and (quantity, name) not in seen:
                 seen.add((quantity, name))
                 text = (
-                    f"the {quantity} of {name} on rank {number} is unlike its replica on rank "
-                    f"{holder}"
+                    f"the {quantity} of {name} on rank {number} differs from its replica on "
+                    f"rank {holder}"
                 )
                 yield Place(owner(name), text, step, number)

@@ -204,7 +204,7 @@ def _first_that_differs(
                 how = "its integers differ"
             module, what = _blame(event, types)
             if before is not None and _is_sent(before, event, found):
-                what += "; it comes from another stage"
+                what += "; received from another stage"
             return Place(module, f"{what}: {how}", step, rank, microbatch)
         if event.caller == "" and key.kind in (Kind.OUTPUT, Kind.INPUT_GRADIENT):
             before = event
@@ -236,15 +236,17 @@ def _blame(event: Event, types: Mapping[str, str]) -> tuple[str | None, str]:
     """Return the module at fault, and the differing tensor in words."""
     module, caller = event.key.module, event.caller
     own = _named(module, types)
-    outer = "what calls the model" if caller is None else _named(caller, types)
+    outer = "the caller of the model" if caller is None else _named(caller, types)
     return {
-        Kind.INPUT: (caller, f"{outer}: what it gives to {own} differs though all before agrees"),
+        Kind.INPUT: (
+            caller, f"{outer}: its input to {own} differs though all earlier tensors agree",
+        ),
         Kind.OUTPUT: (module, f"{own}: its output differs though its inputs agree"),
         Kind.OUTPUT_GRADIENT: (
-            caller, f"{outer}: backward gives another gradient to the output of {own}",
+            caller, f"{outer}: backward passes a different gradient to the output of {own}",
         ),
         Kind.INPUT_GRADIENT: (
-            module, f"{own}: the gradient of its input differs though its output's agrees",
+            module, f"{own}: the gradient of its input differs though its output gradient agrees",
         ),
     }[event.key.kind]  # fmt: skip
 
@@ -270,22 +272,22 @@ def _outside(
     """
     agree = "every module's outputs and gradients agree"
     of_no_module = {
-        "loss": f"{agree}, so it is the sum of the losses over ranks",
-        EVALUATION: f"{agree} in eval mode, so it is the sum over ranks",
+        "loss": f"{agree}, so the fault is in the sum of the losses over ranks",
+        EVALUATION: f"{agree} in eval mode, so the fault is in the sum over ranks",
         "learning rate": "the learning rate of the step",
-        "norm": "the gradients agree, so it is their norm over shards and stages",
+        "norm": "the gradients agree, so the fault is in their norm over shards and stages",
     }
     if first.quantity in of_no_module:
         return Place(None, of_no_module[first.quantity], first.step)
     module = owner(first.name)
     if first.quantity == "buffer":
         what = (
-            f"{_named(module, types)}: its outputs and gradients agree, and {first.name} does not"
+            f"{_named(module, types)}: its outputs and gradients agree, but {first.name} does not"
         )
         return Place(module, what, first.step)
     what = f"{_named(module, types)}: the gradient of {first.name}"
     if first.quantity != "gradient":
-        return Place(module, f"{what} agrees, so it is its update by the optimizer", first.step)
+        return Place(module, f"{what} agrees, so the optimizer's update is wrong", first.step)
     gradient, again = gradients
     made = [rank.contribution for rank in found if rank.contribution is not None]
 
@@ -295,13 +297,13 @@ def _outside(
         return gap(other, gradient) <= limit * float(gradient.abs().max())
 
     if again is not None and agrees(again):
-        why = "once each module reads copies, so what it keeps for backward is overwritten"
+        why = "once each module reads copies, so a tensor saved for backward is overwritten"
         return Place(module, f"{what} agrees {why}", first.step)
     if len({t.shape for t in made}) == 1 and agrees(torch.stack(made).sum(0)):
         return Place(
             module,
-            f"{_named(module, types)}: what the ranks themselves made of the gradient of "
-            f"{first.name} adds up, so it is its sum over ranks or microbatches",
+            f"{_named(module, types)}: the ranks' contributions to the gradient of "
+            f"{first.name} add up, so the fault is in the sum over ranks or microbatches",
             first.step,
         )
     return Place(module, f"{what} differs though {agree}", first.step)

@@ -314,7 +314,7 @@ def _sends_shard(tensor: Tensor, comm: Comm) -> bool:
     """Return whether this rank is the first replica of its shard, among the ranks of its stage."""
     shards: set[str] = set()
     if isinstance(tensor, DTensor):
-        assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is still owed"
+        assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is pending"
         names = tensor.device_mesh.mesh_dim_names or ()
         pairs = zip(names, tensor.placements, strict=True)
         sharded = [name for name, placement in pairs if not placement.is_replicate()]

@@ -59,8 +59,8 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
     """
     if strategy.is_served:
         raise StrategyError(
-            f"verify --train {strategy}: the workers of a run over parameter servers are no ranks "
-            "of one job, whose states are gathered; leave --train out"
+            f"verify --train {strategy}: the workers of a parameter-server run are not ranks of "
+            "one job, so their states cannot be gathered; leave --train out"
         )
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
@@ -200,7 +200,7 @@ def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
         is_output = what == "output of a block"
         due = f"torch.{job.config.precision}" if is_output else "torch.float32"
         if found != {due}:
-            text = f"the {what} are in {', '.join(sorted(found))}; {due} is due"
+            text = f"the {what} are in {', '.join(sorted(found))}; expected {due}"
             wrong.append(Place("blocks.0" if is_output else "", text))
     expected = reference_history(case_of([job]), 0, STEPS, lambda _: None).records
     differences = [
@@ -211,7 +211,7 @@ def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
     verdict = Verdict(title, differences, [each.what for each in wrong])
     place = next(iter(wrong), None)
     if place is None and (first := verdict.first) is not None:
-        place = Place(None, f"{first.what} is the first that differs", first.step)
+        place = Place(None, f"{first.what} is the first quantity that differs", first.step)
     return dataclasses.replace(verdict, place=place)
 
 

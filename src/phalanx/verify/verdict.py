@@ -131,13 +131,13 @@ class Verdict:
     def headline(self) -> str:
         """Return the verdict in a sentence."""
         if self.failure:
-            return f"{self.strategy} does not come to its end, as one process does"
+            return f"{self.strategy} does not finish, but one process does"
         if self.first is not None:
             return f"{self.strategy} differs from one process, first at {self.first}"
         if self.replicas:
-            return f"{self.strategy}: ranks differ that should hold the same bits"
+            return f"{self.strategy}: ranks that should have the same bits differ"
         if self.wrong_bytes:
-            return f"{self.strategy} sends other bytes than it should"
+            return f"{self.strategy} sends more or fewer bytes than predicted"
         far = worst(self.differences)
         return (
             f"{self.strategy} computes what one process computes{self._not_finite()}: the worst of "
@@ -214,9 +214,9 @@ def failed(strategy: str, failure: RankFailed) -> Verdict:
     at = json.loads(notes[0].removeprefix(MARK)) if notes else {}
     lines = [line for line in lines if line not in notes]
     own = [line for line in lines if line and not line.startswith(" ")]
-    error = own[-1] if own else "without a word"
+    error = own[-1] if own else "without a message"
     module, step = at.get("module"), at.get("step")
-    where = f"the {at['phase']}" if at.get("phase") else "the work around the steps"
+    where = f"the {at['phase']}" if at.get("phase") else "the code outside the steps"
     if module is not None:
         where += f" of {module or 'the model'}"
     when = "" if step is None else f" of step {step}"

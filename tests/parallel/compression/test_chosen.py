@@ -59,7 +59,7 @@ def reducer_by_auto(shares_memory: bool, times_s: dict[str, float] | None) -> tu
 def test_what_was_measured_decides(int8_s: float, compressor: str, said: str) -> None:
     times_s = {"float32": 0.01, "bf16": 0.02, "int8": int8_s}
     shown = f"1048576 values take float32 10.0 ms, bf16 20.0 ms, int8 {1e3 * int8_s:.1f} ms"
-    expected = f"gradients travel as {said}: {shown}", compressor
+    expected = f"gradients are sent as {said}: {shown}", compressor
     assert run_ranks(reducer_by_auto, 2, False, times_s) == [expected] * 2
 
 
@@ -69,7 +69,7 @@ def said_of_a_resumed_run() -> str:
 
 
 def test_a_resumed_run_says_that_errors_are_lost() -> None:
-    said = "int8: the checkpoint has no errors of compressed gradients; they begin at 0"
+    said = "int8: the checkpoint has no compression errors of gradients; they start at 0"
     assert run_ranks(said_of_a_resumed_run, 2) == [said] * 2
 
 

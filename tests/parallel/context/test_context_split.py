@@ -93,7 +93,7 @@ def test_tokens_labels_and_documents_are_cut_alike() -> None:
     [
         ("cp4:ulysses", "6 heads, which is not a multiple of 4; the nearest is cp3:ulysses"),
         ("cp8:ulysses", "6 heads, which is not a multiple of 8; the nearest is cp6:ulysses"),
-        ("cp2:ulysses,tp2", "6 heads, 3 beside tp2, .* of 2; the nearest is cp3:ulysses"),
+        ("cp2:ulysses,tp2", "6 heads, 3 on each rank of tp2, .* of 2; the nearest is cp3:ulysses"),
     ],
 )
 def test_heads_that_ulysses_cannot_deal_out(text: str, words: str) -> None:
@@ -109,7 +109,7 @@ def test_one_head_leaves_a_ring() -> None:
 
 
 def test_a_model_of_another_kind() -> None:
-    with pytest.raises(StrategyError, match=r"cp2: Linear is no Decoder.* the nearest is dp2"):
+    with pytest.raises(StrategyError, match=r"supports only .* is a Linear; the nearest is dp2"):
         Plan(Strategy.parse("cp2"), nn.Linear(2, 2))
 
 
@@ -118,7 +118,7 @@ def test_lengths_that_would_be_padded(tmp_path: Path, text: str, legal: int) -> 
     config = small_run(tmp_path, strategy=text, corpus=CorpusConfig(seq_len=29))
     with pytest.raises(ConfigError, match=f"corpus.seq_len is 29, but {text} .* set it to {legal}"):
         resolve(config)
-    with pytest.raises(ConfigError, match="blocks split by cp are not made to be compiled"):
+    with pytest.raises(ConfigError, match="blocks split by cp cannot be compiled"):
         resolve(small_run(tmp_path, strategy=text, compile=True))
 
 
@@ -137,7 +137,7 @@ def logits_on_rank(text: str) -> list[float]:
             ours, theirs = split(tokens_BT), whole(tokens_BT)
         assert ours.shape == theirs.shape
         found.append(float((ours - theirs).abs().max()))
-    with pytest.raises(StrategyError, match="give the model labels"):
+    with pytest.raises(StrategyError, match="pass labels to the model"):
         split(tokens_BT)
     with pytest.raises(ConfigError, match="rows of 41 tokens; max_seq_len is 40"):
         split(torch.zeros(1, 41, dtype=torch.int64))

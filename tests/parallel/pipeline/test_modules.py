@@ -471,21 +471,21 @@ class Nested(nn.Sequential):
     ("build", "text", "words"),
     [
         (TwoLists, "pp2", "TwoLists has 2 lists of blocks; expected one ModuleList"),
-        (Unnamed, "pp2", "'norm' of Unnamed has running statistics, which would move in every"),
+        (Unnamed, "pp2", "'norm' of Unnamed has running statistics, which every stage would"),
         (OwnParameter, "pp2", "the parameter 'positions' of OwnParameter is in no link"),
         (SharedBlocks, "pp3", "stages 1, 2 of SharedBlocks read one parameter, '1.weight'"),
-        (functools.partial(Misnamed, nn.Linear(2, 2)), "pp2", "names 'first', which is no module"),
-        (functools.partial(Nested, nn.Linear(2, 2)), "pp2", "names '0' twice, or a module that it"),
+        (functools.partial(Misnamed, nn.Linear(2, 2)), "pp2", "names 'first', which is not a mod"),
+        (functools.partial(Nested, nn.Linear(2, 2)), "pp2", "names '0' twice, or also a mod"),
         (TwoNames, "pp2,cut:2+1", "stages 0, 1 of TwoNames read one parameter, '0.bias'"),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Tanh()),
             "pp2,cut:1+2",
             "rank 1 of pp has no trained parameter in its layers, 1, 2",
         ),
-        (mlp, "pp2,cut:2+4", "its cut has 2 stages of 6 layers, but there are 2 stages, and the"),
-        (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by their cost"),
+        (mlp, "pp2,cut:2+4", "its cut has 2 stages of 6 layers in total, but there are 2 stages"),
+        (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by the cost of"),
         (mlp, "pp6", "makes 6 stages, but the model is a chain of 5 layers: 0, 1, 2, 3, 4"),
-        (mlp, "pp2,tp2", "tp beside pp is for phalanx's Decoder"),
+        (mlp, "pp2,tp2", "tp with pp supports only phalanx's Decoder"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
@@ -575,14 +575,14 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", USED)
 def test_what_is_made_of_an_absent_layer_is_not_used_after_the_cut(name: str) -> None:
-    with pytest.raises(StrategyError, match="what stage 0 of Between makes is used after the mod"):
+    with pytest.raises(StrategyError, match="an output of stage 0 of Between is used by '"):
         check_between(USED[name])
     check_between(USED[name], lambda y, of_x: y)  # nothing needs it
 
 
 @pytest.mark.parametrize("name", READ)
 def test_numbers_of_an_absent_layer_are_not_read(name: str) -> None:
-    with pytest.raises(StrategyError, match="Between reads numbers of what stage 0 makes, by '"):
+    with pytest.raises(StrategyError, match="Between reads the values of an output of stage 0, by"):
         check_between(READ[name])
 
 
@@ -665,7 +665,7 @@ def test_a_layer_that_gives_more_than_tensors_is_named(layer: type[nn.Linear], w
     model = nn.Sequential(layer(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     stages = stages_of(model, [range(1), range(1, 3)], [0, 1])
     stages.prepare()
-    with pytest.raises(StrategyError, match=f"'0' of Sequential gives {what}"):
+    with pytest.raises(StrategyError, match=f"'0' of Sequential returns {what}"):
         stages.run(0, None, lambda: model(torch.ones(3, 4)))
 
 
@@ -786,14 +786,14 @@ def run_one(text: str, model: nn.Module, inputs: str) -> None:
         by_hand(
             Unused(nn.Linear(12, 12), nn.Linear(12, 12)),
             "pp2",
-            "did not come to the stage after 0",
+            "did not reach the stage after 0",
         ),
         (
             past(),
             "pp2,cut:2+2",
-            "what stage 0 of Past makes is used after the module that it is sent to",
+            "an output of stage 0 of Past is used by '",
         ),
-        (RecomputedTogether(), "pp2,cut:2+3", "recomputes layers of several stages together, of"),
+        (RecomputedTogether(), "pp2,cut:2+3", "recomputes layers of several stages together, and"),
         by_hand(
             RecomputedTogether(),
             "pp2:interleaved/2",
@@ -804,7 +804,7 @@ def run_one(text: str, model: nn.Module, inputs: str) -> None:
             "pp2",
             "the buffer 'count' of Counting is in no link of its chain and changes",
         ),
-        (with_detached(), "pp2,cut:1+3", "stage 1 gives no gradient to what it receives"),
+        (with_detached(), "pp2,cut:1+3", "stage 1 computes no gradient of its input"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -873,4 +873,4 @@ def words_of_a_first_stage() -> list[str]:
 
 def test_what_a_stage_keeps_for_the_objective_is_told_once() -> None:
     (words,) = words_of_a_first_stage()
-    assert words.startswith("pp: '0.kept' is kept for whoever reads it")
+    assert words.startswith("pp: '0.kept' is a stored tensor with a gradient graph")

@@ -200,7 +200,7 @@ def test_images_are_expected_where_a_model_takes_them() -> None:
             "'model.layers.0.self_attn.qkv_proj' has 2 heads, which is not a multiple of 4; "
             "the nearest is tp2",
         ),
-        ("fsdp2,tp2", "phi3", "CausalLM", {}, "qkv_proj.weight' holds 3 maps, .* use dp2"),
+        ("fsdp2,tp2", "phi3", "CausalLM", {}, "qkv_proj.weight' contains 3 maps, .* use dp2"),
         (
             "tp2",
             "gemma3_text",

@@ -165,7 +165,7 @@ def fused_weight() -> tuple[Tensor, Tensor]:
     model: Any = Vision()
     strategy = Strategy.parse("tp2")
     Plan(strategy, model, roles=ROLES).build(Ranks(strategy))
-    with pytest.raises(CheckpointError, match=r"qkv.weight' holds several maps"):
+    with pytest.raises(CheckpointError, match=r"qkv.weight' contains several linear maps"):
         weights_of(model)
     weight = model.layers[0].attention.qkv.weight
     return weight.to_local().detach(), weight.full_tensor().detach()
@@ -196,7 +196,7 @@ def refusal() -> str:
 
 
 def test_shards_that_torch_replicates_are_refused() -> None:
-    words = "tp: 'layers.0.attention.qkv' holds maps of the sizes 1+1+1, which need PyTorch 2.12"
+    words = "tp: 'layers.0.attention.qkv' contains maps of sizes 1+1+1, which need PyTorch 2.12"
     assert all(found.startswith(words) for found in run_ranks(refusal, 2))
 
 
@@ -207,10 +207,13 @@ def test_shards_that_torch_replicates_are_refused() -> None:
             {**ROLES, "layers.*.atention": "branch"},
             "matches no module; the nearest is 'layers...attention'",
         ),
-        ({"patches": "colum"}, "'colum' of 'patches' is no role; the roles are embedding, table"),
-        ({"layers.*.mlp.2": "row/2"}, "only a column map holds several, as 'column/3'"),
-        ({"layers.*.mlp.0": "column/1"}, "only a column map holds several"),
-        ({"layers.*.mlp.0": "column/2+0"}, "or 'column/4.1.1' where the first is four times"),
+        (
+            {"patches": "colum"},
+            "'colum' of 'patches' is not a role; the roles are embedding, ",
+        ),
+        ({"layers.*.mlp.2": "row/2"}, "only the role column takes several maps, as in 'column/3'"),
+        ({"layers.*.mlp.0": "column/1"}, "only the role column takes several"),
+        ({"layers.*.mlp.0": "column/2+0"}, "or in 'column/4.1.1' if the first map is four"),
         ({**ROLES, "layers.*.mlp.0": "row"}, "the branch 'layers.0.mlp' has no column map"),
         ({"layers.*.mlp.0": "column"}, "'layers.0.mlp.0' is in no module with the role branch"),
         ({"classes": "full"}, "'patches.weight' is in no module that has a role; give a pattern"),
@@ -246,7 +249,7 @@ def test_dropout_of_torch_is_refused_and_ours_is_not() -> None:
     assert bind_roles(Decoder(dataclasses.replace(SHAPE, dropout=0.1)))
     model: Any = Vision()
     model.layers[1].mlp.append(nn.Dropout(0.25))
-    with pytest.raises(StrategyError, match=r"'layers.1.mlp.3.p' = 0.25: each rank would drop"):
+    with pytest.raises(StrategyError, match=r"'layers.1.mlp.3.p' = 0.25: ranks would not drop"):
         bind_roles(model, ROLES)
     model.layers[1].mlp[3].p = 0.0
     assert bind_roles(model, ROLES)
@@ -261,7 +264,7 @@ def test_tables_that_cannot_be_split_are_refused() -> None:
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("fsdp2,tp2", r"'layers.0.attention.qkv.weight' holds 3 maps, and tp splits.*use dp2"),
+        ("fsdp2,tp2", r"'layers.0.attention.qkv.weight' contains 3 maps, and tp splits.*use dp2"),
         ("tp3", r"not a multiple of \d.*the nearest is tp2"),
         ("tp8", r"'layers.0.attention.num_heads' is 4, which is not a multiple of 8"),
     ],

@@ -34,9 +34,9 @@ HEADS = {"num_heads": 6, "num_kv_heads": 6, "head_dim": 8}
 @pytest.mark.parametrize(
     "text, changes, words",
     [
-        ("fsdp3,tp2", {}, "fsdp3,tp2: 'embedding.weight' has 67 rows, of which tp makes uneven "
-         "parts, and PyTorch takes what fsdp makes of those for other rows than they are; give it "
-         "68 rows, or take fsdp2"),
+        ("fsdp3,tp2", {}, "fsdp3,tp2: 'embedding.weight' has 67 rows, which tp splits unevenly, "
+         "and PyTorch assigns wrong rows to fsdp's shards of uneven parts; give it 68 rows, "
+         "or use fsdp2"),
         ("tp3", {}, "tp3: 'blocks.0.attention.q' has 8 heads, which is not a multiple of 3; "
                     "the nearest is tp2"),
         ("tp8", {}, "'blocks.0.attention.k' has 4 heads, which is not a multiple of 8; "

@@ -320,7 +320,7 @@ def test_dropout_is_refused_with_the_names_of_its_settings() -> None:
     [
         ("_attn_implementation", "flex_attention", "expected one of sdpa, eager"),
         ("chunk_size_feed_forward", 2, "chunk_size_feed_forward is 2"),
-        ("add_cross_attention", True, "add_cross_attention has no layout"),
+        ("add_cross_attention", True, "add_cross_attention is on and has no"),
     ],
 )
 def test_settings_that_have_no_layout_are_refused(setting: str, value: object, words: str) -> None:
@@ -334,7 +334,7 @@ def test_settings_that_have_no_layout_are_refused(setting: str, value: object, w
     "text, words",
     [
         ("tp3", r"multiple of 3.*; the nearest is tp2"),
-        ("fsdp2,tp4:2d", "'transformer.h.0.attn.c_attn.weight' holds 3 maps.*use dp2"),
+        ("fsdp2,tp4:2d", "'transformer.h.0.attn.c_attn.weight' contains 3 maps.*use dp2"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_start(text: str, words: str) -> None:

@@ -237,7 +237,7 @@ def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -
     )
     assert str(job.batch) == "global batch 8 = microbatch 2 x accumulation 1 x 4 data ranks"
     assert remarks_on(job) == [
-        f"resumes with other settings than before: strategy fsdp2 -> dp4, steps {STEPS} -> 170, "
+        f"resumes with changed settings: strategy fsdp2 -> dp4, steps {STEPS} -> 170, "
         "save_every 4 -> 60, optimizer.lr 0.003 -> 0.1"
     ]
     for words, num_steps in (("--steps 50", 50), ("--epochs 1", None)):
@@ -314,12 +314,12 @@ def test_a_linked_folder_of_checkpoints_is_the_runs_own(run: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ("--data OTHER", r"--data .*other\.txt \(\d+ bytes\) is another text than this run was "
-         r"made with, --data .*一\.txt \([\d,]+ bytes\); leave --data out, or begin"),
+        ("--data OTHER", r"--data .*other\.txt \(\d+ bytes\) is not the text that this run was "
+         r"made with, --data .*一\.txt \([\d,]+ bytes\); leave --data out, or start"),
         ("--corpus.max-bytes 5000", "corpus.max_bytes is 5000, but this run was made with None"),
-        ("--corpus.vocab-size 300", r"the tokenizer \(one of 300 tokens, trained newly\) is "
-         r"another .*leave --tokenizer and --corpus.vocab-size out, so .*tokenizer\.json"),
-        ("--seed 8", "seed is 8, but this run was made with 7; leave it out, or begin another"),
+        ("--corpus.vocab-size 300", r"the tokenizer \(a new one of 300 tokens\) is not the "
+         r"one .*leave --tokenizer and --corpus.vocab-size out to use .*tokenizer\.json"),
+        ("--seed 8", "seed is 8, but this run was made with 7; leave it out, or start a new"),
         ("--corpus.no-shuffle", "corpus.shuffle is False, but this run was made with True"),
         ("--corpus.validation 0.2", "corpus.validation is 0.2, but this run was made with 0.1"),
     ],

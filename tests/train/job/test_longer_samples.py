@@ -86,7 +86,7 @@ def test_a_new_length_begins_a_new_epoch_with_the_losses_of_plain_pytorch(
     """Then the run resumes by itself, to the bit."""
     run = resumed(config, tmp_path / "second", save_every=5)
     job = resolve(run)
-    assert remarks_on(job)[-1] == "samples of 48 tokens begin after step 3, with epoch 2"
+    assert remarks_on(job)[-1] == "after step 3, samples have 48 tokens and epoch 2 starts"
     batches = batches_of(job, SHORT, 0, FIRST) + batches_of(job, LONG, 1, STEPS - FIRST)
     case = decoder_case(job.shape, batches, SEED, config.optimizer, initial_decoder)
     expected = [float(r["loss"][""]) for r in ReferenceRun(case, torch.device("cpu")).steps()]
@@ -138,7 +138,7 @@ def test_a_third_length_begins_the_epoch_after(
         (
             {"seq_len": 65},
             r"corpus.seq_len is 65, but the model's positions end at 64; set corpus.seq_len to at "
-            r"most 64, or shape.max_seq_len higher",
+            r"most 64, or raise shape.max_seq_len",
         ),
         (
             {"seq_len": LONG, "shuffle": False},
@@ -162,11 +162,11 @@ def test_a_learned_table_of_positions_cannot_grow(tmp_path: Path) -> None:
     folder = manifest.folder_of(tmp_path / "run", FIRST)
     folder.mkdir(parents=True)
     manifest.write(folder, manifest_of(resolve(config), FIRST, FIRST * ROWS))
-    with pytest.raises(ConfigError, match=r"positions end at 32; set .*most 32, as many as it has"):
+    with pytest.raises(ConfigError, match=r"positions end at 32; set .*most 32, the size of its l"):
         resolve(resumed(config, tmp_path / "second"))
     raised = dataclasses.replace(shape, max_seq_len=LONG)
     with pytest.raises(
-        CheckpointError, match=r"max_seq_len is 48, but .* a table of 32 pos.*ost 32"
+        CheckpointError, match=r"max_seq_len is 48, but .* table of 32 positions.*ost 32"
     ):
         resolve(resumed(config, tmp_path / "second", shape=raised))
     assert resolve(resumed(config, tmp_path / "second", 32)).order.first_epoch == 1

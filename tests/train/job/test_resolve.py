@@ -109,7 +109,7 @@ def test_resume_from_inside_the_step_folder(
 def test_a_checkpoint_on_its_own_must_be_told_where_to_go_on(config: TrainConfig) -> None:
     run = with_checkpoints(config, 2)
     shutil.copytree(manifest.folder_of(run, 2), "moved")
-    with pytest.raises(ConfigError, match="say with --out"):
+    with pytest.raises(ConfigError, match="resume by --out"):
         resolve(dataclasses.replace(config, resume="moved", out=None))
     assert resolve(dataclasses.replace(config, resume="moved", out="new")).out == Path("new")
 
@@ -285,12 +285,12 @@ def test_a_run_goes_on_for_as_long_and_in_the_batch_it_was_begun_with(config: Tr
         assert (batch.global_size, batch.microbatch, batch.accumulation) == (
             12, microbatch, accumulation,
         )  # fmt: skip
-    with pytest.raises(BatchError, match=r"12 sequences, which 5 .* strategy of 4 .*-size 15"):
+    with pytest.raises(BatchError, match=r"12 sequences, .* by 5 .* strategy with 4 .*-size 15"):
         resolve(dataclasses.replace(bare, strategy="dp5"))
     for given in (BatchConfig(microbatch=3), BatchConfig(accumulation=4)):  # of the run's batch
         job = resolve(dataclasses.replace(bare, batch=given))
         assert (job.batch.global_size, job.batch.microbatch) == (12, 3)
-    with pytest.raises(BatchError, match=r"batch.global_size is 12, which microbatch 5 x 1"):
+    with pytest.raises(BatchError, match=r"batch.global_size is 12, but .* of microbatch 5 x 1"):
         resolve(dataclasses.replace(bare, batch=BatchConfig(microbatch=5)))
     job = resolve(dataclasses.replace(bare, batch=BatchConfig(microbatch=5, accumulation=2)))
     assert job.batch.global_size == 10
@@ -335,19 +335,19 @@ def test_settings_other_than_the_run_had_are_named(config: TrainConfig) -> None:
         optimizer=OptimizerConfig(lr=1e-4, clip_p=float("inf")),
     )
     assert remarks_on(resolve(other)) == [
-        "resumes with other settings than before: steps 4 -> 8, precision float32 -> float64, "
+        "resumes with changed settings: steps 4 -> 8, precision float32 -> float64, "
         "corpus.document_mask True -> False, batch.global_size 4 -> 8, optimizer.lr 0.002 -> "
         "0.0001, optimizer.clip_p 2.0 -> inf, shape.dropout 0.0 -> 0.1"
     ]
     (line,) = remarks_on(resolve(dataclasses.replace(resumed, strategy="fsdp2", save_every=3)))
-    assert line.endswith("before: strategy dp1 -> fsdp2, save_every 0 -> 3")
+    assert line.endswith("settings: strategy dp1 -> fsdp2, save_every 0 -> 3")
 
 
 def test_that_nothing_is_left_is_said(config: TrainConfig) -> None:
     with_checkpoints(config, 4)
     (line,) = remarks_on(resolve(dataclasses.replace(config, resume="run", steps=None, out=None)))
     assert line.startswith(
-        "nothing left to do: the checkpoint is after step 4, and the run takes 4"
+        "nothing left to do: the checkpoint is after step 4, and the run has 4 steps"
     )
 
 
@@ -466,7 +466,7 @@ def test_the_data_and_how_often_it_is_gone_through_is_said(config: TrainConfig) 
     assert line.endswith("; 4 steps are 0.047 epochs") and remarks_on(job) == []
     long = resolve(dataclasses.replace(config, steps=1000))
     (line,) = remarks_on(long)
-    assert line.startswith("1000 steps go 12 times over this text; beyond 4 or so")
+    assert line.startswith("1000 steps are 12 epochs of this text; beyond about 4")
     assert line.endswith("--epochs 4 are 339 steps")
     assert resolve(dataclasses.replace(config, steps=None, epochs=4)).num_steps == 339
     assert remarks_on(resolve(dataclasses.replace(config, steps=None, epochs=12))) == []

@@ -39,5 +39,7 @@ def test_a_prediction_says_what_was_measured_and_what_is_assumed(
         assert found is not None
         texts.append(found.machine)
     alone, of_two = texts
-    assert alone.startswith("matrix products as this run measured them, 20")
-    assert of_two.startswith(f"{alone}, links assumed, of 1 GB/s, until phalanx bench comm --write")
+    assert alone.startswith("matrix products measured in this run, 20")
+    assert of_two.startswith(
+        f"{alone}, links assumed to have 1 GB/s until phalanx bench comm --write"
+    )

@@ -94,7 +94,9 @@ def test_an_account_below_what_is_held_all_along_is_a_sentence() -> None:
     good = MemoryReport(held, held, held, "forward", largest_bytes=100, resident_bytes=1000)
     assert good.doubt is None
     bad = dataclasses.replace(good, at_peak=none)
-    assert "held all along" in (bad.doubt or "") and str(bad.table()) == bad.doubt
+    assert (
+        "of parameters and optimizer state" in (bad.doubt or "") and str(bad.table()) == bad.doubt
+    )
     over = dataclasses.replace(good, largest_bytes=99)
     assert over.doubt is not None
 

@@ -1,11 +1,11 @@
 """Recursive halving and doubling: few steps, and no more bytes than a ring.
 
 If P is a power of two, ranks r and r XOR d exchange halves of the tensor, then quarters, and so on
-(halving), and later double the part they have (Thakur, Rabenseifner, Gropp 2005). An all-reduce
-takes 2 log2 P steps, and each rank sends 2 (P-1)/P of the tensor. For any other P a rank sends to
-r - d and receives from r + d, and the last step moves the rest: 2 ceil(log2 P) steps with the same
-number of bytes (Bruck et al., Efficient algorithms for all-to-all communications, 1997; Traff,
-arXiv 2410.14234, 2024).
+(halving); then each exchange doubles the part that a rank has (Thakur, Rabenseifner, Gropp 2005).
+An all-reduce takes 2 log2 P steps, and each rank sends 2 (P-1)/P of the tensor. For any other P a
+rank sends to r - d and receives from r + d, and the last step moves the rest: 2 ceil(log2 P) steps
+with the same number of bytes (Bruck et al., Efficient algorithms for all-to-all communications,
+1997; Traff, arXiv 2410.14234, 2024).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _listed(collective: str, algorithm: str, num_ranks: int, root: int) -> Steps
     known = algorithms_of(collective)
     if kind not in known:
         raise ConfigError(
-            f"algorithm is '{algorithm}'{nearest(kind, known)}; {collective} is written by "
+            f"algorithm is '{algorithm}'{nearest(kind, known)}; {collective} is implemented by "
             f"{', '.join(known)}"
         )
     arguments = [num_ranks, *([root] if collective in ROOTED else [])]

@@ -1,7 +1,7 @@
 """Direct collectives: each rank sends to all other ranks at once, in one step per direction.
 
 A rank sends P - 1 messages per step, which suits small jobs and fully connected ranks. If the
-tensor is cut into chunks, a rank sends as many bytes as in a ring; the root of a broadcast sends
+tensor is cut into chunks, a rank sends no more bytes than in a ring; the root of a broadcast sends
 P - 1 times the tensor.
 """
 

@@ -1,1 +1,1 @@
-"""Gradients that travel in fewer bytes over a slow dp; none keeps what a sum in float32 would."""
+"""Lossy gradient compression for dp over slow links: fewer bytes, less precision than float32."""

@@ -54,8 +54,9 @@ def check_compression(
         )
     if precision == "float16":
         raise ConfigError(
-            f"{setting} is {compression} and precision float16, whose scale of the loss changes "
-            "while errors wait for the next step; the nearest precision is bfloat16"
+            f"{setting} is {compression} and precision is float16, whose loss scale may change "
+            "before the compression errors are added in the next step; the nearest precision is "
+            "bfloat16"
         )
 
 
@@ -84,12 +85,12 @@ def compress(
         times_s = measure_seconds(reducer.comm)
         name = fastest(times_s)
         shown = ", ".join(f"{each} {1e3 * time_s:.1f} ms" for each, time_s in times_s.items())
-        said = f"gradients travel as {name}: {PROBE} values take {shown}"
+        said = f"gradients are sent as {name}: {PROBE} values take {shown}"
     if name in COMPRESSORS:
         is_taken = reducer.compress(COMPRESSORS[name](reducer.comm))
         assert is_taken, f"{strategy} has buckets of gradients"
         if is_resumed:
-            lost = f"{name}: the checkpoint has no errors of compressed gradients; they begin at 0"
+            lost = f"{name}: the checkpoint has no compression errors of gradients; they start at 0"
             said = f"{said}\n{lost}".strip()
     return said
 
@@ -101,7 +102,7 @@ def fastest(times_s: Mapping[str, float]) -> str:
 
 
 def measure_seconds(comm: Comm) -> dict[str, float]:
-    """Return the seconds that each candidate takes to sum a bucket over dp on the slowest rank.
+    """Return the seconds that each candidate takes to sum a bucket, on the slowest rank of the job.
 
     All ranks of the job must call this together, and all get the same result.
     """

@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The attention mask: a query attends to the keys of its document, if causal up to itself.
+    """The attention mask: a query attends to its document or window, if causal only up to itself.
 
     Attributes:
         is_causal: whether positions after a query are masked.

@@ -2,7 +2,7 @@
 
 A row is cut into equal chunks, and each rank holds some of them:
 
-    in line    rank r holds chunk r of N
+    contiguous rank r holds chunk r of N
     zig-zag    rank r holds chunks r and 2N - 1 - r of 2N: under a causal mask one attends to few
                keys and the other to many, so that all ranks have the same amount of work
 

@@ -15,7 +15,7 @@ Backward  k, v circulate again. p = exp(q k^T - lse) is recomputed, dq stays, an
 Cost      With S = 2 B T/N G K elements, keys and values of one rank, a rank sends (N-1) S forward
           and (N-1) S backward, and (N-1) S of gradients in float32 or float64. A rank holds two
           blocks at a time, and in backward up to four blocks of gradients. No memory grows with
-          T^2: scores are computed for 256 queries at a time.
+          T^2: scores are computed for at most 256 queries at a time.
 Limits    Any N, any number of heads. T is padded to a multiple of 2N. Each hop is a message of S
           elements; with few positions its latency exceeds the time of the products.
 """
@@ -122,7 +122,7 @@ class Ring:
         return state.dq_BTHK.to(state.q_BTHK.dtype), d_k_BTGK, d_v_BTGK
 
     def pairs(self, source: int, num_held: int) -> Iterator[tuple[Chunk, Chunk]]:
-        """Yield pairs (query chunk of this rank, key chunk of rank `source`) with unmasked scores.
+        """Yield (own query chunk, key chunk of rank `source`) pairs; if causal, no future keys.
 
         Each rank holds `num_held` positions.
         """

@@ -87,15 +87,15 @@ def check(target: Target) -> None:
     name = str(Strategy(cp=strategy.cp))
     if not isinstance(model, Decoder):
         raise StrategyError(
-            f"{name}: {type(model).__name__} is no Decoder, and cp knows the attention of no other "
-            f"model; the nearest is dp{strategy.cp.degree}"
+            f"{name}: cp supports only phalanx's Decoder, and the model is a "
+            f"{type(model).__name__}; the nearest is dp{strategy.cp.degree}"
         )
     if strategy.cp.kind != "ulysses":
         return
     num_heads = model.shape.num_heads
     *_, left = target.shard_shape_after_later("heads", (1, 1, num_heads))
     if left and left % strategy.cp.degree:
-        beside = f", {left} beside tp{strategy.tp.degree}" if left < num_heads else ""
+        beside = f", {left} on each rank of tp{strategy.tp.degree}" if left < num_heads else ""
         raise StrategyError(
             f"{name}: the model has {num_heads} heads{beside}, which is not a multiple of "
             f"{strategy.cp.degree}; the nearest is {_nearest(left, strategy.cp.degree)}"
@@ -103,7 +103,7 @@ def check(target: Target) -> None:
 
 
 def _nearest(num_heads: int, degree: int) -> str:
-    """Return the strategy with the nearest degree that divides the heads, or else a ring."""
+    """Return the strategy of the nearest degree (smaller if tied) that fits, or of a ring."""
     legal = [n for n in range(2, num_heads + 1) if num_heads % n == 0]
     if not legal:
         return str(Strategy(cp=Axis(degree, "ring")))
@@ -184,8 +184,8 @@ def _gathered(logits_BTV: Tensor, attention: Ring | Ulysses, comm: Comm) -> Tens
     """All-gather the logits of all positions of the padded row on every rank."""
     if torch.is_grad_enabled():
         raise StrategyError(
-            "cp: each rank has other positions, so a loss is the sum of what the ranks make of "
-            "theirs; give the model labels, or ask for logits under torch.no_grad()"
+            "cp: each rank has only a part of the positions, so a loss of these logits must be "
+            "summed over ranks; pass labels to the model, or compute logits under torch.no_grad()"
         )
     num_held = logits_BTV.shape[1]
     places_T = attention.order.gathered_index(num_held, logits_BTV.device)

@@ -1,4 +1,4 @@
-"""Awaited tensors: outputs of another stage's layers, with known shape but without known values.
+"""Awaited tensors (`UnknownTensor`): outputs of absent layers, with known shape, unknown values.
 
 A stage runs the forward of the full model, so the code before its first layer runs on outputs of
 absent layers. Shapes, dtypes and devices of these outputs are known, their values are not; the

@@ -150,7 +150,8 @@ class Chain:
     def _refuse_name(self, path: str, link: str, _: Sequence[Any]) -> Any:
         raise StrategyError(
             f"pp: the forward of {type(self._model).__name__} calls '{path}', and the `chain` "
-            f"names '{link}', which holds it too; name in the `chain` what the forward calls"
+            f"names '{link}', which contains the same module; name in the `chain` the modules "
+            "that the forward calls"
         )
 
     def _put(self, name: str, module: nn.Module) -> None:

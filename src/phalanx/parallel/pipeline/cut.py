@@ -99,9 +99,9 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
     if (len(strategy.cut), sum(strategy.cut)) != (stages, num_links):
         best = "+".join(str(len(links)) for links in partition(costs, stages))
         raise StrategyError(
-            f"{strategy}: its cut has {len(strategy.cut)} stages of {sum(strategy.cut)} layers, "
-            f"but there are {stages} stages, and the model is a chain of {num_links} layers: "
-            f"{layers}; cut:{best} is the best by their cost"
+            f"{strategy}: its cut has {len(strategy.cut)} stages of {sum(strategy.cut)} layers in "
+            f"total, but there are {stages} stages, and the model is a chain of {num_links} "
+            f"layers: {layers}; cut:{best} is the best by the cost of the layers"
         )
     return ranges_of(strategy.cut)
 

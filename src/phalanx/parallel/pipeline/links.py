@@ -56,8 +56,8 @@ def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
     model = skeleton.model
     if strategy.tp.degree > 1:
         raise StrategyError(
-            f"strategy '{strategy}': tp beside pp is for phalanx's Decoder, and the model is a "
-            f"{type(model).__name__}; use fsdp beside pp"
+            f"strategy '{strategy}': tp with pp supports only phalanx's Decoder, and the model is "
+            f"a {type(model).__name__}; use fsdp with pp"
         )
     links = links_of(model)
     costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
@@ -91,8 +91,8 @@ def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain
         if len(stages) > 1 and (set(stages) != ends or len(tied) > 1):
             raise StrategyError(
                 f"pp: stages {', '.join(map(str, stages))} of {type(skeleton.model).__name__} read "
-                f"one parameter, '{weight.name}'; expected one at most that several read, the "
-                "first stage and the last; use fsdp"
+                f"one parameter, '{weight.name}'; expected at most one shared parameter, read by "
+                "the first stage and the last; use fsdp"
             )
     return CutChain(links, cut, tied[0] if tied else None)
 
@@ -137,8 +137,8 @@ def _around_the_list(model: nn.Module) -> list[list[str]]:
             f"pp: {type(model).__name__} has {len(lists)} lists of blocks; expected one ModuleList "
             "of blocks that run one after another, an nn.Sequential, or the names of its modules "
             "in their order as its `chain` (docs/strategies.md); layers that a skip connection "
-            "passes by, as in a U-Net, cannot be cut apart: hold them in one module, or use dp or "
-            "fsdp"
+            "bypasses, as in a U-Net, cannot be in separate stages: put them into one module, or "
+            "use dp or fsdp"
         )
     (of_blocks,) = lists
     before: list[str] = []
@@ -180,15 +180,15 @@ def _check(model: nn.Module, links: Links) -> None:
     for name in named:
         if name not in modules or not name:
             raise StrategyError(
-                f"pp: the `chain` of {type(model).__name__} names '{name}', which is no module of "
-                "it; expected names as in named_modules()"
+                f"pp: the `chain` of {type(model).__name__} names '{name}', which is not a module "
+                "of the model; expected names as in named_modules()"
             )
         if any(f"{name}.".startswith(f"{other}.") for other in named if other != name) or (
             named.count(name) > 1
         ):
             raise StrategyError(
-                f"pp: the `chain` of {type(model).__name__} names '{name}' twice, or a module that "
-                "it is in; expected each once"
+                f"pp: the `chain` of {type(model).__name__} names '{name}' twice, or also a module "
+                "that contains it; expected each module once"
             )
     # Compare modules and not names, because a module may also have a name outside of the chain.
     held = {module for name in named for module in modules[name].modules()}
@@ -197,14 +197,14 @@ def _check(model: nn.Module, links: Links) -> None:
         if parameter not in parameters:
             raise StrategyError(
                 f"pp: the parameter '{name}' of {type(model).__name__} is in no link of its chain; "
-                "hold it in a module that is one, or name its module in the `chain`"
+                "register it in a module that is a link, or name its module in the `chain`"
             )
     for name in _running(model):
         module = model.get_submodule(name)
         if module not in held and module.training:
             raise StrategyError(
-                f"pp: '{name}' of {type(model).__name__} has running statistics, which would move "
-                "in every stage, and is in no link of its chain; name it in the `chain`"
+                f"pp: '{name}' of {type(model).__name__} has running statistics, which every stage "
+                "would update, and is in no link of its chain; name it in the `chain`"
             )
 
 
@@ -248,6 +248,6 @@ class UnlinkedBuffers:
             if state != before.get(name):
                 raise StrategyError(
                     f"pp: the buffer '{name}' of {self._model_name} is in no link of its chain and "
-                    "changes in a forward, of which each stage runs one; hold it in a module of "
-                    "the chain, or register it with persistent=False if each forward fills it anew"
+                    "changes in a forward, which runs once in each stage; register it in a module "
+                    "of the chain, or with persistent=False if each forward fills it anew"
                 )

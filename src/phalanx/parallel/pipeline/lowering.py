@@ -55,9 +55,9 @@ def lower(schedule: Schedule, rank: int) -> tuple[Action, ...]:
 
 
 def send_after(action: Action, last_stage: int) -> Action | None:
-    """Return the send of a compute's result to the next stage; None if no stage takes the result.
+    """Return the send of a compute's result; None if no other stage takes the result.
 
-    A backward sends to the previous stage.
+    A forward sends to the next stage, a backward to the previous stage.
     """
     op, stage, microbatch = action
     if op == "F" and stage < last_stage:

@@ -4,9 +4,9 @@ The forward of the full module runs, but computes only one stage. Here stage 1 o
 
     |------- stage 0 -------|   |------ stage 1 ------|   |-------- stage 2 -------|
     embedding ---> block 0 -----> block 1 ---> block 2 -----> block 3 ---> norm, head ---> loss
-    Passed [1]     Passed [1]     runs [2]     runs           Passed [3]   not reached
+    absent [1]     absent [1]     runs [2]     runs           absent [3]   not reached
        |              |             ^             |             |
-       +-- no value --+             |             +-- output ---+---> _Left, to `run`
+       +-- no value --+             |             +-- output ---+---> _StageEnd, to `run`
                               received tensor
 
 [1] A `PlaceholderModule` for each earlier module returns a tensor with the shape and dtype of the
@@ -116,9 +116,9 @@ class ModuleStages(Stages):
                 if "not have been used in the graph" not in str(error):
                     raise
                 raise StrategyError(
-                    f"pp: the objective asks for a gradient through {type(self._model).__name__}, "
-                    "as by torch.autograd.grad, and the graph of a stage ends where the stage "
-                    "before sends to it; use dp or fsdp"
+                    f"pp: the objective computes a gradient through {type(self._model).__name__}, "
+                    "as by torch.autograd.grad, and the graph of a stage ends at the tensor that "
+                    "it receives from the previous stage; use dp or fsdp"
                 ) from error
             finally:
                 self._is_in_objective = self._is_in_forward = False
@@ -127,7 +127,7 @@ class ModuleStages(Stages):
         if stage < self.num_stages - 1 or self._waits:
             missed = f"stage {stage}" if self._waits else f"the stage after {stage}"
             raise StrategyError(
-                f"pp: a forward of {type(self._model).__name__} did not come to {missed}; expected "
+                f"pp: a forward of {type(self._model).__name__} did not reach {missed}; expected "
                 "an objective that calls the model, and a model that runs its chain in order"
             )
         return output
@@ -147,9 +147,9 @@ class ModuleStages(Stages):
         """Replacement of the model's `parameters`; an objective may not call it in a pipeline."""
         if self._is_in_objective and not self._is_in_forward:
             raise StrategyError(
-                f"pp: the objective reads the parameters of {type(self._model).__name__}, of which "
-                "a stage has its own alone, so that a loss of all of them would be too small; use "
-                "weight_decay of the optimizer, or dp and fsdp"
+                f"pp: the objective reads the parameters of {type(self._model).__name__}, and a "
+                "stage has only its own, so a loss of all parameters would be too small; use "
+                "weight_decay of the optimizer, or dp or fsdp"
             )
         return named(*args, **kwargs)
 
@@ -164,8 +164,9 @@ class ModuleStages(Stages):
                     if isinstance(value, Tensor) and value.grad_fn is not None:
                         self._warned = True
                         warnings.warn(
-                            f"pp: '{path}.{key}' is kept for whoever reads it, and the objective "
-                            "on the last stage does not: a loss of it would be left out",
+                            f"pp: '{path}.{key}' is a stored tensor with a gradient graph, which "
+                            "the objective on the last stage does not have: a loss computed from "
+                            "it would be left out",
                             stacklevel=2,
                         )
                         return
@@ -184,8 +185,8 @@ class ModuleStages(Stages):
             return self._give(name)
         if self._waits:
             raise StrategyError(
-                f"pp: {type(self._model).__name__} ran stage {stage} before {self._at_work}; its "
-                "chain is not in the order in which its modules run"
+                f"pp: {type(self._model).__name__} ran stage {stage} before stage "
+                f"{self._at_work}; its chain is not in the order in which its modules run"
             )
         args = [received_for(each) for each in args]
         _check_border(self._chain.names(stage)[0], args)
@@ -199,9 +200,9 @@ class ModuleStages(Stages):
             self._outputs[name] = form
         elif self._chain.stage_of[name] < self.num_stages - 1:
             raise StrategyError(
-                f"pp: '{name}' of {type(self._model).__name__} gives a {type(output).__name__}"
-                f"{_odd_parts(output)}, of which later stages have nothing; expected a tensor, or "
-                "a tuple of tensors and None"
+                f"pp: '{name}' of {type(self._model).__name__} returns a {type(output).__name__}"
+                f"{_odd_parts(output)}, which later stages do not have; expected a tensor, or a "
+                "tuple of tensors and None"
             )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -240,30 +241,31 @@ class ModuleStages(Stages):
     def _recomputed(self, stage: int) -> StrategyError:
         """Return the error of a recomputation that needs a stage other than the running one."""
         return StrategyError(
-            f"pp: {type(self._model).__name__} recomputes layers of several stages together, of "
-            f"which stage {stage} is another rank's or has ended; recompute each layer by itself, "
+            f"pp: {type(self._model).__name__} recomputes layers of several stages together, and "
+            f"stage {stage} belongs to another rank or has ended; recompute each layer separately, "
             "or choose another cut"
         )
 
     def _check_use(self, stage: int, operator: str, is_read: bool) -> None:
         """Refuse an operator on an awaited tensor of `stage`, if it needs values or comes too late.
 
-        After the stage's first module has run, every use of such a tensor is too late.
+        Every use is too late once the first module of the running stage has been called.
         """
         model = type(self._model).__name__
         if self._received is None:
             raise self._recomputed(stage)
         if not self._waits:
             raise StrategyError(
-                f"pp: what stage {stage} of {model} makes is used after the module that it is sent "
-                f"to, by '{operator}', and a stage sends one tensor to the next alone; choose "
-                "another cut, or put code around a module, as `x + block(x)`, into it"
+                f"pp: an output of stage {stage} of {model} is used by '{operator}' after the "
+                "module that receives it, and a stage sends one tensor to the next stage only; "
+                "choose another cut, or put code around a module, as `x + block(x)`, into that "
+                "module"
             )
         if is_read:
             raise StrategyError(
-                f"pp: {model} reads numbers of what stage {stage} makes, by '{operator}', between "
-                "its layers, and the stages after it do not have them; choose another cut, put "
-                "that code into a layer, or use dp or fsdp"
+                f"pp: {model} reads the values of an output of stage {stage}, by '{operator}', "
+                "between its layers, and later stages do not have these values; choose another "
+                "cut, put that code into a layer, or use dp or fsdp"
             )
 
 
@@ -280,11 +282,11 @@ def _check_border(name: str, args: Sequence[Any]) -> None:
     first, *others = args or [None]
     if not (isinstance(first, Tensor) and first.is_floating_point()):
         raise StrategyError(
-            f"pp: the first argument of '{name}' is no floating-point tensor, and it is what one "
-            "stage sends the next; choose another cut"
+            f"pp: the first argument of '{name}', which the previous stage sends, is not a "
+            "floating-point tensor; choose another cut"
         )
     if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(others)):
         raise StrategyError(
-            f"pp: '{name}' takes a second tensor that needs a gradient, and a stage sends one; "
-            "choose another cut"
+            f"pp: '{name}' takes a second tensor that needs a gradient, and a stage sends only "
+            "one tensor; choose another cut"
         )

@@ -214,7 +214,7 @@ class _Step:
         begun.append(self.runner.comm.send_start(tensor.contiguous(), "pp", target))
 
     def receive(self, action: Action) -> None:
-        """Start to receive an activation or a gradient; for an activation, wait for its header."""
+        """Start to receive an activation, after its header if there is one, or a gradient."""
         source = self.runner.rank_of[other_stage(action)]
         if action.op == "RECV_B":
             _, output = self.kept[action.stage, action.microbatch]
@@ -238,8 +238,8 @@ def _gradient_of(received: Tensor, stage: int) -> Tensor:
     """Return the gradient of a stage's input; zeros if no earlier parameter is trained."""
     if received.grad is None and received.requires_grad:
         raise StrategyError(
-            f"pp: stage {stage} gives no gradient to what it receives, as behind a detach() or "
-            "under no_grad(), so that the layers before it would not be trained; freeze them by "
+            f"pp: stage {stage} computes no gradient of its input, as after a detach() or under "
+            "no_grad(), so the layers before this stage would not be trained; freeze them by "
             "requires_grad_(False), or use dp or fsdp"
         )
     return torch.zeros_like(received) if received.grad is None else received.grad

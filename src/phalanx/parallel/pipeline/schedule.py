@@ -224,8 +224,8 @@ def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     """
     if num_microbatches > schedule.num_microbatches:
         raise StrategyError(
-            f"schedule {schedule.kind}: a step has {num_microbatches} microbatches; the most that "
-            f"it is written for are {schedule.num_microbatches}"
+            f"schedule {schedule.kind}: a step has {num_microbatches} microbatches; the schedule "
+            f"is written for at most {schedule.num_microbatches}"
         )
 
     def fewer(order: tuple[Action, ...]) -> tuple[Action, ...]:

@@ -107,7 +107,7 @@ def _schedule(path: str, listed: _Lines) -> Schedule:
 
 
 def _check_ranks(path: str, rank_of: Sequence[int], num_ranks: int) -> None:
-    """Refuse a rank without stages, and consecutive stages on ranks that are not neighbors."""
+    """Refuse a rank without stages, and consecutive stages on ranks neither equal nor neighbors."""
     for rank in range(num_ranks):
         if rank not in rank_of:
             raise StrategyError(f"schedule {path}: rank {rank} computes no stage; expected one")
@@ -129,5 +129,5 @@ def _check_derived(schedule: Schedule, listed: _Lines) -> None:
                 raise StrategyError(
                     f"schedule {schedule.kind}: rank {rank} has {found or 'nothing'} where "
                     f"{expected or 'nothing'} is expected; leave SENT and REDUCE out, and they are "
-                    "put where they belong"
+                    "inserted where they belong"
                 )

@@ -97,12 +97,12 @@ class _Simulation:
         while any([self._advance(rank) for rank in range(len(self._left))]):
             pass
         waits = ", ".join(
-            f"rank {rank} at {left[-1]} for {next(self._awaited(left[-1]))}"
+            f"rank {rank} waits at {left[-1]} for {next(self._awaited(left[-1]))}"
             for rank, left in enumerate(self._left)
             if left
         )
         if waits:
-            raise StrategyError(f"schedule {self._schedule.kind}: its ranks wait for ever: {waits}")
+            raise StrategyError(f"schedule {self._schedule.kind}: its ranks deadlock: {waits}")
         return Timeline(tuple(map(tuple, self._lanes)))
 
     def _advance(self, rank: int) -> bool:
@@ -219,7 +219,7 @@ def check_complete(schedule: Schedule) -> None:
                 )
     if found:
         raise StrategyError(
-            f"schedule {schedule.kind}: {next(iter(found))} is of no stage or microbatch"
+            f"schedule {schedule.kind}: {next(iter(found))} has a stage or microbatch out of range"
         )
 
 

@@ -53,7 +53,7 @@ class Sizes:
         if tensor.dtype not in DTYPES:
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise StrategyError(
-                f"pp: stage {stage} is to be sent a tensor of {tensor.dtype}; expected one of "
+                f"pp: the tensor to send to stage {stage} is of {tensor.dtype}; expected one of "
                 f"{kinds}: choose another cut, or convert the tensor within a layer"
             )
         if self._are_fixed:

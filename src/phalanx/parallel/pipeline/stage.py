@@ -48,7 +48,7 @@ class Stages(ABC):
 
     @abstractmethod
     def weights(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters of a stage of this rank."""
+        """Return the parameters that a stage of this rank reads."""
 
     def prepare(self) -> None:  # noqa: B027
         """Install hooks and the like; called once, after all axes have split the model."""

@@ -1,6 +1,6 @@
 """Predicted communication of tensor parallelism, for its layers and its replicated parameters.
 
-No formula repeats the operators: the operators of the layers run on meta tensors, forward and
+There are no separate formulas: the operators of the layers run on meta tensors, forward and
 backward, over a communicator that counts. The count for each kind of layer is cached, because a
 model has many equal layers and a planner evaluates thousands of strategies.
 """
@@ -48,8 +48,8 @@ class _Operation:
 
     Attributes:
         kind: a case of `_forward`.
-        sizes: numbers of features: input first, then outputs; for norms whether the mean is
-            subtracted is second.
+        sizes: numbers of features: input first, then outputs; for a norm, the second number is 1
+            if the norm subtracts the mean, else 0.
         compute, master: dtypes of the arithmetic and of the weights.
     """
 

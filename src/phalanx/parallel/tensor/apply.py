@@ -126,7 +126,7 @@ def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) ->
     if cast(DTensor, sharded.data).placements != shard.placements:  # from torch 2.14
         sizes = "+".join(map(str, placed.binding.parts))
         raise StrategyError(
-            f"tp: '{placed.binding.name}' holds maps of the sizes {sizes}, which need PyTorch 2.12 "
+            f"tp: '{placed.binding.name}' contains maps of sizes {sizes}, which need PyTorch 2.12 "
             f"or 2.13, and this is {torch.__version__}; use dp or fsdp"
         )
     return sharded

@@ -8,9 +8,9 @@ and each column map then returns its precomputed product:
     x, residual -> column_parallel_linear -> q, k, v, stored in `_ready`
     forward(placeholder) -> self.q(placeholder) -> _ready[self.q], and so on
 
-The placeholder is one NaN, expanded with stride 0 to the shape of the residual. A column map
-identifies the placeholder by its address and raises an error for any other input; if the forward
-reads the placeholder elsewhere, it gets NaN.
+The placeholder is one NaN, expanded with stride 0 to the rows and positions of the products and the
+features of the residual shard. A column map identifies the placeholder by its address and raises an
+error for any other input; if the forward reads the placeholder elsewhere, it gets NaN.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class _Products:
         known = self._placeholder
         if known is None or x.data_ptr() != known.data_ptr() or column not in self._ready:
             raise StrategyError(
-                f"tp: a column map of {self._name} reads something else than what that is given "
-                "first, or reads it twice; give the role branch to the module whose first argument "
-                "its column maps read"
+                f"tp: a column map of {self._name} reads a tensor that is not the first argument "
+                f"of {self._name}, or reads that argument twice; give the role branch to the "
+                "module whose first argument its column maps read"
             )
         y, parts = self._ready.pop(column), self._parts_of[column]
         if len(parts) == 1 or getattr(column, "bias", None) is None:

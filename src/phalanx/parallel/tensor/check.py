@@ -52,9 +52,9 @@ def _check_rows(parameters: Sequence[ShardedParameter], strategy: Strategy) -> N
         num_maps = len(row.binding.parts)
         if num_maps > 1 and sizes:
             raise StrategyError(
-                f"{Strategy(fsdp=strategy.fsdp)}: '{row.weight.name}' holds {num_maps} maps, "
+                f"{Strategy(fsdp=strategy.fsdp)}: '{row.weight.name}' contains {num_maps} maps, "
                 f"and tp splits its rows, which fsdp cannot split again; use dp{num_ranks}, or "
-                f"hold them as {num_maps} modules"
+                f"make the maps {num_maps} modules"
             )
         if dtensor_shards_agree(num_rows, sizes, strategy.num_shards):
             continue
@@ -64,9 +64,9 @@ def _check_rows(parameters: Sequence[ShardedParameter], strategy: Strategy) -> N
         multiple = math.prod(sizes)
         raise StrategyError(
             f"{Strategy(fsdp=strategy.fsdp, tp=strategy.tp)}: '{row.weight.name}' has {num_rows} "
-            "rows, of which tp makes uneven parts, and PyTorch takes what fsdp makes of those for "
-            f"other rows than they are; give it {-(-num_rows // multiple) * multiple} rows"
-            + (f", or take fsdp{fits[0]}" if fits else "")
+            "rows, which tp splits unevenly, and PyTorch assigns wrong rows to fsdp's shards "
+            f"of uneven parts; give it {-(-num_rows // multiple) * multiple} rows"
+            + (f", or use fsdp{fits[0]}" if fits else "")
         )
 
 

@@ -13,7 +13,7 @@ Modules and parameter names stay the same; the parameters become DTensors. The r
     dropout    dropout of the residual, keyed by position
     head       the output projection               residual -> logits, or their loss
     token      acts on each token separately       residual -> residual
-    gather     acts on the full residual: a pooler residual -> full
+    gather     acts on full residual (pooler)      residual -> full
     full       acts on full tensors                full -> full
     scatter    makes the residual without ids      full[B, T, ...] -> residual
 
@@ -126,8 +126,8 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
     """
     if type(module).__name__ not in NORMS:
         raise StrategyError(
-            f"tp: features are split, and what {type(module).__name__} computes over them is not "
-            f"known; known norms are {', '.join(NORMS)}"
+            f"tp: features are split, and {type(module).__name__} is not a norm that tp can "
+            f"compute over split features; known norms are {', '.join(NORMS)}"
             + ("; the nearest is tp:1d" if spec is layout.residual else "")
         )
     is_centred = subtracts_mean(module)

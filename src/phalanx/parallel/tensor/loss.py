@@ -104,7 +104,7 @@ class _SplitLoss(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_logits_NV: Tensor | None = ctx.d_logits_NV
         if d_logits_NV is None:
-            raise RuntimeError("the gradient of the split loss is given once; call forward again")
+            raise RuntimeError("the backward of the split loss runs only once; call forward again")
         ctx.d_logits_NV = None  # release the largest tensor of the step as soon as it is used
         # A 1-d factor takes part in type promotion, so it is not rounded to bf16 first.
         return d_logits_NV.mul_(grad_outputs[0][None]), None, None, None

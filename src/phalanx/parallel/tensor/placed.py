@@ -67,14 +67,14 @@ def sharded_parameters(
             row = ShardedParameter(weight, binding, layout)
             if found.setdefault(weight, row).spec != row.spec:
                 raise StrategyError(
-                    f"tp: '{key}' is one parameter with another that is split otherwise; give "
-                    "their modules roles that agree, as embedding and head do"
+                    f"tp: the parameter '{key}' is shared with a module that splits it "
+                    "differently; give both modules roles that agree, as embedding and head do"
                 )
     if (weight := next((w for w in skeleton.weights if w not in found), None)) is not None:
         home = weight.name.rpartition(".")[0]
         raise StrategyError(
             f"tp: the parameter '{weight.name}' is in no module that has a role; give a pattern "
-            f"for {f'{home!r}' if home else 'a module that it is moved into'}, see {PAGE}"
+            f"for {f'{home!r}' if home else 'a module into which you move it'}, see {PAGE}"
         )
     return list(found.values())
 

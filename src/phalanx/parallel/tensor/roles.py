@@ -123,7 +123,7 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
     if not own and not known:
         raise StrategyError(
             f"tp: the roles of the modules of {type(model).__name__} are not known; give patterns "
-            f"of names to roles ({', '.join(ROLES)}), see {PAGE}"
+            f"that map names to roles ({', '.join(ROLES)}), see {PAGE}"
         )
     names = [name for name, _ in model.named_modules() if name]
     texts = {**own, **{p: role for p, role in known.items() if p not in own}}
@@ -167,7 +167,7 @@ def _parse(pattern: str, text: str) -> tuple[Role, tuple[int, ...]]:
     role, slash, number = text.partition("/")
     if role not in ROLES:
         raise StrategyError(
-            f"tp: '{text}' of '{pattern}' is no role; the roles are {', '.join(ROLES)}"
+            f"tp: '{text}' of '{pattern}' is not a role; the roles are {', '.join(ROLES)}"
         )
     if not slash:
         return role, (1,)
@@ -175,8 +175,8 @@ def _parse(pattern: str, text: str) -> tuple[Role, tuple[int, ...]]:
     parts = sizes if len(sizes) > 1 else [1] * sizes[0]
     if role != "column" or len(parts) < 2 or not all(parts):
         raise StrategyError(
-            f"tp: '{text}' of '{pattern}': only a column map holds several, as 'column/3', or "
-            "'column/4+1+1' where the first is four times as large"
+            f"tp: '{text}' of '{pattern}': only the role column takes several maps, as in "
+            "'column/3', or in 'column/4+1+1' if the first map is four times as large"
         )
     return role, tuple(part // math.gcd(*parts) for part in parts)
 
@@ -189,7 +189,7 @@ def _columns(branch: str, bindings: Mapping[str, RoleBinding]) -> tuple[RoleBind
     )
     if not columns:
         raise StrategyError(
-            f"tp: the branch '{branch}' has no column map, so it takes nothing from the residual; "
+            f"tp: the branch '{branch}' has no column map, so it reads nothing from the residual; "
             "give one of its linear maps the role column"
         )
     return columns
@@ -203,7 +203,8 @@ def _check_nesting(bindings: Mapping[str, RoleBinding]) -> None:
         if outer is not None:
             raise StrategyError(
                 f"tp: '{name}' ({binding.role}) is inside '{outer}', whose role "
-                f"{bindings[outer].role} holds for all of it; give a role to one of the two"
+                f"{bindings[outer].role} applies to all its submodules; give a role to only one of "
+                "the two"
             )
 
 
@@ -227,8 +228,8 @@ def _refuse_dropout(model: nn.Module, bindings: Mapping[str, RoleBinding]) -> No
     advice = f" (in its config: {', '.join(settings)})" if settings else ""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     raise StrategyError(
-        f"tp: {', '.join(found[:3])}{more}: each rank would drop other elements than one process "
-        f"does; set them to 0{advice}"
+        f"tp: {', '.join(found[:3])}{more}: ranks would not drop the elements that one process "
+        f"drops; set them to 0{advice}"
     )
 
 
@@ -239,8 +240,8 @@ def _refuse_tables(bindings: Mapping[str, RoleBinding]) -> None:
             for option, default in _TABLE_OPTIONS.items():
                 if getattr(table, option) != default:
                     raise StrategyError(
-                        f"tp: '{name}' has {option} = {getattr(table, option)}, which a part of a "
-                        f"table cannot follow; expected {default}"
+                        f"tp: '{name}' has {option} = {getattr(table, option)}, which a shard of "
+                        f"a table cannot apply; expected {default}"
                     )
 
 

@@ -48,7 +48,7 @@ class TensorSplit(Split):
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: TensorKind, shape: Shape) -> Shape:
-        """Return the shape of the first rank's shard, with rows and positions padded."""
+        """Return the shape of the first rank's shard; rows are padded, and positions if split."""
         layout = apply.layout_of(strategy)
         if part == "table":
             return layout.column.shard_shape(shape, layout.comm)

@@ -31,7 +31,7 @@ _UNSUPPORTED: Final = {
     "chunk_size_feed_forward": (
         "is {}, which cuts positions that tp has split already; expected 0"
     ),
-    "add_cross_attention": "has no layout under tp; expected no",
+    "add_cross_attention": "is on and has no layout under tp; expected off",
     "use_bidirectional_attention": "is on; expected off under tp",
 }
 """Configuration settings that must be off -> error message for one that is on."""
@@ -53,7 +53,9 @@ def refuse_unsupported(model: nn.Module) -> None:
             if value := getattr(config, name_of, False):
                 raise StrategyError(f"{where}: {name_of} {problem.format(value)}")
         if known.mask_kind in ("window", "by layer") and not getattr(config, "is_causal", True):
-            raise StrategyError(f"{where}: is_causal is off; expected on, for windows look back")
+            raise StrategyError(
+                f"{where}: is_causal is off; expected on, because windows look back"
+            )
         other = set(getattr(config, "layer_types", None) or ()).difference(LAYER_TYPES)
         if other and known.mask_kind == "by layer":
             raise StrategyError(
@@ -133,7 +135,7 @@ def _preparation(base: nn.Module, known: Base) -> Callable[..., dict[str, Any]]:
 def _refuse_arguments(values: dict[str, Any], base: nn.Module, has_types: bool) -> None:
     main: str = cast(Any, base).main_input_name
     if values.get(main) is None:
-        raise ConfigError(f"tp: expected {main}; inputs_embeds have no ids to be split by")
+        raise ConfigError(f"tp: expected {main}; tp cannot split inputs_embeds, which have no ids")
     unsupported = ["past_key_values", "encoder_hidden_states", "inputs_embeds"]
     if not has_types:
         unsupported.append("token_type_ids")
@@ -144,7 +146,7 @@ def _refuse_arguments(values: dict[str, Any], base: nn.Module, has_types: bool) 
         # use_cache is on in most configurations, without effect in training: check arguments only.
         default = None if name == "use_cache" else getattr(base.config, name, None)
         if values.get(name, default):
-            raise ConfigError(f"tp: {name} is on, and each rank has a shard alone; turn it off")
+            raise ConfigError(f"tp: {name} is on, and each rank has only a shard; turn it off")
 
 
 def _refuse_cut_logits(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

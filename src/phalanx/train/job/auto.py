@@ -59,7 +59,7 @@ def with_choice(
 
 
 def _precision(config: TrainConfig, device: str) -> str:
-    is_of_gpu = config.precision == "auto" and device == "cuda"  # `resolve` would open it
+    is_of_gpu = config.precision == "auto" and device == "cuda"  # `resolve` would use the GPU
     return "bfloat16" if is_of_gpu else resolve(config.precision, device).name
 
 

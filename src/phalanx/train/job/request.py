@@ -1,6 +1,6 @@
 """Resolve the part of a run that does not need its data, so that a wrong request fails at once.
 
-torch is not imported on a host that certainly has no GPU, unless the run starts from a checkpoint.
+On a host that certainly has no GPU, torch is imported only for `auto` or to read a checkpoint.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def settle(config: TrainConfig) -> Request:
         raise ConfigError(
             f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
             f"{longest}; set corpus.seq_len to at most {longest}"
-            + (", as many as it has learned" if is_fixed else ", or shape.max_seq_len higher")
+            + (", the size of its learned table" if is_fixed else ", or raise shape.max_seq_len")
         )
     choice: list[str] = []
     if AUTO in (config.strategy, config.batch.microbatch):
@@ -233,8 +233,8 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
         return None
     if (Path(path) / "config.json").is_file():
         raise CheckpointError(
-            f"{setting} is {path}, a Hugging Face folder; make a checkpoint of it by `phalanx "
-            f"convert {path} DST`, and begin a run with --init DST"
+            f"{setting} is {path}, a Hugging Face folder; convert it to a checkpoint by `phalanx "
+            f"convert {path} DST`, and start a run with --init DST"
         )
     found = manifest.find_and_read(Path(path))
     try:

@@ -264,17 +264,17 @@ def remarks_on(job: Job) -> list[str]:
         lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))
         if job.has_new_length:
             lines.append(
-                f"samples of {job.config.corpus.seq_len} tokens begin after step {job.done[0]}, "
-                f"with epoch {job.order.first_epoch + 1}"
+                f"after step {job.done[0]}, samples have {job.config.corpus.seq_len} tokens and "
+                f"epoch {job.order.first_epoch + 1} starts"
             )
     passes = num_epochs(job)
     if job.config.epochs is None and passes > MANY_EPOCHS:
         done, consumed = job.done
         left = total_steps(job.order, job.batch.global_size, MANY_EPOCHS, consumed=consumed)
         lines.append(
-            f"{job.num_steps} steps go {passes:.2g} times over this text; beyond {MANY_EPOCHS} or "
-            f"so a model learns it by heart rather than from it; --epochs {MANY_EPOCHS} are "
-            f"{done + left} steps"
+            f"{job.num_steps} steps are {passes:.2g} epochs of this text; beyond about "
+            f"{MANY_EPOCHS} epochs a model memorizes the text instead of learning from it; "
+            f"--epochs {MANY_EPOCHS} are {done + left} steps"
         )
     return lines
 
@@ -293,11 +293,11 @@ def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
         and not (key == "precision" and "auto" in (value, earlier[key]))
     ]
     if differing:
-        lines.append(f"resumes with other settings than before: {', '.join(differing)}")
+        lines.append(f"resumes with changed settings: {', '.join(differing)}")
     if before.steps_done >= now.num_steps:
         lines.append(
             f"nothing left to do: the checkpoint is after step {before.steps_done}, and the run "
-            f"takes {now.num_steps} in all; --steps says how many"
+            f"has {now.num_steps} steps in all; raise this number with --steps"
         )
     return lines
 

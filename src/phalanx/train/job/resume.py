@@ -90,9 +90,9 @@ def tokenizer_of(config: TrainConfig, origin: Checkpoint | None) -> str | None:
     found = companions.tokenizer_of(origin.folder)
     if found is None and config.init is not None:
         raise ConfigError(
-            f"init is {config.init}, which has no {companions.TOKENIZER}, so nothing says which "
-            "tokens the rows of its embedding stand for; give it by --tokenizer, or train another "
-            "one by --corpus.vocab-size"
+            f"init is {config.init}, which has no {companions.TOKENIZER}, so the tokens of "
+            "the rows of its embedding are unknown; give the tokenizer by --tokenizer, or train a "
+            "new one by --corpus.vocab-size"
         )
     return None if found is None else str(found)
 
@@ -130,7 +130,7 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
 
 
 def _batch_of(settings: dict[str, Any], size: int | None, num_data_ranks: int) -> BatchConfig:
-    """Return the batch with the run's microbatch, or the largest smaller one that divides it."""
+    """Return the batch with the run's microbatch, or the largest smaller one that fits evenly."""
     whose = "the run's global batch" if size is None else "batch.global_size"
     rows: int = settings["batch.global_size"] if size is None else size
     share, rest = divmod(rows, num_data_ranks)
@@ -139,8 +139,8 @@ def _batch_of(settings: dict[str, Any], size: int | None, num_data_ranks: int) -
         legal = min(near, key=lambda number: abs(number - num_data_ranks))
         above = (rows // num_data_ranks + 1) * num_data_ranks
         raise BatchError(
-            f"{whose} is {rows} sequences, which {num_data_ranks} data ranks do not divide; use a "
-            f"strategy of {legal} data ranks, or --batch.global-size {above}"
+            f"{whose} is {rows} sequences, not divisible by {num_data_ranks} data ranks; use a "
+            f"strategy with {legal} data ranks, or --batch.global-size {above}"
         )
     most = min(share, settings["batch.microbatch"])
     microbatch = next(n for n in range(most, 0, -1) if share % n == 0)
@@ -188,8 +188,8 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
     run = manifest.run_of(start.folder) or start.folder
     if gone := _gone_order(before):
         raise CheckpointError(
-            f"this run {gone}, an order that this version does not have; begin another run with "
-            f"its weights: --init {run}"
+            f"this run {gone}, an order of samples that this version does not support; start a "
+            f"new run with the weights of this run: --init {run}"
         )
     if not differing:
         return
@@ -202,26 +202,26 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         )
     elif name == "text" and was.get("data") != config.data:
         said = (
-            f"{_data_words(config.data)} ({tokens.num_bytes:,} bytes) is another text than this "
+            f"{_data_words(config.data)} ({tokens.num_bytes:,} bytes) is not the text that this "
             f"run was made with, {_data_words(was.get('data'))} {sizes}); leave --data out"
         )
     elif name == "text":
         said = (
             f"this run was made with {_data_words(config.data)}, which has changed since {sizes}, "
-            f"now {tokens.num_bytes:,}); give it the text that it had, by --data"
+            f"now {tokens.num_bytes:,}); give the earlier text by --data"
         )
     elif name == "tokenizer":
-        made = corpus.vocab_size and f"one of {corpus.vocab_size} tokens, trained newly"
+        made = corpus.vocab_size and f"a new one of {corpus.vocab_size} tokens"
         said = (
-            f"the tokenizer ({config.tokenizer or made or tokens.tokenizer}) is another than this "
-            "run was made with; leave --tokenizer and --corpus.vocab-size out, so that it is "
+            f"the tokenizer ({config.tokenizer or made or tokens.tokenizer}) is not the one that "
+            "this run was made with; leave --tokenizer and --corpus.vocab-size out to use "
             f"{run / companions.TOKENIZER}"
         )
     else:
         said = (
             f"{name} is {ours[name]}, but this run was made with {before.get(name)}; leave it out"
         )
-    raise CheckpointError(f"{said}, or begin another run with its weights: --init {run}")
+    raise CheckpointError(f"{said}, or start a new run with the weights of this run: --init {run}")
 
 
 def _gone_order(stream: dict[str, Any]) -> str:

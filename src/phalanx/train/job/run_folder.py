@@ -43,8 +43,8 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
             return path
         if (run := manifest.run_of(path)) is None:
             raise ConfigError(
-                f"resume is {path}, a checkpoint outside the folder of its run; say with --out "
-                "where to resume"
+                f"resume is {path}, a checkpoint outside the folder of its run; give the folder in "
+                "which to resume by --out"
             )
         return run
     return new_folder(name, strategy)
@@ -91,7 +91,7 @@ def keep_origin(job: Job) -> None:
 
 _HEAD: Final = """\
 # The settings of this run, as they were resolved. `phalanx train --resume` on this folder resumes
-# with them; `phalanx train --config` on this file begins another run with the same settings.
+# with them; `phalanx train --config` on this file starts a new run with the same settings.
 
 """
 
@@ -167,6 +167,6 @@ def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes:
             f"the run's checkpoints ({num_checkpoints}, of {size_text(one_bytes)} each) need "
             f"{size_text(num_checkpoints * one_bytes)}, but {out} has "
             f"{size_text(left_bytes)} left; give another --out, make room, save less often "
-            "(--save-every), keep fewer (--keep-checkpoints), or none by the clock "
+            "(--save-every), keep fewer (--keep-checkpoints), or do not save by time "
             "(--save-every-minutes 0)"
         )

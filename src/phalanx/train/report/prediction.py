@@ -72,9 +72,9 @@ class PredictionReport:
     Attributes:
         machine: source of the machine's rates.
         time_s: `step` and each cause -> seconds.
-        bytes: on rank 0, `peak`, the largest bytes of each kind, and `passing`: the largest bytes
-            of activations, casts and communication buffers together, which the planner counts
-            in one run -> bytes.
+        bytes: on rank 0, `peak`, each kind at its largest, and `passing` -> bytes. `passing` is the
+            largest sum of activations, casts and communication buffers; predicted, the largest
+            casts + the largest activations.
         bytes_at_peak: bytes of each kind at rank 0's peak. The predicted ones sum to the predicted
             `peak`; the measured peak also has the kinds `communication` and `other`.
         errors: predicted / measured - 1 of each entry of `time_s` and `bytes`.
@@ -91,12 +91,12 @@ class PredictionReport:
         words = [f"{self.time_s['step'].text(1e-3, 'ms')} a step"] if self.time_s else []
         if self.bytes:
             words.append(f"{self.bytes['peak'].text(2**20, 'MiB')} at the peak")
-        return f"{'; '.join(words)}; by {self.machine}"
+        return f"{'; '.join(words)}; based on {self.machine}"
 
     def table(self) -> Table:
         """Return a table of the times by cause."""
         heads = (Column(name, justify="right") for name in ("predicted ms", "median ms", "error"))
-        title = "Predicted beside measured"
+        title = "Time of a step, predicted and measured"
         table = Table("cause", *heads, title=title, title_justify="left")
         for cause, of in self.time_s.items():
             numbers = (f"{1e3 * each:,.1f}" for each in (of.predicted, of.measured))
@@ -118,7 +118,7 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
     compute = ASSUMED
     if ceiling is not None:  # a rank has a part of the cores
         rates = {planned.precision: ceiling * num_ranks / num_cores()}
-        source = "matrix products as this run measured them"
+        source = "matrix products measured in this run"
         today = time.strftime("%Y-%m-%d")
         compute = dataclasses.replace(
             ASSUMED, best=rates, sustained=rates, source=source, date=today

@@ -40,7 +40,7 @@ MEASURED_STEPS = 10_000
 
 
 class Records:
-    """Measures the steps of a session, which the caller takes; leaving its context closes the log.
+    """Measures the steps that a caller takes in a session; leaving its context closes the log.
 
         with records.watching_data():
             microbatches = ...
@@ -216,10 +216,10 @@ class Records:
         """Why the memory of a step cannot be measured; None if it can."""
         config = self.session.config
         if config.compile:
-            return "under --compile it would not see what compiled code holds"
+            return "--compile hides the tensors inside compiled code"
         if config.debug_comm:
             # The check runs Phalanx's operators outside of other dispatch modes.
-            return "--debug-comm would not see the collectives that it runs"
+            return "--debug-comm hides the collectives that it runs"
         return None
 
     def _measure_ceiling(self) -> None:

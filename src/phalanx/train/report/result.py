@@ -79,7 +79,10 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "memory", f"{held}rank 0's process had up to {_mib(summary.resident_bytes)} in RAM"
     if summary.predicted is not None:
         yield "predicted", summary.predicted.line()
-    yield "time", f"{_duration(summary.seconds)} for {summary.num_steps:,} steps and the rest"
+    yield (
+        "time",
+        f"{_duration(summary.seconds)} for {summary.num_steps:,} steps, evaluations and saves",
+    )
     yield "run", summary.run
 
 

@@ -132,7 +132,7 @@ def summarize_run(records: Records) -> Summary:
     steps = summarize(times) if times else None
     is_timed = steps is not None and steps.doubt is None
     wall_s = steps.wall_s if steps is not None and is_timed else None
-    memory, blind_spot = _memory(records), records.blind_spot or "it needs three steps"
+    memory, blind_spot = _memory(records), records.blind_spot or "it needs a run of three steps"
     sample = session.sample()
     summary = Summary(
         run=session.title(),
@@ -150,7 +150,7 @@ def summarize_run(records: Records) -> Summary:
         sent=records.entries,
         served_text=session.served_text(),
         memory=memory,
-        no_memory=None if memory else f"No account of the memory by kind: {blind_spot}.",
+        no_memory=None if memory else f"No measurement of memory by kind: {blind_spot}.",
         predicted=_judged(records, steps, memory),
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
