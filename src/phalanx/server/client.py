@@ -39,7 +39,7 @@ class Client(Requests):
         self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES,
         tables: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
-        """Place weights on the servers: groups with `sizes` elements, then `tables` (rows, width)."""
+        """Place weights on the servers: groups of `sizes` elements, and `tables` of 2-D shapes."""
         homes = self.map["homes"]
         self.placed = PlacedWeights(sizes, tables, dtype.itemsize, chunk_bytes, homes)
         self._dtype = dtype
