@@ -16,7 +16,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.server import wire
+from phalanx.server import message, wire
 from phalanx.server.message import (
     FRAME_BYTES,
     NAMES,
@@ -40,6 +40,20 @@ def test_tensors_come_as_they_went(dtype: torch.dtype) -> None:
     assert found.kind == "push" and found["clock"] == 3
     for ours, theirs in zip(found.tensors, sent, strict=True):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 9, 16, 17])
+def test_a_tensor_of_several_frames_is_joined(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message, "MOST_FRAME_BYTES", 64)
+    sent = [torch.arange(size, dtype=torch.float64), torch.ones(3), torch.arange(size).double()]
+    frames = encode(WireMessage("push", {}, sent))
+    assert len(frames) == 2 + 2 * max(1, -(-size // 8))
+    assert all(len(frame) <= 64 for frame in frames[1:])
+    found = decode([bytearray(frame) for frame in frames]).tensors
+    assert all(torch.equal(*pair) for pair in zip(found, sent, strict=True))
+    for wrong in (frames[:-1], [*frames, b""], [*frames[:-1], b"12"]):
+        with pytest.raises(WireError):
+            decode([bytearray(frame) for frame in wrong])
 
 
 def test_a_tensor_is_sent_from_where_it_lies() -> None:

@@ -8,7 +8,7 @@ one link. The backward of a link begins when the gradient of its output is avail
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,6 @@ from phalanx.errors import ConfigError, StrategyError
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.pipeline.links import Links, links_of
 from phalanx.parallel.skeleton import copied_on_meta
-
-LossSum = Callable[[nn.Module, Any], Tensor]
-"""A function that runs a module on a microbatch and returns the sum of the losses."""
 
 
 @dataclass(frozen=True)

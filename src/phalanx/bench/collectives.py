@@ -272,7 +272,7 @@ class TimedCollective:
     def __init__(self, comm: Comm, op: str, axis: str, size: int) -> None:
         self._comm, self._op, self._axis = comm, op, axis
         self._num, self._coord = comm.size(axis), comm.coord(axis)
-        self.whole = comm.empty([size], torch.empty(0, device=comm.device))
+        self.whole = comm.empty([size], torch.empty(0, device=comm.device), axis)
         self._out = self.whole
         self._fill()
 

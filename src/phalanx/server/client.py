@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError
 from phalanx.server.message import WireMessage, num_frames
 from phalanx.server.placed_weights import PlacedWeights
 from phalanx.server.placement import CHUNK_BYTES
 from phalanx.server.requests import Requests
 from phalanx.server.role import Settings
 from phalanx.server.shared import SharedView, copy_concatenated
-from phalanx.server.wire import MOST_FRAME_BYTES
 
 
 class Client(Requests):
@@ -42,21 +39,10 @@ class Client(Requests):
         self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES,
         tables: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
-        """Place weights on the servers: groups with `sizes` elements, then `tables` of 2-D shapes.
-
-        Raises:
-            ConfigError: a server's part of a group is larger than the largest message.
-        """
+        """Place weights on the servers: groups of `sizes` elements, and `tables` of 2-D shapes."""
         homes = self.map["homes"]
         self.placed = PlacedWeights(sizes, tables, dtype.itemsize, chunk_bytes, homes)
         self._dtype = dtype
-        largest = max(size for shard in range(self.num_shards) for size in self.placed.sizes(shard))
-        if (num_bytes := largest * dtype.itemsize) > MOST_FRAME_BYTES:
-            num = math.ceil(self.num_shards * num_bytes / MOST_FRAME_BYTES)
-            raise ConfigError(
-                f"a server would store {num_bytes} bytes of a group of weights, but a message has "
-                f"at most {MOST_FRAME_BYTES}; the nearest is --server.num-servers {num + 1}"
-            )
 
     def create(
         self, weights: Sequence[Tensor], rule: Settings, p: float, version: int = 0,

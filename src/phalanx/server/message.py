@@ -1,5 +1,6 @@
-"""The message format: a JSON frame, then a frame for each tensor, whose bytes are not copied.
+"""The message format: a JSON frame, then the frames of each tensor, whose bytes are not copied.
 
+A tensor has one frame, or more if it is larger than `MOST_FRAME_BYTES`; the receiver joins them.
 Nothing is pickled, and a message in any other format is refused before it is processed.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ from phalanx.errors import PhalanxError
 
 MOST_HEADER_BYTES: Final = 1 << 20
 MOST_FRAMES: Final = 1 << 14
+MOST_FRAME_BYTES: Final = 1 << 28
 
 FRAME_BYTES: Final = 1 << 20
 """Bytes per frame of weights, small so that encrypting one frame overlaps sending the previous."""
@@ -65,7 +68,7 @@ def encode(message: WireMessage) -> list[Any]:
     """Encode a message as frames, without copying the bytes of its tensors."""
     shapes = [[NAMES[tensor.dtype], tensor.numel()] for tensor in message.tensors]
     header = {"kind": message.kind, "fields": dict(message.fields), "tensors": shapes}
-    return [json.dumps(header).encode(), *(_bytes_of(tensor) for tensor in message.tensors)]
+    return [json.dumps(header).encode(), *(f for t in message.tensors for f in _frames_of(t))]
 
 
 def in_frames(flat: Tensor) -> Sequence[Tensor]:
@@ -102,26 +105,38 @@ def decode(frames: Sequence[Any]) -> WireMessage:
         raise WireError("a header whose kind is not a string, or whose fields are not a dict")
     if not all(type(size) is int for _, size in sizes):
         raise WireError("a header with a size that is not a whole number")
-    if len(sizes) != len(frames) - 1:
-        raise WireError(f"{len(frames) - 1} tensors received; the header lists {len(sizes)}")
+    parts = [_num_parts(size * dtype.itemsize) for dtype, size in sizes]
+    if sum(parts) != len(frames) - 1:
+        raise WireError(
+            f"{len(frames) - 1} frames of tensors; the header's {len(sizes)} tensors have "
+            f"{sum(parts)}"
+        )
     tensors: list[Tensor] = []
-    for (dtype, size), frame in zip(sizes, frames[1:], strict=True):
-        view = memoryview(frame)
-        if view.nbytes != size * dtype.itemsize:
-            raise WireError(f"a tensor of {view.nbytes} bytes; expected {size} x {dtype.itemsize}")
-        tensors.append(_tensor_of(view, dtype))
+    rest = iter(frames[1:])
+    for (dtype, size), num in zip(sizes, parts, strict=True):
+        views = [memoryview(frame) for frame in islice(rest, num)]
+        num_bytes = sum(view.nbytes for view in views)
+        if num_bytes != size * dtype.itemsize:
+            raise WireError(f"a tensor of {num_bytes} bytes; expected {size} x {dtype.itemsize}")
+        tensors.append(_tensor_of(views, dtype))
     return WireMessage(kind, fields, tensors)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _num_parts(num_bytes: int) -> int:
+    """Return the number of frames of a tensor."""
+    return max(1, -(-num_bytes // MOST_FRAME_BYTES))
+
+
+def _frames_of(tensor: Tensor) -> list[memoryview]:
     if not tensor.numel():
-        return memoryview(b"")
+        return [memoryview(b"")]
     raw: Any = tensor.detach().view(torch.uint8).numpy()
-    return memoryview(raw)
+    view = memoryview(raw)
+    return [view[at : at + MOST_FRAME_BYTES] for at in range(0, len(view), MOST_FRAME_BYTES)]
 
 
-def _tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:
-    if view.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
-    writable = bytearray(view) if view.readonly else view
-    return torch.frombuffer(writable, dtype=dtype)
+def _tensor_of(views: Sequence[memoryview], dtype: torch.dtype) -> Tensor:
+    whole = views[0]
+    if len(views) > 1 or whole.readonly:
+        whole = bytearray().join(views)
+    return torch.frombuffer(whole, dtype=dtype) if len(whole) else torch.empty(0, dtype=dtype)

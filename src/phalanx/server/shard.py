@@ -122,6 +122,7 @@ class Shard:
         self.done = {slot: version for slot in range(self.consistency.num_slots)}
         self.ahead = set[tuple[int, int]]()
         self.open: dict[int, PendingUpdate] = {}
+        self._latest: dict[int, tuple[int, int]] = {}  # slot -> clock and update of its last push
         self.lent: dict[int, list[Tensor]] = {}
         self._totals: dict[int, list[float]] = {}
         self.dtype = DTYPES[spec["dtype"]]
@@ -159,9 +160,9 @@ class Shard:
         while (self.done[slot], slot) in self.ahead:
             self.ahead.remove((self.done[slot], slot))
             self.done[slot] += 1
-        update = self.open.setdefault(
-            self.version if self.consistency.is_asynchronous else clock, PendingUpdate()
-        )
+        version = self.version if self.consistency.is_asynchronous else clock
+        self._latest[slot] = clock, version
+        update = self.open.setdefault(version, PendingUpdate())
         # In an asynchronous update, slots are numbered in the order of arrival.
         number = len(update.tokens) if self.consistency.is_asynchronous else slot
         update.bases[number] = int(fields["base"])
@@ -171,6 +172,15 @@ class Shard:
         empty = [] if update.total else self._no_sum()
         update.add(number, float(fields["tokens"]), grads, empty)
         return True
+
+    def update_of(self, clock: int, slot: int) -> int:
+        """Return the number of the update with a task that was pushed.
+
+        A worker that repeats an unanswered push gets the number that the lost answer had. Of a task
+        that is not the last of its slot, the result is the last applied update.
+        """
+        last, version = self._latest.get(slot, (-1, 0))
+        return version if last == clock else self.version - 1
 
     def _no_sum(self) -> list[Tensor]:
         """Return memory for a sum of gradients: uninitialized flats, and tables without rows."""
@@ -293,6 +303,7 @@ class Shard:
             "spec": self.spec, "version": self.version, "first": self.first, "index": self.index,
             "num_kept": [len(each) for each in kept], "ages": list(self.ages.items()),
             "done": list(self.done.items()), "ahead": list(self.ahead), "open": [],
+            "latest": list(self._latest.items()),
             "steps": self.optimizers.steps,
             "totals": list(self._totals.items()),
             "lent": [(slot, len(each)) for slot, each in self.lent.items()],
@@ -319,6 +330,7 @@ class Shard:
         shard.ages = Counter(dict(fields["ages"]))
         shard.done = dict(fields["done"])
         shard.ahead = {(clock, slot) for clock, slot in fields["ahead"]}
+        shard._latest = {slot: (clock, version) for slot, (clock, version) in fields["latest"]}
         shard._totals = dict(fields["totals"])
         shard.lent = {slot: [next(parts).clone() for _ in range(n)] for slot, n in fields["lent"]}
         for number, tokens, bases, losses, rates, num_added, has_total, waiting, due in fields[

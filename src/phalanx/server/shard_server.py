@@ -135,9 +135,10 @@ class Server(ReplicatedShards):
 
     def _push(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
         self._num_workers = int(message.fields.get("num_live", 1 << 30))
-        update = shard.version
-        if not shard.has(int(message["clock"]), int(message["slot"])):
+        task = int(message["clock"]), int(message["slot"])
+        if not shard.has(*task):
             self.change(number, "push", dict(message.fields), list(message.tensors))
+        update = shard.update_of(*task)
         done = list(shard.done.items())
         self.after(number, lambda: self.reply(peer, message, "ok", update=update, done=done))
         self._close_due(number)

@@ -22,11 +22,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.server.address import is_local
-from phalanx.server.message import WireError, WireMessage, decode, encode
+from phalanx.server.message import MOST_FRAME_BYTES, WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
-
-MOST_FRAME_BYTES: Final = 1 << 28
-"""Most bytes of a frame."""
 
 MOST_WAITING: Final = 1000
 """Most messages queued at each end of a connection; ZeroMQ then accepts no more."""

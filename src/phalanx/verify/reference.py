@@ -260,9 +260,6 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-if TYPE_CHECKING:
-    from phalanx.verify.record import Case
-
 BitsKey = tuple[str, str, tuple[int, ...]]
 """Quantity, name of the parameter, and offset of the shard."""
 
