@@ -176,7 +176,7 @@ def test_a_type_that_computes_the_same_is_written_where_it_is_wanted(tmp_path: P
         assert loaded.config.model_type == family
         tokens = torch.arange(97)[None, :60]
         torch.testing.assert_close(loaded(tokens).logits, theirs(tokens).logits)
-    with pytest.raises(ConfigError, match=r"to be 'qwen2', which does not .*legal are llama, mist"):
+    with pytest.raises(ConfigError, match=r"type 'qwen2' does not support .*legal are llama, mist"):
         convert(tmp_path / "ours", tmp_path / "other", family="qwen2")
 
 

@@ -65,6 +65,7 @@ def refusal_of(config: dict[str, Any]) -> str:
     ({"gradient_clipping": -1.0}, "gradient_clipping is -1.0, expected a number of at least 0"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping is nan, expected a number of at"),
     ({"bf16": {"enabled": "false"}}, "bf16.enabled is 'false', expected true or false"),
+    ({"fp16": {"enabled": 1}}, "fp16.enabled is 1, expected true or false"),
     ({"zero_optimization": {"stage": True}}, "stage is True, expected 0, 1, 2 or 3"),
     ({"zero_optimization": {"stage": 1.0}}, r"stage is 1\.0, expected 0, 1, 2 or 3"),
     ({"zero_optimization": {"stage": "2"}}, "stage is '2', expected 0, 1, 2 or 3"),

@@ -141,7 +141,8 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     if stage != "auto" and (type(stage) is not int or not 0 <= stage <= 3):
         problems.append(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     for name in ("bf16", "fp16"):
-        if (enabled := values.get(name, {}).get("enabled", False)) not in (True, False, "auto"):
+        enabled = values.get(name, {}).get("enabled", False)
+        if not isinstance(enabled, bool) and enabled != "auto":
             problems.append(f"{name}.enabled is {enabled!r}, expected true or false")
     if values.get("fp16", {}).get("enabled", False) is True:
         problems.append(
