@@ -22,7 +22,7 @@ NO_ROOM = ("benchmarks", "docs", "examples")
 
 ACROSS = {
     "checkpoint/test_fuzz.py": "reading a checkpoint: manifest, index and tensor_file, damaged",
-    "checkpoint/test_hostile.py": "reading a checkpoint: foreign, manifest and index, forged",
+    "checkpoint/test_hostile.py": "reading a checkpoint: untrusted, manifest and index, forged",
     "checkpoint/test_killed.py": "saving: saver, files and lock, killed at each step",
     "checkpoint/test_reshard.py": "sharding and state: saved by one split, loaded by another",
     "checkpoint/test_resume.py": "state and manifest: a run in two parts is a run in one",
@@ -42,7 +42,7 @@ ACROSS = {
     "infer/test_tensor_parallel_engine.py": "engine and ranks under tp",
     "infer/test_who_is_answered.py": "app: keys, other sites, full queues",
     "launch/test_exit.py": "exit codes of a hundred jobs",
-    "launch/test_supervisor.py": "local and board: a rank that stands still",
+    "launch/test_supervisor.py": "local and heartbeat_monitor: a rank that stands still",
     "launch/test_watch_over_store.py": "watch and interface: hosts as network namespaces",
     "launch/test_ways_to_fail.py": "each way to fail by each launcher",
     "parallel/context/test_attention.py": "ring, ulysses and partial beside whole attention",

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import storage
-from phalanx.checkpoint import files, foreign, index, lock, manifest, saver, state
+from phalanx.checkpoint import files, index, lock, manifest, saver, state, untrusted
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError, TrainingError
 from phalanx.launch.local import run_ranks
@@ -202,7 +202,7 @@ def test_a_data_type_that_files_do_not_know_is_refused_before_anything_is_writte
 
 
 def words_of_large_index(run: Path) -> str:
-    foreign.MAX_JSON_BYTES = 1000
+    untrusted.MAX_JSON_BYTES = 1000
     return runs.words_of_save(run, 1)
 
 

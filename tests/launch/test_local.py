@@ -25,11 +25,11 @@ from phalanx.errors import (
     RankFailed,
     TrainingError,
 )
-from phalanx.launch import board, local, rank
-from phalanx.launch.board import HeartbeatMonitor
+from phalanx.launch import heartbeat_monitor, local, rank
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import is_reader_gone
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.local import run_ranks
 
 pytestmark = pytest.mark.fresh_ranks
@@ -151,7 +151,7 @@ def return_on_rank_one() -> None:
 def test_a_rank_that_returns_early_is_blamed_in_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(board, "UNEVEN_S", 0.5)
+    monkeypatch.setattr(heartbeat_monitor, "UNEVEN_S", 0.5)
     with pytest.raises(TrainingError, match=r"^rank 1 returned, so the collectives") as raised:
         run_ranks(return_on_rank_one, 3)  # those that wait would do so for 600 s
     assert re.search(r"ranks 0, 2: .*\n.* in return_on_rank_one", str(raised.value))
@@ -163,7 +163,7 @@ def return_late_on_rank_one() -> int:
 
 
 def test_a_rank_that_works_alone_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "UNEVEN_S", 0.1)
+    monkeypatch.setattr(heartbeat_monitor, "UNEVEN_S", 0.1)
     assert run_ranks(return_late_on_rank_one, 2) == [0, 1]
 
 

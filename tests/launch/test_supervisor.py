@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from marks import by_hand
 from phalanx.errors import TrainingError
-from phalanx.launch import board, local
+from phalanx.launch import heartbeat_monitor, local
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.local import Supervisor, run_ranks
 
@@ -37,7 +37,7 @@ def stop_rank(stopped: int) -> None:
 def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
     stopped: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "STOPPED_S", 0.0)  # at the first look after it
+    monkeypatch.setattr(heartbeat_monitor, "STOPPED_S", 0.0)  # at the first look after it
     with pytest.raises(TrainingError) as caught:
         run_ranks(stop_rank, 2, stopped, timeout_s=4)
     words = rf"rank {stopped} on .* \(process \d+\) has been stopped by a signal for \d+ s "

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from namespaces import HOSTS, ip
 from phalanx.errors import ConfigError, TrainingError
 from phalanx.launch import watch
-from phalanx.launch.board import SILENT_S, HeartbeatMonitor
 from phalanx.launch.failure import PeerFailed
 from phalanx.launch.heartbeat import Beat
+from phalanx.launch.heartbeat_monitor import SILENT_S, HeartbeatMonitor
 from phalanx.launch.interface import address_towards, interface_of
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.watch import Exchange, Watch
@@ -118,13 +118,13 @@ def test_who_did_not_listen_holds_nobody_for_silent(
     clock[0] = 5.0
     first._listen(False)
     clock[0] = 3600.0  # of steps, in which it had no reason to ask
-    assert first._board.silent(30, first._heard()) == []
+    assert first._monitor.silent(30, first._heard()) == []
     first._listen(True)
-    assert first._board.silent(30, first._heard()) == []
+    assert first._monitor.silent(30, first._heard()) == []
     clock[0] = 3640.0
     second._exchange.send(Beat())
     first._listen(True)
-    assert first._board.silent(30, first._heard()) == [0, 2]
+    assert first._monitor.silent(30, first._heard()) == [0, 2]
 
 
 def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
@@ -144,10 +144,10 @@ def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
         return second._is_reporter()
 
     assert not look(True) and set(read) == {range(1)}
-    assert second._board.silent(1.0, second._heard()) == []
+    assert second._monitor.silent(1.0, second._heard()) == []
     assert look(False) and read[-1] == range(3)
     assert not look(True)
-    assert second._board.silent(1.0, second._heard()) == []  # of the others it hears no more
+    assert second._monitor.silent(1.0, second._heard()) == []  # of the others it hears no more
 
 
 def test_who_was_stopped_itself_holds_nobody_for_silent(
@@ -158,25 +158,25 @@ def test_who_was_stopped_itself_holds_nobody_for_silent(
     first, _, _ = (watch_of(rank) for rank in range(3))
     first._listen(True)
     clock[0] = 3600.0
-    first._exchange.reached_s += first._board.look_up()
-    assert first._lost(1.0) == first._board.timeout_message(first._heard()) == ""
+    first._exchange.reached_s += first._monitor.look_up()
+    assert first._lost(1.0) == first._monitor.timeout_message(first._heard()) == ""
 
 
 def spied(
     read: Callable[[Exchange, range, HeartbeatMonitor], None], seen: list[range]
 ) -> Callable[[Exchange, range, HeartbeatMonitor], None]:
-    def spy(exchange: Exchange, ranks: range, board: HeartbeatMonitor) -> None:
+    def spy(exchange: Exchange, ranks: range, monitor: HeartbeatMonitor) -> None:
         seen.append(ranks)
-        read(exchange, ranks, board)
+        read(exchange, ranks, monitor)
 
     return spy
 
 
 def test_among_thousands_an_old_beat_is_no_silence() -> None:
     few, many = (Watch(new_store(), RankEnv(0, number, 0, 1), 60) for number in (3, 4096))
-    assert few._board.silent_s == SILENT_S
+    assert few._monitor.silent_s == SILENT_S
     # Beats come as seldom as they are read, so one may be twice as old.
-    assert many._board.silent_s > 2 * many._interval_s > SILENT_S
+    assert many._monitor.silent_s > 2 * many._interval_s > SILENT_S
 
 
 def test_an_error_that_all_meet_is_told_once_a_host(watch_of: Callable[[int], Watch]) -> None:

@@ -16,7 +16,7 @@ import zmq
 
 from marks import by_hand
 from phalanx.errors import TrainingError
-from phalanx.server import beats, coordinator, replica, requests, role, tasks, wire
+from phalanx.server import coordinator, heartbeats, replica, requests, role, tasks, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
@@ -43,7 +43,7 @@ CLOCKS = {
 @pytest.fixture
 def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have roles and workers ask again, beat and look up ten times as often, and lose nobody."""
-    for module in (beats, coordinator, replica, requests, role, tasks, wire):
+    for module in (heartbeats, coordinator, replica, requests, role, tasks, wire):
         for name in CLOCKS.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, CLOCKS[name])
 

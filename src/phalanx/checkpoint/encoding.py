@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from phalanx.checkpoint.foreign import brief, check_plain
+from phalanx.checkpoint.untrusted import brief, check_plain
 from phalanx.errors import CheckpointError
 
 _PAIRS: Final = "pairs"

@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from phalanx.checkpoint.foreign import brief, decode, read_json, write_json
 from phalanx.checkpoint.sharding import (
     Box,
     ShardLayout,
@@ -27,6 +26,7 @@ from phalanx.checkpoint.sharding import (
     plan_reads,
 )
 from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX, open_file
+from phalanx.checkpoint.untrusted import brief, decode, read_json, write_json
 from phalanx.errors import CheckpointError
 from phalanx.storage import Checksum, checksum, sync
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.checkpoint.foreign import (
+from phalanx.checkpoint.position import ScriptPosition
+from phalanx.checkpoint.untrusted import (
     brief,
     decode,
     escape_control,
@@ -29,7 +30,6 @@ from phalanx.checkpoint.foreign import (
     read_json,
     write_json,
 )
-from phalanx.checkpoint.position import ScriptPosition
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum, hint_of_missing

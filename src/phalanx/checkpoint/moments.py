@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from phalanx.checkpoint.dry_step import dry_state
-from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import local_shard
 from phalanx.errors import CheckpointError
 

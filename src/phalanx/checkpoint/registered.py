@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.encoding import decoded, encoded
-from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.tensor_file import NAMES
+from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.together import gather_objects
 from phalanx.errors import CheckpointError, ScriptError
 

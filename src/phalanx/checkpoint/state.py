@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.files import verify
-from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
@@ -35,6 +34,7 @@ from phalanx.checkpoint.moments import (
 )
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
+from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, first_object, gather_objects, on_first_rank
 from phalanx.errors import CheckpointError

@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from phalanx.checkpoint.foreign import brief, check_plain
+from phalanx.checkpoint.untrusted import brief, check_plain
 from phalanx.errors import CheckpointError
 from phalanx.storage import Checksum, open_regular
 

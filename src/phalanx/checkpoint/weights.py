@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import files, index, manifest
-from phalanx.checkpoint.foreign import brief, decode
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.untrusted import brief, decode
 from phalanx.errors import CheckpointError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape

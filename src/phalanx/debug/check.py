@@ -43,10 +43,10 @@ from phalanx.comm.calls import Call, read_call
 from phalanx.comm.comm import Ranks
 from phalanx.comm.waits import around_waits
 from phalanx.comm.watch import Watch
+from phalanx.debug.check_store import GRACE_S, LEFT, CheckStore, described
 from phalanx.debug.deadlock import Edge
 from phalanx.debug.fingerprint import Fingerprint, difference, find_places, take
 from phalanx.debug.messages import Messages
-from phalanx.debug.words import GRACE_S, LEFT, CheckStore, described
 from phalanx.errors import CollectiveMismatch, named
 
 LIMIT_S = 30.0

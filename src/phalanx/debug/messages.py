@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from phalanx.comm.calls import Call
+from phalanx.debug.check_store import GRACE_S, LEFT, CheckStore, described
 from phalanx.debug.deadlock import Edge
 from phalanx.debug.fingerprint import Fingerprint, pair_difference
-from phalanx.debug.words import GRACE_S, LEFT, CheckStore, described
 from phalanx.errors import CollectiveMismatch
 
 

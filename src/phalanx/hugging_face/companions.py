@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 from tokenizers import processors
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.foreign import brief, read_json, write_json
+from phalanx.checkpoint.untrusted import brief, read_json, write_json
 from phalanx.data.tokenizer import MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError, DataError
 from phalanx.hugging_face.config import IDS

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.untrusted import brief
 from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.hugging_face.families import FAMILIES, Family, family_of
 from phalanx.models.shape import ModelShape

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import tensor_file
-from phalanx.checkpoint.foreign import decode, is_plain_name, read_json, write_json
 from phalanx.checkpoint.tensor_file import TensorInfo, open_file
+from phalanx.checkpoint.untrusted import decode, is_plain_name, read_json, write_json
 from phalanx.errors import CheckpointError
 
 CONFIG: Final = "config.json"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.foreign import brief, decode, read_json
+from phalanx.checkpoint.untrusted import brief, decode, read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError

@@ -7,8 +7,8 @@
 The ranks are forked from one forkserver process that has already imported torch, so that two ranks
 start in a fraction of a second. The parent binds the socket of the store before it starts the
 ranks, so no port is guessed. A rank that has finished waits until all have, and exits without
-tearing its threads down; a rank that fails ends the job at once. As under torchrun, the `board`
-makes the reports on ranks that delay the job.
+tearing its threads down; a rank that fails ends the job at once. As under torchrun, the heartbeat
+monitor makes the reports on ranks that delay the job.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, TrainingError
-from phalanx.launch.board import HeartbeatMonitor
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import Failure, failure_of_dead_process, first_of, report
+from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.rank import LEAVE, RankInfo, run_rank, socket_folder
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.signals import collected, ignored_by_children
@@ -251,7 +251,7 @@ class Supervisor:
         """Prepare to watch `ranks`; the signals that arrive are appended to `signals`."""
         self.ranks = ranks
         self._signals = signals
-        self._board = HeartbeatMonitor(timeout_s, here=range(len(ranks)))
+        self._monitor = HeartbeatMonitor(timeout_s, here=range(len(ranks)))
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self.running: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
@@ -264,7 +264,7 @@ class Supervisor:
         while self.is_awaited() and not self._failures:
             self._receive(TICK_S)
             if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
-                if not self._board.has_begun(len(self.ranks)):
+                if not self._monitor.has_begun(len(self.ranks)):
                     self._say_starting()
                 self._say_starting = None
             self._obey_signals()
@@ -306,17 +306,17 @@ class Supervisor:
                 return
             kind, value = (
                 "failure",
-                failure_of_dead_process(rank, self.ranks[rank][0], self._board.log(rank)),
+                failure_of_dead_process(rank, self.ranks[rank][0], self._monitor.log(rank)),
             )
         if kind == "beat":
-            self._board.record(rank, value)
+            self._monitor.record(rank, value)
             return
         del self.running[line]
         if kind == "failure":
             self._failures.append(replace(value, rank=rank))
         else:
             self._results[rank] = value
-            self._board.leave(rank)
+            self._monitor.leave(rank)
 
     def restart_if_killed(self, rank: int) -> bool:
         """Return whether a rank that has ended was restarted; here never."""
@@ -328,8 +328,8 @@ class Supervisor:
         if not self._signals or (len(self._signals) == 1 and self._is_asked_to_stop):
             return
         signum = self._signals[0]
-        if len(self._signals) > 1 or not self._board.handles_stop():
-            raise Interrupted(signum, self._board.resume_hint())
+        if len(self._signals) > 1 or not self._monitor.handles_stop():
+            raise Interrupted(signum, self._monitor.resume_hint())
         self._is_asked_to_stop = True
         for line in self.running:
             with suppress(OSError):  # the rank has ended: the next `_receive` detects it
@@ -341,11 +341,13 @@ class Supervisor:
 
     def _look(self) -> None:
         """Report ranks that delay the others, and raise TrainingError if no rank can continue."""
-        self._board.look_up()
+        self._monitor.look_up()
         going = sorted(self.running.values())
-        for message in self._board.new_reports(going):
+        for message in self._monitor.new_reports(going):
             report(message)
-        if words := self._board.timeout_message(going) or self._board.early_return_message(going):
+        if words := self._monitor.timeout_message(going) or self._monitor.early_return_message(
+            going
+        ):
             raise self._advised(TrainingError(words))
 
     def _failure(self) -> PhalanxError:
@@ -353,13 +355,13 @@ class Supervisor:
         first = first_of(self._failures)
         if not first.is_lost_peer:
             return first.as_error()
-        silent = self._board.silent(SILENT_PEER_S, self.running.values())
-        words = self._board.in_vain(first.rank, silent)
+        silent = self._monitor.silent(SILENT_PEER_S, self.running.values())
+        words = self._monitor.in_vain(first.rank, silent)
         return TrainingError(words if silent else f"{words}\n{first.text.rstrip()}")
 
     def _advised(self, error: PhalanxError) -> PhalanxError:
         """Add a note on the last checkpoint and how to resume from it, if a rank reported them."""
-        if hint := self._board.resume_hint():
+        if hint := self._monitor.resume_hint():
             error.add_note(hint)
         return error
 

@@ -1,7 +1,7 @@
 """Monitor a job from each of its ranks over the job's store: several hosts have no parent process.
 
-The `board` makes the reports on ranks that delay the job, as for ranks of one host. Each rank has
-two threads:
+The heartbeat monitor makes the reports on ranks that delay the job, as for ranks of one host. Each
+rank has two threads:
 
     messenger  writes a heartbeat to the store every few seconds; once this rank stands still, reads
                the heartbeats of earlier ranks of its host, or of all ranks if it is the reporter
@@ -27,9 +27,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
-from phalanx.launch.board import SILENT_S, HeartbeatMonitor
 from phalanx.launch.failure import PeerFailed, report, with_advice
 from phalanx.launch.heartbeat import PULSE, Beat
+from phalanx.launch.heartbeat_monitor import SILENT_S, HeartbeatMonitor
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.rank_log import screen
 
@@ -93,14 +93,14 @@ class Exchange:
             self.processes = dict(zip(self._here, processes, strict=True))
         return bool(self.processes)
 
-    def read(self, ranks: range, board: HeartbeatMonitor) -> None:
-        """Read the heartbeats of `ranks`, all of which have reported, into a board."""
+    def read(self, ranks: range, monitor: HeartbeatMonitor) -> None:
+        """Read the heartbeats of `ranks`, all of which have reported, into a monitor."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         for rank, text in zip(ranks, texts, strict=True):
             number, beat = json.loads(text)
             if self._heard.get(rank) != number:
                 self._heard[rank] = number
-                board.record(rank, Beat(**beat))
+                monitor.record(rank, Beat(**beat))
 
     def failed(self) -> Failed | None:
         """Return the first failure of the job, or None."""
@@ -138,7 +138,7 @@ class Watch:
         self._knows_processes = "TORCHELASTIC_RUN_ID" in os.environ
         # With thousands of ranks a heartbeat is already old when it is read.
         silent_s = max(SILENT_S, 3 * self._interval_s)
-        self._board = HeartbeatMonitor(
+        self._monitor = HeartbeatMonitor(
             timeout_s, env.here if self._knows_processes else (), silent_s
         )
         self._failed: Failed | None = None
@@ -180,16 +180,16 @@ class Watch:
         if is_wanted:
             now_s = time.monotonic()
             if not self._is_listening:
-                self._board.wake(now_s - self._read_s)
+                self._monitor.wake(now_s - self._read_s)
             self._read_s = now_s
-            self._exchange.read(self._listened_to(), self._board)
+            self._exchange.read(self._listened_to(), self._monitor)
             self._failed = self._failed or self._exchange.failed()
         self._is_listening = is_wanted
 
     def _is_reporter(self) -> bool:
         """Return whether this rank reports for its host, because all earlier ranks are silent."""
-        limit_s = min(self._board.silent_s, self._timeout_s)
-        silent = self._board.silent(limit_s) if self._is_listening else ()
+        limit_s = min(self._monitor.silent_s, self._timeout_s)
+        silent = self._monitor.silent(limit_s) if self._is_listening else ()
         return all(rank in silent for rank in range(self._here.start, self._rank))
 
     def _listened_to(self) -> range:
@@ -201,11 +201,11 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(1.0):
-            self._exchange.reached_s += self._board.look_up()
+            self._exchange.reached_s += self._monitor.look_up()
             self._beat = PULSE.beat()
             if self._is_reporter():
                 self._report()
-            if lost := self._lost(self._timeout_s) or self._board.timeout_message(self._heard()):
+            if lost := self._lost(self._timeout_s) or self._monitor.timeout_message(self._heard()):
                 self._end(lost)
             elif self._failed is not None and self._beat.seconds_at_place > SILENT_S:
                 self._end(str(self._failed))
@@ -214,13 +214,13 @@ class Watch:
         """Report an unreachable store, and ranks that delay the job, each only once."""
         if (
             not self._is_store_gone
-            and self._board.silent_s < self._unreached_s() < self._timeout_s
+            and self._monitor.silent_s < self._unreached_s() < self._timeout_s
             and not self._has_reported_unreached
         ):
             self._has_reported_unreached = True
             report(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
         if self._is_listening:
-            for message in self._board.new_reports(self._heard()):
+            for message in self._monitor.new_reports(self._heard()):
                 report(message)
 
     def _unreached_s(self) -> float:
@@ -250,7 +250,7 @@ class Watch:
     def _give_up_silent(self, limit_s: float) -> None:
         """Record the silent processes of this host, which `kill_silent` kills when the job ends."""
         if self._knows_processes:
-            silent = [r for r in self._board.silent(limit_s, self._heard()) if r in self._here]
+            silent = [r for r in self._monitor.silent(limit_s, self._heard()) if r in self._here]
             _given_up.extend(self._exchange.processes[rank] for rank in silent)
 
     def is_torn_down(self) -> bool:
@@ -307,14 +307,14 @@ class Watch:
             time.sleep(0.25)
             if self._failed is not None and self._failed.host == self._here.start:
                 return PeerFailed(self._failed.message)
-            silent = self._board.silent(limit_s, self._heard())
+            silent = self._monitor.silent(limit_s, self._heard())
             message = str(self._failed or self._lost(limit_s))
             if silent and not message:
-                message = self._board.in_vain(self._rank, silent)
+                message = self._monitor.in_vain(self._rank, silent)
         if not self._is_reporter():
             return PeerFailed(message)
         if not message:
-            message = self._board.in_vain(self._rank, ())
+            message = self._monitor.in_vain(self._rank, ())
         self._give_up_silent(limit_s)
         judged = TrainingError(with_advice(message))
         judged.__cause__ = error if isinstance(error, PhalanxError) else None

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.encoding import encoded
-from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.moments import CombinedOptimizer
 from phalanx.checkpoint.position import ScriptPosition
 from phalanx.checkpoint.registered import Registered, SplitState
 from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.together import all_or_none, on_first_rank
 from phalanx.errors import CheckpointError
 from phalanx.script.order import JobGenerator

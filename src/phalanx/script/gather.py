@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.data.rows import map_batch, tensors_of

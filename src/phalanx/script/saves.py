@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.untrusted import brief
 from phalanx.errors import ScriptError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.script import checkpoint

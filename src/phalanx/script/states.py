@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
 from phalanx.checkpoint.encoding import decoded, encoded
-from phalanx.checkpoint.foreign import brief
+from phalanx.checkpoint.untrusted import brief
 from phalanx.errors import CheckpointError
 
 _COUNTS: Final = ("last_epoch", "_step_count")

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import phalanx
 from phalanx.checkpoint import manifest, state
-from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.registered import is_extra_state
+from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import broadcast_object, first_object, on_first_rank
 from phalanx.errors import CheckpointError, ScriptError

@@ -5,7 +5,8 @@ Every change starts a new epoch. A starting coordinator starts a new term of the
 coordinator detects this at its next change, and exits, and members ignore maps of older terms. A
 server without a heartbeat for `LEASE_S`, counted while the coordinator listens (loop_clock.py), is
 lost: the backup of each shard becomes its primary, and another server becomes the backup. A
-server's heartbeat thread reports that it is alive (beats.py), its loop which shards it has copied.
+server's heartbeat thread reports that it is alive (heartbeats.py), its loop which shards it has
+copied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from phalanx.errors import PhalanxError
-from phalanx.server.beats import BEAT_S
+from phalanx.server.heartbeats import BEAT_S
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.placement import ranked
 from phalanx.server.role import Role, Settings

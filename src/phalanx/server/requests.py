@@ -22,8 +22,8 @@ import zmq
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
 from phalanx.server.address import check_address
-from phalanx.server.beats import HeartbeatThread
 from phalanx.server.consistency import Consistency
+from phalanx.server.heartbeats import HeartbeatThread
 from phalanx.server.loop_clock import LoopClock
 from phalanx.server.message import WireMessage
 from phalanx.server.role import SILENT_S, Settings
@@ -236,7 +236,7 @@ class Requests:
             waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors))
         found: dict[int, WireMessage] = {}
         self._due |= waiting.keys()
-        # On one host launch/board.py watches all workers.
+        # On one host launch/heartbeat_monitor.py watches all workers.
         patience_s = math.inf if self._meeting.is_on_one_host else LATE_S
         begin_s = self._clock.now_s
         until_s = begin_s + self._timeout_s

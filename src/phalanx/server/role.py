@@ -9,7 +9,7 @@ from typing import Any, Final
 import zmq
 from typing_extensions import override
 
-from phalanx.server.beats import BEAT_S
+from phalanx.server.heartbeats import BEAT_S
 from phalanx.server.loop_clock import TICK_S, LoopClock
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.secret import Secret

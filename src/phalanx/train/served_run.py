@@ -25,9 +25,9 @@ from phalanx.data.loader import Loader
 from phalanx.errors import ConfigError
 from phalanx.launch import rank_log
 from phalanx.launch.agreement import check_same
-from phalanx.launch.apart import Work, run_supervised
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
+from phalanx.launch.separate_jobs import Work, run_supervised
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve

@@ -26,8 +26,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.context.positions import PositionOrder
-from phalanx.parallel.pipeline.awaited import UnknownTensor, received_for
 from phalanx.parallel.pipeline.stage import Absent
+from phalanx.parallel.pipeline.unknown_tensor import UnknownTensor, received_for
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import Spec
 from phalanx.verify.compare import same

@@ -11,7 +11,7 @@ The forward of the full module runs, but computes only one stage. Here stage 1 o
 
 [1] A `PlaceholderModule` for each earlier module returns a tensor with the shape and dtype of the
     real output, which the outline sent with the received tensor describes. Its values are unknown,
-    so computations of the model between modules are tracked (awaited.py).
+    so computations of the model between modules are tracked (unknown_tensor.py).
 [2] The first module of the stage gets the received tensor as its first argument (`_enter`).
 [3] The first module after the stage gets the stage's output as its argument, and raises `_StageEnd`
     with it, which `run` catches. So the rest of the forward and of the objective, which are written
@@ -31,17 +31,17 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.pipeline.awaited import (
+from phalanx.parallel.pipeline.chain import Chain
+from phalanx.parallel.pipeline.links import CutChain, UnlinkedBuffers
+from phalanx.parallel.pipeline.outline import Form, Like, form_of, read, write
+from phalanx.parallel.pipeline.stage import Stages
+from phalanx.parallel.pipeline.unknown_tensor import (
     StandIn,
     UnknownTensor,
     absent,
     mark_unknown,
     received_for,
 )
-from phalanx.parallel.pipeline.chain import Chain
-from phalanx.parallel.pipeline.links import CutChain, UnlinkedBuffers
-from phalanx.parallel.pipeline.outline import Form, Like, form_of, read, write
-from phalanx.parallel.pipeline.stage import Stages
 
 
 class _StageEnd(BaseException):

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 # Private, in a public package; tests/parallel/pipeline/test_split_backward.py pins it.
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from phalanx.parallel.pipeline.awaited import StandIn
+from phalanx.parallel.pipeline.unknown_tensor import StandIn
 
 Groups = Sequence[dict[str, Any]]
 """Input of `backward_weights`: nodes of the graph, their gradients, and their weights."""

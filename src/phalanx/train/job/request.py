@@ -13,8 +13,8 @@ from typing import Any
 from phalanx.account.fit import MemoryInputs, check_fit, check_memory_for
 from phalanx.account.host import may_have_gpu
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.foreign import brief
 from phalanx.checkpoint.manifest import Checkpoint
+from phalanx.checkpoint.untrusted import brief
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
 from phalanx.config.fields import (
     Use,

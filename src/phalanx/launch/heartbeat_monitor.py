@@ -1,7 +1,7 @@
 """The latest heartbeat of each rank of a job, and the reports that follow from the heartbeats.
 
 The parent of local ranks receives heartbeats over pipes (`local`), a rank under torchrun over the
-job's store (`watch`). For both, the board reports in the same words which ranks are silent or
+job's store (`watch`). For both, the monitor reports in the same words which ranks are silent or
 stopped, which ranks delay the others and which rank waited in vain.
 """
 

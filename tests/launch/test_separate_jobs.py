@@ -5,7 +5,7 @@ import time
 import pytest
 
 from phalanx.launch import local
-from phalanx.launch.apart import run_supervised
+from phalanx.launch.separate_jobs import run_supervised
 
 pytestmark = pytest.mark.fresh_ranks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.server import beats, replica, role
+from phalanx.server import heartbeats, replica, role
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.loop_clock import TICK_S
 from phalanx.server.message import WireMessage
@@ -23,7 +23,7 @@ NUM_STEPS = round(2 * LEASE_S / STEP_S)
 def test_a_server_is_there_while_it_answers_one_message_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now_s: list[float]
 ) -> None:
-    for module in (beats, role):
+    for module in (heartbeats, role):
         monkeypatch.setattr(module, "BEAT_S", 0.01)
         monkeypatch.setattr(module, "TICK_S", 0.01)
     stuck_s = 4 * LEASE_S

@@ -6,7 +6,7 @@ not matter. If the process is stopped, so is the thread.
 
 A server whose loop spends more than `STUCK_S` on one message (replica.py) stops its heartbeats, so
 that its backup becomes primary. A worker never stops them: its step may take any time, and
-launch/board.py reports a worker that makes no progress.
+launch/heartbeat_monitor.py reports a worker that makes no progress.
 """
 
 from __future__ import annotations

@@ -2,22 +2,22 @@
 
 import pytest
 
-from phalanx.launch.board import PATIENCE, STILL_S, HeartbeatMonitor, named
 from phalanx.launch.heartbeat import Beat
+from phalanx.launch.heartbeat_monitor import PATIENCE, STILL_S, HeartbeatMonitor, named
 
 
 def test_ranks_that_stand_still_are_told_once() -> None:
-    board = HeartbeatMonitor(600.0)
+    monitor = HeartbeatMonitor(600.0)
     waits = Beat(doing="backward of step 5", place="data.py:3 in wait", is_stepping=True)
 
     def stall(still_s: float, is_stepping: bool = True) -> str | None:
         for rank in (0, 2, 3):
-            board.record(
+            monitor.record(
                 rank,
                 Beat(**{**vars(waits), "seconds_at_place": still_s, "is_stepping": is_stepping}),
             )
-        board.record(1, Beat(doing="data of step 5", is_stepping=is_stepping))
-        return board.stall()
+        monitor.record(1, Beat(doing="data of step 5", is_stepping=is_stepping))
+        return monitor.stall()
 
     assert stall(STILL_S - 1) is None
     assert (told := stall(STILL_S + 1)) is not None
@@ -38,30 +38,30 @@ def test_ranks_that_stand_still_are_told_once() -> None:
 
 
 def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() -> None:
-    board = HeartbeatMonitor(600.0)
+    monitor = HeartbeatMonitor(600.0)
     waits = Beat(doing="waiting", seconds_at_place=PATIENCE * STILL_S + 1, place="a", waits=True)
-    board.record(1, waits)
-    board.record(0, Beat(doing="preparing"))
-    assert board.stall() is None
-    board.record(0, Beat(doing="preparing", seconds_at_place=PATIENCE * STILL_S + 1, place="b"))
-    assert (told := board.stall()) is not None
+    monitor.record(1, waits)
+    monitor.record(0, Beat(doing="preparing"))
+    assert monitor.stall() is None
+    monitor.record(0, Beat(doing="preparing", seconds_at_place=PATIENCE * STILL_S + 1, place="b"))
+    assert (told := monitor.stall()) is not None
     assert told.startswith("rank 0 at the same place in the code for 101 s:\n")
 
 
 def test_silence_is_measured_by_the_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("phalanx.launch.board.time.monotonic", lambda: now_s)
-    board = HeartbeatMonitor(600.0)
+    monkeypatch.setattr("phalanx.launch.heartbeat_monitor.time.monotonic", lambda: now_s)
+    monitor = HeartbeatMonitor(600.0)
     for rank in range(3):
-        board.record(rank, Beat())
+        monitor.record(rank, Beat())
     now_s = 9.0
-    board.record(1, Beat())
-    assert board.silent(8.0) == [0, 2]
-    board.wake(5.0)  # the watcher was stopped for five of the nine seconds
-    assert board.silent(8.0) == []
-    board.leave(2)
+    monitor.record(1, Beat())
+    assert monitor.silent(8.0) == [0, 2]
+    monitor.wake(5.0)  # the watcher was stopped for five of the nine seconds
+    assert monitor.silent(8.0) == []
+    monitor.leave(2)
     now_s = 30.0
-    assert board.silent(8.0) == [0, 1]
+    assert monitor.silent(8.0) == [0, 1]
 
 
 @pytest.mark.parametrize(
