@@ -145,7 +145,6 @@ def test_the_trainer_has_the_losses_of_the_plain_scripts(tmp_path: Path) -> None
         assert found[name] == pytest.approx(expected, rel=limit), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_BY_THE_TRAINER)
 def test_the_trainer_says_why_it_takes_no_job(name: str, tmp_path: Path) -> None:
     with pytest.raises(PhalanxError) as raised:

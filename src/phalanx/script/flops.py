@@ -21,6 +21,7 @@ from phalanx.errors import ConfigError
 from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.pipeline.cut import cut_chain, schedule_of
+from phalanx.parallel.pipeline.links import links_of
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
@@ -95,11 +96,15 @@ def cut_by_flops(
 
     With pp1, without FLOPs, or for our `Decoder`, which is cut elsewhere, return the strategy
     unchanged and no lines.
+
+    Raises:
+        StrategyError: the model is no chain, or its chain does not allow this cut.
     """
     if strategy.pp.degree == 1 or flops is None or isinstance(model, Decoder):
         return strategy, []
+    layers = links_of(model)  # raises an error that says why a model is no chain
     costs = [float(link.flops) for link in flops.links]
-    cut = cut_chain(strategy, costs, ", ".join(" + ".join(link.modules) for link in flops.links))
+    cut = cut_chain(strategy, costs, ", ".join(map(" + ".join, layers)))
     counted = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
     return counted, stage_lines(counted, flops.links, cut)
 

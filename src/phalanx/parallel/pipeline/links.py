@@ -61,7 +61,7 @@ def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
         )
     links = links_of(model)
     costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
-    cut = cut_chain(strategy, costs, ", ".join(" + ".join(link) for link in links))
+    cut = cut_chain(strategy, costs, ", ".join(map(" + ".join, links)))
     chain = chain_by(skeleton, links, cut)
     rank_of = schedule_of(strategy, 1).rank_of
     for rank in range(strategy.pp.degree):
