@@ -20,8 +20,8 @@ from typing_extensions import override
 from phalanx.account.activations import peak_in_flight
 from phalanx.account.module import CountedLink, count_module
 from phalanx.errors import ConfigError, StrategyError
-from phalanx.parallel.pipeline.cut import cut_chain, num_stages
-from phalanx.parallel.pipeline.links import links_of
+from phalanx.parallel.pipeline.cut import num_stages
+from phalanx.parallel.pipeline.links import cut_links, links_of
 from phalanx.parallel.plan import Plan
 from phalanx.planner import network, roofline
 from phalanx.planner.held import StageMemory, early_bytes, margin, memory
@@ -101,9 +101,8 @@ class AnyModule:
             StrategyError: the strategy cannot split the module.
         """
         if strategy.pp.degree > 1 and not strategy.cut:
-            layers = links_of(self.model)  # raises an error that says why a model is no chain
             costs = [float(link.flops) for link in self.links(num_rows)]
-            cut = cut_chain(strategy, costs, ", ".join(map(" + ".join, layers)))
+            cut = cut_links(strategy, self.model, links_of(self.model), costs)
             strategy = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
         return Plan(strategy, self.model, **self.options)
 

@@ -20,8 +20,8 @@ from phalanx.data.rows import count_rows, map_tensors, tensors_of
 from phalanx.errors import ConfigError
 from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder
-from phalanx.parallel.pipeline.cut import cut_chain, schedule_of
-from phalanx.parallel.pipeline.links import links_of
+from phalanx.parallel.pipeline.cut import schedule_of
+from phalanx.parallel.pipeline.links import cut_links, links_of
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.strategy import Strategy
 from phalanx.train.objective import Objective
@@ -98,13 +98,12 @@ def cut_by_flops(
     unchanged and no lines.
 
     Raises:
-        StrategyError: the model is no chain, or its chain does not allow this cut.
+        StrategyError: the model is no chain, or has fewer layers than stages.
     """
     if strategy.pp.degree == 1 or flops is None or isinstance(model, Decoder):
         return strategy, []
-    layers = links_of(model)  # raises an error that says why a model is no chain
     costs = [float(link.flops) for link in flops.links]
-    cut = cut_chain(strategy, costs, ", ".join(map(" + ".join, layers)))
+    cut = cut_links(strategy, model, links_of(model), costs)
     counted = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
     return counted, stage_lines(counted, flops.links, cut)
 

@@ -6,10 +6,12 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.registry import shape_of
 from phalanx.parallel.pipeline.cut import cut_chain, cut_of
+from phalanx.parallel.pipeline.links import cut_links, links_of
 from phalanx.parallel.pipeline.partition import imbalance, partition, stage_costs
 from phalanx.strategy import Strategy
 
@@ -63,3 +65,30 @@ def test_a_single_layer_cannot_be_cut() -> None:
     words = "pp2 makes 2 stages, but the model is a single layer, which cannot be cut; use dp or f"
     with pytest.raises(StrategyError, match=words):
         cut_chain(Strategy.parse("pp2"), [1.0], "")
+
+
+@pytest.mark.parametrize(
+    "order, costs, sizes",
+    [
+        ("abcd", [1, 1, 1, 1], [2, 2]),
+        ("abbc", [1, 1, 1, 9], [3, 1]),
+        ("abbc", [9, 1, 1, 1], [1, 3]),
+        ("abacd", [1, 9, 1, 1, 1], [3, 2]),
+        ("abab", [1, 1, 1, 1], [2, 2]),  # refused later: no cut has each in one stage
+    ],
+)
+def test_layers_of_one_parameter_stay_in_one_stage(
+    order: str, costs: list[float], sizes: list[int]
+) -> None:
+    of = {name: nn.Linear(3, 3) for name in order}
+    model = nn.Sequential(*(of[name] for name in order))
+    cut = cut_links(Strategy.parse("pp2"), model, [[str(n)] for n in range(len(order))], costs)
+    assert [len(stage) for stage in cut] == sizes
+
+
+def test_one_parameter_may_tie_the_ends() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
+    links = links_of(model)
+    assert [len(s) for s in cut_links(Strategy.parse("pp2"), model, links, [4, 1, 2])] == [1, 2]
+    model[2].weight = model[0].weight
+    assert [len(s) for s in cut_links(Strategy.parse("pp2"), model, links, [4, 1, 2])] == [1, 2]

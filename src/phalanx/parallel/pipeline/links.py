@@ -5,6 +5,7 @@ A link is one submodule, or several that always share a stage; modules.py runs t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,7 +14,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.parallel.blocks import blocks_of
-from phalanx.parallel.pipeline.cut import cut_chain, cut_of, schedule_of
+from phalanx.parallel.pipeline.cut import cut_chain, cut_of, num_stages, schedule_of
 from phalanx.parallel.skeleton import Skeleton, Weight
 from phalanx.strategy import Strategy
 
@@ -61,7 +62,7 @@ def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
         )
     links = links_of(model)
     costs = [float(cost_of([model.get_submodule(name) for name in link])) for link in links]
-    cut = cut_chain(strategy, costs, ", ".join(map(" + ".join, links)))
+    cut = cut_links(strategy, model, links, costs)
     chain = chain_by(skeleton, links, cut)
     rank_of = schedule_of(strategy, 1).rank_of
     for rank in range(strategy.pp.degree):
@@ -73,6 +74,44 @@ def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
                 f"{', '.join(names)}; choose another cut"
             )
     return chain
+
+
+def cut_links(
+    strategy: Strategy, model: nn.Module, links: Links, costs: Sequence[float]
+) -> tuple[range, ...]:
+    """Return the links of each stage: the strategy's cut, or else the best one by `costs`.
+
+    Links that read one parameter stay in one stage if enough others are left.
+
+    Raises:
+        StrategyError: see `cut_chain`.
+    """
+    layers = ", ".join(map(" + ".join, links))
+    units = _inseparable(model, links)
+    if strategy.cut or len(units) < num_stages(strategy):
+        return cut_chain(strategy, costs, layers)
+    sums = [sum(costs[unit.start : unit.stop]) for unit in units]
+    cut = cut_chain(strategy, sums, layers)
+    return tuple(range(units[part.start].start, units[part.stop - 1].stop) for part in cut)
+
+
+def _inseparable(model: nn.Module, links: Links) -> list[range]:
+    """Return runs of links, split wherever no parameter is read on both sides.
+
+    One parameter that only the first and the last link read may be tied across stages.
+    """
+    readers: dict[nn.Parameter, set[int]] = {}
+    for number, link in enumerate(links):
+        for name in link:
+            for parameter in model.get_submodule(name).parameters():
+                readers.setdefault(parameter, set()).add(number)
+    shared = [of for of in readers.values() if len(of) > 1]
+    ends = {0, len(links) - 1}
+    if shared.count(ends) == 1:
+        shared.remove(ends)
+    inner = {number for of in shared for number in range(min(of) + 1, max(of) + 1)}
+    starts = [number for number in range(len(links)) if number not in inner]
+    return [range(*pair) for pair in itertools.pairwise([*starts, len(links)])]
 
 
 def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain:
