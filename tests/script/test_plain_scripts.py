@@ -73,14 +73,17 @@ QUICK = (
 )
 
 
+LONG = (pytest.mark.slow, pytest.mark.timeout(1800))
+
+
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
         ("dp2", QUICK),
-        pytest.param("dp2", tuple(SCRIPTS), marks=pytest.mark.slow),
+        pytest.param("dp2", tuple(SCRIPTS), marks=LONG),
         pytest.param("fsdp2:zero1", ("accuracy of the step",), marks=pytest.mark.slow),
         pytest.param("fsdp2:zero2", ("accuracy of the step",), marks=pytest.mark.slow),
-        pytest.param("fsdp2", tuple(SCRIPTS), marks=pytest.mark.slow),
+        pytest.param("fsdp2", tuple(SCRIPTS), marks=LONG),
     ],
 )
 def test_plain_scripts_print_the_same(strategy: str, names: Sequence[str]) -> None:
