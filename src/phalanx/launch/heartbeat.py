@@ -34,7 +34,7 @@ class Beat:
         seconds_at_place: time that the main thread has stood at one place of the code, in seconds.
         place: this place and its caller; empty while the main thread moves.
         handles_stop: whether the rank will end after its step on a request to stop.
-        is_stepping: whether the rank takes steps, in which no rank stands still for long.
+        is_stepping: whether the rank takes steps, in which no rank is stalled for long.
         resume_hint: last checkpoint and how to resume from it, if this rank reports them.
         waits: whether the rank waits for other ranks without a time limit.
         in_collective: whether `place` is within a collective, which other ranks must call too.

@@ -33,7 +33,7 @@ SLEPT_S: Final = 5.0
 """Longest time between two calls of `look_up`, in seconds; after more, the watcher was stopped."""
 
 PATIENCE: Final = 5
-"""Factor by which a rank may stand still longer while no rank takes steps."""
+"""Factor on the time that a rank may be stalled, while no rank takes steps."""
 
 NUM_SHOWN: Final = 4
 """Most groups of ranks that a message describes."""
@@ -204,7 +204,7 @@ class HeartbeatMonitor:
         return self.described(f"{waited}; all ranks were at:")
 
     def stall(self) -> str | None:
-        """Return a report if ranks stand still, once for each such period, else None."""
+        """Return a report if ranks are stalled, once for each such period, else None."""
         beats = {rank: beat for rank, (beat, _) in sorted(self._beats.items())}
         still_s = {rank: beat.seconds_at_place for rank, beat in beats.items() if not beat.waits}
         longest_s = max(still_s.values(), default=0.0)

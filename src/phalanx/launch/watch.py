@@ -3,7 +3,7 @@
 The heartbeat monitor makes the reports on ranks that delay the job, as for ranks of one host. Each
 rank has two threads:
 
-    messenger  writes a heartbeat to the store every few seconds; once this rank stands still, reads
+    messenger  writes a heartbeat to the store every few seconds; once this rank has stalled, reads
                the heartbeats of earlier ranks of its host, or of all ranks if it is the reporter
     watch      no network: reports silent ranks, and ends this rank if the silence lasts for the
                timeout
@@ -43,7 +43,7 @@ RANKS_PER_BEAT_S: Final = 500
 """Most heartbeats that the store receives in a second."""
 
 STILL_BEFORE_READ_S: Final = 3.0
-"""Time that this rank stands still before it reads the others' heartbeats, in seconds."""
+"""Seconds that this rank is stalled before it reads the others' heartbeats."""
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,8 @@ def flops_of_trainer(
     is_stream = isinstance(trainer.data, IterableDataset)  # a stream may have no second pass
     if strategy.recompute.kind != "none" or is_stream:
         return None
-    state = torch.get_rng_state()
-    batch = next(iter(trainer.loader(trainer.data)), None)
-    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(trainer.loader(trainer.data)), None)
     if batch is None or not tensors_of(batch):
         return None
     return flops_of(model, trainer.objective, of_batch(batch))
