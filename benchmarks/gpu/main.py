@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -144,20 +145,17 @@ def time_steps(
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    times_s: list[float] = []
-    begin_s = 0.0
-    for number in range(WARMUP + STEPS):
-        first_s = time.perf_counter()
+    # As in training, the host waits for the GPU once a step, when the step reads its loss: the time
+    # of a step is the interval between two returns.
+    returned_s: list[float] = []
+    for _ in range(WARMUP + STEPS):
         step([batch.to(device)])
-        if is_cuda:
-            torch.cuda.synchronize()
-        last_s = time.perf_counter()
-        if number < WARMUP:
-            begin_s = last_s
-        else:
-            times_s.append(last_s - first_s)
-            if last_s - begin_s > budget_s:
-                break
+        returned_s.append(time.perf_counter())
+        if len(returned_s) > WARMUP and returned_s[-1] - returned_s[WARMUP - 1] > budget_s:
+            break
+    if is_cuda:
+        torch.cuda.synchronize()
+    times_s = [last_s - first_s for first_s, last_s in pairwise(returned_s[WARMUP - 1 :])]
     sizes = (shape, seq_len, 1)
     utilization = Utilization(
         causal=step_flops(*sizes, "causal", strategy.recompute),

@@ -1,9 +1,12 @@
 """Tokens a second of one engine under each batching, and of transformers, in turns.
 
-    python benchmarks/inference/throughput.py --rounds 5 --out FILE.json
+    python benchmarks/inference/throughput.py --rounds 5 --out FILE.json [--device cuda]
 
 A Llama of 21 M parameters with random weights, float32, one thread. 32 requests at once: prompts of
 8 to 128 tokens, and 8, 16, 32 or 128 new tokens each, greedily; all engines give the same tokens.
+
+On a GPU, a Llama of 1.2 B parameters in bfloat16, in which near ties fall either way: the share of
+requests that agree with the first engine is printed.
 """
 
 from __future__ import annotations
@@ -40,23 +43,29 @@ Found = tuple[list[list[int]], int]
 """The new tokens of each request, and the steps that were computed (0 if unknown)."""
 
 
-def twins(max_seq_len: int = 512) -> tuple[Decoder, Any]:
+SIZES = {
+    "cpu": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6,
+            "num_attention_heads": 8, "num_key_value_heads": 4},
+    "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+             "num_attention_heads": 32, "num_key_value_heads": 8},
+}  # fmt: skip
+
+
+def twins(max_seq_len: int = 512, device: str = "cpu") -> tuple[Decoder, Any]:
     """Return the same model, ours and transformers'."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        vocab_size=VOCABULARY if device == "cpu" else 128_256,
         max_position_embeddings=max_seq_len,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
+        **SIZES[device],
     )
-    theirs: Any = LlamaForCausalLM(config).eval()
-    return decoder_of(theirs).eval(), theirs
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        theirs: Any = LlamaForCausalLM(config).to(dtype).eval()
+    return decoder_of(theirs).to(device, dtype).eval(), theirs
 
 
 def workload(num: int) -> tuple[list[list[int]], list[int]]:
@@ -72,7 +81,8 @@ def ours(
     model: Decoder, prompts: list[list[int]], lengths: list[int], batching: Any, slots: int
 ) -> Found:
     pool = BlockPool(CACHE_TOKENS // 16, 16)
-    cache = KVCache(cache_sizes(model.shape, pool), 16, torch.float32, torch.device("cpu"))
+    weight = next(model.parameters())
+    cache = KVCache(cache_sizes(model.shape, pool), 16, weight.dtype, weight.device)
     scheduler = Scheduler(pool, budget=512, slots=slots, batching=batching)
     engine = Engine(ModelRunner(model, cache), scheduler, max_seq_len=model.shape.max_seq_len)
     samplings = [Sampling(max_tokens=length, temperature=0) for length in lengths]
@@ -86,8 +96,10 @@ def static_batches(theirs: Any, prompts: list[list[int]], lengths: list[int], sl
     for start in range(0, len(prompts), slots):
         batch = prompts[start : start + slots]
         longest = max(map(len, batch))
-        ids = torch.tensor([[0] * (longest - len(each)) + each for each in batch])
-        mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in batch])
+        rows = [([0] * (longest - len(each)), each) for each in batch]
+        ids = torch.tensor([[*pads, *each] for pads, each in rows], device=theirs.device)
+        seen = [[*pads, *[1] * len(each)] for pads, each in rows]
+        mask = torch.tensor(seen, device=theirs.device)
         most = max(lengths[start : start + slots])
         out = theirs.generate(ids, attention_mask=mask, max_new_tokens=most, do_sample=False)
         steps += most
@@ -118,8 +130,8 @@ def continuous(theirs: Any, prompts: list[list[int]], lengths: list[int], slots:
     return [found[number] for number in range(len(prompts))], 0
 
 
-def engines(num: int) -> dict[str, Callable[[], Found]]:
-    model, theirs = twins()
+def engines(num: int, device: str) -> dict[str, Callable[[], Found]]:
+    model, theirs = twins(device=device)
     load = workload(num)
     named: dict[str, Callable[[], Found]] = {}
     for batching, slots in (("rolling", 32), ("rolling", 8), ("dynamic", 8), ("static", 8)):
@@ -139,13 +151,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--only", default="")
+    parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    named = {n: run for n, run in engines(options.requests).items() if options.only in n}
+    named = {
+        n: run for n, run in engines(options.requests, options.device).items() if options.only in n
+    }
     rates: dict[str, list[float]] = {name: [] for name in named}
+    agree: dict[str, int] = {}
     steps: dict[str, int] = {}
     expected: list[list[int]] | None = None
     for number in range(options.rounds + 1):  # the first warms up
@@ -154,8 +170,9 @@ def main() -> None:
             tokens, steps[name] = run()
             took_s = time.perf_counter() - begin_s
             expected = expected or tokens
-            equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
-            assert equal == len(tokens), f"{name}: {equal} of {len(tokens)} are equal"
+            agree[name] = equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
+            if options.device == "cpu":
+                assert equal == len(tokens), f"{name}: {equal} of {len(tokens)} are equal"
             if number:
                 rates[name].append(sum(map(len, tokens)) / took_s)
     last = rates[list(named)[-1]]
@@ -165,9 +182,11 @@ def main() -> None:
         print(
             f"| {name} | {median:,.0f} | {min(values):,.0f} | {max(values):,.0f} | "
             f"{steps[name] or ''} | {ratio:.2f}x |"
+            + f" {agree[name]} |"
+            * (options.device != "cpu")
         )
     if options.out is not None:
-        about = {"date": str(datetime.date.today()), "machine": device_name("cpu")}
+        about = {"date": str(datetime.date.today()), "machine": device_name(options.device)}
         content = {**about, "torch": torch.__version__, "steps": steps, "tokens_per_s": rates}
         options.out.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PhalanxError
@@ -139,6 +140,7 @@ class Engine:
         if request.finished is None:
             self.scheduler.finish(request, reason)
 
+    @torch.inference_mode()
     def step(self, now_s: float = 0.0) -> list[NewToken]:
         """Run one step, and return the new token of each request that received one."""
         step = self.scheduler.schedule(now_s)

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,25 @@ from typing_extensions import override
 
 from phalanx.infer.pool import BlockCopy
 from phalanx.infer.quantize import quantized
-from phalanx.models.attention import attend, runs_flash
+from phalanx.models.attention import GQA_ARGUMENTS, attend, runs_flash
 
 FLASH_BLOCK: Final = 256
-"""Flash attention 2 needs a block size that is a multiple of it (Dao-AILab/flash-attention #828);
-with other block sizes attention runs sequence by sequence."""
+"""Flash attention 2 reads blocks in place if their size is a multiple of it
+(Dao-AILab/flash-attention #828); with other block sizes each step gathers the keys and values."""
 
 READS_TABLES: Final = "block_table" in inspect.signature(varlen_attn).parameters
-"""Whether varlen_attn accepts block tables. In torch 2.11 it does not, and attention runs sequence
-by sequence."""
+"""Whether varlen_attn accepts block tables. In torch 2.11 it does not, and each step gathers the
+keys and values."""
+
+
+_ONE_SPLIT: Final[dict[str, int]] = (
+    {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
+)
+"""Arguments with which the logits of a request do not depend on the rest of the batch; torch 2.11
+has none."""
+
+_FlashKeys = tuple[Tensor | None, dict[str, Any]]
+"""Slots to gather keys from (None: blocks are read in place), and arguments of `varlen_attn`."""
 
 
 class StepSpan(NamedTuple):
@@ -173,13 +183,12 @@ class PagedAttention:
         slots = [span.blocks[at // size] * size + at % size for span, at in places]
         self._slots_N = torch.tensor(slots, device=self._device)
         self._keys: dict[int | None, list[tuple[slice | Tensor, Tensor | None]]] = {}
-        self._tables: tuple[Tensor, ...] | None = None
+        self._flash: dict[int | None, _FlashKeys] = {}
 
     def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K]."""
         self._cache.write(layer, self._slots_N, k[0], v[0])
-        is_paged = READS_TABLES and self._cache.block_size % FLASH_BLOCK == 0
-        if is_paged and runs_flash(q) and self._cache.stores_as(q.dtype):
+        if runs_flash(q):
             return self._attend_flash(layer, window, q[0])[None]
         if window not in self._keys:
             self._keys[window] = [self._keys_of(span, window) for span in self._spans]
@@ -215,24 +224,31 @@ class PagedAttention:
 
     def _keys_of(self, span: StepSpan, window: int | None) -> tuple[slice | Tensor, Tensor | None]:
         """Return the slots that a sequence attends to, and the mask [n, T]; None for one token."""
-        first = 0 if window is None else max(0, span.start - window + 1)
-        size, stop = self._cache.block_size, span.stop
-        blocks = span.blocks[first // size : (stop - 1) // size + 1]
-        offset = first % size
-        slots: slice | Tensor
-        if all(b - a == 1 for a, b in pairwise(blocks)):
-            begin = blocks[0] * size + offset
-            slots = slice(begin, begin + stop - first)
-        else:
-            starts = torch.tensor(blocks, device=self._device)[:, None] * size
-            slots = (starts + torch.arange(size, device=self._device)).flatten()
-            slots = slots[offset : offset + stop - first]
+        first, stop = self._first(span, window), span.stop
+        slots = self._slots(span, first)
+        if isinstance(slots, Tensor):
+            slots = slots.to(self._device)
         if stop - span.start == 1:
             return slots, None
         queries_n1 = torch.arange(span.start, stop, device=self._device)[:, None]
         keys_T = torch.arange(first, stop, device=self._device)
         mask_nT = keys_T <= queries_n1
         return slots, mask_nT if window is None else mask_nT & (keys_T > queries_n1 - window)
+
+    def _first(self, span: StepSpan, window: int | None) -> int:
+        """Return the first position that the tokens of a sequence attend to."""
+        return 0 if window is None else max(0, span.start - window + 1)
+
+    def _slots(self, span: StepSpan, first: int) -> slice | Tensor:
+        """Return the slots of a sequence's positions from `first` on; a tensor is on the host."""
+        size = self._cache.block_size
+        blocks = span.blocks[first // size : (span.stop - 1) // size + 1]
+        offset, length = first % size, span.stop - first
+        if all(b - a == 1 for a, b in pairwise(blocks)):
+            begin = blocks[0] * size + offset
+            return slice(begin, begin + length)
+        slots = torch.tensor(blocks)[:, None] * size + torch.arange(size)
+        return slots.flatten()[offset : offset + length]
 
     def _attend_in_chunk(
         self, layer: int, q_nHK: Tensor, slots: slice | Tensor, mask_nT: Tensor | None
@@ -246,27 +262,54 @@ class PagedAttention:
 
     def _attend_flash(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
         """Return the attention output [N, H, K] of all sequences by one flash attention call."""
-        if self._tables is None:
-            borders = [0, *accumulate(self._lengths)]
+        if window not in self._flash:
+            self._flash[window] = self._flash_keys(window, self._cache.stores_as(q_NHK.dtype))
+        slots, arguments = self._flash[window]
+        if slots is None:
+            size = self._cache.block_size
+            k, v = (x[layer].unflatten(0, (-1, size)) for x in self._cache.parts())
+        else:
+            k, v = self._cache.read(layer, slots)
+        mixed = varlen_attn(
+            *(q_NHK, k, v),
+            window_size=(-1 if window is None else window - 1, 0),
+            **(GQA_ARGUMENTS if q_NHK.shape[1] != k.shape[-2] else {}),
+            **arguments,
+        )
+        return cast(Tensor, mixed)
+
+    def _flash_keys(self, window: int | None, is_stored: bool) -> _FlashKeys:
+        """Return the slots to gather, or None, and the arguments of the flash attention call.
+
+        `is_stored`: whether the cache stores the dtype of the queries.
+        """
+        device, firsts = self._device, [self._first(span, window) for span in self._spans]
+        arguments: dict[str, Any] = {
+            "cu_seq_q": _borders(self._lengths, device),
+            "max_q": max(self._lengths),
+            **_ONE_SPLIT,
+        }
+        if READS_TABLES and is_stored and self._cache.block_size % FLASH_BLOCK == 0:
             most = max(len(span.blocks) for span in self._spans)
             tables = [[*s.blocks, *[0] * (most - len(s.blocks))] for s in self._spans]
             stops = [span.stop for span in self._spans]
-            self._tables = tuple(
-                torch.tensor(each, dtype=torch.int32, device=self._device)
-                for each in (borders, stops, tables)
-            )
-        borders_N, stops_N, blocks_NM = self._tables
-        k, v = (x[layer].unflatten(0, (-1, self._cache.block_size)) for x in self._cache.parts())
-        mixed = varlen_attn(
-            *(q_NHK, k, v),
-            cu_seq_q=borders_N,
-            cu_seq_k=None,
-            max_q=max(self._lengths),
-            max_k=max(span.stop for span in self._spans),
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q_NHK.shape[1] != k.shape[2],
-            seqused_k=stops_N,
-            block_table=blocks_NM,
-            num_splits=1,  # so that a request's logits do not depend on the rest of the batch
-        )
-        return cast(Tensor, mixed)
+            return None, {
+                **arguments,
+                "cu_seq_k": None,
+                "max_k": max(stops),
+                "seqused_k": torch.tensor(stops, dtype=torch.int32, device=device),
+                "block_table": torch.tensor(tables, dtype=torch.int32, device=device),
+            }
+        slots: list[Tensor] = []
+        for span, first in zip(self._spans, firsts, strict=True):
+            found = self._slots(span, first)
+            is_slice = isinstance(found, slice)
+            slots.append(torch.arange(found.start, found.stop) if is_slice else found)
+        lengths = [len(each) for each in slots]
+        arguments |= {"cu_seq_k": _borders(lengths, device), "max_k": max(lengths)}
+        return torch.cat(slots).to(device), arguments
+
+
+def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return 0 and the ends of consecutive sequences of these lengths, int32."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
