@@ -43,7 +43,7 @@ Found = tuple[list[list[int]], int]
 """The new tokens of each request, and the steps that were computed (0 if unknown)."""
 
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6,
             "num_attention_heads": 8, "num_key_value_heads": 4},
     "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -64,7 +64,8 @@ def twins(max_seq_len: int = 512, device: str = "cpu") -> tuple[Decoder, Any]:
     )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
-        theirs: Any = LlamaForCausalLM(config).to(dtype).eval()
+        theirs: Any = LlamaForCausalLM(config)
+    theirs = theirs.to(dtype).eval()
     return decoder_of(theirs).to(device, dtype).eval(), theirs
 
 
@@ -157,9 +158,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    named = {
-        n: run for n, run in engines(options.requests, options.device).items() if options.only in n
-    }
+    named = engines(options.requests, options.device)
+    named = {name: run for name, run in named.items() if options.only in name}
     rates: dict[str, list[float]] = {name: [] for name in named}
     agree: dict[str, int] = {}
     steps: dict[str, int] = {}
