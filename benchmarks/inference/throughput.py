@@ -16,6 +16,7 @@ import datetime
 import json
 import logging
 import random
+import re
 import statistics
 import time
 import warnings
@@ -151,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="a regular expression")
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -159,7 +160,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     named = engines(options.requests, options.device)
-    named = {name: run for name, run in named.items() if options.only in name}
+    named = {name: run for name, run in named.items() if re.search(options.only, name)}
     rates: dict[str, list[float]] = {name: [] for name in named}
     agree: dict[str, int] = {}
     steps: dict[str, int] = {}
