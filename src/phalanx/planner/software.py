@@ -26,7 +26,8 @@ class Software:
         attention: speed of a fused attention kernel, relative to the typical speed on the device.
         speed_up: speed of products in 8 or 4 bits, relative to 16 bits.
         fusion: bytes that memory-bound operations move, relative to unfused operators.
-        launch_s: host time to launch one operation.
+        launch_s: host time to launch one operation, backward's and Python's included; see
+            benchmarks/gpu/README.md.
         has_scores: attention writes its scores to memory, and computes masked scores too.
         overlap: fraction of compute time that can overlap gradient and weight communication.
         inner_bandwidth: fraction of the link bandwidth that collectives reach within a unit.
@@ -57,8 +58,8 @@ class Software:
 
 
 _SOFTWARE = (
-    Software(name="phalanx", launch_s=12e-6),
-    Software(name="compiled", fusion=0.5, launch_s=4e-6),
+    Software(name="phalanx"),
+    Software(name="compiled", fusion=0.5, launch_s=25e-6),
     Software(name="megatron", products=1.04, fusion=0.35, has_scores=True, overlap=0.47,
              inner_bandwidth=0.91, outer_bandwidth=0.14, sends_parts=True),
     Software(name="megatron-deepspeed", products=0.87, fusion=0.63,
