@@ -15,6 +15,8 @@ from marks import by_hand
 from phalanx.measure.memory import MemoryLedger
 from phalanx.models import attention, cpu
 from phalanx.models.attention import documents_of
+from phalanx.models.layers import Norm
+from phalanx.models.registry import shape_of
 
 NEAR = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -212,10 +214,27 @@ def test_bfloat16_attention_is_as_near_as_pytorchs(monkeypatch: pytest.MonkeyPat
         return torch.stack([(a.double() - b).norm() / b.norm() for a, b in pairs]).detach()
 
     ours = errors()
-    monkeypatch.setattr(cpu, "is_preferred", lambda x: False)
+    monkeypatch.setattr(cpu, "attends_by_blocks", lambda x: False)
     assert bool((ours < 2 * errors()).all()) and bool((ours < 0.02).all())
 
 
 def test_not_preferred_off_the_cpu_or_under_the_compiler() -> None:
     assert cpu.is_preferred(torch.empty(1))
     assert not cpu.is_preferred(torch.empty(1, device="meta"))
+
+
+def test_few_served_tokens_run_pytorchs_functions_with_the_same_result() -> None:
+    few, many = torch.empty(1, 1024), torch.empty(65, 1024)
+    x, weight, angle = torch.randn(1, 3, 2, 8), torch.randn(8), torch.randn(1, 3, 1, 4)
+    layer = Norm(8, shape_of("demo"))
+    layer.weight.data = weight
+
+    def found() -> tuple[Tensor, Tensor]:
+        return layer(x), attention.rotate(x, angle.cos(), angle.sin())
+
+    trained = found()
+    with torch.inference_mode():
+        assert not cpu.is_preferred(few) and cpu.is_preferred(many)
+        torch.testing.assert_close(found(), tuple(each.detach() for each in trained))
+    with torch.no_grad():
+        assert cpu.is_preferred(few)

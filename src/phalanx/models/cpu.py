@@ -26,18 +26,27 @@ from phalanx.models.kernels import device_type
 _BLOCK_ELEMENTS = 1 << 18
 """Number of elements of an fp32 buffer: small enough for caches, large enough to amortize calls."""
 
+_SERVED_ELEMENTS = 1 << 16
+"""Number of elements up to which, without backward, calls cost more than passes over memory: one
+token of 64 sequences of 1,024 features."""
+
 _QUERY_BLOCK = 256
 """Number of queries in a block, whose scores are held at a time."""
 
 
 def is_preferred(x: Tensor) -> bool:
-    """Return whether the functions of this file are faster than PyTorch's for x."""
-    return device_type(x) == "cpu" and not torch.compiler.is_compiling()
+    """Return whether `rms_norm` and `rotate` are faster than PyTorch's functions for x."""
+    is_served = torch.is_inference_mode_enabled() and x.numel() <= _SERVED_ELEMENTS
+    return _is_here(x) and not is_served
 
 
 def attends_by_blocks(x: Tensor) -> bool:
     """Return whether `causal_attention` is faster than PyTorch's attention for queries like x."""
-    return x.dtype == torch.bfloat16 and is_preferred(x)
+    return x.dtype == torch.bfloat16 and _is_here(x)
+
+
+def _is_here(x: Tensor) -> bool:
+    return device_type(x) == "cpu" and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
