@@ -174,10 +174,10 @@ def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"{", 400, "the body is not JSON"),
-        (b"[" * 3000, 400, "the body is not JSON"),
-        (b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
-        (b"\xff\xfe", 400, "the body is not JSON"),
+        (b"{", 400, "the body is not valid JSON"),
+        (b"[" * 3000, 400, "the body is not valid JSON"),
+        (b'{"prompt": "\\ud800"}', 400, "the body is not valid JSON"),
+        (b"\xff\xfe", 400, "the body is not valid JSON"),
         (b"[1]", 400, "the body is a list; expected an object"),
         ({}, 400, "prompt is missing"),
         ({"prompt": 3}, 400, "prompt"),

@@ -174,13 +174,13 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
     """Parse the bytes of a request body into an object of class `kind`.
 
     Raises:
-        ConfigError: the bytes are not JSON, or a field is invalid.
+        ConfigError: the bytes are not valid JSON, or a field is invalid.
     """
     try:
         value = json.loads(content)
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is not JSON: {str(error)[:200]}") from None
+        raise ConfigError(f"the body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"the body is a {type(value).__name__}; expected an object")
     try:
