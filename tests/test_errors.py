@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from phalanx.errors import ConfigError, message_of, printable, shortened, time_text
+from phalanx.errors import (
+    ConfigError,
+    message_of,
+    printable,
+    shortened,
+    system_limit_advice,
+    time_text,
+)
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -50,6 +57,15 @@ def test_no_time_has_an_exponent(seconds: float) -> None:
 def test_nothing_steers_the_terminal_or_turns_the_order_of_the_words(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert message_of(ConfigError(text)) == shown
+
+
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_whose_text_cannot_be_read_is_no_system_limit() -> None:
+    assert system_limit_advice(Mute()) == ""
 
 
 def test_a_long_text_keeps_both_ends() -> None:

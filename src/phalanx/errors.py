@@ -165,6 +165,14 @@ def message_of(error: BaseException) -> str:
     return printable(text)
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an error that a script raised, whose `__str__` may raise another."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be read"
+
+
 def printable(text: str) -> str:
     """Return `text` with terminal control characters escaped; use it for file names."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
@@ -176,7 +184,7 @@ def system_limit_advice(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         number = errno.ENOMEM
     elif isinstance(error, (RuntimeError, ImportError)):
-        number = next((value for text, value in _WORDS.items() if text in str(error)), None)
+        number = next((value for text, value in _WORDS.items() if text in text_of(error)), None)
     return LIMITS.get(number or 0, "")
 
 

@@ -119,6 +119,8 @@ def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[s
         (f"{ON_TWO} --strategy pp2,cut:1+1", "cut:1+1"),
         (f"{ON_TWO} --strategy cp2 --sequence 1023", "tokens, not 1023; the nearest is 1024"),
         (f"{ON_TWO} --strategy tp2 --sequence 1023", "multiple of 2 tokens, not 1023"),
+        (f"{SMALL} --cluster h100:5 --strategy cp5:ulysses --sequence 1023", "has 32 heads"),
+        (f"{SMALL} --cluster h100:5 --strategy tp5 --sequence 1023", "has 32 heads"),
         (f"{SMALL} --cluster h100:7", "the nearest batch that data parallelism splits is 7"),
         (f"{ON_TWO} --precision pure-bfloat16", "8 bytes per parameter instead of 16"),
         (f"{ON_TWO} --precision int8", "take bfloat16 or float16"),

@@ -96,9 +96,9 @@ def test_a_time_that_cannot_be_read_is_an_error_of_its_run(
         ("", "has no runs; expected one object a line, with id, hardware"),
         (" \n\n", "has no runs"),
         (None, "--runs is missing"),
-        ("{", "line 1 is no JSON"),
+        ("{", "line 1 is not valid JSON"),
         ("[]", "line 1 has no id"),
-        ("[" * 100_000, "line 1 is no JSON"),
+        ("[" * 100_000, "line 1 is not valid JSON"),
         (b"\xff", "it is not UTF-8"),
     ],
 )

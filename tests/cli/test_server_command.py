@@ -69,6 +69,7 @@ def test_what_a_role_lacks_is_named(
     (tmp_path / "S").write_text("ab" * 32)
     assert main(["server", *words]) == 2
     assert expected in re.sub(r"\s+", " ", capfd.readouterr().err)
+    assert [*tmp_path.iterdir()] == [tmp_path / "S"], "it leaves nothing behind"
 
 
 @pytest.mark.parametrize(

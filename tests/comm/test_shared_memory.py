@@ -377,7 +377,7 @@ def stay_away() -> str:
 @pytest.mark.fresh_ranks
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
     said, _ = run_ranks(stay_away, 2, timeout_s=1.5)
-    words = "has not been heard of for 2 s; rank 0 has waited in vain for another rank"
+    words = "has not answered for 2 s; rank 0 has waited in vain for another rank"
     assert re.fullmatch(RANK_1 + words, said)
 
 

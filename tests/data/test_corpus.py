@@ -89,13 +89,13 @@ def test_parquet_without_pyarrow_says_what_to_install(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": "x"', ["line 2 is not JSON", "column"]),
+        ('{"text": "x"', ["line 2 is not valid JSON", "column"]),
         ('{"txt": "x", "id": 1}', ["line 2 has no field 'text'", "did you mean 'txt'", "'id'"]),
         ('{"text": 3}', ["line 2: 'text' is a int"]),
         ('["x"]', ["line 2 is a list"]),
         ('{"text": "\\ud800"}', ["line 2", "surrogate"]),
-        ('{"id": ' + "1" * 5000 + "}", ["line 2 is not JSON", "one object a line"]),
-        ("[" * 100_000, ["line 2 is not JSON", "one object a line"]),
+        ('{"id": ' + "1" * 5000 + "}", ["line 2 is not valid JSON", "one object a line"]),
+        ("[" * 100_000, ["line 2 is not valid JSON", "one object a line"]),
     ],
 )
 def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, words: list[str]) -> None:

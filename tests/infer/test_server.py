@@ -139,6 +139,10 @@ def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> No
     ):
         status, answer = client.ask("/v1/chat/completions", {**chat, **wrong})
         assert status == 400 and why in answer["error"]["message"]
+        assert answer["error"]["param"] == next(iter(wrong))
+    _, answer = client.ask("/v1/chat/completions", {**chat, "max_tokens": 1000})
+    found = (answer["error"]["param"], answer["error"]["code"])
+    assert found == ("messages", "context_length_exceeded")
 
 
 def test_a_chat_whole_and_as_a_stream(client: Client) -> None:
@@ -169,39 +173,45 @@ def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
         body["messages"] = [{"role": "tool", "content": "Hi"}]
         status, refused = client.ask("/v1/chat/completions", body)
         assert status == 400 and "no tools" in refused["error"]["message"]
+        assert refused["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "words"),
+    ("body", "status", "words", "param"),
     [
-        (b"{", 400, "the body is not JSON"),
-        (b"[" * 3000, 400, "the body is not JSON"),
-        (b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
-        (b"\xff\xfe", 400, "the body is not JSON"),
-        (b"[1]", 400, "the body is a list; expected an object"),
-        ({}, 400, "prompt is missing"),
-        ({"prompt": 3}, 400, "prompt"),
-        ({"prompt": []}, 400, "0 prompts with n 1 request 0 texts; expected 1 to 64"),
-        ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 request 65 texts; expected 1 to 64"),
-        ({"prompt": [[]]}, 400, "the prompt has no token"),
-        ({"prompt": [1, 97]}, 400, "a token that is not below 97, the vocabulary size"),
-        ({"prompt": "a", "n": 65}, 400, "n is 65; expected less than or equal to 64"),
-        ({"prompt": "a", "best_of": 2}, 400, "best_of is 2; expected less than or equal to 1"),
-        ({"prompt": "a", "temperature": "b" * 90}, 400, f'is "{"b" * 59}...; expected a valid num'),
-        ({"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
-        (b'{"prompt": "a", "top_p": NaN}', 400, "top_p is nan"),
-        ({"prompt": "a", "tools": []}, 400, "tools is unknown or not supported"),
-        ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty"),
-        ({"prompt": "a", "echo": True}, 400, "echo"),
-        ({"prompt": "a" * 200}, 400, "the model has 128 positions; the nearest that fits is 112"),
-        ({"prompt": "a" * 120, "max_tokens": 20}, 400, "the nearest that fits is max_tokens 7"),
-        ({"prompt": "a", "model": "gpt-4"}, 404, "no model 'gpt-4'; the served model is 'hf'"),
-        ({"prompt": "a" * 6000}, 413, "the body has more than 5,000 bytes"),
+        (b"{", 400, "the body is not valid JSON", None),
+        (b"[" * 3000, 400, "the body is not valid JSON", None),
+        (b'{"prompt": "\\ud800"}', 400, "the body is not valid JSON", None),
+        (b"\xff\xfe", 400, "the body is not valid JSON", None),
+        (b"[1]", 400, "the body is a list; expected an object", None),
+        ({}, 400, "prompt is missing", "prompt"),
+        ({"prompt": 3}, 400, "prompt", "prompt"),
+        ({"prompt": []}, 400, "0 prompts with n 1 request 0 texts; expected 1 to 64", None),
+        ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 request 65 texts", None),
+        ({"prompt": [[]]}, 400, "the prompt has no token", "prompt"),
+        ({"prompt": [1, 97]}, 400, "a token that is not below 97, the vocabulary size", "prompt"),
+        ({"prompt": "a", "n": 65}, 400, "n is 65; expected less than or equal to 64", "n"),
+        ({"prompt": "a", "best_of": 2}, 400, "best_of is 2; expected less than or", "best_of"),
+        ({"prompt": "a", "temperature": "b" * 90}, 400, f'is "{"b" * 59}...; exp', "temperature"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature is -1", "temperature"),
+        (b'{"prompt": "a", "top_p": NaN}', 400, "top_p is nan", "top_p"),
+        ({"prompt": "a", "tools": []}, 400, "tools is unknown or not supported", "tools"),
+        ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty", "frequency_penalty"),
+        ({"prompt": "a", "echo": True}, 400, "echo", "echo"),
+        ({"prompt": "a" * 200}, 400, "has 128 positions; the nearest that fits is 112", "prompt"),
+        ({"prompt": "a" * 120, "max_tokens": 20}, 400, "that fits is max_tokens 7", "prompt"),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "no model 'gpt-4'; the served model is", "model"),
+        ({"prompt": "a" * 6000}, 413, "the body has more than 5,000 bytes", None),
     ],
 )
-def test_a_refusal_has_a_reason(client: Client, body: Any, status: int, words: str) -> None:
+def test_a_refusal_has_a_reason(
+    client: Client, body: Any, status: int, words: str, param: str | None
+) -> None:
     found, answer = client.ask("/v1/completions", body)
-    assert (found, words in answer["error"]["message"]) == (status, True), answer
+    error = answer["error"]
+    assert (found, words in error["message"], error["param"]) == (status, True, param), answer
+    code = "context_length_exceeded" if "that fits is" in words else None
+    assert error["code"] == ("model_not_found" if status == 404 else code)
     assert client.ask("/health") == (200, {"status": "ok"})
 
 
@@ -218,6 +228,7 @@ def test_what_can_be_looked_at(client: Client) -> None:
     assert client.ask("/v1/models/hf") == (200, model)
     status, refused = client.ask("/v1/models/gpt-4")
     assert status == 404 and "the served model is 'hf'" in refused["error"]["message"]
+    assert (refused["error"]["param"], refused["error"]["code"]) == ("model", "model_not_found")
     assert client.ask("/no/such")[0] == 404 and client.ask("/v1/completions")[0] == 405
     client.wait_until_idle()
     before = client.ask("/stats")[1]

@@ -87,6 +87,24 @@ def failing():
     raise OSError("the disk is away")
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Refusing(nn.Linear):
+    def forward(self, x):
+        raise Mute
+
+
+def mute():
+    raise Mute
+
+
+def refusing():
+    return job(lambda: Refusing(8, 1))
+
+
 def empty():
     return job(nn.Identity)
 """
@@ -150,6 +168,10 @@ def test_what_asks_for_numbers_is_refused_in_a_sentence(script: str) -> None:
         plan_script(f"{script}:asking", "h100:4", "phalanx", None)
     with pytest.raises(ConfigError, match=r"raised OSError: the disk is away \(.*plan\.py, line"):
         plan_script(f"{script}:failing", "h100:4", "phalanx", None)
+    with pytest.raises(ConfigError, match=r"raised Mute: its text cannot be read \(.*plan\.py, li"):
+        plan_script(f"{script}:mute", "h100:4", "phalanx", None)
+    with pytest.raises(ConfigError, match=r"cannot be counted .*: Mute: its text cannot be read"):
+        plan_script(f"{script}:refusing", "h100:4", "phalanx", None)
     with pytest.raises(ConfigError, match="Identity has no parameters, so nothing is trained"):
         plan_script(f"{script}:empty", "h100:4", "phalanx", None)
     with pytest.raises(StrategyError, match="a script starts no servers for dp:async"):

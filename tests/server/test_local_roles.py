@@ -19,7 +19,7 @@ from phalanx.errors import TrainingError
 from phalanx.server import coordinator, heartbeats, replica, requests, role, tasks, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.coordinator import Coordinator
+from phalanx.server.coordinator import PROTOCOL, Coordinator
 from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
@@ -192,15 +192,30 @@ def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
         assert scheduler._tasks.is_over  # it knows also what was pushed before it began
 
 
-def test_a_server_of_another_job_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("fact", "why"),
+    [
+        ({"job": "another job"}, "is of job another job, but this is job "),
+        (
+            {"protocol": 7, "job": "another job"},
+            f"has version 7 of the message protocol, but the coordinator has version {PROTOCOL}; "
+            "install the same version of phalanx on all hosts",
+        ),
+    ],
+)
+def test_a_server_of_another_job_or_version_is_refused(
+    fact: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with local_roles(1) as made:
         common = ("x", made.meeting.secret, f"ipc://{made.folder}/x", lambda _: None)
-        other = Server("another job", made.meeting.coordinator, "1", *common)
+        other = Server(made.meeting.secret.job, made.meeting.coordinator, "1", *common)
+        facts = other.facts() | fact
+        monkeypatch.setattr(other, "facts", lambda: facts)
         thread = threading.Thread(target=other.run)
         thread.start()
         thread.join(20)
-        assert other.is_over
-        assert "is of job another job" in made.log.read_text()
+        assert f"the coordinator refuses x: it {why}" in other.refusal
+        assert f"refused: x {why}" in made.log.read_text()
 
 
 def test_weights_of_another_shape_are_refused() -> None:

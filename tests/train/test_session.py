@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from phalanx.checkpoint import manifest
+from phalanx.config import ShapeConfig
 from phalanx.errors import CheckpointError
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.launch.local import run_ranks
 from phalanx.train import text
 from phalanx.train.job.resolve import Job, manifest_of, resolve
 from phalanx.train.precision import Precision
+from phalanx.train.run import train
 from phalanx.train.session import Session
 from small_run import small_run
 
@@ -65,6 +67,23 @@ def test_a_folder_that_another_run_has_used_meanwhile_is_left_as_it_is(tmp_path:
     (words,) = run_ranks(words_of_opening, 1, job, threads=1)
     assert words.startswith(f"cannot save in {job.out}: {job.out} holds checkpoints of another run")
     assert (job.out / TOKENIZER).read_text() == "of the other run"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_run_from_damaged_weights_leaves_nothing_that_it_made(
+    tmp_path: Path, is_new: bool
+) -> None:
+    config = small_run(tmp_path, strategy="dp1", steps=1)
+    run_ranks(state_after, 1, resolve(config), 1, True, threads=1)
+    shard = manifest.find(tmp_path / "run") / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    out, kept = tmp_path / "new", tmp_path / "new" / "notes.txt"
+    if not is_new:
+        out.mkdir()
+        kept.write_text("of the user")
+    with pytest.raises(CheckpointError, match=r"cannot load the weights in .* is damaged"):
+        train(dataclasses.replace(config, init=config.out, out=str(out), shape=ShapeConfig()))
+    assert (out.exists(), kept.exists()) == (not is_new, not is_new)
 
 
 class Opened(Session):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.account.count import AllocationTrace, storage_id
 from phalanx.account.work import Operation, operation_of
-from phalanx.errors import ConfigError, StrategyError
+from phalanx.errors import ConfigError, StrategyError, text_of
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.pipeline.links import Links, links_of
 from phalanx.parallel.skeleton import copied_on_meta
@@ -74,7 +74,7 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
             run.begin_backward()
             loss.backward()
     except Exception as error:
-        words = str(error).strip().splitlines() or [""]
+        words = text_of(error).strip().splitlines() or [""]
         raise ConfigError(
             f"{name} cannot be counted on the meta device, where tensors have shapes and no "
             f"numbers: {type(error).__name__}: {words[0][:200]}"

@@ -6,7 +6,7 @@ import traceback
 from dataclasses import asdict
 from typing import Any, cast
 
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError, PhalanxError, text_of
 from phalanx.planner import explain, hardware
 from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
 from phalanx.planner.price import price
@@ -37,7 +37,8 @@ def plan_script(
     except Exception as error:
         *_, last = traceback.extract_tb(error.__traceback__)
         raise ConfigError(
-            f"{script} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+            f"{script} raised {type(error).__name__}: {text_of(error)} "
+            f"({last.filename}, line {last.lineno})"
         ) from error
     question = question_of(trainer, module, on, software(program))
     answer = _searched if strategy is None else _given

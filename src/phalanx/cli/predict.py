@@ -83,7 +83,7 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}, line {number} is no JSON: {error}; expected one object a line"
+            f"{path}, line {number} is not valid JSON: {error}; expected one object a line"
         ) from None
     if not isinstance(row, dict) or "id" not in row:
         raise ConfigError(f"{path}, line {number} has no id; expected an object with {_fields()}")

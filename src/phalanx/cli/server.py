@@ -85,7 +85,7 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     import zmq
 
     from phalanx.launch.malloc import keep_freed_memory
-    from phalanx.server.address import check_address, is_local
+    from phalanx.server.address import check_address
     from phalanx.server.processes import JobRoles
     from phalanx.server.requests import JobAddress
     from phalanx.server.secret import read_secret
@@ -111,11 +111,6 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
             f"address is {address}, where this host cannot listen: {error}; expected an address "
             "of this host, such as tcp://127.0.0.1:7000"
         ) from None
-    if is_local(role.address) != is_local(address):  # the address names an interface, such as lo
-        role.close()
-        raise ConfigError(
-            f"address is {address}, a name for {role.address}; expected {role.address}"
-        )
     stop = threading.Event()
 
     def end(_signum: int, _frame: FrameType | None) -> None:

@@ -205,7 +205,7 @@ class Channels:
         if has_ended(member.process) and not need.is_met():
             raise PeerLost(f"{who} has ended; {vain}")
         if waited_s > self._timeout_s():
-            raise PeerLost(f"{who} has not been heard of for {waited_s:.0f} s; {vain}")
+            raise PeerLost(f"{who} has not answered for {waited_s:.0f} s; {vain}")
 
 
 def _address(member: SharedRank, index: int) -> ctypes.c_void_p:

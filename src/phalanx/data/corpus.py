@@ -238,7 +238,7 @@ def _json_text(line: str, where: str) -> str:
         what = f"{error}"
         if isinstance(error, json.JSONDecodeError):
             what = f"{error.msg} at column {error.colno}"
-        raise DataError(f"{where} is not JSON: {what}; expected one object a line") from error
+        raise DataError(f"{where} is not valid JSON: {what}; expected one object a line") from error
     if not isinstance(record, dict):
         raise DataError(
             f"{where} is a {type(record).__name__}; expected an object with the field '{FIELD}'"

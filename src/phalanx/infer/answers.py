@@ -23,6 +23,7 @@ from phalanx.infer.texts import Completion
 class Answer(ABC):
     """Base class that formats the response to one HTTP request."""
 
+    prompt_field: ClassVar[str]
     prefix: ClassVar[str]
     kind: ClassVar[str]
     piece_kind: ClassVar[str]
@@ -109,6 +110,7 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     """Response of `/v1/completions`."""
 
+    prompt_field = "prompt"
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, logprobs: int | None, served: Served) -> None:
@@ -142,6 +144,7 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """Response of `/v1/chat/completions`."""
 
+    prompt_field = "messages"
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     @override

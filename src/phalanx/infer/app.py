@@ -38,6 +38,7 @@ from phalanx.infer.engine import NOT_FINITE, EngineFailed
 from phalanx.infer.engine_thread import EngineThread, QueueFull, Ticket, Update
 from phalanx.infer.follow import follow, run_to_follow
 from phalanx.infer.metrics import ServerMetrics
+from phalanx.infer.options import RequestError, about_field
 from phalanx.infer.protocol import (
     MAX_CHOICES,
     ChatBody,
@@ -126,11 +127,12 @@ class Gateway:
                 f"{len(body.prompts)} prompts with n {body.num_choices} request {num_texts} texts; "
                 f"expected 1 to {MAX_CHOICES}"
             )
-        encoded = [p if isinstance(p, list) else self.served.encode(p) for p in body.prompts]
+        with about_field("prompt"):
+            encoded = [p if isinstance(p, list) else self.served.encode(p) for p in body.prompts]
         vocab_size = self.served.weights.shape.vocab_size
         if any(token >= vocab_size for prompt in encoded for token in prompt):
-            raise ConfigError(
-                f"prompt has a token that is not below {vocab_size}, the vocabulary size"
+            raise RequestError(
+                f"prompt has a token that is not below {vocab_size}, the vocabulary size", "prompt"
             )
         answer = CompletionAnswer(body.logprobs, self.served)
         return await self._answer(request, body, encoded, DEFAULT_TOKENS, body.logprobs, answer)
@@ -139,13 +141,14 @@ class Gateway:
         """Answer `/v1/chat/completions`."""
         body: ChatBody = await self._body(request, ChatBody)
         if body.top_logprobs is not None and not body.logprobs:
-            raise ConfigError("top_logprobs requires logprobs: true")
+            raise RequestError("top_logprobs requires logprobs: true", "top_logprobs")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ConfigError(
                 "max_tokens and max_completion_tokens are the same limit; give only one of them"
             )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        prompt = self._chat.encode(body.messages)
+        with about_field("messages"):
+            prompt = self._chat.encode(body.messages)
         room = self.thread.texts.engine.max_total_tokens - len(prompt)
         default = body.max_completion_tokens or max(room, 1)
         answer = ChatAnswer(logprobs, self.served)
@@ -156,8 +159,10 @@ class Gateway:
         key = self.limits.api_key
         given = request.headers.get("authorization", "")
         if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise HTTPException(
-                401, "the header Authorization is not 'Bearer KEY' with the API key"
+            raise RequestError(
+                "the header Authorization is not 'Bearer KEY' with the API key",
+                code="invalid_api_key",
+                status=401,
             )
         said = request.headers.get("content-type", "")
         if said.partition(";")[0].strip().lower() != "application/json":
@@ -183,10 +188,13 @@ class Gateway:
         return body
 
     def check_model(self, name: str) -> None:
-        """Raise HTTPException 404 if `name` is not the served model."""
+        """Raise RequestError if `name` is not the served model."""
         if name != self.served.name:
-            raise HTTPException(
-                404, f"there is no model {name!r:.99}; the served model is {self.served.name!r}"
+            raise RequestError(
+                f"there is no model {name!r:.99}; the served model is {self.served.name!r}",
+                "model",
+                "model_not_found",
+                status=404,
             )
 
     async def _answer(
@@ -200,7 +208,7 @@ class Gateway:
     ) -> Response:
         """Generate, and return one JSON response or a stream of events."""
         samplings = body.samplings(max_tokens, logprobs)
-        tickets, updates = self.thread.submit(prompts, samplings)
+        tickets, updates = self.thread.submit(prompts, samplings, answer.prompt_field)
         watcher = asyncio.ensure_future(self._watch(request, tickets, updates))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -299,6 +307,9 @@ def _refusal(status: int, kind: str) -> Callable[[Request, Exception], Response]
 
     def answer(request: Request, error: Exception) -> Response:
         del request
+        if isinstance(error, RequestError):
+            content = error_body(str(error), kind, error.param, error.code)
+            return JSONResponse(content, error.status)
         return JSONResponse(error_body(str(error), kind), status, headers)
 
     return answer

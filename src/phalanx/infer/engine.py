@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.infer.options import Sampling, TokenScore
+from phalanx.infer.options import RequestError, Sampling, TokenScore
 from phalanx.infer.paged import FlatStep, StepSpan
 from phalanx.infer.sampler import choose
 from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
@@ -123,10 +123,11 @@ class Engine:
             else:
                 nearest = f"{self.max_total_tokens - 1} prompt tokens with max_tokens 1"
             owner = "model" if self.max_total_tokens == self.max_seq_len else "cache"
-            raise ConfigError(
+            raise RequestError(
                 f"a prompt of {len(prompt)} tokens with max_tokens {sampling.max_tokens} needs "
                 f"{len(prompt) + sampling.max_tokens}; the {owner} has {self.max_total_tokens} "
-                f"positions; the nearest that fits is {nearest}"
+                f"positions; the nearest that fits is {nearest}",
+                code="context_length_exceeded",
             )
 
     @property

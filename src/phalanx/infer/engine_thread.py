@@ -20,7 +20,7 @@ from typing import NamedTuple
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, message_of
 from phalanx.infer.engine import EngineFailed
 from phalanx.infer.metrics import ServerMetrics
-from phalanx.infer.options import Sampling
+from phalanx.infer.options import Sampling, about_field
 from phalanx.infer.scheduler import GenerationRequest
 from phalanx.infer.texts import Completion, Piece, TextEngine
 
@@ -93,9 +93,11 @@ class EngineThread:
         self._thread.join()
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], field: str
     ) -> tuple[list[Ticket], asyncio.Queue[Update]]:
         """Order a continuation of each prompt with each of `samplings`; call on the event loop.
+
+        `field` is the field of the request that has the prompts.
 
         Returns:
             The tickets, prompt by prompt, and the queue of their updates.
@@ -103,13 +105,15 @@ class EngineThread:
         Raises:
             QueueFull: too many requests run or wait.
             EngineFailed: the engine has stopped.
-            ConfigError: a prompt is too long, or the number of texts exceeds the queue's size.
+            RequestError: a prompt is empty or too long.
+            ConfigError: the number of texts exceeds the queue's size.
         """
         if self.failure is not None:
             raise EngineFailed(f"the engine has ended: {self.failure}")
         for prompt in prompts:
             for sampling in samplings:
-                self.texts.engine.check(prompt, sampling)
+                with about_field(field):
+                    self.texts.engine.check(prompt, sampling)
         num_new = len(prompts) * len(samplings)
         if num_new > self._max_requests:
             raise ConfigError(

@@ -1,18 +1,46 @@
-"""Options of an engine and of each request. Does not import torch."""
+"""Options of an engine and of each request, and the error of a request. Does not import torch."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from phalanx.config.fields import SEED, THREADS, Range
+from phalanx.errors import ConfigError
 
 Batching = Literal["rolling", "dynamic", "static"]
 """Policy by which requests are admitted to a batch; see infer/scheduler.py."""
 
 MAX_LOGPROBS: Final = 20
 """Most alternatives of a token whose log-probabilities a request may ask for."""
+
+
+class RequestError(ConfigError):
+    """A request is refused.
+
+    Attributes:
+        param: field of the request that is wrong; None if it is not one field.
+        code: code of the error in OpenAI's API; None if it has none.
+        status: HTTP status.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@contextmanager
+def about_field(param: str) -> Generator[None]:
+    """Convert a ConfigError raised inside the block to a RequestError about one field."""
+    try:
+        yield
+    except ConfigError as error:
+        raise RequestError(str(error), param, getattr(error, "code", None)) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from phalanx.config.fields import check_values
+from phalanx.config.fields import check_value, settings, value_at
 from phalanx.errors import ConfigError
-from phalanx.infer.options import MAX_LOGPROBS, Sampling
+from phalanx.infer.options import MAX_LOGPROBS, RequestError, Sampling, about_field
 
 MAX_CHOICES: Final = 64
 """Most continuations of one request: number of prompts times `n`."""
@@ -85,7 +85,7 @@ class GenerationBody(Body):
         """Return the sampling options of each continuation of a prompt; the default seed is random.
 
         Raises:
-            ConfigError: a value is out of its range.
+            RequestError: a value is out of its range.
         """
         values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         given: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
@@ -101,7 +101,9 @@ class GenerationBody(Body):
                 ignore_end=bool(self.ignore_eos),
                 **given,
             )
-            check_values(sampling)
+            for setting in settings(Sampling):
+                with about_field(setting.key):
+                    check_value(setting, value_at(sampling, setting.key))
             found.append(sampling)
         return found
 
@@ -174,33 +176,36 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
     """Parse the bytes of a request body into an object of class `kind`.
 
     Raises:
-        ConfigError: the bytes are not JSON, or a field is invalid.
+        ConfigError: the bytes are not valid JSON.
+        RequestError: a field is invalid.
     """
     try:
         value = json.loads(content)
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is not JSON: {str(error)[:200]}") from None
+        raise ConfigError(f"the body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"the body is a {type(value).__name__}; expected an object")
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:200]
+        where, param = ".".join(map(str, first["loc"]))[:200], str(first["loc"][0])[:200]
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{where} is unknown or not supported") from None
+            raise RequestError(f"{where} is unknown or not supported", param) from None
         if first["type"] == "missing":
-            raise ConfigError(f"{where} is missing") from None
+            raise RequestError(f"{where} is missing", param) from None
         given = json.dumps(first["input"], ensure_ascii=False)
         given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}..."
         why = first["msg"].replace("Input should be", "expected")
-        raise ConfigError(f"{where} is {given}; {why}") from None
+        raise RequestError(f"{where} is {given}; {why}", param) from None
 
 
-def error_body(message: str, kind: str) -> dict[str, Any]:
-    """Return the body of an error response; `kind` is its error type."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+def error_body(
+    message: str, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the body of an error response; `kind` is its type, see `RequestError` for the rest."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def new_id(prefix: str) -> str:

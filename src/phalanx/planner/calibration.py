@@ -94,7 +94,9 @@ def as_cluster(name: str, found: Calibration, num_devices: int | None = None) ->
     """
     num_there = found.num_hosts * found.num_here
     if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"{name} has 1 device or more, not {num_devices}; the nearest is {name}")
+        raise ConfigError(
+            f"{name} has 1 device or more, not {num_devices}; the nearest is {name}:1"
+        )
     num = num_devices or num_there
     if found.kind == "gpu":
         device, num_ranks = _gpu(name, found), num_there

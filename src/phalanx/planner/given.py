@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.errors import BatchError, StrategyError
+from phalanx.planner.planned import plan_of
 from phalanx.planner.price import price
 from phalanx.planner.search import Candidate, Inequality, Question, check, fits, length_unit
 from phalanx.strategy import Strategy, require_built
@@ -33,6 +34,7 @@ def price_microbatches(
     """
     check(question)
     require_built(strategy)
+    plan_of(question.step(strategy, 1, 1))  # raises if no other length or batch would help
     _check_length(question, strategy)
     unit = strategy.data_ranks * (microbatch or 1)
     rows, rest = divmod(question.num_sequences, strategy.data_ranks)

@@ -163,10 +163,9 @@ class Coordinator(Role):
                 self._heard_s[message["name"]] = self.clock.now_s
             return
         if message.kind == "beat":
-            facts = (message.fields.get("protocol", PROTOCOL), message.fields.get("job"))
-            if facts != (PROTOCOL, self.map["job"]):
-                self.log(f"refused: {message['name']} is of job {facts[1]}, protocol {facts[0]}")
-                self.reply(peer, message, "refused", why=f"this is job {self.map['job']}")
+            if why := self._why_refused(message):
+                self.log(f"refused: {message['name']} {why}")
+                self.reply(peer, message, "refused", why=f"it {why}")
                 return
             known = [message.fields.get("term", 0), message.fields.get("epoch", 0)]
             if known > [self.map["term"], self.map["epoch"]]:
@@ -180,6 +179,18 @@ class Coordinator(Role):
             self.map["ended"] = True
             self._change("the job has ended")
         self.reply(peer, message, "map", **self.map)
+
+    def _why_refused(self, beat: WireMessage) -> str:
+        """Return why the sender of a heartbeat cannot join this job, or "" if it can."""
+        protocol, job = beat.fields.get("protocol", PROTOCOL), beat.fields.get("job")
+        if protocol != PROTOCOL:
+            return (
+                f"has version {protocol} of the message protocol, but the coordinator has version "
+                f"{PROTOCOL}; install the same version of phalanx on all hosts"
+            )
+        if job != self.map["job"]:
+            return f"is of job {job}, but this is job {self.map['job']}"
+        return ""
 
     def _hear(self, message: WireMessage) -> None:
         name, address = str(message["name"]), str(message["address"])

@@ -9,6 +9,7 @@ from typing import Any, Final
 import zmq
 from typing_extensions import override
 
+from phalanx.errors import ConfigError
 from phalanx.server.heartbeats import BEAT_S
 from phalanx.server.loop_clock import TICK_S, LoopClock
 from phalanx.server.message import WireError, WireMessage
@@ -56,7 +57,7 @@ class Role:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self.listener = Listener(self.context, secret, address, log, faults)
-        except zmq.ZMQError:  # the address cannot be bound
+        except (zmq.ZMQError, ConfigError):  # nothing can listen at the address
             self.context.destroy(linger=0)
             raise
         self.is_over, self.refusal = False, ""

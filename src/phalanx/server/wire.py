@@ -21,6 +21,7 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from phalanx.errors import ConfigError
 from phalanx.server.address import is_local
 from phalanx.server.message import MOST_FRAME_BYTES, WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
@@ -105,7 +106,12 @@ class Listener:
         log: Log,
         faults: Faults | None = None,
     ) -> None:
-        """Listen at an address, with encryption unless only this host can reach it."""
+        """Listen at an address, with encryption unless only this host can reach it.
+
+        Raises:
+            ConfigError: the address names an interface that only this host can reach, such as lo.
+            zmq.ZMQError: this host cannot listen at the address.
+        """
         self._secret, self._log = secret, log
         self._faults = None if faults is None else faults.of_socket()
         self.socket = context.socket(zmq.ROUTER)
@@ -119,6 +125,10 @@ class Listener:
             self.socket.setsockopt(zmq.ZAP_DOMAIN, b"phalanx")
         self.socket.bind(address)
         self.address = bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")  # pyright: ignore[reportArgumentType]
+        if is_local(self.address) != is_local(address):  # encryption was chosen by the other
+            raise ConfigError(
+                f"address is {address}, a name for {self.address}; expected {self.address}"
+            )
         self.num_refused = self._num_begun = 0
         self._known = OrderedDict[bytes, None]()
         self._greeting = OrderedDict[bytes, tuple[str, str]]()

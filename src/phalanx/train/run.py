@@ -206,8 +206,11 @@ def _finished(outcome: Outcome | Stopped) -> Outcome:
 
 def _train_here(announce: Announce | None, extras: Callbacks, job: Job) -> Summary:
     # The name of a new folder contains the time, so rank 0's name is used on all ranks.
-    out = on_first_rank(lambda: claim(job).out, f"cannot write to {job.out}")
-    job = dataclasses.replace(job, out=out)
+    def place() -> dict[str, Any]:
+        claimed = claim(job)
+        return {"out": claimed.out, "is_new": claimed.is_new}
+
+    job = dataclasses.replace(job, **on_first_rank(place, f"cannot write to {job.out}"))
     if announce is not None and dist.get_rank() == 0:
         announce(job)
     return _finished(train_rank(job, extras))

@@ -69,6 +69,7 @@ class Job(Request):
         samples: training samples.
         order: order of the training samples.
         out: folder that the run writes to.
+        is_new: whether `out` was created for this run, see `run_folder.claim`.
     """
 
     num_steps: int
@@ -76,6 +77,7 @@ class Job(Request):
     samples: Samples
     order: Order
     out: Path
+    is_new: bool = False
 
 
 def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:

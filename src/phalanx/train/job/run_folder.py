@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,7 +17,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
-from phalanx.errors import ConfigError, size_text
+from phalanx.errors import ConfigError, PhalanxError, size_text
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
 from phalanx.models.shape import ModelShape
 from phalanx.storage import existing, free_bytes, replace_file
@@ -62,17 +65,34 @@ def claim(job: Job) -> Job:
     A new run without `out` gets a number appended if another run has the name already.
     """
     out = job.out
-    if job.config.out is not None or job.start is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
-            try:
-                out.mkdir()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(2):
+        try:
+            out.mkdir()
+            return dataclasses.replace(job, out=out, is_new=True)
+        except FileExistsError:
+            if job.config.out is not None or job.start is not None:
+                if not out.is_dir():
+                    raise
                 break
-            except FileExistsError:  # a run that started in the same second
-                out = job.out.with_name(f"{job.out.name}-{number}")
+            # A run that started in the same second.
+            out = job.out.with_name(f"{job.out.name}-{number}")
     return dataclasses.replace(job, out=out)
+
+
+@contextmanager
+def removed_if_refused(job: Job, *, is_first: bool) -> Generator[None]:
+    """Remove the run's folder on the first rank if it is new and the block raises a PhalanxError.
+
+    The caller has locked the folder, so that it has no files of another run. With parameter
+    servers the folder stays, because the servers write their logs there.
+    """
+    try:
+        yield
+    except PhalanxError:
+        if job.is_new and is_first and not job.strategy.is_served:
+            shutil.rmtree(job.out, ignore_errors=True)
+        raise
 
 
 def keep_origin(job: Job) -> None:
