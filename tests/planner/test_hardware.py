@@ -108,7 +108,7 @@ def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.num_devices >= 1 and found.levels[-1].devices == found.num_devices
     assert 1e8 < found.device.flops < 1e16 and 1e8 < found.device.bandwidth < 1e13
     assert "assumed" in found.levels[0].link.source or found.device.kind == "gpu"
-    with pytest.raises(ConfigError, match="the nearest is this:1$"):
+    with pytest.raises(ConfigError, match=r"the nearest is this:1$"):
         cluster("this:0")
 
 
