@@ -22,7 +22,10 @@ from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, Interrupted
-from phalanx.train.run import train
+from phalanx.launch.separate_jobs import Work
+from phalanx.train import served_run
+from phalanx.train.job.resolve import resolve
+from phalanx.train.run import NOTHING, train
 from small_run import SHAPE, losses, small_run
 
 UNTIED = dataclasses.replace(SHAPE, tied=False)
@@ -146,6 +149,25 @@ def test_what_servers_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         run(tmp_path, strategy, "run", **settings)
+
+
+def test_a_worker_of_several_hosts_is_called_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("ab" * 32)
+    secret.chmod(0o600)
+    server = ServerConfig(coordinator="tcp://127.0.0.1:7000", secret=str(secret), worker=1)
+    job = resolve(small_run(tmp_path, strategy="dp2:ps", steps=2, server=server))
+    names = list[str]()
+
+    def note(works: list[Work], *_: object, **__: object) -> list[None]:
+        names.extend(name for name, *_ in works)
+        return [None]
+
+    monkeypatch.setattr(served_run, "run_supervised", note)
+    served_run.run_worker(job, NOTHING, lambda: None)
+    assert names == ["worker 1"]
 
 
 @pytest.fixture(scope="module")

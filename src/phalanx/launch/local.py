@@ -20,7 +20,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -247,11 +247,16 @@ class Supervisor:
         signals: list[int],
         timeout_s: float,
         say_starting: Callable[[], None] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        """Prepare to watch `ranks`; the signals that arrive are appended to `signals`."""
+        """Prepare to watch `ranks`; the signals that arrive are appended to `signals`.
+
+        `names` has what messages call each rank; empty: "rank N".
+        """
         self.ranks = ranks
         self._signals = signals
-        self._monitor = HeartbeatMonitor(timeout_s, here=range(len(ranks)))
+        self._names = names
+        self._monitor = HeartbeatMonitor(timeout_s, here=range(len(ranks)), names=names)
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self.running: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
@@ -313,7 +318,8 @@ class Supervisor:
             return
         del self.running[line]
         if kind == "failure":
-            self._failures.append(replace(value, rank=rank))
+            name = self._names[rank] if self._names else ""
+            self._failures.append(replace(value, rank=rank, name=name))
         else:
             self._results[rank] = value
             self._monitor.leave(rank)

@@ -340,11 +340,12 @@ def run_served(job: Job, extras: Callbacks, say_starting: Callable[[], None]) ->
     num_servers = config.server.num_servers
     roles = JobRoles(meeting.secret.job, meeting, folder / "journal", num_servers)
     works: list[Work] = [
-        (train_worker, (job, worker, meeting, extras)) for worker in range(num_workers)
+        (f"worker {worker}", train_worker, (job, worker, meeting, extras))
+        for worker in range(num_workers)
     ]
     logs = job.out / rank_log.FOLDER
     serving: list[Work] = [
-        (serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(num_servers)
+        (role, serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(num_servers)
     ]
     try:
         return _run_works(job, works, serving, say_starting)
@@ -356,7 +357,9 @@ def run_worker(
     job: Job, extras: Callbacks, say_starting: Callable[[], None]
 ) -> Summary | Stopped | None:
     """Run one worker of a job whose servers run already; only worker 0 returns an outcome."""
-    works: list[Work] = [(train_worker, (job, job.config.server.worker, _meeting(job), extras))]
+    worker = job.config.server.worker
+    args = (job, worker, _meeting(job), extras)
+    works: list[Work] = [(f"worker {worker}", train_worker, args)]
     return _run_works(job, works, [], say_starting)
 
 
