@@ -284,6 +284,62 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
     ] * handles_stop
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+from multiprocessing import forkserver, popen_forkserver, reduction
+from phalanx.cli.main import main
+from phalanx.launch.local import run_ranks
+
+starts = []
+
+def interrupt():
+    starts.append(1)
+    if len(starts) == 2:  # the forkserver runs since the first
+        time.sleep(0.5)  # it reads what was sent
+        os.kill(os.getpid(), signal.SIGINT)
+
+def send(*given, sendfds=reduction.sendfds):
+    interrupt()
+    return sendfds(*given)
+
+def connect(fds, connect_to_new_process=forkserver.connect_to_new_process):
+    pipes = connect_to_new_process(fds)
+    interrupt()
+    return pipes
+
+def cut(*given, **more):
+    pipe = open(*given, **more)
+    if starts:
+        pipe.write(bytes([128, 4, 149]))  # the first bytes of a pickle
+        pipe.flush()
+    interrupt()
+    return pipe
+
+{patch}
+if __name__ == "__main__":
+    sys.exit(main([], lambda _: run_ranks(print, 2) and 0))
+"""
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "reduction.sendfds = send",
+        "forkserver.connect_to_new_process = connect",
+        "popen_forkserver.open = cut",
+    ],
+)
+def test_an_interrupt_while_a_process_starts_is_the_only_message(
+    patch: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED.replace("{patch}", patch))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "phalanx: interrupted\n")
+
+
 def pid_then_fail() -> None:
     raise RuntimeError(str(os.getpid()))
 
