@@ -26,7 +26,7 @@ from phalanx.launch.separate_jobs import Work
 from phalanx.train import served_run
 from phalanx.train.job.resolve import resolve
 from phalanx.train.run import NOTHING, train
-from small_run import SHAPE, losses, small_run
+from small_run import SHAPE, losses, records, small_run
 
 UNTIED = dataclasses.replace(SHAPE, tied=False)
 BY_ROWS = ServerConfig(table_rule="adagrad", table_lr=0.05)
@@ -52,6 +52,11 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
     alone = run(tmp_path, "dp1", "alone", steps=6)
     ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3)
     torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
+    of_one, of_worker = (
+        records(tmp_path / name, "summary")[0]["utilization"] for name in ("alone", "served")
+    )
+    assert of_one["model_flops_causal"] == 2 * of_worker["model_flops_causal"]
+    assert of_one["num_devices"] == of_worker["num_devices"] == 1
     middle = manifest.complete_checkpoints(tmp_path / "served")[3]
     for strategy in ("dp3:ps", "dp2"):
         again = run(tmp_path, strategy, strategy[:3] + "again", steps=6, resume=str(middle))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from phalanx.account.flops import Flops
 from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.batch import Batch
@@ -251,6 +252,12 @@ class ServedSession(TextSession):
             super().begin_save(is_passing=is_passing)
             if not is_local:
                 self.step.optimizer.state.clear()
+
+    @override
+    def flops(self, num_rows: int | None = None) -> tuple[Flops, Flops]:
+        """Return the FLOPs of this worker's part of a step, see `Session.flops`."""
+        num_rows = num_rows or self.job.batch.global_size
+        return super().flops(-(-num_rows // self.strategy.num_ranks))
 
     @override
     def sample(self) -> str:
