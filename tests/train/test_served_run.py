@@ -71,6 +71,8 @@ def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) 
     again = run(tmp_path, "dp2:local/2", "again", steps=8, resume=middle)
     assert again == whole[4:]
     assert len(run(tmp_path, "dp2", "other", steps=6, resume=middle)) == 2
+    said = " ".join((tmp_path / "other" / "logs" / "rank-0.log").read_text().split())
+    assert "moments of dp:local; this run does not use them" in said
 
 
 @pytest.mark.slow
@@ -87,11 +89,14 @@ def test_an_embedding_that_moves_by_rows_resumes_as_if_there_had_been_no_pause(
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_other_strategies_read_the_rest_of_its_checkpoint(tmp_path: Path) -> None:
+    """And say that they do not use the sums of squares of its rows."""
     whole, middle = moved_by_rows(tmp_path)
     for strategy in ("dp2", "dp2:ps"):
         name = strategy.replace(":", "-")
         other = run(tmp_path, strategy, name, resume=middle, steps=6, shape=UNTIED)
         assert len(other) == 3 and other[0] == pytest.approx(whole[3], rel=1e-12)
+        said = " ".join((tmp_path / name / "logs" / "rank-0.log").read_text().split())
+        assert "of server.table_rule adagrad; this run does not use them" in said
 
 
 @pytest.mark.slow
