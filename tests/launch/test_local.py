@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.bench.scaling import ScalingConfig, measure_scaling
 from phalanx.errors import (
     ConfigError,
     Interrupted,
@@ -31,6 +32,7 @@ from phalanx.launch.failure import is_reader_gone
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.local import run_ranks
+from phalanx.train.job.request import choose
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -365,3 +367,16 @@ def test_more_ranks_than_gpus_are_refused_before_any_starts(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(ConfigError, match=words):
         run_ranks(print, 2, device="cuda")
+
+
+def test_a_strategy_of_more_ranks_than_gpus_is_refused_in_the_same_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("phalanx.train.job.request.may_have_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    words = "strategy tp4 needs 4 GPUs, but this host has 2; the nearest is dp2, or the device cpu"
+    with pytest.raises(ConfigError, match=words):
+        choose("tp4", None, "cuda")
+    with pytest.raises(ConfigError, match=words):
+        measure_scaling(ScalingConfig(strategies=("tp4",), device="cuda"), print)

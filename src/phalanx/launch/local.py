@@ -93,7 +93,7 @@ def run_ranks(
     """
     if is_under_torchrun():
         return _run_here(function, num_ranks, args, device, timeout_s)
-    _check_gpus(num_ranks, device)
+    check_gpus(num_ranks, device)
     prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     ranks: list[Rank] = []
@@ -107,8 +107,8 @@ def run_ranks(
             end_ranks(ranks)
 
 
-def _check_gpus(num_ranks: int, device: str) -> None:
-    """Raise ConfigError if ranks on "cuda" outnumber the GPUs of this host."""
+def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
+    """Raise ConfigError if ranks, of `strategy` if given, on "cuda" outnumber this host's GPUs."""
     if device != "cuda":
         return
     import torch
@@ -117,9 +117,10 @@ def _check_gpus(num_ranks: int, device: str) -> None:
     if num_gpus == 0:
         raise ConfigError("the device is cuda, but this host has no GPU; the nearest is cpu")
     if num_ranks > num_gpus:
+        who = f"strategy {strategy} needs" if strategy else f"{num_ranks} ranks need"
         raise ConfigError(
-            f"{num_ranks} ranks need {num_ranks} GPUs, but this host has {num_gpus}; the nearest "
-            f"is {num_gpus}, or the device cpu"
+            f"{who} {num_ranks} GPUs, but this host has {num_gpus}; the nearest is "
+            f"{'dp' if strategy else ''}{num_gpus}, or the device cpu"
         )
 
 
