@@ -143,10 +143,10 @@ class RankFailed(TrainingError):
         traceback: traceback of that process, or a sentence that names the signal that ended it.
     """
 
-    def __init__(self, rank: int, traceback: str) -> None:
+    def __init__(self, rank: int, traceback: str, name: str = "") -> None:
         self.rank = rank
         self.traceback = traceback
-        super().__init__(f"rank {rank} failed first:\n{traceback.rstrip()}")
+        super().__init__(f"{name or f'rank {rank}'} failed first:\n{traceback.rstrip()}")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -217,11 +217,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 1", with at most NUM_NAMED rank numbers."""
-    shown = ", ".join(map(str, ranks[:NUM_NAMED]))
+def named(ranks: Sequence[int], names: Sequence[str] = ()) -> str:
+    """Return "rank 1" or "ranks 0, 1", with at most NUM_NAMED ranks; or their `names`, if any."""
+    shown = ", ".join(names[rank] if names else str(rank) for rank in ranks[:NUM_NAMED])
     more = f" and {len(ranks) - NUM_NAMED} more" if len(ranks) > NUM_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"{'' if names else 'ranks ' if len(ranks) > 1 else 'rank '}{shown}{more}"
 
 
 def wrapped(text: str, width: int) -> str:

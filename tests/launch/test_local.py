@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.bench.scaling import ScalingConfig, measure_scaling
 from phalanx.errors import (
     ConfigError,
     Interrupted,
@@ -31,6 +32,7 @@ from phalanx.launch.failure import is_reader_gone
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.local import run_ranks
+from phalanx.train.job.request import choose
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -284,6 +286,62 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
     ] * handles_stop
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+from multiprocessing import forkserver, popen_forkserver, reduction
+from phalanx.cli.main import main
+from phalanx.launch.local import run_ranks
+
+starts = []
+
+def interrupt():
+    starts.append(1)
+    if len(starts) == 2:  # the forkserver runs since the first
+        time.sleep(0.5)  # it reads what was sent
+        os.kill(os.getpid(), signal.SIGINT)
+
+def send(*given, sendfds=reduction.sendfds):
+    interrupt()
+    return sendfds(*given)
+
+def connect(fds, connect_to_new_process=forkserver.connect_to_new_process):
+    pipes = connect_to_new_process(fds)
+    interrupt()
+    return pipes
+
+def cut(*given, **more):
+    pipe = open(*given, **more)
+    if starts:
+        pipe.write(bytes([128, 4, 149]))  # the first bytes of a pickle
+        pipe.flush()
+    interrupt()
+    return pipe
+
+{patch}
+if __name__ == "__main__":
+    sys.exit(main([], lambda _: run_ranks(print, 2) and 0))
+"""
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "reduction.sendfds = send",
+        "forkserver.connect_to_new_process = connect",
+        "popen_forkserver.open = cut",
+    ],
+)
+def test_an_interrupt_while_a_process_starts_is_the_only_message(
+    patch: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED.replace("{patch}", patch))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "phalanx: interrupted\n")
+
+
 def pid_then_fail() -> None:
     raise RuntimeError(str(os.getpid()))
 
@@ -309,3 +367,16 @@ def test_more_ranks_than_gpus_are_refused_before_any_starts(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(ConfigError, match=words):
         run_ranks(print, 2, device="cuda")
+
+
+def test_a_strategy_of_more_ranks_than_gpus_is_refused_in_the_same_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("phalanx.train.job.request.may_have_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    words = "strategy tp4 needs 4 GPUs, but this host has 2; the nearest is dp2, or the device cpu"
+    with pytest.raises(ConfigError, match=words):
+        choose("tp4", None, "cuda")
+    with pytest.raises(ConfigError, match=words):
+        measure_scaling(ScalingConfig(strategies=("tp4",), device="cuda"), print)

@@ -49,6 +49,16 @@ def test_ranks_share_the_cores() -> None:
     assert [level.devices for level in eight.levels] == [8]
 
 
+def test_rates_that_no_file_has_are_called_measured_for_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The summary of a run predicts by rates of the run instead, which differ."""
+    monkeypatch.setattr("phalanx.measure.products.quick_ceiling", lambda *_: 4e10)
+    monkeypatch.setattr("phalanx.planner.calibration.compute_of", lambda *_, **__: COMPUTE)
+    sources = [as_cluster("this", replace(CPU, compute=of)).device.source for of in (None, COMPUTE)]
+    assert sources == ["measured on this machine for this plan", "measured on this machine"]
+
+
 def test_what_two_benchmarks_measure_is_kept_together(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     keep(path, replace(CPU, compute=None, num_hosts=2))

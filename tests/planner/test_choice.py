@@ -43,7 +43,10 @@ def test_the_choice_is_the_fastest_and_the_rejected_are_worse() -> None:
         strategy, _, microbatch = each.strategy.partition(" with microbatch ")
         again = priced_strategy(asked, Strategy.parse(strategy), int(microbatch))
         assert isinstance(again, Candidate) and again.price.step_s == each.left
-    assert choice.lines()[0].startswith(f"auto: {choice.best.planned.strategy} with microbatch")
+    first, *_, last = choice.lines()
+    assert first.startswith(f"auto: {choice.best.planned.strategy} with microbatch")
+    assert first.endswith(" a step before the run"), "the summary predicts again"
+    assert last.startswith("  planned on 2 x A CPU: assumed for one core")
 
 
 def test_a_named_strategy_leaves_its_microbatch_open() -> None:

@@ -246,6 +246,45 @@ def test_a_copy_of_before_another_was_the_backup_does_not_count(tmp_path: Path) 
         coordinator.close()
 
 
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_a_server_that_joins_again_is_the_backup_at_the_next_loss(
+    has_copies: bool, tmp_path: Path
+) -> None:
+    """Until then each shard has two holders. Copies of before its loss do not count."""
+    said = list[str]()
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", said.append)
+    coordinator = Coordinator(3, "job", tmp_path / "journal", *own)
+
+    def holders() -> list[list[str]]:
+        return coordinator.map["holders"]
+
+    def beat(name: str, has_copies: bool = True) -> None:
+        since: list[int] = coordinator.map["since"]
+        synced = [(shard, since[shard]) for shard, of in enumerate(holders()) if name in of[1:]]
+        fields = {"name": name, "role": "server", "address": name, "incarnation": name}
+        more = {"job": "job", "synced": synced * has_copies}
+        coordinator.handle(b"", WireMessage("beat", {**fields, **more}))
+
+    try:
+        for name in "abc" * 2:
+            beat(name)
+        assert any("b" in of[1:] for of in holders())
+        coordinator._lose(["b"])
+        for name in "acb":
+            beat(name)
+        assert [set(of) for of in holders()] == [{"a", "c"}] * 3
+        coordinator._lose(["c"])
+        assert holders() == [["a", "b"]] * 3, "no push is acknowledged before b has it"
+        beat("b", has_copies)
+        coordinator._lose(["a"])
+        assert [of[0] for of in holders()] == ["b" if has_copies else "a"] * 3
+        for shard in range(3):
+            lost = f"shard {shard} is lost with a: b has no full copy yet"
+            assert (lost in said) != has_copies
+    finally:
+        coordinator.close()
+
+
 def test_a_backup_forgets_a_copy_that_is_older_than_its_office(tmp_path: Path) -> None:
     own = ("b", Secret.new(), f"ipc://{tmp_path}/b", lambda _: None)
     server = Server("job", f"ipc://{tmp_path}/coordinator", "1", *own)

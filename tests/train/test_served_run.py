@@ -22,8 +22,11 @@ from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, Interrupted
-from phalanx.train.run import train
-from small_run import SHAPE, losses, small_run
+from phalanx.launch.separate_jobs import Work
+from phalanx.train import served_run
+from phalanx.train.job.resolve import resolve
+from phalanx.train.run import NOTHING, train
+from small_run import SHAPE, losses, records, small_run
 
 UNTIED = dataclasses.replace(SHAPE, tied=False)
 BY_ROWS = ServerConfig(table_rule="adagrad", table_lr=0.05)
@@ -49,6 +52,11 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
     alone = run(tmp_path, "dp1", "alone", steps=6)
     ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3)
     torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
+    of_one, of_worker = (
+        records(tmp_path / name, "summary")[0]["utilization"] for name in ("alone", "served")
+    )
+    assert of_one["model_flops_causal"] == 2 * of_worker["model_flops_causal"]
+    assert of_one["num_devices"] == of_worker["num_devices"] == 1
     middle = manifest.complete_checkpoints(tmp_path / "served")[3]
     for strategy in ("dp3:ps", "dp2"):
         again = run(tmp_path, strategy, strategy[:3] + "again", steps=6, resume=str(middle))
@@ -63,6 +71,8 @@ def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) 
     again = run(tmp_path, "dp2:local/2", "again", steps=8, resume=middle)
     assert again == whole[4:]
     assert len(run(tmp_path, "dp2", "other", steps=6, resume=middle)) == 2
+    said = " ".join((tmp_path / "other" / "logs" / "rank-0.log").read_text().split())
+    assert "moments of dp:local; this run does not use them" in said
 
 
 @pytest.mark.slow
@@ -79,11 +89,14 @@ def test_an_embedding_that_moves_by_rows_resumes_as_if_there_had_been_no_pause(
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_other_strategies_read_the_rest_of_its_checkpoint(tmp_path: Path) -> None:
+    """And say that they do not use the sums of squares of its rows."""
     whole, middle = moved_by_rows(tmp_path)
     for strategy in ("dp2", "dp2:ps"):
         name = strategy.replace(":", "-")
         other = run(tmp_path, strategy, name, resume=middle, steps=6, shape=UNTIED)
         assert len(other) == 3 and other[0] == pytest.approx(whole[3], rel=1e-12)
+        said = " ".join((tmp_path / name / "logs" / "rank-0.log").read_text().split())
+        assert "of server.table_rule adagrad; this run does not use them" in said
 
 
 @pytest.mark.slow
@@ -146,6 +159,25 @@ def test_what_servers_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         run(tmp_path, strategy, "run", **settings)
+
+
+def test_a_worker_of_several_hosts_is_called_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("ab" * 32)
+    secret.chmod(0o600)
+    server = ServerConfig(coordinator="tcp://127.0.0.1:7000", secret=str(secret), worker=1)
+    job = resolve(small_run(tmp_path, strategy="dp2:ps", steps=2, server=server))
+    names = list[str]()
+
+    def note(works: list[Work], *_: object, **__: object) -> list[None]:
+        names.extend(name for name, *_ in works)
+        return [None]
+
+    monkeypatch.setattr(served_run, "run_supervised", note)
+    served_run.run_worker(job, NOTHING, lambda: None)
+    assert names == ["worker 1"]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
 from phalanx.data.batch import Batch
 from phalanx.errors import ConfigError
-from phalanx.launch.local import num_cores, run_ranks
+from phalanx.launch.local import check_gpus, num_cores, run_ranks
 from phalanx.measure.logs import values_of
 from phalanx.measure.utilization import percent
 from phalanx.models.initial import fill_initial
@@ -212,11 +212,7 @@ def measure_scaling(config: ScalingConfig, say: PrintLine) -> list[ScalingPoint]
 def _check(strategy: Strategy, config: ScalingConfig) -> None:
     """Raise, before any process starts, the error that a rank would raise."""
     require_built(strategy)
-    num_devices = torch.cuda.device_count() if config.device == "cuda" else strategy.num_ranks
-    if strategy.num_ranks > num_devices:
-        raise ConfigError(
-            f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has {num_devices}"
-        )
+    check_gpus(strategy.num_ranks, config.device, str(strategy))
     batch = solve_batch(
         BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
     )

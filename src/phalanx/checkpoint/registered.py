@@ -37,8 +37,11 @@ LOCAL_ROUNDS: Final = "local_rounds"
 TABLE_SUMS: Final = "table_sums"
 """Name of the registered state of embedding tables that servers update by row-wise Adagrad."""
 
-_IGNORED_NAMES: Final = {LOCAL_ROUNDS, TABLE_SUMS}
-"""Names that a run ignores in a checkpoint if it has not registered them."""
+_IGNORED: Final[Mapping[str, str]] = {
+    LOCAL_ROUNDS: "the outer momentum and the workers' moments of dp:local",
+    TABLE_SUMS: "the sums of squares of embedding rows, of server.table_rule adagrad",
+}
+"""Names that a run ignores in a checkpoint if it has not registered them -> their states."""
 
 _EXTRA_STATE: Final = "_extra_state"
 """Key suffix that PyTorch gives a module's extra state in a state_dict; not documented."""
@@ -178,15 +181,22 @@ class Registered:
                 else:
                     room[tensor] = torch.empty(shape, dtype=index[tensor].dtype)
         named = [each for each in index if each.startswith(PREFIX) and each not in room]
-        left = tuple(f"{PREFIX}{name}." for name in _IGNORED_NAMES)
+        left = tuple(f"{PREFIX}{name}." for name in _IGNORED)
         if unknown := [each for each in named if not each.startswith(left)]:
             raise CheckpointError(f"its tensor {brief(unknown[0])} belongs to no object")
         return room
 
     def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved states without those that this run ignores, see _IGNORED_NAMES."""
-        names = {*self._objects, *(plain.keys() - _IGNORED_NAMES)}
-        return {name: each for name, each in plain.items() if name in names}
+        """Return the saved states without the ignored ones, see `_IGNORED`."""
+        return {name: each for name, each in plain.items() if not self._ignores(name)}
+
+    def _ignores(self, name: str) -> bool:
+        return name in _IGNORED and name not in self._objects
+
+    def remarks_on(self, plain: Mapping[str, Any]) -> list[str]:
+        """Return a line on each saved state that this run ignores."""
+        ignored = [_IGNORED[name] for name in plain if self._ignores(name)]
+        return [f"the checkpoint has {what}; this run does not use them" for what in ignored]
 
     def load(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the saved states into the objects by their `load_state_dict`.

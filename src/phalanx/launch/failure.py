@@ -55,6 +55,7 @@ class Failure:
         kind: class of a PhalanxError; None for any other exception.
         is_lost_peer: whether the failure is only that another rank is missing or has left.
         exit_code: exit code of a program that ends by this failure.
+        name: what messages call the rank; empty: "rank N".
     """
 
     rank: int
@@ -63,10 +64,11 @@ class Failure:
     kind: type[PhalanxError] | None = None
     is_lost_peer: bool = False
     exit_code: int = 1
+    name: str = ""
 
     def as_error(self) -> PhalanxError:
         """Return the error that `run_ranks` raises for this failure."""
-        error: PhalanxError = RankFailed(self.rank, self.text)
+        error: PhalanxError = RankFailed(self.rank, self.text, self.name)
         if self.kind is not None:
             # Without __init__, because some classes build their message from other arguments.
             error = self.kind.__new__(self.kind, self.text)
@@ -83,21 +85,21 @@ def first_of(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.is_lost_peer, failure.time_s))
 
 
-def describe(rank: int, error: BaseException) -> Failure:
-    """Return the failure of a rank that raised `error`."""
+def describe(rank: int, error: BaseException, name: str = "") -> Failure:
+    """Return the failure of a rank that raised `error`; for `name` see `Failure`."""
     kind, text, exit_code = None, shortened(traceback.format_exc()), 1
     if isinstance(error, PhalanxError):
         # The nearest class in phalanx.errors: a script's own class cannot be imported elsewhere.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         text, exit_code = shortened(message_of(error)), error.exit_code
     elif words := out_of_threads(error):
-        kind, text = errors.ConfigError, f"rank {rank}: {words}"
+        kind, text = errors.ConfigError, f"{name or f'rank {rank}'}: {words}"
         exit_code = kind.exit_code
     if isinstance(error, KeyboardInterrupt):
         exit_code = 128 + getattr(error, "signum", signal.SIGINT)
     if isinstance(error, SystemExit):  # a failure even with code 0: the work did not finish
         exit_code = exit_code_of(error.code) or 1
-    return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code)
+    return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code, name)
 
 
 def out_of_threads(error: BaseException) -> str:

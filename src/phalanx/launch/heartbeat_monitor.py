@@ -47,10 +47,18 @@ class HeartbeatMonitor:
     """
 
     def __init__(
-        self, timeout_s: float, here: Container[int] = (), silent_s: float = SILENT_S
+        self,
+        timeout_s: float,
+        here: Container[int] = (),
+        silent_s: float = SILENT_S,
+        names: Sequence[str] = (),
     ) -> None:
-        """Start without heartbeats; `here` are the ranks whose processes this host can inspect."""
+        """Start without heartbeats; `here` are the ranks whose processes this host can inspect.
+
+        `names` has what messages call each rank; empty: "rank N".
+        """
         self.silent_s = silent_s
+        self._names = names
         self._timeout_s = timeout_s
         self._here = here
         self._beats: dict[int, tuple[Beat, float]] = {}
@@ -149,7 +157,7 @@ class HeartbeatMonitor:
         """Return a sentence about ranks that send no heartbeats."""
         beats = [self._beats[rank][0] for rank in ranks]
         hosts = ", ".join(sorted({beat.host for beat in beats}))
-        who = f"{named(ranks)} on {hosts}"
+        who = f"{self._named(ranks)} on {hosts}"
         if len(ranks) == 1:
             who += f" (process {beats[0].process})"
         is_stopped = all(map(self.is_stopped, ranks))
@@ -160,6 +168,9 @@ class HeartbeatMonitor:
         if not is_stopped and not all(rank in self._here for rank in ranks):
             words += ": the process or the host is lost or stopped, or the network to it is cut"
         return words
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return named(ranks, self._names)
 
     def _stopped(self, among: Container[int]) -> list[int]:
         """Return the ranks of `among` whose processes have been stopped for STOPPED_S."""
@@ -191,14 +202,15 @@ class HeartbeatMonitor:
         ]
         if not self._returned or not going or len(waiting) < len(going):
             return ""
+        returned = self._named(sorted(self._returned))
         return self.described(
-            f"{named(sorted(self._returned))} returned, so the collectives in which the other "
+            f"{returned} returned, so the collectives in which the other "
             "ranks wait cannot complete; each rank must make the same calls:"
         )
 
     def in_vain(self, rank: int, silent: Sequence[int]) -> str:
         """Return a message that `rank` waited in vain, for the `silent` ranks if there are any."""
-        waited = f"{named([rank])} has waited in vain for another rank"
+        waited = f"{self._named([rank])} has waited in vain for another rank"
         if silent:
             return f"{self.why(silent)}; {waited}"
         return self.described(f"{waited}; all ranks were at:")
@@ -219,7 +231,7 @@ class HeartbeatMonitor:
         # A job that stood still this long and then continued is slow: the next limit is higher.
         self._is_reported, self._limit_s = True, 2 * longest_s
         places = self.described(
-            f"{named(still)} at the same place in the code for {longest_s:.0f} s:"
+            f"{self._named(still)} at the same place in the code for {longest_s:.0f} s:"
         )
         return (
             f"{places}\nUnless this step is expected to be slow, end the job and start again with "
@@ -234,7 +246,7 @@ class HeartbeatMonitor:
         lines = [heading]
         for (doing, place), ranks in list(groups.items())[:NUM_SHOWN]:
             still_s = min(self._beats[rank][0].seconds_at_place for rank in ranks)
-            lines.append(f"  {named(ranks)}: {doing}")
+            lines.append(f"  {self._named(ranks)}: {doing}")
             if place:
                 lines.append(f"    for {still_s:.0f} s at {place}")
         if len(groups) > NUM_SHOWN:

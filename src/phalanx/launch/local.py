@@ -20,7 +20,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -93,7 +93,7 @@ def run_ranks(
     """
     if is_under_torchrun():
         return _run_here(function, num_ranks, args, device, timeout_s)
-    _check_gpus(num_ranks, device)
+    check_gpus(num_ranks, device)
     prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     ranks: list[Rank] = []
@@ -107,8 +107,8 @@ def run_ranks(
             end_ranks(ranks)
 
 
-def _check_gpus(num_ranks: int, device: str) -> None:
-    """Raise ConfigError if ranks on "cuda" outnumber the GPUs of this host."""
+def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
+    """Raise ConfigError if ranks, of `strategy` if given, on "cuda" outnumber this host's GPUs."""
     if device != "cuda":
         return
     import torch
@@ -117,9 +117,10 @@ def _check_gpus(num_ranks: int, device: str) -> None:
     if num_gpus == 0:
         raise ConfigError("the device is cuda, but this host has no GPU; the nearest is cpu")
     if num_ranks > num_gpus:
+        who = f"strategy {strategy} needs" if strategy else f"{num_ranks} ranks need"
         raise ConfigError(
-            f"{num_ranks} ranks need {num_ranks} GPUs, but this host has {num_gpus}; the nearest "
-            f"is {num_gpus}, or the device cpu"
+            f"{who} {num_ranks} GPUs, but this host has {num_gpus}; the nearest is "
+            f"{'dp' if strategy else ''}{num_gpus}, or the device cpu"
         )
 
 
@@ -247,11 +248,16 @@ class Supervisor:
         signals: list[int],
         timeout_s: float,
         say_starting: Callable[[], None] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        """Prepare to watch `ranks`; the signals that arrive are appended to `signals`."""
+        """Prepare to watch `ranks`; the signals that arrive are appended to `signals`.
+
+        `names` has what messages call each rank; empty: "rank N".
+        """
         self.ranks = ranks
         self._signals = signals
-        self._monitor = HeartbeatMonitor(timeout_s, here=range(len(ranks)))
+        self._names = names
+        self._monitor = HeartbeatMonitor(timeout_s, here=range(len(ranks)), names=names)
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self.running: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
@@ -313,7 +319,8 @@ class Supervisor:
             return
         del self.running[line]
         if kind == "failure":
-            self._failures.append(replace(value, rank=rank))
+            name = self._names[rank] if self._names else ""
+            self._failures.append(replace(value, rank=rank, name=name))
         else:
             self._results[rank] = value
             self._monitor.leave(rank)

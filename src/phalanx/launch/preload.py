@@ -1,6 +1,8 @@
 """Modules that the forkserver imports once, so that ranks forked from it need not import them."""
 
+import pickle
 import sys
+import traceback
 from types import TracebackType
 
 import torch._dynamo as dynamo  # imported by the first optimizer and the first dispatch mode
@@ -12,8 +14,17 @@ __all__ = ["dynamo", "join", "tensor"]
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print no traceback for a fork that a process limit forbids: the parent reports it."""
-    if not isinstance(error, BlockingIOError):
+    """Print a traceback, unless the parent reports the cause or is interrupted.
+
+    The parent reports a fork that a limit of processes forbids. A signal that interrupts the parent
+    while it starts a process cuts off its message to the forkserver, or to the new process.
+    """
+    is_cut_off = isinstance(error, EOFError) or (
+        isinstance(error, pickle.UnpicklingError) and "truncated" in str(error)
+    )
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
+    is_of_message = modules[-1:] in (["multiprocessing.reduction"], ["multiprocessing.spawn"])
+    if not isinstance(error, BlockingIOError) and not (is_cut_off and is_of_message):
         sys.__excepthook__(kind, error, trace)
 
 

@@ -36,6 +36,7 @@ class RankInfo:
     """Settings by which one rank joins the job, whose store is at `port`; see `run_ranks`.
 
     `sockets` is the parent's folder of sockets, which the rank removes if the parent is killed.
+    `name` is what messages call the rank; empty: "rank N".
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankInfo:
     threads: int
     timeout_s: float
     sockets: str = ""
+    name: str = ""
 
 
 class ParentPipe:
@@ -132,7 +134,7 @@ def run_rank(
         line.send("result", ByValue(result))
         exit_code = 0
     except BaseException as error:
-        failure = describe(info.rank, error)
+        failure = describe(info.rank, error, info.name)
         if line.is_of_fork:
             print(failure.text, file=sys.stderr)  # noqa: T201 - no other process reports it
         # Once another rank has failed, the parent closes the pipe.
@@ -209,7 +211,7 @@ def _join(info: RankInfo, listener: socket.socket | None) -> None:
     torch.set_num_threads(info.threads)
     if info.device == "cuda":
         torch.cuda.set_device(info.rank)
-    with within_limits(f"rank {info.rank} cannot join the job"):
+    with within_limits(f"{info.name or f'rank {info.rank}'} cannot join the job"):
         store = dist.TCPStore(
             "127.0.0.1",
             info.port,

@@ -6,6 +6,7 @@ A process that a signal ended, as `kill -9` does, may be restarted; a function t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import override
@@ -22,8 +23,8 @@ from phalanx.launch.local import (
 from phalanx.launch.rank import RankInfo, socket_folder
 from phalanx.launch.signals import collected
 
-Work = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function, importable by name, and its positional arguments."""
+Work = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""What messages call a process, its function, importable by name, and positional arguments."""
 
 
 def run_supervised(
@@ -46,10 +47,11 @@ def run_supervised(
     info = RankInfo(0, 1, 0, device, threads, timeout_s, socket_folder())
     ranks: list[Rank] = []
     try:
-        for work in (*works, *beside):
-            start_ranks(ranks, info, *work)
+        for name, function, args in (*works, *beside):
+            start_ranks(ranks, replace(info, name=name), function, args)
+        names = [name for name, *_ in (*works, *beside)]
         with collected() as signals:
-            supervisor = _RestartingSupervisor(ranks, signals, timeout_s, say_starting)
+            supervisor = _RestartingSupervisor(ranks, signals, timeout_s, say_starting, names)
             supervisor.works, supervisor.num_works = (*works, *beside), len(works)
             supervisor.info, supervisor.max_restarts = info, max_restarts
             return supervisor.watch()[: len(works)]
@@ -81,7 +83,8 @@ class _RestartingSupervisor(Supervisor):
         del self.running[line]
         line.close()
         started: list[Rank] = []
-        start_ranks(started, self.info, *self.works[rank])
+        name, function, args = self.works[rank]
+        start_ranks(started, replace(self.info, name=name), function, args)
         self.ranks[rank] = started[0]
         self.running[started[0][1]] = rank
         return True

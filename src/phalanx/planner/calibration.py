@@ -197,7 +197,8 @@ def measure(found: Calibration, arithmetics: tuple[str, ...]) -> Compute:
             rates["float32"] = quick_ceiling(device, "float32")
         if "bfloat16" in arithmetics and has_fast_bfloat16(device):
             rates["bfloat16"] = quick_ceiling(device, "bfloat16")
-        return compute_of(found, rates, rates, num_threads=1)
+        compute = compute_of(found, rates, rates, num_threads=1)
+        return dataclasses.replace(compute, source="measured on this machine for this plan")
     finally:
         torch.set_num_threads(num_threads)
 

@@ -34,7 +34,8 @@ class Choice:
         link = self.cluster.levels[0].link
         return [
             f"auto: {planned.strategy} with microbatch {planned.microbatch} x "
-            f"{planned.accumulation}, predicted {time_text(self.best.price.step_s)} a step",
+            f"{planned.accumulation}, predicted {time_text(self.best.price.step_s)} a step before "
+            "the run",
             *(f"  not {each}" for each in self.rejected),
             f"  planned on {self.cluster.num_devices} x {device.title}: {device.source}, "
             f"{device.date}; links {link.source}",

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from phalanx.account.flops import Flops
 from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.batch import Batch
@@ -253,6 +254,12 @@ class ServedSession(TextSession):
                 self.step.optimizer.state.clear()
 
     @override
+    def flops(self, num_rows: int | None = None) -> tuple[Flops, Flops]:
+        """Return the FLOPs of this worker's part of a step, see `Session.flops`."""
+        num_rows = num_rows or self.job.batch.global_size
+        return super().flops(-(-num_rows // self.strategy.num_ranks))
+
+    @override
     def sample(self) -> str:
         return super().sample() if self.is_first else ""
 
@@ -340,11 +347,12 @@ def run_served(job: Job, extras: Callbacks, say_starting: Callable[[], None]) ->
     num_servers = config.server.num_servers
     roles = JobRoles(meeting.secret.job, meeting, folder / "journal", num_servers)
     works: list[Work] = [
-        (train_worker, (job, worker, meeting, extras)) for worker in range(num_workers)
+        (f"worker {worker}", train_worker, (job, worker, meeting, extras))
+        for worker in range(num_workers)
     ]
     logs = job.out / rank_log.FOLDER
     serving: list[Work] = [
-        (serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(num_servers)
+        (role, serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(num_servers)
     ]
     try:
         return _run_works(job, works, serving, say_starting)
@@ -356,7 +364,9 @@ def run_worker(
     job: Job, extras: Callbacks, say_starting: Callable[[], None]
 ) -> Summary | Stopped | None:
     """Run one worker of a job whose servers run already; only worker 0 returns an outcome."""
-    works: list[Work] = [(train_worker, (job, job.config.server.worker, _meeting(job), extras))]
+    worker = job.config.server.worker
+    args = (job, worker, _meeting(job), extras)
+    works: list[Work] = [(f"worker {worker}", train_worker, args)]
     return _run_works(job, works, [], say_starting)
 
 

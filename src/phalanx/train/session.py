@@ -126,6 +126,7 @@ class Session(ABC):
     ) -> tuple[Flops | CountedFlops, Flops | None] | None:
         """Return the FLOPs of a step on `num_rows` rows, by default on a full global batch.
 
+        All ranks of `comm` are counted, with parameter servers only this worker.
         The first value counts attention as causal, the second as full. For a module, the first is
         the counted FLOPs and the second None. Return None if the FLOPs are not known.
         """

@@ -238,6 +238,11 @@ class TextSession(Session):
         return dataclasses.asdict(self.job.config)
 
     @override
+    def remarks(self) -> list[str]:
+        start = self.job.start
+        return [] if start is None else self.called.registered.remarks_on(start.about.registered)
+
+    @override
     def title(self) -> str:
         return (
             f"{self.job.name} ({num_parameters(self.job.shape).total:,} parameters), "

@@ -225,3 +225,9 @@ def test_any_two_actions_of_a_rank_changed_about_are_refused_or_still_end(kind: 
                 ends = {span.action: span for lane in timeline.lanes for span in lane}
                 assert len(ends) == sum(map(len, schedule.orders))
     assert num_refused > 0 or kind == "gpipe"
+
+
+@pytest.mark.parametrize(("kind", "most"), [("gpipe", 32_768), ("zbv", 16_384)])
+def test_lists_that_take_minutes_to_build_are_refused(kind: str, most: int) -> None:
+    with pytest.raises(StrategyError, match=f"a step has {most + 1:,} micro.* are {most:,}; take"):
+        build_schedule(kind, 8, most + 1)

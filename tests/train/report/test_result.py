@@ -14,7 +14,7 @@ from phalanx.measure.memory import KINDS, Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary, advice, summarize, summary_table
 from phalanx.measure.timer import TERMS, StepTimes
-from phalanx.measure.utilization import percent
+from phalanx.measure.utilization import CountedFlops, Utilization, percent
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.report.summary import Summary
 
@@ -58,6 +58,18 @@ def test_the_result_comes_first_and_tables_only_with_report() -> None:
     assert "Where 1 step went" not in text and len(text.splitlines()) <= 22
     assert "\x1b" not in text, "the model's text does not steer the terminal"
     assert "Where 1 step went" in shown(summary_of(), report=True)
+
+
+def test_the_mfu_with_servers_is_called_that_of_a_worker() -> None:
+    count = CountedFlops(10**9)
+    use = Utilization(
+        causal=count, full=None, time_s=1.0, num_devices=1, peak=None, ceiling_flops_per_s=2e9
+    )
+    of_ranks, of_worker = (
+        shown(summary_of(utilization=use, served_text=text), report=True) for text in (None, "late")
+    )
+    assert of_ranks.count("worker 0: ") == 0 and of_worker.count("worker 0: ") == 2
+    assert "MFU         worker 0: 50.0 % of the ceiling (0.002 TFLOP/s for 1 device)" in of_worker
 
 
 def test_terms_that_do_not_sum_to_the_step_are_a_sentence() -> None:

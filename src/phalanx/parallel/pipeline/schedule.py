@@ -192,6 +192,10 @@ KINDS: Final = {
 """Kind of pp in a strategy -> its kind of schedule."""
 
 
+MOST_COMPUTES: Final = 1 << 18
+"""Largest product of microbatches and stages of a schedule, whose lists are made in seconds."""
+
+
 def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """Return the schedule of a kind of pp.
 
@@ -203,10 +207,18 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
         num_ranks: p, at least 1.
         num_microbatches: m, at least 1.
         chunks: v, stages a rank, for kinds that do not fix v.
+
+    Raises:
+        StrategyError: the lists would be too long to build.
     """
     p, of = num_ranks, KINDS[kind]
     v = of.chunks or chunks
     rank_of = [*range(p), *reversed(range(p))] if of.is_v else [*range(p)] * v
+    if num_microbatches * len(rank_of) > MOST_COMPUTES:
+        raise StrategyError(
+            f"schedule {kind}: a step has {num_microbatches:,} microbatches; the most with "
+            f"{len(rank_of)} stages are {MOST_COMPUTES // len(rank_of):,}; take larger microbatches"
+        )
     most = -(-max(num_microbatches, of.min_microbatches_per_rank * p) // p) * p
     orders: list[tuple[Action, ...]] = []
     for rank in range(p):

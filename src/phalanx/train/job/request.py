@@ -185,6 +185,8 @@ def choose_strategy(config: JobConfig) -> tuple[Strategy, str]:
 
 def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, str]:
     """Return the strategy and device for these three settings, see `choose_strategy`."""
+    from phalanx.launch.local import check_gpus
+
     device, num_devices = choose_device(device)
     num_ranks = nproc
     if is_under_torchrun():
@@ -201,13 +203,10 @@ def choose(text: str | None, nproc: int | None, device: str) -> tuple[Strategy, 
         require_built(strategy)
         if num_ranks is not None:
             check_ranks(strategy, num_ranks)
-    if device == "cuda" and not is_under_torchrun() and strategy.num_ranks > num_devices:
-        raise ConfigError(
-            f"strategy {strategy} needs {strategy.num_ranks} GPUs, but this host has "
-            f"{num_devices}; use --strategy dp{num_devices}, or --device cpu"
-        )
-    if device == "cpu" and not is_under_torchrun():
-        check_memory_for(strategy.num_ranks)
+    if not is_under_torchrun():
+        check_gpus(strategy.num_ranks, device, str(strategy))
+        if device == "cpu":
+            check_memory_for(strategy.num_ranks)
     return strategy, device
 
 

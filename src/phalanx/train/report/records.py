@@ -182,6 +182,8 @@ class Records:
     ) -> Utilization | None:
         """Return the FLOP utilization of a step, by default of the median step on a full batch.
 
+        With parameter servers this worker alone is measured, because its job has one rank.
+
         None if the FLOPs of the step, or the dtype of their arithmetic, are not known.
         """
         flops, arithmetic = self.session.flops(num_rows), self._arithmetic
@@ -196,7 +198,7 @@ class Records:
             causal=causal,
             full=full,
             time_s=time_s,
-            num_devices=self.session.strategy.num_ranks,
+            num_devices=self.session.comm.size("job"),
             peak=peak_of(device_name(device), arithmetic) if is_listed else None,
             ceiling_flops_per_s=self.ceiling_flops_per_s,
         )

@@ -71,7 +71,7 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.served_text is not None:
         yield "servers", summary.served_text
     if summary.utilization is not None and (brief := summary.utilization.brief()) is not None:
-        yield "MFU", brief
+        yield "MFU", f"{_whose(summary)}{brief}"
     held, memory = "", summary.memory
     if memory is not None and memory.doubt is None:
         held = f"{_mib(memory.largest_bytes)} of tensors at the peak of any rank, in "
@@ -102,8 +102,13 @@ def _tables(summary: Summary) -> list[RenderableType]:
     elif summary.no_memory is not None:
         parts += [Text(summary.no_memory)]
     if summary.utilization is not None:
-        parts += [Text(), Text(summary.utilization.text())]
+        parts += [Text(), Text(f"{_whose(summary)}{summary.utilization.text()}")]
     return parts
+
+
+def _whose(summary: Summary) -> str:
+    """Return the worker that the MFU is of, with parameter servers."""
+    return "" if summary.served_text is None else "worker 0: "
 
 
 def _sent_table(entries: list[Entry]) -> Table:

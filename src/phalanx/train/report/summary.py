@@ -31,7 +31,8 @@ class Summary:
         num_steps: steps that this process took.
         seconds: duration of this process's part, with evaluations and checkpoints.
         steps: time of the steps by term; None if no step was taken.
-        utilization: FLOP utilization of the median step; None if not known.
+        utilization: FLOP utilization of the median step, with parameter servers of worker 0; None
+            if not known.
         unit: unit over which the loss is averaged, such as "tokens" or "samples".
         batches_per_s: global batches per second, at the median step time.
         units_per_s: tokens (or samples) per second over all ranks, at the median step time.
