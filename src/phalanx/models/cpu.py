@@ -36,8 +36,7 @@ _QUERY_BLOCK = 256
 
 def is_preferred(x: Tensor) -> bool:
     """Return whether `rms_norm` and `rotate` are faster than PyTorch's functions for x."""
-    is_served = torch.is_inference_mode_enabled() and x.numel() <= _SERVED_ELEMENTS
-    return _is_here(x) and not is_served
+    return _is_here(x) and (not torch.is_inference_mode_enabled() or x.numel() > _SERVED_ELEMENTS)
 
 
 def attends_by_blocks(x: Tensor) -> bool:
