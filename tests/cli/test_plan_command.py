@@ -117,6 +117,10 @@ def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[s
         (f"{ON_TWO} --strategy dp4", "1 to 2 devices, not 4"),
         (f"{ON_TWO} --strategy tp3", "not 3"),
         (f"{ON_TWO} --strategy pp2,cut:1+1", "cut:1+1"),
+        (
+            f"{ON_TWO} --strategy pp2 --sequence 64 --global-batch 1048576 --microbatch 1",
+            "the most with 2 stages are 131,072",
+        ),
         (f"{ON_TWO} --strategy cp2 --sequence 1023", "tokens, not 1023; the nearest is 1024"),
         (f"{ON_TWO} --strategy tp2 --sequence 1023", "multiple of 2 tokens, not 1023"),
         (f"{SMALL} --cluster h100:5 --strategy cp5:ulysses --sequence 1023", "has 32 heads"),

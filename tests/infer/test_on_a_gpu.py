@@ -79,9 +79,10 @@ def on_a_cpu(
 
 @NAMES
 @pytest.mark.parametrize("reads_tables", [False, True], ids=["gathered", "in place"])
+@pytest.mark.parametrize("most_keys", [1 << 18, 20])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["full", "int8"])
 def test_the_flash_call_gets_the_keys_of_each_sequence(
-    name: str, reads_tables: bool, is_int8: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, reads_tables: bool, most_keys: int, is_int8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = twins(name)
     block_size = 8 if reads_tables else 4
@@ -90,12 +91,16 @@ def test_the_flash_call_gets_the_keys_of_each_sequence(
 
     def counted(*args: Any, **kwargs: Any) -> Tensor:
         calls.append("block_table" in kwargs)
+        assert kwargs.get("seqused_k") is not None or len(args[1]) <= max(
+            most_keys, kwargs["max_k"]
+        )
         return on_a_cpu(*args, **kwargs)
 
     monkeypatch.setattr("phalanx.infer.paged.runs_flash", Mock(return_value=True))
     monkeypatch.setattr("phalanx.infer.paged.varlen_attn", counted)
     monkeypatch.setattr("phalanx.infer.paged.READS_TABLES", reads_tables)
     monkeypatch.setattr("phalanx.infer.paged.FLASH_BLOCK", 8)
+    monkeypatch.setattr("phalanx.infer.paged._GATHERED", most_keys)
     found = scores(model, block_size, is_int8)
     assert set(calls) == {reads_tables and not is_int8}
     # Without flash a prompt's first chunk attends to its own keys, before they are rounded.

@@ -7,6 +7,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -40,15 +41,13 @@ class RunLock:
             OSError: the folder or the lock file cannot be created or written.
         """
         path = self._folder / manifest.LOCK
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._file = path.open("ab", buffering=0)
-        if not _within_wait(lambda: lock(file.fileno()) is not False):
-            self.release()
+        if not _within_wait(lambda: self._acquire(path)):
             raise CheckpointError(
                 f"another process saves to {self._folder}; wait until it has ended, or give "
                 "another --out"
             )
-        mark = secrets.token_hex(8)
+        mark, file = secrets.token_hex(8), self._file
+        assert file is not None
         try:
             file.truncate(0)
             file.write(mark.encode())
@@ -57,6 +56,20 @@ class RunLock:
             self.release()
             raise OSError(error.errno, error.strerror, str(path)) from error
         return mark
+
+    def _acquire(self, path: Path) -> bool:
+        """Lock the file at `path`, unless another process holds the lock.
+
+        A process whose run is refused removes its new folder before it releases the lock.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._file = path.open("ab", buffering=0)
+        if lock(file.fileno()) is not False:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return True
+        self.release()
+        return False
 
     def check_shared(self, mark: str) -> None:
         """Check that the lock file on this host contains the `mark` that rank 0 wrote.

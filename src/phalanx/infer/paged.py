@@ -42,8 +42,22 @@ _ONE_SPLIT: Final[dict[str, int]] = (
 """Arguments with which the logits of a request do not depend on the rest of the batch; torch 2.11
 has none."""
 
-_FlashKeys = tuple[Tensor | None, dict[str, Any]]
-"""Slots to gather keys from (None: blocks are read in place), and arguments of `varlen_attn`."""
+_GATHERED: Final = 1 << 18
+"""Most keys that one call gathers: 0.5 GiB of keys, and of values, with 8 heads of 128 in bf16."""
+
+
+class _FlashCall(NamedTuple):
+    """A flash attention call for consecutive sequences of a step.
+
+    Attributes:
+        num_queries: their tokens in the step.
+        slots: slots to gather keys and values from; None if blocks are read in place.
+        arguments: further arguments of `varlen_attn`.
+    """
+
+    num_queries: int
+    slots: Tensor | None
+    arguments: dict[str, Any]
 
 
 class StepSpan(NamedTuple):
@@ -183,7 +197,7 @@ class PagedAttention:
         slots = [span.blocks[at // size] * size + at % size for span, at in places]
         self._slots_N = torch.tensor(slots, device=self._device)
         self._keys: dict[int | None, list[tuple[slice | Tensor, Tensor | None]]] = {}
-        self._flash: dict[int | None, _FlashKeys] = {}
+        self._flash: dict[int | None, list[_FlashCall]] = {}
 
     def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K]."""
@@ -261,53 +275,68 @@ class PagedAttention:
         return mixed[0].transpose(0, 1)
 
     def _attend_flash(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
-        """Return the attention output [N, H, K] of all sequences by one flash attention call."""
+        """Return the attention output [N, H, K] of all sequences, by one flash call or few."""
         if window not in self._flash:
-            self._flash[window] = self._flash_keys(window, self._cache.stores_as(q_NHK.dtype))
-        slots, arguments = self._flash[window]
-        if slots is None:
-            size = self._cache.block_size
-            k, v = (x[layer].unflatten(0, (-1, size)) for x in self._cache.parts())
-        else:
-            k, v = self._cache.read(layer, slots)
-        mixed = varlen_attn(
-            *(q_NHK, k, v),
-            window_size=(-1 if window is None else window - 1, 0),
-            **(GQA_ARGUMENTS if q_NHK.shape[1] != k.shape[-2] else {}),
-            **arguments,
-        )
-        return cast(Tensor, mixed)
+            is_stored = self._cache.stores_as(q_NHK.dtype)
+            is_in_place = READS_TABLES and is_stored and self._cache.block_size % FLASH_BLOCK == 0
+            self._flash[window] = [self._in_place()] if is_in_place else self._gathered(window)
+        mixed: list[Tensor] = []
+        parts = q_NHK.split([call.num_queries for call in self._flash[window]])
+        for call, part in zip(self._flash[window], parts, strict=True):
+            if call.slots is None:
+                size = self._cache.block_size
+                k, v = (x[layer].unflatten(0, (-1, size)) for x in self._cache.parts())
+            else:
+                k, v = self._cache.read(layer, call.slots)
+            out = varlen_attn(
+                *(part, k, v),
+                window_size=(-1 if window is None else window - 1, 0),
+                **(GQA_ARGUMENTS if part.shape[1] != k.shape[-2] else {}),
+                **call.arguments,
+            )
+            mixed.append(cast(Tensor, out))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _flash_keys(self, window: int | None, is_stored: bool) -> _FlashKeys:
-        """Return the slots to gather, or None, and the arguments of the flash attention call.
-
-        `is_stored`: whether the cache stores the dtype of the queries.
-        """
-        device, firsts = self._device, [self._first(span, window) for span in self._spans]
-        arguments: dict[str, Any] = {
-            "cu_seq_q": _borders(self._lengths, device),
-            "max_q": max(self._lengths),
-            **_ONE_SPLIT,
+    def _in_place(self) -> _FlashCall:
+        """Return the call that reads the blocks of all sequences in place, by block tables."""
+        most = max(len(span.blocks) for span in self._spans)
+        tables = [[*span.blocks, *[0] * (most - len(span.blocks))] for span in self._spans]
+        stops = [span.stop for span in self._spans]
+        arguments = {
+            "cu_seq_k": None,
+            "max_k": max(stops),
+            "seqused_k": torch.tensor(stops, dtype=torch.int32, device=self._device),
+            "block_table": torch.tensor(tables, dtype=torch.int32, device=self._device),
         }
-        if READS_TABLES and is_stored and self._cache.block_size % FLASH_BLOCK == 0:
-            most = max(len(span.blocks) for span in self._spans)
-            tables = [[*s.blocks, *[0] * (most - len(s.blocks))] for s in self._spans]
-            stops = [span.stop for span in self._spans]
-            return None, {
-                **arguments,
-                "cu_seq_k": None,
-                "max_k": max(stops),
-                "seqused_k": torch.tensor(stops, dtype=torch.int32, device=device),
-                "block_table": torch.tensor(tables, dtype=torch.int32, device=device),
-            }
-        slots: list[Tensor] = []
-        for span, first in zip(self._spans, firsts, strict=True):
-            found = self._slots(span, first)
-            is_slice = isinstance(found, slice)
-            slots.append(torch.arange(found.start, found.stop) if is_slice else found)
-        lengths = [len(each) for each in slots]
-        arguments |= {"cu_seq_k": _borders(lengths, device), "max_k": max(lengths)}
-        return torch.cat(slots).to(device), arguments
+        return self._call(self._lengths, None, arguments)
+
+    def _gathered(self, window: int | None) -> list[_FlashCall]:
+        """Return calls that each gather at most _GATHERED keys, or the keys of one sequence."""
+        groups: list[tuple[list[int], list[Tensor]]] = []
+        num_keys = 0
+        for span, length in zip(self._spans, self._lengths, strict=True):
+            found = self._slots(span, self._first(span, window))
+            slots = torch.arange(found.start, found.stop) if isinstance(found, slice) else found
+            num_keys += len(slots)
+            if not groups or num_keys > _GATHERED:
+                groups.append(([], []))
+                num_keys = len(slots)
+            groups[-1][0].append(length)
+            groups[-1][1].append(slots)
+        calls: list[_FlashCall] = []
+        for lengths, slots_of in groups:
+            num_slots = [len(slots) for slots in slots_of]
+            arguments = {"cu_seq_k": _borders(num_slots, self._device), "max_k": max(num_slots)}
+            calls.append(self._call(lengths, torch.cat(slots_of).to(self._device), arguments))
+        return calls
+
+    def _call(
+        self, lengths: Sequence[int], slots: Tensor | None, arguments: dict[str, Any]
+    ) -> _FlashCall:
+        """Return a call for consecutive sequences with `lengths` queries."""
+        borders = _borders(lengths, self._device)
+        queries = {"cu_seq_q": borders, "max_q": max(lengths), **_ONE_SPLIT}
+        return _FlashCall(sum(lengths), slots, arguments | queries)
 
 
 def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:

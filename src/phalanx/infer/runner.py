@@ -41,7 +41,7 @@ class ModelRunner:
         self.model, self.cache, self._layout = model, cache, layout
         self._attentions = [cast(Any, block).attention for block in model.blocks]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def __call__(self, step: FlatStep) -> Tensor:
         """Return the logits [len(step.rows), V], float32 or wider."""
         self.cache.copy(step.copies)

@@ -3,8 +3,8 @@
 On a CPU PyTorch computes the first two in a dozen passes over memory, and its bf16 attention runs
 at a tenth of the speed of a matrix product. The functions here compute the same formulas block by
 block, in buffers that stay in cache, and save for backward at most their inputs (RMSNorm also a
-scale per row). On other devices, and under torch.compile, layers.py and attention.py use PyTorch's
-own functions.
+scale per row). On other devices, under torch.compile, and for few tokens in inference mode,
+layers.py and attention.py use PyTorch's own functions.
 
 Suffixes: see decoder.py; N is rows of any kind, n a block of N; t is a block of T.
 """
@@ -27,7 +27,7 @@ _BLOCK_ELEMENTS = 1 << 18
 """Number of elements of an fp32 buffer: small enough for caches, large enough to amortize calls."""
 
 _SERVED_ELEMENTS = 1 << 16
-"""Number of elements up to which, without backward, calls cost more than passes over memory: one
+"""Number of elements up to which, in inference mode, calls cost more than passes over memory: one
 token of 64 sequences of 1,024 features."""
 
 _QUERY_BLOCK = 256

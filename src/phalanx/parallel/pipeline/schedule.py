@@ -193,7 +193,7 @@ KINDS: Final = {
 
 
 MOST_COMPUTES: Final = 1 << 18
-"""Largest product of microbatches and stages of a schedule, whose lists are made in seconds."""
+"""Largest product of microbatches and stages; lists of a few stages are then made in seconds."""
 
 
 def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
@@ -214,11 +214,7 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
     p, of = num_ranks, KINDS[kind]
     v = of.chunks or chunks
     rank_of = [*range(p), *reversed(range(p))] if of.is_v else [*range(p)] * v
-    if num_microbatches * len(rank_of) > MOST_COMPUTES:
-        raise StrategyError(
-            f"schedule {kind}: a step has {num_microbatches:,} microbatches; the most with "
-            f"{len(rank_of)} stages are {MOST_COMPUTES // len(rank_of):,}; take larger microbatches"
-        )
+    check_length(kind, len(rank_of), num_microbatches)
     most = -(-max(num_microbatches, of.min_microbatches_per_rank * p) // p) * p
     orders: list[tuple[Action, ...]] = []
     for rank in range(p):
@@ -226,6 +222,15 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
         orders.append(tuple(_unrolled(of.phases(rank, p, most, v), stages, p)))
     schedule = Schedule(kind, tuple(rank_of), tuple(orders), most)
     return with_microbatches(schedule, num_microbatches)
+
+
+def check_length(kind: str, num_stages: int, num_microbatches: int) -> None:
+    """Raise StrategyError if the lists of a schedule would be too long to build."""
+    if num_microbatches * num_stages > MOST_COMPUTES:
+        raise StrategyError(
+            f"schedule {kind}: a step has {num_microbatches:,} microbatches; the most with "
+            f"{num_stages} stages are {MOST_COMPUTES // num_stages:,}; take larger microbatches"
+        )
 
 
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
