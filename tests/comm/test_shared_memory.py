@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from marks import by_hand
 from phalanx.comm import same_host
+from phalanx.comm.channels import SLOTS
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.pending import Pending
@@ -198,6 +199,30 @@ def back_to_back() -> int:
 
 def test_a_thousand_calls_of_two_groups_waited_for_in_any_order() -> None:
     assert run_ranks(back_to_back, 4, threads=1) == [1000] * 4
+
+
+def many_under_way(size: int, started: Path) -> list[bool]:
+    """Start more collectives and messages than have slots, on one rank all before the other."""
+    comm, rank = Ranks({"dp": 2}, shares_memory=True), dist.get_rank()
+    while rank == 1 and not started.exists():
+        time.sleep(0.01)
+    numbers = range(4 * SLOTS)
+    terms = [comm.empty([size], torch.empty(0)).fill_(n + 1000 * rank) for n in numbers]
+    pending = [comm.all_reduce_start(term, "dp") for term in terms]
+    start = comm.recv_start if rank else comm.send_start
+    sent = [torch.full((size,), -1.0 if rank else float(n)) for n in numbers]
+    pending += [start(each, "dp", 1 - rank) for each in sent]
+    started.touch()
+    for each in pending if rank else reversed(pending):
+        each.wait()
+    sums = [bool((term == 2 * n + 1000).all()) for n, term in enumerate(terms)]
+    return sums + [bool((each == n).all()) for n, each in enumerate(sent)]
+
+
+@pytest.mark.parametrize("size", [5, 20_000])
+def test_more_calls_than_slots_are_under_way(size: int, tmp_path: Path) -> None:
+    found = run_ranks(many_under_way, 2, size, tmp_path / "started", threads=1)
+    assert found == [[True] * 8 * SLOTS] * 2
 
 
 def counted(shares_memory: bool) -> list[Entry]:

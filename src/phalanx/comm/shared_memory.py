@@ -168,6 +168,7 @@ class SharedMemory(CommEngine):
         self._numbers: dict[int | None, int] = {}
         self._received: dict[int, int] = {}
         self._held: dict[tuple[int | None, int], tuple[Block, Sequence[int]]] = {}
+        self._unposted = set[tuple[int | None, int]]()
 
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -330,6 +331,10 @@ class SharedMemory(CommEngine):
 
         It is `tensor` itself if that is on the heap and not `copies`, else a copy on the heap.
         """
+        key, earlier = (call.channel, call.number), (call.channel, call.number - SLOTS)
+        self._unposted.add(key)
+        while earlier in self._unposted:  # it has the same slot, and waits for its turn itself
+            yield self._channels.posted(self._coord, *earlier)
         yield from self._await_read(call._replace(number=call.number - SLOTS))
         block, seen = None if copies else self._heap.block_of(tensor), tensor
         if block is None:
@@ -341,10 +346,10 @@ class SharedMemory(CommEngine):
         for held in [*self._held]:
             if self._unacknowledged(held) is None:
                 del self._held[held]
-        key = call.channel, call.number
         self._held[key] = block, self._others if readers is None else readers
         offset = seen.data_ptr() - self._heap.address
         self._channels.post(*key, Post(offset, call.num_bytes, call.what))
+        self._unposted.remove(key)
         return seen
 
     def _unacknowledged(self, key: tuple[int | None, int]) -> AwaitedWord | None:
