@@ -20,7 +20,7 @@ from typing_extensions import override
 from phalanx.account.activations import peak_in_flight
 from phalanx.account.module import CountedLink, count_module
 from phalanx.errors import ConfigError, StrategyError
-from phalanx.parallel.pipeline.cut import num_stages
+from phalanx.parallel.pipeline.cut import check_schedule, num_stages
 from phalanx.parallel.pipeline.links import cut_links, links_of
 from phalanx.parallel.plan import Plan
 from phalanx.planner import network, roofline
@@ -243,6 +243,7 @@ def search_module(question: Question, module: AnyModule, accumulation: int) -> F
     num_legal = 0
     for planned in _steps(question, module, accumulation):
         try:
+            check_schedule(planned.strategy, planned.accumulation)
             held = fits(question, cast(Any, planned))
             num_legal += 1
             if isinstance(held, Inequality):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.errors import BatchError, StrategyError
+from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner.planned import plan_of
 from phalanx.planner.price import price
 from phalanx.planner.search import Candidate, Inequality, Question, check, fits, length_unit
@@ -47,7 +48,17 @@ def price_microbatches(
         )
     assert not rest, "the unit is a multiple of the data ranks"
     sizes = [microbatch] if microbatch else [n for n in question.microbatches if rows % n == 0]
-    return [_priced(question, strategy, size, rows // size) for size in sizes]
+    check_schedule(strategy, rows // max(sizes))
+    legal_sizes = [size for size in sizes if _has_schedule(strategy, rows // size)]
+    return [_priced(question, strategy, size, rows // size) for size in legal_sizes]
+
+
+def _has_schedule(strategy: Strategy, accumulation: int) -> bool:
+    try:
+        check_schedule(strategy, accumulation)
+    except StrategyError:
+        return False
+    return True
 
 
 def _check_length(question: Question, strategy: Strategy) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from phalanx.account.flops import step_flops
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
-from phalanx.parallel.pipeline.schedule import Schedule, check_length
+from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
 from phalanx.parallel.plan import Plan
 from phalanx.planner import network, roofline, stages
@@ -166,8 +166,6 @@ class Costs:
         self.planned, self.job, self.software, self.plan = planned, job, software, plan
         num_rounds = stages.microbatches_for_peak(planned.strategy, planned.accumulation)
         self.schedule: Schedule | None = plan.schedule(num_rounds)
-        if self.schedule is not None:  # the lists of the step itself, which are not built here
-            check_length(self.schedule.kind, self.schedule.num_stages, planned.accumulation)
 
     def of_stages(self) -> list[StageCost]:
         """Return the times of each pipeline stage; one stage without pp."""

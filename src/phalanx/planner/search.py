@@ -19,6 +19,7 @@ from typing import Final, Literal
 
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner.bound import bound_s
 from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
@@ -139,6 +140,7 @@ def search(question: Question, wanted: int = 10) -> Found:
             break
         try:
             num_priced += 1
+            check_schedule(planned.strategy, planned.accumulation)
             cost = price(planned, question.cluster, question.software)
             if cost.step_s > limit_s:  # too slow, whether it fits or not
                 continue

@@ -13,6 +13,7 @@ from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.schedule import (
     Schedule,
     build_schedule,
+    check_length,
     with_microbatches,
     with_whole_backwards,
 )
@@ -32,6 +33,12 @@ def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
     others = {name for name, axis in strategy.axes() if axis.degree > 1}.difference(("pp", "dp"))
     is_split = not others and strategy.recompute.kind == "none"
     return _schedule(strategy.pp, strategy.schedule, num_microbatches, is_split)
+
+
+def check_schedule(strategy: Strategy, num_microbatches: int) -> None:
+    """Raise StrategyError if the schedule of so many microbatches would be too long to build."""
+    if strategy.pp.degree > 1 and not strategy.schedule:
+        check_length(strategy.pp.kind, num_stages(strategy), num_microbatches)
 
 
 @functools.lru_cache
