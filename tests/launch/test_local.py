@@ -292,6 +292,7 @@ from multiprocessing import forkserver, popen_forkserver, reduction
 from phalanx.cli.main import main
 from phalanx.launch.local import run_ranks
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 starts = []
 
 def interrupt():

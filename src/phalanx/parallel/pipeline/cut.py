@@ -36,7 +36,7 @@ def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
 
 
 def check_schedule(strategy: Strategy, num_microbatches: int) -> None:
-    """Raise StrategyError if the schedule of so many microbatches would be too long to build."""
+    """Raise StrategyError if the schedule of a step would be too long to build."""
     if strategy.pp.degree > 1 and not strategy.schedule:
         check_length(strategy.pp.kind, num_stages(strategy), num_microbatches)
 
