@@ -212,17 +212,23 @@ def many_under_way(size: int, started: Path) -> list[bool]:
     start = comm.recv_start if rank else comm.send_start
     sent = [torch.full((size,), -1.0 if rank else float(n)) for n in numbers]
     pending += [start(each, "dp", 1 - rank) for each in sent]
+    sources = [n // SLOTS % 2 for n in numbers]  # calls of a slot are the two ranks' in turns
+    spread = [torch.full((size,), float(n) if rank == sources[n] else -1.0) for n in numbers]
+    pending += [
+        comm.broadcast_start(each, "dp", source)
+        for each, source in zip(spread, sources, strict=True)
+    ]
     started.touch()
     for each in pending if rank else reversed(pending):
         each.wait()
     sums = [bool((term == 2 * n + 1000).all()) for n, term in enumerate(terms)]
-    return sums + [bool((each == n).all()) for n, each in enumerate(sent)]
+    return sums + [bool((each[n] == n).all()) for each in (sent, spread) for n in numbers]
 
 
 @pytest.mark.parametrize("size", [5, 20_000])
 def test_more_calls_than_slots_are_under_way(size: int, tmp_path: Path) -> None:
     found = run_ranks(many_under_way, 2, size, tmp_path / "started", threads=1)
-    assert found == [[True] * 8 * SLOTS] * 2
+    assert found == [[True] * 12 * SLOTS] * 2
 
 
 def counted(shares_memory: bool) -> list[Entry]:

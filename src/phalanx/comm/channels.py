@@ -158,6 +158,10 @@ class Channels:
         member = self.members[by]
         return AwaitedWord(member, self._ack_index(member, self.coord, channel, number), number)
 
+    def is_own(self, word: AwaitedWord) -> bool:
+        """Return whether this rank itself writes the word."""
+        return word.member is self._me
+
     def read(self, by: int, channel: int | None, number: int) -> Post:
         """Return a call that rank `by` has posted."""
         member = self.members[by]

@@ -139,8 +139,10 @@ class SharedTransfer(Transfer):
         begun_s = time.monotonic()
         while (need := self.advance()) is not None:
             others = [other for other in [*_UNDER_WAY] if other is not self]
-            for other in others:  # see [Note: Progress]
-                other.advance()
+            needs = [need, *(other.advance() for other in others)]  # see [Note: Progress]
+            # A call that waits for an earlier one of this rank waits for a peer in the end.
+            of_peers = (each for each in needs if each and not self._channels.is_own(each))
+            need = next(of_peers, need)
             self._channels.sleep(need, begun_s, CROWDED_TICK_S if others else TICK_S)
 
 
@@ -168,7 +170,7 @@ class SharedMemory(CommEngine):
         self._numbers: dict[int | None, int] = {}
         self._received: dict[int, int] = {}
         self._held: dict[tuple[int | None, int], tuple[Block, Sequence[int]]] = {}
-        self._unposted = set[tuple[int | None, int]]()
+        self._in_slot: dict[tuple[int | None, int], int] = {}
 
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -331,11 +333,11 @@ class SharedMemory(CommEngine):
 
         It is `tensor` itself if that is on the heap and not `copies`, else a copy on the heap.
         """
-        key, earlier = (call.channel, call.number), (call.channel, call.number - SLOTS)
-        self._unposted.add(key)
-        while earlier in self._unposted:  # it has the same slot, and waits for its turn itself
-            yield self._channels.posted(self._coord, *earlier)
-        yield from self._await_read(call._replace(number=call.number - SLOTS))
+        key, slot = (call.channel, call.number), (call.channel, call.number % SLOTS)
+        before, self._in_slot[slot] = self._in_slot.get(slot), call.number
+        if before is not None:  # it may wait for the slot itself
+            yield self._channels.posted(self._coord, call.channel, before)
+            yield from self._await_read(call._replace(number=before))
         block, seen = None if copies else self._heap.block_of(tensor), tensor
         if block is None:
             with errors_if_full():
@@ -349,7 +351,6 @@ class SharedMemory(CommEngine):
         self._held[key] = block, self._others if readers is None else readers
         offset = seen.data_ptr() - self._heap.address
         self._channels.post(*key, Post(offset, call.num_bytes, call.what))
-        self._unposted.remove(key)
         return seen
 
     def _unacknowledged(self, key: tuple[int | None, int]) -> AwaitedWord | None:
