@@ -11,6 +11,7 @@ from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.schedule import (
+    KINDS,
     Schedule,
     build_schedule,
     check_length,
@@ -67,7 +68,9 @@ def strategy_facts(strategy: Strategy) -> dict[str, str]:
 
 def num_stages(strategy: Strategy) -> int:
     """Return the number of stages into which a strategy cuts a model."""
-    return schedule_of(strategy, 1).num_stages
+    if strategy.schedule:
+        return schedule_of(strategy, 1).num_stages
+    return strategy.pp.degree * (KINDS[strategy.pp.kind].chunks or strategy.pp.option or 1)
 
 
 @functools.lru_cache
