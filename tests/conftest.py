@@ -50,7 +50,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     loaded = [names for library, names in OF_LIBRARIES.items() if library in sys.modules]
-    preload = [*PRELOAD, *chain.from_iterable(loaded)]
+    preload = [*PRELOAD, *chain.from_iterable(loaded), "ranks_started"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with pytest.MonkeyPatch.context() as patch:
         # The server finds ranks_preload by this alone; what it cannot import it passes over.

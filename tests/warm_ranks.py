@@ -61,7 +61,7 @@ PR_SET_PDEATHSIG = 1
 
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
 _LASTING = (
-    *("phalanx", "warm_ranks", "ranks_preload", "namespaces"),
+    *("phalanx", "warm_ranks", "ranks_preload", "ranks_started", "namespaces"),
     *(name for name in sys.stdlib_module_names if name != "__main__"),
 )
 """Modules that no folder of a job brings, beside those of site-packages."""
@@ -300,9 +300,8 @@ class _Start:
         self._is_deterministic = torch.are_deterministic_algorithms_enabled()
         self._filters = list(warnings.filters)
         self._settings = _settings()
-        self._seen: set[str] = set()
-        self._watched: list[_Names] = []
-        self._watch()
+        NAMES.watch()
+        NAMES.take_changes()
         gc.freeze()  # so that garbage of a job is collected without a look at all modules
 
     def begin(self, threads: int, timeout_s: float) -> None:
@@ -336,26 +335,14 @@ class _Start:
         if warnings.filters != self._filters:
             warnings.resetwarnings()  # so that what was passed over is looked at again
             warnings.filters[:] = self._filters
-        for names in self._watched:
-            names.put_back()
-        self._watch()
+        NAMES.put_back()
+        NAMES.watch()
         gc.collect()
         now = _settings()
         if now != self._settings:
             pairs = zip(self._settings, now, strict=True)
             raise Changed(str([pair for pair in pairs if pair[0] != pair[1]]))
         return self._calls()
-
-    def _watch(self) -> None:
-        """Watch the modules that are new; forget those of tests, which are read again."""
-        for name in sys.modules.keys() - self._seen:
-            module = sys.modules[name]
-            if _is_of_tests(module):
-                del sys.modules[name]
-                continue
-            self._seen.add(name)
-            if name in _WATCHED_ALONE or name.startswith(_WATCHED):
-                self._watched.append(_Names(module))
 
     def _calls(self) -> dict[str, int]:
         import torch.distributed as dist
@@ -427,10 +414,47 @@ def _is_of_tests(module: ModuleType | None) -> bool:
     return bool(file) and "site-packages" not in file and name not in _LASTING
 
 
+class AllNames:
+    """The names of all watched modules.
+
+    The server of the ranks looks at them once, see `ranks_started`: each rank begins with that.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._watched: list[_Names] = []
+
+    def watch(self) -> None:
+        """Watch the modules that are new; forget those of tests, which are read again."""
+        for name in sys.modules.keys() - self._seen:
+            module = sys.modules[name]
+            if _is_of_tests(module):
+                del sys.modules[name]
+                continue
+            self._seen.add(name)
+            if name in _WATCHED_ALONE or name.startswith(_WATCHED):
+                self._watched.append(_Names(module))
+
+    def take_changes(self) -> None:
+        """Let the names stand for what they stand for now, after this process has joined."""
+        self._watched = [
+            _Names(names.module) if names.have_changed() else names for names in self._watched
+        ]
+
+    def put_back(self) -> None:
+        """Let the names stand for what they stood for."""
+        for names in self._watched:
+            names.put_back()
+
+
+NAMES = AllNames()
+
+
 class _Names:
     """What the names of a module and of its classes stand for, and what its tables hold."""
 
     def __init__(self, module: ModuleType) -> None:
+        self.module = module
         # The names of groups are counted by it, and those of meshes stay.
         self._kept = {"_group_count"} if module.__name__.endswith("distributed_c10d") else set()
         of = [module, *(each for each in vars(module).values() if _is_own(each, module))]
@@ -451,6 +475,12 @@ class _Names:
         if self._is_ours:
             return type(value) in (dict, list, set)
         return issubclass(type(value), OrderedDict) and name.startswith("_global")  # hooks
+
+    def have_changed(self) -> bool:
+        """Return whether a name stands for something else, or a table holds something else."""
+        return any(value != before for value, before in self._held) or not all(
+            _is_as(vars(each), before) for each, before in self._stood_for
+        )
 
     def put_back(self) -> None:
         for each, before in self._stood_for:
