@@ -69,6 +69,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def short_measurements() -> None:
+    from short_measurements import shorten  # not in the process that only deals the tests out
+
+    shorten()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     WARM.is_off = item.get_closest_marker("fresh_ranks") is not None

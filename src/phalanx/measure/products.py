@@ -28,6 +28,8 @@ from phalanx.measure.peaks import Arithmetic
 
 FEWEST_REPEATS = 3
 _MOST_REPEATS = 30
+_QUICK_S = 0.3
+"""Seconds of each product of `quick_ceiling`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +87,7 @@ def quick_ceiling(device: torch.device | str, arithmetic: Arithmetic) -> float:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         are_shared = device.type == "cpu" and num_here * torch.get_num_threads() > num_cores()
         for rows, inner, columns in sizes:
-            points.append(
-                measure_matmul(device, dtype, rows, inner, columns, budget_s=0.3, fewest=1)
-            )
+            points.append(measure_matmul(device, dtype, rows, inner, columns, _QUICK_S, fewest=1))
             if time.perf_counter() - begin_s > 1.0:
                 break
     if are_shared:
