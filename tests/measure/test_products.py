@@ -64,7 +64,7 @@ def test_a_rate_of_ranks_that_take_turns_is_of_all_products(
     points: list[MatmulPoint] = []
 
     def measured(
-        _: object, __: object, rows: int, inner: int, columns: int, **___: object
+        _: object, __: object, rows: int, inner: int, columns: int, *___: object, **____: object
     ) -> MatmulPoint:
         each = next(seconds)
         point = MatmulPoint(

@@ -80,7 +80,8 @@ def part_seconds(
 def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     work = work_of(case)
     if device.core is not None:
-        work = Work(*(tuple(_in_blocks(each, case.strategy) for each in part) for part in work))
+        slowdown = ring_slowdown(case.strategy, case.seq_len, case.precision)
+        work = Work(*(tuple(_slowed(each, slowdown) for each in part) for part in work))
     attention = [each for part in work for each in part if each.scores]
     return PartSeconds(
         *(
@@ -91,10 +92,23 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     )
 
 
-def _in_blocks(of: Operation, strategy: Strategy) -> Operation:
-    """Scale attention FLOPs by 2 x ranks for a ring on CPU, which attends one chunk at a time."""
+_RING_COST: Final = {"bfloat16": (1.25, 150.0)}
+"""Precision -> cost of a ring's attention on a CPU beside attention to a full row: a factor, and
+the positions of a chunk that take twice as long. `benchmarks/context/ring.py` measures both."""
+
+_RING_COST_OF_FLASH: Final = (1.0, 30.0)
+"""The same for float32 and float64, which compute with PyTorch's flash attention."""
+
+
+def ring_slowdown(strategy: Strategy, seq_len: int, precision: str) -> float:
+    """Return the time of a ring's attention on a CPU / its share of attention to a full row."""
     ranks = max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
-    return of._replace(flops=of.flops * 2 * ranks) if of.scores and ranks > 1 else of
+    factor, positions = _RING_COST.get(precision, _RING_COST_OF_FLASH)
+    return factor + positions / max(1, seq_len // (2 * ranks)) if ranks > 1 else 1.0
+
+
+def _slowed(of: Operation, slowdown: float) -> Operation:
+    return of._replace(flops=round(of.flops * slowdown)) if of.scores else of
 
 
 def model_spent(planned: PlannedStep, device: Device, software: Software) -> DeviceHostSeconds:

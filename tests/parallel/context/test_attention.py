@@ -47,6 +47,9 @@ RINGS = [
     Case(length=8),  # two positions a chunk for two ranks, one for four
     Case(dtype=torch.float32, begins=0.1),
     Case(dtype=torch.bfloat16, begins=0.1),
+    Case(dtype=torch.bfloat16, num_heads=3, num_groups=1),
+    Case(dtype=torch.bfloat16, window=7),
+    Case(dtype=torch.bfloat16, is_causal=False),
     Case(window=2),
     Case(window=7, begins=0.1),
     Case(length=1104, num_heads=1, num_groups=1, window=300),

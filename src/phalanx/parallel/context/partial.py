@@ -12,7 +12,8 @@ Backward needs from the merged result only L and delta = sum(dO * O) for each qu
 
 Scores are computed for one block of queries at a time, and only for keys that some query of the
 block attends to. Sums are in float32 (float64 for float64 inputs). The code is plain PyTorch, for
-any device.
+any device; on a CPU, PyTorch's flash attention is faster in float32 and float64, and computes each
+block.
 
 Suffixes: see models/decoder.py; t is a block of queries, S are keys, and R = H / G is the number of
 query heads for each key head.
@@ -20,13 +21,16 @@ query heads for each key head.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from phalanx.models.kernels import device_type
 
 _MOST_SCORES = 1 << 26
 """Largest number of scores of one row of the batch that are held at a time."""
@@ -99,6 +103,10 @@ class PartialAttention:
         sight: AttentionMask,
     ) -> None:
         """Attend from one chunk of queries to one chunk of keys, and merge the result."""
+        if _has_flash(q_BTHK):
+            for part in _flash_parts(q_BTHK, queries, keys, sight):
+                self._merge(part.at, *part.forward(q_BTHK, k_BSGK, v_BSGK))
+            return
         num_groups = k_BSGK.shape[2]
         for block in _blocks(q_BTHK, queries, keys, sight):
             at = block.row, block.queries
@@ -109,7 +117,7 @@ class PartialAttention:
             o_GNK = p_GNS.to(v_BSGK.dtype) @ _by_head(v_BSGK[block.row, block.keys])
             self._merge(at, _ungrouped(o_GNK, q_BTHK[at]), _ungrouped(lse_GN, q_BTHK[at]))
 
-    def _merge(self, at: tuple[int, slice], o_tHK: Tensor, lse_tH: Tensor) -> None:
+    def _merge(self, at: tuple[int | slice, slice], o_tHK: Tensor, lse_tH: Tensor) -> None:
         before_tH = self.lse_BTH[at]
         both_tH = torch.logaddexp(before_tH, lse_tH)
         finite_tH = _finite(both_tH)
@@ -123,26 +131,29 @@ class BackwardState:
     """Backward state of this rank's queries.
 
     Attributes:
-        q_BTHK, do_BTHK: queries, and the gradient of the attention output.
+        q_BTHK, o_BTHK, do_BTHK: queries, the attention output, and its gradient.
         lse_BTH: log-sum-exp of the scores over all keys.
-        delta_BTH: sum over K of do * o.
         dq_BTHK: accumulated gradient of the queries, in float32 or float64.
     """
 
     q_BTHK: Tensor
+    o_BTHK: Tensor
     do_BTHK: Tensor
     lse_BTH: Tensor
-    delta_BTH: Tensor
     dq_BTHK: Tensor
 
     @classmethod
     def of(cls, q_BTHK: Tensor, o_BTHK: Tensor, lse_BTH: Tensor, do_BTHK: Tensor) -> BackwardState:
         """Return the initial state, given the output of forward and its gradient; dq is zeros."""
-        delta_BTH = (do_BTHK.to(lse_BTH.dtype) * o_BTHK).sum(-1)
         dq_BTHK = torch.zeros_like(
             q_BTHK, dtype=lse_BTH.dtype, memory_format=torch.contiguous_format
         )
-        return cls(q_BTHK, do_BTHK, lse_BTH, delta_BTH, dq_BTHK)
+        return cls(q_BTHK, o_BTHK, do_BTHK, lse_BTH, dq_BTHK)
+
+    @functools.cached_property
+    def delta_BTH(self) -> Tensor:
+        """Sum over K of do * o."""
+        return (self.do_BTHK.to(self.lse_BTH.dtype) * self.o_BTHK).sum(-1)
 
     def add(
         self,
@@ -156,6 +167,13 @@ class BackwardState:
     ) -> None:
         """Add the gradients of one (query chunk, key chunk) pair to dq, `dk_BSGK` and `dv_BSGK`."""
         q_BTHK, num_groups = self.q_BTHK, k_BSGK.shape[2]
+        if _has_flash(q_BTHK):
+            for part in _flash_parts(q_BTHK, queries, keys, sight):
+                dq_BTHK, dk, dv = part.backward(self, k_BSGK, v_BSGK)
+                self.dq_BTHK[part.at] += dq_BTHK
+                dk_BSGK[part.others] += dk
+                dv_BSGK[part.others] += dv
+            return
         scale = q_BTHK.shape[3] ** -0.5
         for block in _blocks(q_BTHK, queries, keys, sight):
             at, others = (block.row, block.queries), (block.row, block.keys)
@@ -170,6 +188,71 @@ class BackwardState:
             self.dq_BTHK[at] += _ungrouped(ds_GNS @ k_GSK, q_BTHK[at])
             dk_BSGK[others] += (ds_GNS.mT @ q_GNK).transpose(0, 1)
             dv_BSGK[others] += (p_GNS.mT @ do_GNK).transpose(0, 1)
+
+
+def _has_flash(q_BTHK: Tensor) -> bool:
+    """Return whether PyTorch's flash attention computes blocks of queries like these."""
+    return q_BTHK.dtype in (torch.float32, torch.float64) and device_type(q_BTHK) == "cpu"
+
+
+class _FlashPart(NamedTuple):
+    """Queries of one row of the batch, and the keys that they attend to.
+
+    Attributes:
+        at, others: index of the queries, and of the keys, in tensors of [B, T, ...].
+        is_causal: whether the queries are at the positions of the keys, under a causal mask.
+        masked_tS: True where the key is masked for the query; None if `is_causal`, or if no key is.
+    """
+
+    at: tuple[slice, slice]
+    others: tuple[slice, slice]
+    is_causal: bool
+    masked_tS: Tensor | None = None
+
+    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention output of these queries, and its log-sum-exp."""
+        q, k, v = self._heads_first((q_BTHK,), (k_BSGK, v_BSGK))
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        o_BHTK, lse_BHT = operator(q, k, v, 0.0, self.is_causal, attn_mask=self._bias(q))
+        if self.masked_tS is not None:  # of a query without keys the operator returns 0
+            lse_BHT.masked_fill_(self.masked_tS.all(1), -math.inf)
+        return o_BHTK.transpose(1, 2), lse_BHT.transpose(1, 2)
+
+    def backward(
+        self, state: BackwardState, k_BSGK: Tensor, v_BSGK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of these queries, and those of their keys and values."""
+        mine = state.do_BTHK, state.q_BTHK, state.o_BTHK, state.lse_BTH
+        do, q, o, lse, k, v = self._heads_first(mine, (k_BSGK, v_BSGK))
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = operator(do, q, k, v, o, lse, 0.0, self.is_causal, attn_mask=self._bias(q))
+        dq, dk, dv = (each.transpose(1, 2) for each in found)
+        return dq, dk, dv
+
+    def _heads_first(self, mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> Iterator[Tensor]:
+        yield from (x[self.at].transpose(1, 2) for x in mine)
+        yield from (x[self.others].transpose(1, 2) for x in theirs)
+
+    def _bias(self, q: Tensor) -> Tensor | None:
+        """Return what the operator adds to the scores."""
+        if self.masked_tS is None:
+            return None
+        return q.new_zeros(self.masked_tS.shape).masked_fill_(self.masked_tS, -math.inf)
+
+
+def _flash_parts(
+    q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: AttentionMask
+) -> Iterator[_FlashPart]:
+    """Yield each row of a pair of chunks; by blocks, if documents or windows mask some keys."""
+    if sight.starts_BT is None:
+        is_causal = sight.is_causal and queries.first == keys.first
+        for row in range(len(q_BTHK)):
+            at = slice(row, row + 1)
+            yield _FlashPart((at, queries.local), (at, keys.local), is_causal)
+        return
+    for row, here, seen, masked_tS in _blocks(q_BTHK, queries, keys, sight):
+        at = slice(row, row + 1)
+        yield _FlashPart((at, here), (at, seen), is_causal=False, masked_tS=masked_tS)
 
 
 def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: AttentionMask) -> Iterator[_Block]:
