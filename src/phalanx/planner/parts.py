@@ -101,7 +101,7 @@ _RING_COST_OF_FLASH: Final = (1.0, 30.0)
 
 
 def ring_slowdown(strategy: Strategy, seq_len: int, precision: str) -> float:
-    """Return the time of a ring's attention on a CPU / its share of attention to a full row."""
+    """Return the time of a ring's attention on a CPU / (attention to a full row / ranks)."""
     ranks = max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
     factor, positions = _RING_COST.get(precision, _RING_COST_OF_FLASH)
     return factor + positions / max(1, seq_len // (2 * ranks)) if ranks > 1 else 1.0

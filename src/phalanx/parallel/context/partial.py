@@ -221,7 +221,7 @@ class _FlashPart(NamedTuple):
     def backward(
         self, state: BackwardState, k_BSGK: Tensor, v_BSGK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of these queries, and those of their keys and values."""
+        """Return the gradients of these queries, of their keys and of their values."""
         mine = state.do_BTHK, state.q_BTHK, state.o_BTHK, state.lse_BTH
         do, q, o, lse, k, v = self._heads_first(mine, (k_BSGK, v_BSGK))
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
