@@ -19,9 +19,9 @@ from phalanx.errors import TrainingError
 from phalanx.server import coordinator, heartbeats, replica, requests, role, tasks, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.coordinator import PROTOCOL, Coordinator
+from phalanx.server.coordinator import Coordinator
 from phalanx.server.local_roles import LocalRoles, local_roles
-from phalanx.server.message import WireMessage
+from phalanx.server.message import PROTOCOL, WireMessage
 from phalanx.server.secret import Secret
 from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE

@@ -99,3 +99,10 @@ def test_a_worker_of_a_job_that_has_ended_says_so(monkeypatch: pytest.MonkeyPatc
         first.end()
         with pytest.raises(TrainingError, match="has ended; a new job needs"):
             Requests(first._meeting, 0, Consistency("ps", 1), (0, 5))
+
+
+def test_a_worker_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with workers(1) as (first,):
+        monkeypatch.setattr(requests, "PROTOCOL", 7)
+        with pytest.raises(TrainingError, match=r"has version 2 of .*, but this worker has ve.* 7"):
+            Requests(first._meeting, 0, Consistency("ps", 1), (0, 5))

@@ -16,19 +16,16 @@ import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from typing_extensions import override
 
 from phalanx.errors import PhalanxError
 from phalanx.server.heartbeats import BEAT_S
-from phalanx.server.message import WireError, WireMessage
+from phalanx.server.message import PROTOCOL, WireError, WireMessage
 from phalanx.server.placement import ranked
 from phalanx.server.role import Role, Settings
 from phalanx.server.tasks import LEASE_S
-
-PROTOCOL: Final = 2
-"""Version of the message protocol; members with another version are refused."""
 
 
 class Fenced(Exception):
@@ -143,7 +140,7 @@ class Coordinator(Role):
             "job": job, "epoch": 0, "homes": {}, "addresses": {}, "incarnations": {},
             "holders": [], "since": [], "scheduler": "", "ended": False,
         }  # fmt: skip
-        self.map["term"] = self._journal.term
+        self.map |= {"term": self._journal.term, "protocol": PROTOCOL}
         if self.map["job"] != job:
             raise WireError(f"the journal belongs to job {self.map['job']}, but this is job {job}")
         self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)

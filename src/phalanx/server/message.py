@@ -17,6 +17,9 @@ from torch import Tensor
 
 from phalanx.errors import PhalanxError
 
+PROTOCOL: Final = 2
+"""Version of the messages; processes of another version are refused, and refuse."""
+
 MOST_HEADER_BYTES: Final = 1 << 20
 MOST_FRAMES: Final = 1 << 14
 MOST_FRAME_BYTES: Final = 1 << 28

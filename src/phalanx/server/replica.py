@@ -16,10 +16,9 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from phalanx.server.coordinator import PROTOCOL
 from phalanx.server.heartbeats import BEAT_S, HeartbeatThread
 from phalanx.server.loop_clock import LoopClock
-from phalanx.server.message import WireMessage
+from phalanx.server.message import PROTOCOL, WireMessage
 from phalanx.server.role import Member, Settings
 from phalanx.server.shard import Shard
 from phalanx.server.wire import Connection

@@ -25,7 +25,7 @@ from phalanx.server.address import check_address
 from phalanx.server.consistency import Consistency
 from phalanx.server.heartbeats import HeartbeatThread
 from phalanx.server.loop_clock import LoopClock
-from phalanx.server.message import WireMessage
+from phalanx.server.message import PROTOCOL, WireMessage
 from phalanx.server.role import SILENT_S, Settings
 from phalanx.server.secret import Secret
 from phalanx.server.tasks import LEASE_S
@@ -74,6 +74,12 @@ class JobAddress:
         return self.coordinator.startswith("ipc://")
 
 
+NO_MAP: Final[Settings] = {
+    "epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": "", "protocol": PROTOCOL,
+}  # fmt: skip
+"""The map of a worker that the coordinator has not answered."""
+
+
 @dataclass
 class _Asked:
     """An unanswered request."""
@@ -94,8 +100,14 @@ def _is_met(known: Settings, address: str) -> bool:
     """Return whether the map of the coordinator at `address` has its servers and a scheduler.
 
     Raises:
-        TrainingError: the job has ended.
+        TrainingError: the job has ended, or its messages have another version.
     """
+    version = known.get("protocol", 2)  # maps of version 2 may lack it
+    if version != PROTOCOL:
+        raise TrainingError(
+            f"the coordinator at {address} has version {version} of the message protocol, but this "
+            f"worker has version {PROTOCOL}; install the same version of phalanx on all hosts"
+        )
     if known.get("ended"):
         raise ended(address)
     return bool(known["holders"] and known["scheduler"])
@@ -161,7 +173,7 @@ class Requests:
         self._gone_s: dict[int, float] = {}
         self._coordinator = self._link(meeting.coordinator)
         self._asked_map_s = 0.0
-        self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
+        self.map = NO_MAP
         self.num_live = consistency.num_slots
         try:
             self._wait_for(lambda: _is_met(self.map, meeting.coordinator), "the servers")
