@@ -182,5 +182,10 @@ def everything(num_ranks: int) -> str:
     traced(all_collectives, 3, torch.float32, num_ranks)
     traced(all_collectives, 3, torch.int64, 2)
     traced(reduces, [num_ranks + 1], [torch.bfloat16], ["avg"])
+    return all_sums(num_ranks)
+
+
+def all_sums(num_ranks: int) -> str:
+    """Reduce by all algorithms, and without waiting; return a digest of the results."""
     types = [torch.bfloat16, torch.int64]
     return reduces([0, num_ranks - 1, num_ranks + 1], types, list(REDUCTIONS)) + back_to_back(40)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from collective_jobs import all_collectives, back_to_back, counted, everything, messages, reduces
+from collective_jobs import (
+    all_collectives,
+    all_sums,
+    back_to_back,
+    counted,
+    everything,
+    messages,
+    reduces,
+)
 
 from phalanx import collectives
 from phalanx.comm.algorithms.running import REDUCTIONS
@@ -16,7 +24,7 @@ TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
 def test_all_of_them_on_four_ranks() -> None:
-    runs = [run_ranks(everything, 4, 4, threads=1) for _ in range(2)]
+    runs = [run_ranks(job, 4, 4, threads=1) for job in (everything, all_sums)]
     assert len({seen for run in runs for seen in run}) == 1
 
 
