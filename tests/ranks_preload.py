@@ -2,8 +2,8 @@
 
 After its first step a run measures for about a second, on every rank, what the machine can do.
 After the last one the model writes a sample of 64 tokens. Runs of tests take a constant and write
-eight tokens. What a rank measures of this machine is measured once. Those that a test starts as
-programs do as users see it.
+eight tokens. Ranks repeat no measurement of this machine. Those that a test starts as programs do
+as users see it.
 """
 
 import functools

@@ -5,6 +5,6 @@ from phalanx.measure import core, products
 
 
 def shorten() -> None:
-    """Repeat nothing for a better figure: tests look at what is measured and kept, not how well."""
+    """Repeat nothing: tests check that figures are kept, not that they are precise."""
     core._STEPS = in_step._STEPS = 1
     core._BUDGET_S = products._QUICK_S = 0.0

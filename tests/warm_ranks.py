@@ -417,7 +417,7 @@ def _is_of_tests(module: ModuleType | None) -> bool:
 class AllNames:
     """The names of all watched modules.
 
-    The server of the ranks looks at them once, see `ranks_started`: each rank begins with that.
+    The server of the ranks looks at them once, see `ranks_started`, and each rank inherits them.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Attention of one rank of a ring on a CPU, beside its share of attention to the full row.
+"""Attention of one rank of a ring on a CPU, beside attention to the full row / ranks.
 
 python benchmarks/context/ring.py
 
-6 heads of 64, forward and backward, one thread, without messages; medians of 5 rounds in turns. Of
-the ranks' equal shares it is that of rank 0. The planner slows attention by these factors
+6 heads of 64, forward and backward, one thread, without messages; medians of 5 rounds in turns.
+All ranks do equal work; this is rank 0. The planner slows attention by these factors
 (`ring_slowdown` in planner/parts.py).
 """
 
@@ -27,7 +27,7 @@ ROUNDS = 5
 def ring_step(tensors: tuple[torch.Tensor, ...], num_ranks: int) -> Callable[[], None]:
     """Return what attends as rank 0 does, to the keys of all ranks, forward and backward.
 
-    Keys and values of every rank are those of rank 0.
+    Every rank has the keys and values of rank 0.
     """
     size = tensors[0].shape[1] // (2 * num_ranks)
     q, k, v, do = (x[:, : 2 * size].detach() for x in tensors)

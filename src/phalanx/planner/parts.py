@@ -93,10 +93,10 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
 
 
 _RING_COST: Final = {"bfloat16": (1.25, 150.0)}
-"""Precision -> cost of a ring's attention on a CPU beside attention to a full row: a factor, and
-the positions of a chunk that take twice as long. `benchmarks/context/ring.py` measures both."""
+"""Precision -> factor and positions, by which a ring's attention on a CPU takes factor + positions
+/ (positions of a chunk) times as long; `benchmarks/context/ring.py` measures it."""
 
-_RING_COST_OF_FLASH: Final = (1.0, 30.0)
+_RING_COST_OF_FLASH: Final = (1.0, 12.0)
 """The same for float32 and float64, which compute with PyTorch's flash attention."""
 
 

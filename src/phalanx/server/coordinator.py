@@ -125,7 +125,7 @@ class Coordinator(Role):
     The map has `term`, `epoch`, `homes` (name -> weight of the first servers, on which chunks are
     placed), `addresses` by name, `incarnations` (name -> id of its process), `holders` (for each
     shard its primary, then its backup), `since` (for each shard the epoch in which its backup was
-    assigned), `scheduler` (its address), `job` and `ended`.
+    assigned), `scheduler` (its address), `protocol`, `job` and `ended`.
     """
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:

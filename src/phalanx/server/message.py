@@ -18,7 +18,8 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 
 PROTOCOL: Final = 2
-"""Version of the messages; processes of another version are refused, and refuse."""
+"""Version of the messages. The coordinator refuses members of another version, and a worker that
+joins refuses such a coordinator."""
 
 MOST_HEADER_BYTES: Final = 1 << 20
 MOST_FRAMES: Final = 1 << 14

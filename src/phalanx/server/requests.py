@@ -74,12 +74,6 @@ class JobAddress:
         return self.coordinator.startswith("ipc://")
 
 
-NO_MAP: Final[Settings] = {
-    "epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": "", "protocol": PROTOCOL,
-}  # fmt: skip
-"""The map of a worker that the coordinator has not answered."""
-
-
 @dataclass
 class _Asked:
     """An unanswered request."""
@@ -103,7 +97,7 @@ def _is_met(known: Settings, address: str) -> bool:
         TrainingError: the job has ended, or its messages have another version.
     """
     version = known.get("protocol", 2)  # maps of version 2 may lack it
-    if version != PROTOCOL:
+    if known["epoch"] >= 0 and version != PROTOCOL:
         raise TrainingError(
             f"the coordinator at {address} has version {version} of the message protocol, but this "
             f"worker has version {PROTOCOL}; install the same version of phalanx on all hosts"
@@ -173,7 +167,7 @@ class Requests:
         self._gone_s: dict[int, float] = {}
         self._coordinator = self._link(meeting.coordinator)
         self._asked_map_s = 0.0
-        self.map = NO_MAP
+        self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
         self.num_live = consistency.num_slots
         try:
             self._wait_for(lambda: _is_met(self.map, meeting.coordinator), "the servers")

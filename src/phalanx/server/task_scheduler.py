@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from phalanx.server.message import WireMessage
+from phalanx.server.message import PROTOCOL, WireMessage
 from phalanx.server.role import Member
 from phalanx.server.tasks import Tasks
 
@@ -29,7 +29,7 @@ class TaskScheduler(Member):
 
     @override
     def facts(self) -> dict[str, Any]:
-        return {"job": self._job}
+        return {"job": self._job, "protocol": PROTOCOL}
 
     def _now_s(self) -> float:
         return self.clock.now_s

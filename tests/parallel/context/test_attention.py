@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -24,7 +24,10 @@ NUM_ROWS, WIDTH = 3, 6
 
 @dataclass(frozen=True)
 class Case:
-    """What attends; `begins` is the share of positions at which a document begins."""
+    """What attends; a document begins at `begins` of the positions.
+
+    Without flash attention a ring computes as on a GPU.
+    """
 
     kind: str = "ring"
     num_heads: int = 4
@@ -34,6 +37,7 @@ class Case:
     is_causal: bool = True
     dtype: torch.dtype = torch.float64
     window: int | None = None
+    has_flash: bool = True
 
 
 RINGS = [
@@ -55,6 +59,7 @@ RINGS = [
     Case(length=1104, num_heads=1, num_groups=1, window=300),
     Case(window=40),  # of all positions
 ]
+IN_PLAIN_OPERATORS = [replace(case, has_flash=False) for case in RINGS]
 BY_HEADS = [
     Case("ulysses"),
     Case("ulysses", num_heads=12, num_groups=3, begins=0.1),  # key heads that no degree divides
@@ -120,8 +125,11 @@ def errors_on_rank(cases: Sequence[Case], num_ranks: int) -> list[list[float]]:
         expected.backward(do.double())
         parts = [x[:, here].clone().requires_grad_() for x in (q, k, v)]
         documents = cut_documents(documents_of(documents_BT), q[..., 0, 0], attend, comm)
-        mixed = attend(*parts, documents, case.window)
-        mixed.backward(do[:, here])
+        with pytest.MonkeyPatch.context() as patch:
+            if not case.has_flash:
+                patch.setattr(partial, "_has_flash", lambda _: False)
+            mixed = attend(*parts, documents, case.window)
+            mixed.backward(do[:, here])
         pairs = [(mixed, expected), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]
         found.append(
             [float(((a - b[:, here]).abs().max() / b.abs().max()).detach()) for a, b in pairs]
@@ -133,7 +141,7 @@ def errors_on_rank(cases: Sequence[Case], num_ranks: int) -> list[list[float]]:
 def test_each_rank_computes_its_positions_of_the_whole(
     num_ranks: int, subtests: pytest.Subtests
 ) -> None:
-    cases = [*RINGS, *BY_HEADS]
+    cases = [*RINGS, *IN_PLAIN_OPERATORS, *BY_HEADS]
     ranks = run_ranks(errors_on_rank, 2 * num_ranks, cases, num_ranks, threads=1)
     for case, *errors in zip(cases, *ranks, strict=True):
         with subtests.test(str(case)):
@@ -156,7 +164,11 @@ def test_scores_are_made_for_blocks_of_queries() -> None:
     assert not list(partial._blocks(q_BTHK, before, chunk, partial.AttentionMask()))
 
 
-def test_a_query_that_sees_no_key_of_a_part_takes_nothing_of_it() -> None:
+@pytest.mark.parametrize("has_flash", [True, False])
+def test_a_query_that_sees_no_key_of_a_part_takes_nothing_of_it(
+    has_flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "_has_flash", lambda _: has_flash)
     q_BTHK, k_BTHK = torch.randn(2, 1, 4, 1, 8).double()
     here = partial.Chunk(slice(0, 4), 4)
     sight = partial.AttentionMask(starts_BT=torch.tensor([[0, 0, 6, 6]]))
@@ -185,3 +197,20 @@ def test_what_many_hops_give_is_merged_in_float32() -> None:
         assert mixed.o_BTHK.dtype == torch.float32
         errors.append(float((mixed.o_BTHK - due_BTHK).abs().max() / due_BTHK.abs().max()))
     assert errors[1] < 1.5 * errors[0]
+
+
+def test_queries_of_any_strides_attend_alike_and_later_keys_are_not_seen() -> None:
+    q_BTHK, k_BTHK, v_BTHK, do_BTHK = torch.randn(4, 2, 8, 3, 8).double()
+    here, sight = partial.Chunk(slice(0, 8), 8), partial.AttentionMask()
+    found: list[list[torch.Tensor]] = []
+    for q in (q_BTHK, q_BTHK.transpose(2, 3).contiguous().transpose(2, 3)):
+        mixed = partial.PartialAttention(q)
+        mixed.add(q, k_BTHK, v_BTHK, here, partial.Chunk(slice(0, 8), 16), sight)
+        assert mixed.lse_BTH.isneginf().all()
+        mixed.add(q, k_BTHK, v_BTHK, here, here, sight)
+        state = partial.BackwardState.of(q, mixed.o_BTHK, mixed.lse_BTH, do_BTHK)
+        dk, dv = torch.zeros(2, *k_BTHK.shape, dtype=torch.float64)
+        state.add(k_BTHK, v_BTHK, dk, dv, here, here, sight)
+        found.append([mixed.o_BTHK, state.dq_BTHK, dk, dv])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)

@@ -12,8 +12,8 @@ Backward needs from the merged result only L and delta = sum(dO * O) for each qu
 
 Scores are computed for one block of queries at a time, and only for keys that some query of the
 block attends to. Sums are in float32 (float64 for float64 inputs). The code is plain PyTorch, for
-any device; on a CPU, PyTorch's flash attention is faster in float32 and float64, and computes each
-block.
+any device. In float32 and float64 a CPU takes PyTorch's flash attention, which is faster: for each
+block, or for whole chunks if neither documents nor windows mask a key.
 
 Suffixes: see models/decoder.py; t is a block of queries, S are keys, and R = H / G is the number of
 query heads for each key head.
@@ -37,6 +37,10 @@ _MOST_SCORES = 1 << 26
 
 _MOST_QUERIES, _LEAST_QUERIES = 256, 16
 """Largest number of queries in a block, and the smallest to which `_MOST_SCORES` may reduce it."""
+
+_FEWEST_IN_CALL = 128
+"""Number of queries that one call of flash attention has at least, of several rows if chunks are
+short: a call for fewer queries takes longer than its products."""
 
 
 class Chunk(NamedTuple):
@@ -173,6 +177,7 @@ class BackwardState:
                 self.dq_BTHK[part.at] += dq_BTHK
                 dk_BSGK[part.others] += dk
                 dv_BSGK[part.others] += dv
+                del dq_BTHK, dk, dv  # before the next part allocates its own
             return
         scale = q_BTHK.shape[3] ** -0.5
         for block in _blocks(q_BTHK, queries, keys, sight):
@@ -196,7 +201,7 @@ def _has_flash(q_BTHK: Tensor) -> bool:
 
 
 class _FlashPart(NamedTuple):
-    """Queries of one row of the batch, and the keys that they attend to.
+    """Queries of some rows of the batch, and the keys that they attend to.
 
     Attributes:
         at, others: index of the queries, and of the keys, in tensors of [B, T, ...].
@@ -230,8 +235,11 @@ class _FlashPart(NamedTuple):
         return dq, dk, dv
 
     def _heads_first(self, mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> Iterator[Tensor]:
-        yield from (x[self.at].transpose(1, 2) for x in mine)
-        yield from (x[self.others].transpose(1, 2) for x in theirs)
+        for tensors, at in ((mine, self.at), (theirs, self.others)):
+            for (
+                x
+            ) in tensors:  # the operators need a last dimension of stride 1, and do not check it
+                yield (x if x.stride(-1) == 1 else x.contiguous())[at].transpose(1, 2)
 
     def _bias(self, q: Tensor) -> Tensor | None:
         """Return what the operator adds to the scores."""
@@ -243,11 +251,14 @@ class _FlashPart(NamedTuple):
 def _flash_parts(
     q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: AttentionMask
 ) -> Iterator[_FlashPart]:
-    """Yield each row of a pair of chunks; by blocks, if documents or windows mask some keys."""
+    """Yield the rows of a pair of chunks; by blocks, if documents or windows mask some keys."""
+    if sight.is_causal and keys.first > queries.first:
+        return
     if sight.starts_BT is None:
         is_causal = sight.is_causal and queries.first == keys.first
-        for row in range(len(q_BTHK)):
-            at = slice(row, row + 1)
+        num_rows = max(1, _FEWEST_IN_CALL // (queries.local.stop - queries.local.start))
+        for row in range(0, len(q_BTHK), num_rows):
+            at = slice(row, row + num_rows)
             yield _FlashPart((at, queries.local), (at, keys.local), is_causal)
         return
     for row, here, seen, masked_tS in _blocks(q_BTHK, queries, keys, sight):

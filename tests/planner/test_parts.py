@@ -1,0 +1,37 @@
+"""A ring on a CPU takes longer than attention to full rows, by the length of its chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.models.registry import shape_of
+from phalanx.planner.hardware import cluster
+from phalanx.planner.parts import part_seconds, ring_slowdown
+from phalanx.planner.planned import PlannedStep
+from phalanx.planner.software import DEFAULT
+from phalanx.strategy import Strategy
+
+
+def test_a_slowdown_is_by_the_length_of_a_chunk() -> None:
+    ring = Strategy.parse("cp4")
+    assert ring_slowdown(Strategy.parse("cp4:ulysses"), 4096, "float32") == 1.0
+    assert ring_slowdown(Strategy.parse("dp4,tp2"), 4096, "bfloat16") == 1.0
+    for precision, longest in (("float32", 1.0), ("bfloat16", 1.25)):
+        found = [ring_slowdown(ring, length, precision) for length in (8, 256, 4096, 1 << 30)]
+        assert found == sorted(found, reverse=True)
+        assert found[-1] == pytest.approx(longest, rel=1e-5)
+    assert ring_slowdown(ring, 8 * 12, "float32") == 2.0  # chunks of 12 positions
+
+
+def test_attention_of_a_ring_is_priced_with_it() -> None:
+    """Under Ulysses a rank attends to as many pairs."""
+    device, shape = cluster("this").device, shape_of("demo")
+    ring_s, heads_s = (
+        part_seconds(
+            PlannedStep(shape, Strategy.parse(text), 64, 2, 1, "float32"), device, DEFAULT, None
+        ).attention
+        for text in ("cp2", "cp2:ulysses")
+    )
+    slowdown = ring_slowdown(Strategy.parse("cp2"), 64, "float32")
+    assert slowdown == 1.75
+    assert ring_s == pytest.approx(slowdown * heads_s, rel=0.15)
