@@ -20,16 +20,19 @@ def test_a_product_into_given_memory_is_the_same_operation() -> None:
 
 
 @pytest.mark.parametrize(("num_groups", "num_keys"), [(4, 30), (4, 100), (2, 100)])
-def test_attention_counts_each_query_with_each_key(num_groups: int, num_keys: int) -> None:
-    """Of as many key heads as query heads by torch's own count, of fewer by ours."""
-    aten = torch.ops.aten
+@pytest.mark.parametrize("kernel", ["flash_attention", "flash_attention_for_cpu"])
+def test_attention_counts_each_query_with_each_key(
+    kernel: str, num_groups: int, num_keys: int
+) -> None:
+    forward, backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{direction}").default
+        for direction in ("", "_backward")
+    )
     q = torch.empty(2, 4, 100, 16, device="meta")
     k, v = (torch.empty(2, num_groups, num_keys, 16, device="meta") for _ in range(2))
-    forward = aten._scaled_dot_product_flash_attention.default
     found = operation_of(forward, (q, k, v), {}, (torch.empty_like(q), q[..., 0]))
     assert found is not None and found.scores == 2 * 4 * 100 * num_keys
     assert found.flops == 4 * 16 * found.scores
-    backward = aten._scaled_dot_product_flash_attention_backward.default
     grads = tuple(torch.empty_like(x) for x in (q, k, v))
     back = operation_of(backward, (torch.empty_like(q), q, k, v), {}, grads)
     assert back is not None and back.scores == found.scores

@@ -242,14 +242,12 @@ def operation_of(
     flops = scores = 0
     if "embedding" in name or "index_add" in name:  # reads and writes only the selected rows
         num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
-    elif packet in flop_registry and name.startswith("_scaled_dot_product"):
+    elif name.startswith("_scaled_dot_product"):
         is_backward = "backward" in name
         q, k = inputs[1:3] if is_backward else inputs[:2]
         scores = q.shape[:-1].numel() * k.shape[-2]
-        if q.shape[1] == k.shape[1]:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        else:  # two products, backward five: torch 2.11 cannot count FLOPs of grouped heads
-            flops = (10 if is_backward else 4) * scores * q.shape[-1]
+        # Two products, backward five. torch has no formula for the operators of a CPU.
+        flops = (10 if is_backward else 4) * scores * q.shape[-1]
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
         if "attention" in name:
