@@ -17,7 +17,7 @@ def test_a_slowdown_is_by_the_length_of_a_chunk() -> None:
     ring = Strategy.parse("cp4")
     assert ring_slowdown(Strategy.parse("cp4:ulysses"), 4096, "float32") == 1.0
     assert ring_slowdown(Strategy.parse("dp4,tp2"), 4096, "bfloat16") == 1.0
-    for precision, longest in (("float32", 1.0), ("bfloat16", 1.25)):
+    for precision, longest in (("float32", 1.0), ("bfloat16", 1.25), ("float16", 1.25)):
         found = [ring_slowdown(ring, length, precision) for length in (8, 256, 4096, 1 << 30)]
         assert found == sorted(found, reverse=True)
         assert found[-1] == pytest.approx(longest, rel=1e-5)
@@ -26,7 +26,7 @@ def test_a_slowdown_is_by_the_length_of_a_chunk() -> None:
 
 def test_attention_of_a_ring_is_priced_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Ulysses a rank attends to as many pairs."""
-    monkeypatch.setattr(parts, "_RING_COST_OF_FLASH", (7.0, 0.0))
+    monkeypatch.setitem(parts._RING_COST, "float32", (7.0, 0.0))
     parts._of_case.cache_clear()
     device, shape = cluster("this").device, shape_of("demo")
     ring_s, heads_s = (

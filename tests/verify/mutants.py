@@ -359,7 +359,8 @@ def _dropped_hop(right: Any) -> Any:
 def _without_delta(right: Any) -> Any:
     def wrong(*args: Any) -> Any:
         made = right(*args)
-        return dataclasses.replace(made, o_BTHK=torch.zeros_like(made.o_BTHK))
+        zeros = {name: torch.zeros_like(getattr(made, name)) for name in ("o_BTHK", "delta_BTH")}
+        return dataclasses.replace(made, **zeros)  # flash attention computes delta of o
 
     return wrong
 

@@ -92,19 +92,19 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     )
 
 
-_RING_COST: Final = {"bfloat16": (1.25, 150.0)}
+_PLAIN, _FLASH = (1.25, 150.0), (1.0, 12.0)
+_RING_COST: Final = {"float16": _PLAIN, "bfloat16": _PLAIN, "float32": _FLASH, "float64": _FLASH}
 """Precision -> factor and positions, by which a ring's attention on a CPU takes factor + positions
 / (positions of a chunk) times as long; `benchmarks/context/ring.py` measures it."""
-
-_RING_COST_OF_FLASH: Final = (1.0, 12.0)
-"""The same for float32 and float64, which compute with PyTorch's flash attention."""
 
 
 def ring_slowdown(strategy: Strategy, seq_len: int, precision: str) -> float:
     """Return the time of a ring's attention on a CPU / (attention to a full row / ranks)."""
     ranks = max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
-    factor, positions = _RING_COST.get(precision, _RING_COST_OF_FLASH)
-    return factor + positions / max(1, seq_len // (2 * ranks)) if ranks > 1 else 1.0
+    if ranks == 1:
+        return 1.0
+    factor, positions = _RING_COST[precision]
+    return factor + positions / max(1, seq_len // (2 * ranks))
 
 
 def _slowed(of: Operation, slowdown: float) -> Operation:

@@ -21,7 +21,6 @@ query heads for each key head.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,9 +37,9 @@ _MOST_SCORES = 1 << 26
 _MOST_QUERIES, _LEAST_QUERIES = 256, 16
 """Largest number of queries in a block, and the smallest to which `_MOST_SCORES` may reduce it."""
 
-_FEWEST_IN_CALL = 128
-"""Number of queries that one call of flash attention has at least, of several rows if chunks are
-short: a call for fewer queries takes longer than its products."""
+_MOST_IN_CALL = 128
+"""Largest number of queries of several rows in one call of flash attention. A call for few queries
+takes longer than its products, and the gradients of many take memory."""
 
 
 class Chunk(NamedTuple):
@@ -137,6 +136,7 @@ class BackwardState:
     Attributes:
         q_BTHK, o_BTHK, do_BTHK: queries, the attention output, and its gradient.
         lse_BTH: log-sum-exp of the scores over all keys.
+        delta_BTH: sum over K of do * o.
         dq_BTHK: accumulated gradient of the queries, in float32 or float64.
     """
 
@@ -144,20 +144,17 @@ class BackwardState:
     o_BTHK: Tensor
     do_BTHK: Tensor
     lse_BTH: Tensor
+    delta_BTH: Tensor
     dq_BTHK: Tensor
 
     @classmethod
     def of(cls, q_BTHK: Tensor, o_BTHK: Tensor, lse_BTH: Tensor, do_BTHK: Tensor) -> BackwardState:
         """Return the initial state, given the output of forward and its gradient; dq is zeros."""
+        delta_BTH = (do_BTHK.to(lse_BTH.dtype) * o_BTHK).sum(-1)
         dq_BTHK = torch.zeros_like(
             q_BTHK, dtype=lse_BTH.dtype, memory_format=torch.contiguous_format
         )
-        return cls(q_BTHK, o_BTHK, do_BTHK, lse_BTH, dq_BTHK)
-
-    @functools.cached_property
-    def delta_BTH(self) -> Tensor:
-        """Sum over K of do * o."""
-        return (self.do_BTHK.to(self.lse_BTH.dtype) * self.o_BTHK).sum(-1)
+        return cls(q_BTHK, o_BTHK, do_BTHK, lse_BTH, delta_BTH, dq_BTHK)
 
     def add(
         self,
@@ -235,11 +232,9 @@ class _FlashPart(NamedTuple):
         return dq, dk, dv
 
     def _heads_first(self, mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> Iterator[Tensor]:
-        for tensors, at in ((mine, self.at), (theirs, self.others)):
-            for (
-                x
-            ) in tensors:  # the operators need a last dimension of stride 1, and do not check it
-                yield (x if x.stride(-1) == 1 else x.contiguous())[at].transpose(1, 2)
+        parts = [*(x[self.at] for x in mine), *(x[self.others] for x in theirs)]
+        for x in parts:  # the operators read the last dimension as if its stride were 1
+            yield (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
 
     def _bias(self, q: Tensor) -> Tensor | None:
         """Return what the operator adds to the scores."""
@@ -256,7 +251,7 @@ def _flash_parts(
         return
     if sight.starts_BT is None:
         is_causal = sight.is_causal and queries.first == keys.first
-        num_rows = max(1, _FEWEST_IN_CALL // (queries.local.stop - queries.local.start))
+        num_rows = max(1, _MOST_IN_CALL // (queries.local.stop - queries.local.start))
         for row in range(0, len(q_BTHK), num_rows):
             at = slice(row, row + num_rows)
             yield _FlashPart((at, queries.local), (at, keys.local), is_causal)
