@@ -1,12 +1,15 @@
-"""The workers of a job of parameter servers, each in a thread of this process."""
+"""The workers of a job of parameter servers, each in a thread of this process, and lost servers."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from phalanx.server.consistency import Consistency
+from phalanx.server.coordinator import Coordinator
 from phalanx.server.local_roles import LocalRoles
 
 
@@ -30,3 +33,20 @@ def run_workers(
     assert all(isinstance(each, tuple) for each in out.values()), out
     assert len(out) == len(given)
     return out
+
+
+def lose(made: LocalRoles, name: str) -> None:
+    """Stop a server, and have the coordinator find at once that its lease is over."""
+    made.stop(name)
+    keeper = made.roles["coordinator"]
+    assert isinstance(keeper, Coordinator)
+
+    def tick() -> None:
+        if name in keeper._heard_s:
+            keeper._heard_s[name] = -math.inf
+        Coordinator.tick(keeper)
+
+    keeper.tick = tick
+    while name in keeper.map["addresses"]:
+        time.sleep(0.001)
+    del keeper.tick

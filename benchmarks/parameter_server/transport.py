@@ -1,8 +1,10 @@
 """Push and pull 16 MiB, beside a raw TCP echo of the same bytes: python transport.py [ADDRESS]
 
 ADDRESS is this host's own on a network, such as 10.0.0.5: there, bytes are encrypted. All is
-measured in turns, and a server without a backup holds the weights. A ZeroMQ echo, of frames of a
-megabyte, shows what the sockets alone take, and encryption alone.
+measured in turns, and a server without a backup holds the weights. "one host" is what `phalanx
+train` does where all roles run on one host: it pushes over a Unix socket, and reads the weights in
+shared memory. A ZeroMQ echo, of frames of a megabyte, shows what the sockets alone take, and
+encryption alone.
 """
 
 from __future__ import annotations
@@ -32,12 +34,11 @@ NUM_BYTES = 16 << 20
 ROUNDS = 15
 
 
-def roles(host: str, port: int, key: bytes) -> None:
-    """Run a coordinator, a scheduler and one server on consecutive ports."""
+def roles(where: list[str], key: bytes) -> None:
+    """Run a coordinator, a scheduler and one server, at these addresses."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as `phalanx server` does
     secret, folder = Secret(key), Path(tempfile.mkdtemp())
-    where = [f"tcp://{host}:{port + number}" for number in range(3)]
     made = [
         Coordinator(1, "job", folder / "journal", secret, where[0], lambda _: None),
         TaskScheduler("job", where[0], "1", "scheduler", secret, where[1], lambda _: None),
@@ -101,14 +102,14 @@ def connected(address: tuple[str, int]) -> socket.socket:
 
 
 class Served:
-    """A worker of servers at a host."""
+    """A worker of a server, whose job is at three addresses that begin alike."""
 
-    def __init__(self, host: str, port: int) -> None:
-        secret = Secret.new()
+    def __init__(self, begin: str) -> None:
+        secret, where = Secret.new(), [f"{begin}{number}" for number in range(3)]
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=roles, args=(host, port, secret.key), daemon=True)
+        self.process = context.Process(target=roles, args=(where, secret.key), daemon=True)
         self.process.start()
-        address = JobAddress(f"tcp://{host}:{port}", secret)
+        address = JobAddress(where[0], secret)
         self.client = Client(address, 0, Consistency("ps", 1), (0, 1 << 20))
         self.grads = [torch.ones(NUM_BYTES // 4)]
         self.weights = [torch.zeros(NUM_BYTES // 4)]
@@ -133,8 +134,9 @@ class Served:
 def main(host: str | None) -> None:
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
-    plain = Served("127.0.0.1", 24100)
-    coded = Served(host, 24200) if host else None
+    plain = Served("tcp://127.0.0.1:2410")
+    near = Served(f"ipc://{tempfile.mkdtemp()}/")
+    coded = Served(f"tcp://{host}:2420") if host else None
     context.Process(target=echo, args=("127.0.0.1", 24300), daemon=True).start()
     raw = connected(("127.0.0.1", 24300))
     buffer = bytearray(NUM_BYTES)
@@ -143,11 +145,12 @@ def main(host: str | None) -> None:
         raw.sendall(buffer)
         fill(raw, buffer)
 
-    def exchange(served: Served) -> None:
+    def exchange(served: Served, *, is_shared: bool = False) -> None:
         served.push()
-        served.pull(is_shared=False)
+        served.pull(is_shared=is_shared)
 
     cases = {"raw TCP echo": round_trip, "push + pull": lambda: exchange(plain)}
+    cases["push + pull, one host"] = lambda: exchange(near, is_shared=True)
     cases["ZeroMQ echo"] = frames_round_trip("tcp://127.0.0.1:24301", b"")
     if coded is not None:
         cases["ZeroMQ echo, CURVE"] = frames_round_trip("tcp://127.0.0.1:24302", bytes(32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE
 from phalanx.server.task_scheduler import TaskScheduler
 from phalanx.server.wire import Faults, Listener
-from workers_in_threads import run_workers
+from workers_in_threads import lose, run_workers
 
 pytestmark = pytest.mark.usefixtures("fast_clocks")
 
@@ -107,23 +106,6 @@ def run(
     for flat in weights:
         assert flat.unique().tolist() == [float(due)], made.log.read_text()
     return clients
-
-
-def lose(made: LocalRoles, name: str) -> None:
-    """Stop a server, and have the coordinator find at once that its lease is over."""
-    made.stop(name)
-    keeper = made.roles["coordinator"]
-    assert isinstance(keeper, Coordinator)
-
-    def tick() -> None:
-        if name in keeper._heard_s:
-            keeper._heard_s[name] = -math.inf
-        Coordinator.tick(keeper)
-
-    keeper.tick = tick
-    while name in keeper.map["addresses"]:
-        time.sleep(0.001)
-    del keeper.tick
 
 
 def end(clients: list[Client]) -> None:
@@ -246,7 +228,7 @@ def test_weights_that_change_too_often_to_be_read_are_sent_once() -> None:
         client.create(first, rule, 2.0)
         server = made.roles["server0"]
         assert isinstance(server, Server)
-        memory = server.shards[0]._memory
+        memory = server.shards[0].memory
         assert memory is not None
         for received_bytes in (80 + 48, 0):
             client.received_bytes = 0
@@ -272,7 +254,7 @@ def test_a_shard_that_is_lost_with_its_only_server_ends_the_job(
         if comes_back:
             made.start("server0")
         with pytest.raises(TrainingError, match=r"^server0 was lost with its part of the weights"):
-            client.pull(weights, 0)
+            client.pull(weights, 1)
         client.close()
 
 
@@ -281,6 +263,7 @@ def test_what_peers_leave_behind_does_not_pile_up(monkeypatch: pytest.MonkeyPatc
     with local_roles(1, Faults(double=0.5, seed=1)) as made:
         for _ in range(4):
             client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
+            client.is_shared = False
             for _ in range(5):
                 client.pull(weights, 0)
             client.read([[flat] for flat in weights])  # what was sent twice has come by now

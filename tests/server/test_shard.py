@@ -183,3 +183,14 @@ def test_a_backup_keeps_the_totals_of_the_latest_updates_alone() -> None:
         backup.apply(version, 0.1, None, [1.0, 1.0, 1.0, 0.0])
     kept = [version for version, *_ in backup.totals()]
     assert kept == list(range(2 * MOST_TOTALS, 3 * MOST_TOTALS))
+
+
+@pytest.mark.parametrize(("kind", "due"), [("async", 1), ("quorum", 0)])
+def test_only_a_quorum_waits_for_its_grace_time(kind: str, due: int) -> None:
+    shard = shard_of(Consistency(kind, 3, 1, grace_s=1e6), {"name": "sgd"}, zeros(4))
+    assert shard.completed() == 0
+    push(shard, 0, 2, 1.0)
+    assert shard.completed() == due
+    for slot in (0, 1):  # all tasks of a clock: nothing is left to wait for
+        push(shard, 0, slot, 1.0)
+    assert shard.completed() == 1

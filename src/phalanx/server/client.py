@@ -14,7 +14,7 @@ from phalanx.server.placed_weights import PlacedWeights
 from phalanx.server.placement import CHUNK_BYTES
 from phalanx.server.requests import Requests
 from phalanx.server.role import Settings
-from phalanx.server.shared import SharedView, copy_concatenated
+from phalanx.server.shared import MappedShards, SharedView, copy_concatenated
 
 
 class Client(Requests):
@@ -32,7 +32,7 @@ class Client(Requests):
         super().__init__(*args, **more)
         self.sent_bytes = self.received_bytes = 0
         self.applied, self.done = 0, dict[int, int]()
-        self._views: dict[int, tuple[Any, SharedView]] = {}
+        self._mapped = MappedShards()
         self.is_shared = True
 
     def lay_out(
@@ -161,30 +161,34 @@ class Client(Requests):
     ) -> dict[int, WireMessage]:  # fmt: skip
         """Send pulls, call `read` for shards in this host's shared memory; return the answers.
 
-        If the memory cannot be mapped, or weights change too often to be read, this pull is
-        repeated with `shared` False, so that the server sends the weights.
+        Memory that already has the versions of a pull is read without a request. If memory cannot
+        be mapped, or weights change too often to be read, the server is asked to send the weights.
         """
-        replies, missed = self.ask(asked, idle), dict[int, WireMessage]()
-        for shard, reply in replies.items():
+        primaries = {shard: self._primary(shard) for shard in asked}  # the map may change meanwhile
+        replies: dict[int, WireMessage] = {}
+        for shard, message in asked.items() if self.is_shared else ():
+            due = max([message["needed"], *(1 + applied for applied, *_ in message["recipes"])])
+            found = self._mapped.ready(shard, primaries[shard], due)
+            if found is not None and read(shard, found[1]):
+                replies[shard] = WireMessage("ok", {"version": found[0]})
+        sent = self.ask({s: m for s, m in asked.items() if s not in replies}, idle)
+        missed: dict[int, WireMessage] = {}
+        for shard, reply in sent.items():
             if "place" in reply.fields:
-                view = self._view(shard, reply["place"])
+                of = (reply["place"], self.placed.sizes(shard), self._dtype)
+                view = self._mapped.map(shard, primaries[shard], *of)
                 self.is_shared = self.is_shared and view is not None
                 if view is None or not read(shard, view):
                     fields = {**asked[shard].fields, "shared": False}
                     missed[shard] = WireMessage("pull", fields, asked[shard].tensors)
-        replies.update(self.ask(missed))
+        replies |= sent | self.ask(missed)
         self.received_bytes += sum(each.nbytes for r in replies.values() for each in r.tensors)
         return replies
 
-    def _view(self, shard: int, where: Any) -> SharedView | None:
-        """Return a shard's shared memory; None if it is on another host or no longer exists."""
-        try:
-            if shard not in self._views or self._views[shard][0] != where:
-                view = SharedView(where, self.placed.sizes(shard), self._dtype)
-                self._views[shard] = where, view
-            return self._views[shard][1]
-        except OSError:
-            return None
+    def _primary(self, shard: int) -> tuple[str, Any]:
+        """Return name and process of the server whose memory has a shard, by the latest map."""
+        name = self.map["holders"][shard][0]
+        return name, self.map["incarnations"].get(name)
 
     def read(self, flats: Sequence[Sequence[Tensor]]) -> float | None:
         """Fill `flats`, per group or table the weights, then optimizer state; return Adam steps.

@@ -71,5 +71,6 @@ class Consistency:
         """
         if not self.is_asynchronous:
             return num_tasks == self.num_slots
-        quorum = 1 if self.kind == "async" else min(self.option, max(1, num_workers))
-        return num_tasks >= self.num_slots or (num_tasks >= quorum and waited_s >= self.grace_s)
+        if self.kind == "async" or num_tasks >= self.num_slots:
+            return num_tasks > 0
+        return num_tasks >= min(self.option, max(1, num_workers)) and waited_s >= self.grace_s

@@ -7,6 +7,7 @@ replaced without knowing it cannot acknowledge a request.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -182,8 +183,12 @@ class ReplicatedShards(Member):
                 self._ask_again(number, backup)
 
     def change(self, number: int, op: str, fields: Settings, tensors: Any = ()) -> None:
-        """Perform an operation on a shard, and send it to the backup."""
+        """Perform an operation on a shard, and send it to the backup.
+
+        A new version is published once the backup has the operation.
+        """
         shard = self.shards[number]
+        before = shard.version
         perform(shard, op, fields, tensors)
         backup = self._backups.get(number)
         if backup is not None:
@@ -192,6 +197,8 @@ class ReplicatedShards(Member):
             backup.sent[shard.index] = message
             backup.sent_s = time.monotonic()
             backup.link.send(message)
+        if shard.version > before and shard.memory is not None:
+            self.after(number, functools.partial(shard.memory.publish, shard.version))
 
     def after(self, number: int, act: Callable[[], None]) -> None:
         """Call `act` once the backup has acknowledged all operations so far."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -106,6 +107,7 @@ class Shard:
         index: number of operations performed that change the shard.
         ages: staleness in versions -> number of gradients applied with it.
         optimizers: optimizers of the weights, with their state.
+        memory: shared memory of the weights, which workers on this host map; None without it.
         lent: slot -> state that its worker has uploaded for a checkpoint of this version.
     """
 
@@ -126,8 +128,8 @@ class Shard:
         self.lent: dict[int, list[Tensor]] = {}
         self._totals: dict[int, list[float]] = {}
         self.dtype = DTYPES[spec["dtype"]]
-        self._memory = SharedTensors(spec["sizes"], self.dtype) if IS_POSSIBLE else None
-        shared = None if self._memory is None else self._memory.tensors
+        self.memory = SharedTensors(spec["sizes"], self.dtype) if IS_POSSIBLE else None
+        shared = None if self.memory is None else self.memory.tensors
         self.weights = shared or [torch.empty(n, dtype=self.dtype) for n in spec["sizes"]]
         torch._foreach_copy_(self.weights, list(weights))  # pyright: ignore[reportPrivateUsage]
         widths: list[int] = spec.get("tables", [])
@@ -136,12 +138,9 @@ class Shard:
         self._tables = [table.view(-1, w) for table, w in zip(tables, widths, strict=True)]
         self.optimizers = Optimizers(spec["rule"], flats, self._tables)
         self.optimizers.restore(kept, steps)
+        if self.memory is not None:
+            self.memory.publish(version)
         self._published: tuple[int, list[Tensor]] | None = None
-
-    @property
-    def place(self) -> list[Any] | None:
-        """Process, descriptor, boot id and mark by which workers on this host map the weights."""
-        return None if self._memory is None else self._memory.place
 
     # Operations, which change the shard.
 
@@ -249,11 +248,8 @@ class Shard:
         if scale is not None and update.total:
             mean = scale / max(update.num_tokens, 1.0)
             torch._foreach_mul_(_values(update.total), mean)  # pyright: ignore[reportPrivateUsage]
-            if self._memory is None:
+            with nullcontext() if self.memory is None else self.memory.changing():
                 self.optimizers.step(update.total, rate)
-            else:
-                with self._memory.changing():
-                    self.optimizers.step(update.total, rate)
         self.version += 1
         self.lent.clear()
         return True
@@ -291,8 +287,8 @@ class Shard:
 
     def close(self) -> None:
         """Close the shared-memory file."""
-        if self._memory is not None:
-            self._memory.close()
+        if self.memory is not None:
+            self.memory.close()
 
     # Serialization, for a new backup.
 

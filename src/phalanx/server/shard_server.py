@@ -140,14 +140,14 @@ class Server(ReplicatedShards):
             self.change(number, "push", dict(message.fields), list(message.tensors))
         update = shard.update_of(*task)
         done = list(shard.done.items())
+        self._close_due(number)  # first, so that a worker reads its own update in shared memory
         self.after(number, lambda: self.reply(peer, message, "ok", update=update, done=done))
-        self._close_due(number)
         self._look_at_parked()
 
     def _give(self, peer: bytes, message: WireMessage, shard: Shard) -> None:
-        place = shard.place if message.fields.get("shared") else None
-        if place is not None:
-            self.reply(peer, message, "ok", version=shard.version, place=place)
+        if message.fields.get("shared") and shard.memory is not None:
+            shard.memory.publish(shard.version)
+            self.reply(peer, message, "ok", version=shard.version, place=shard.memory.place)
         else:
             flats = shard.published()
             if (table := message.fields.get("table")) is not None:

@@ -3,7 +3,8 @@
 The memory is an anonymous file (memfd) that workers open by the server's process id, so it needs no
 cleanup after a crash. A counter before the weights is incremented before and after each change, so
 it is odd during a change: a reader that finds an odd or changed counter reads again (a seqlock).
-This is used only on Linux on x86-64, which preserves the order of writes.
+The latest version that a worker may use is stored there too, so that a worker can read weights
+without a request. This is used only on Linux on x86-64, which preserves the order of writes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import secrets
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +30,7 @@ from phalanx.comm.memory_file import memory_file
 _NAME: Final = "phalanx-weights"
 
 _HEAD: Final = 4096
-"""Bytes before the tensors, for the counter of changes and the mark."""
+"""Bytes before the tensors, for three integers: the counter of changes, the mark, the version."""
 
 _NUM_TRIES: Final = 8
 
@@ -54,10 +56,10 @@ class SharedTensors:
         self._close = weakref.finalize(self, os.close, number)
         os.ftruncate(number, num_bytes)
         memory = mmap.mmap(number, num_bytes)
-        head = torch.frombuffer(memory, dtype=torch.int64, count=2)
+        head = torch.frombuffer(memory, dtype=torch.int64, count=3)
         # A closed file's descriptor may be reused for another file; the mark is unique.
         head[1] = self._mark = secrets.randbits(62)
-        self._changes = head[:1]
+        self._changes, self._version = head[:1], head[2:]
         flat = torch.frombuffer(memory, dtype=dtype, offset=_HEAD)
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
         self.place = [os.getpid(), number, _boot(), self._mark]
@@ -70,6 +72,10 @@ class SharedTensors:
             yield
         finally:
             self._changes += 1
+
+    def publish(self, version: int) -> None:
+        """Store the latest version that a worker may use."""
+        self._version.fill_(version)
 
     def close(self) -> None:
         """Close the file; readers that have mapped it keep their mappings."""
@@ -97,11 +103,16 @@ class SharedView:
             memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
             raw = torch.frombuffer(memory, dtype=torch.uint8)
-        self._changes, found = raw[:8].view(torch.int64), int(raw[8:16].view(torch.int64))
-        if found != mark:
+        self._changes, found, self._version = raw[:24].view(torch.int64)
+        if int(found) != mark:
             raise OSError("the server has replaced these weights")
         flat = raw[_HEAD:].view(dtype)
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
+
+    @property
+    def version(self) -> int:
+        """The latest version that a worker may use; weights that are read next may be newer."""
+        return int(self._version)
 
     def read(self, targets: Sequence[Sequence[Tensor]]) -> bool:
         """Copy each of the first tensors to its targets; return False if changes interfered."""
@@ -126,6 +137,56 @@ class SharedView:
                 if int(self._changes) == before:
                     return True
         return False
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """The mapped memory of a shard, at `place`, when `primary` was asked for it."""
+
+    primary: Hashable
+    place: Sequence[int | str]
+    view: SharedView
+
+
+class MappedShards:
+    """The memory of shards that a worker has mapped.
+
+    A server that is no longer the primary of a shard may keep its memory, which no longer changes.
+    So each call names the current primary.
+    """
+
+    def __init__(self) -> None:
+        self._of_shard: dict[int, _Mapped] = {}
+
+    def ready(self, shard: int, primary: Hashable, due: int) -> tuple[int, SharedView] | None:
+        """Return a version of at least `due` and the memory; None if it has no such version.
+
+        The weights in the memory may already be newer than the version, but not older.
+        """
+        held = self._of_shard.get(shard)
+        if held is None or held.primary != primary:
+            return None
+        version = held.view.version
+        return (version, held.view) if version >= due else None
+
+    def map(
+        self, shard: int, primary: Hashable, place: Sequence[int | str], sizes: Sequence[int],
+        dtype: torch.dtype,
+    ) -> SharedView | None:  # fmt: skip
+        """Map the memory at `place`, which `primary` has sent, if it is not mapped.
+
+        Return None if the memory is on another host or no longer exists.
+        """
+        held = self._of_shard.get(shard)
+        try:
+            if held is not None and held.place == place:
+                view = held.view
+            else:
+                view = SharedView(place, sizes, dtype)
+        except OSError:
+            return None
+        self._of_shard[shard] = _Mapped(primary, place, view)
+        return view
 
 
 def _num_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:

@@ -1,0 +1,132 @@
+"""A client that reads weights in the memory of servers on its host, without a request."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
+from phalanx.server.coordinator import Coordinator
+from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.server.message import WireMessage
+from phalanx.server.shard_server import Server
+from phalanx.server.shared import IS_POSSIBLE, SharedView
+from workers_in_threads import lose
+
+pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86")
+
+
+class Counted(Client):
+    """A client that keeps the kinds of its requests to servers, by shard."""
+
+    asked: list[tuple[str, int]]
+
+    def ask(self, asked: Mapping[int, WireMessage], *args: Any) -> dict[int, WireMessage]:
+        if not hasattr(self, "asked"):
+            self.asked = []
+        self.asked += [(message.kind, shard) for shard, message in asked.items() if shard >= 0]
+        return super().ask(asked, *args)
+
+    def pulled(self, *args: Any) -> tuple[int, float, list[int]]:
+        """Pull; return the version, the sum of the weights, and the shards that were asked."""
+        self.asked, weights = [], [torch.zeros(600, dtype=torch.float64)]
+        version = self.pull(weights, *args)
+        return version, float(weights[0].sum()), [shard for _, shard in self.asked]
+
+    def add(self, clock: int, value: float) -> None:
+        """Push -`value` for each weight, so that a rate of 1 adds it."""
+        numbers: dict[str, Any] = {"base": 0, "tokens": 1.0, "loss": 0.0, "rate": 1.0}
+        grads = [torch.full((600,), -value, dtype=torch.float64)]
+        self.push(clock, self.worker, grads, **numbers)
+
+
+def client_of(made: LocalRoles, kind: str) -> Counted:
+    """Return the only worker of a job with 600 weights of 0, which each server has some of."""
+    client = Counted(made.meeting, 0, Consistency(kind, 1), (0, 100), timeout_s=60)
+    client.lay_out([600], torch.float64, chunk_bytes=400)
+    client.create([torch.zeros(600, dtype=torch.float64)], {"name": "sgd"}, 2.0)
+    return client
+
+
+def primary_of(made: LocalRoles, client: Client, shard: int) -> Server:
+    server = made.roles[client.map["holders"][shard][0]]
+    assert isinstance(server, Server)
+    return server
+
+
+def view_of(client: Client, shard: int) -> SharedView:
+    return client._mapped._of_shard[shard].view
+
+
+def test_a_version_in_memory_is_read_without_a_request() -> None:
+    with local_roles(2) as made:
+        client = client_of(made, "ps")
+        assert client.pulled(0) == (0, 0.0, [0, 1])  # the memory was not mapped
+        assert client.pulled(0) == (0, 0.0, [])
+        client.add(0, 1.0)
+        client.totals(1)
+        assert client.pulled(0) == (0, 0.0, [])  # complete, but not applied
+        assert client.pulled(1, [(0, 1.0, 1.0)]) == (1, 600.0, [0, 1])
+        assert client.pulled(1, [(0, 1.0, 1.0)]) == (1, 600.0, [])  # as another worker would
+        client.is_shared = False
+        assert client.pulled(1) == (1, 600.0, [0, 1])
+        client.close()
+
+
+def test_an_asynchronous_worker_reads_its_own_update_in_memory() -> None:
+    with local_roles(2) as made:
+        client = client_of(made, "async")
+        client.pulled(0)
+        for clock in range(50):
+            client.add(clock, 1.0)
+            assert client.pulled(0) == (clock + 1, 600.0 * (clock + 1), [])
+        client.close()
+
+
+def test_a_version_is_published_once_the_backup_has_it() -> None:
+    with local_roles(2) as made:
+        client = client_of(made, "ps")
+        client.pulled(0)
+        client.add(0, 1.0)
+        client.totals(1)
+        server, held = primary_of(made, client, 0), view_of(client, 0)
+        late = list[Any]()
+        server._handle_backup_report = lambda *args: late.append(args)
+        thread = threading.Thread(target=client.pull, args=([torch.zeros(600)], 1, [(0, 1.0, 1.0)]))
+        thread.start()
+        while server.shards[0].version == 0 or not late:
+            time.sleep(0.001)
+        assert held.version == 0 and view_of(client, 1).version in (0, 1)
+        del server._handle_backup_report  # the primary asks again, and hears
+        thread.join()
+        assert held.version == 1
+        client.close()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_the_memory_of_a_server_that_was_replaced_is_not_read(comes_back: bool) -> None:
+    """Nor that of a former process of the same name, whose mapping a worker still has."""
+    with local_roles(2) as made:
+        client = client_of(made, "async")
+        client.pulled(0)
+        client.add(0, 1.0)
+        former, (name, backup) = view_of(client, 0), client.map["holders"][0]
+        keeper = made.roles["coordinator"]
+        assert isinstance(keeper, Coordinator)
+        while (0, backup) not in keeper._synced:  # its next beat says that it has a copy
+            time.sleep(0.001)
+        lose(made, name)
+        if comes_back:
+            made.start(name)
+        client.add(1, 1.0)  # the backup, now the primary, gets it
+        assert former.version == 1
+        version, total, asked = client.pulled(0)
+        assert (version, total) == (2, 1200.0) and 0 in asked
+        assert client.pulled(0) == (2, 1200.0, [])
+        client.close()
