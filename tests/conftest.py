@@ -1,5 +1,6 @@
 """What all tests share: ranks that stay, forked from a server that has the libraries loaded."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -14,6 +15,7 @@ from hypothesis import settings
 
 from namespaces import switch
 from phalanx.launch import local
+from phalanx.launch.garbage import collect_as_usual, collect_rarely
 from warm_ranks import WARM
 
 __all__ = ["switch"]  # a fixture
@@ -43,12 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     local.start_ranks, local.end_ranks = WARM.start, WARM.end
+    collect_rarely()  # while tests are imported
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server of the ranks; not in the process that only deals the tests out."""
     if session.config.option.collectonly:
         return
+    gc.freeze()  # full collections then visit what tests make alone
+    collect_as_usual()
     loaded = [names for library, names in OF_LIBRARIES.items() if library in sys.modules]
     preload = [*PRELOAD, *chain.from_iterable(loaded), "ranks_started"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

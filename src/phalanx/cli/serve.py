@@ -138,7 +138,9 @@ def _serve(config: ServeConfig, served: Served, texts: TextEngine) -> None:
 
     from phalanx.infer.app import Limits, app_of
     from phalanx.infer.engine import EngineFailed
+    from phalanx.launch.garbage import collect_as_usual
 
+    collect_as_usual()
     console = screen()
     limits = Limits(
         max_waiting=config.max_waiting,

@@ -84,6 +84,7 @@ def _given(config: ServerRoleConfig, name: str) -> str:
 def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     import zmq
 
+    from phalanx.launch.garbage import collect_as_usual
     from phalanx.launch.malloc import keep_freed_memory
     from phalanx.server.address import check_address
     from phalanx.server.processes import JobRoles
@@ -120,6 +121,7 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
         signal.signal(each, end)
     note(f"process {os.getpid()}, at {role.address}")
     keep_freed_memory()
+    collect_as_usual()
     role.run(stop)
     if role.refusal:
         raise ConfigError(role.refusal)

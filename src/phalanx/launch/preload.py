@@ -1,16 +1,19 @@
 """Modules that the forkserver imports once, so that ranks forked from it need not import them."""
 
+import gc
 import pickle
 import sys
 import traceback
+from importlib import import_module
 from types import TracebackType
 
-import torch._dynamo as dynamo  # imported by the first optimizer and the first dispatch mode
-from torch.distributed import tensor
+from phalanx.launch import garbage
 
-from phalanx.comm import join
-
-__all__ = ["dynamo", "join", "tensor"]
+MODULES = (
+    "torch._dynamo",  # which the first optimizer and the first dispatch mode import
+    "torch.distributed.tensor",
+    "phalanx.comm.join",
+)
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -30,3 +33,8 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 if getattr(sys.modules["__main__"], "__file__", None) is None:  # in the forkserver, not in a rank
     sys.excepthook = _end
+    garbage.collect_rarely()
+    for name in MODULES:
+        import_module(name)
+    garbage.collect_as_usual()
+    gc.freeze()  # full collections in ranks then neither visit these modules nor copy their memory

@@ -42,6 +42,7 @@ from phalanx.launch.failure import (
     report,
     with_advice,
 )
+from phalanx.launch.garbage import collect_as_usual
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
@@ -212,6 +213,7 @@ def _use_device(env: RankEnv, name: str) -> str:
     import torch
 
     keep_freed_memory()
+    collect_as_usual()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
