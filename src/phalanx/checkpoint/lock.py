@@ -57,6 +57,14 @@ class RunLock:
             raise OSError(error.errno, error.strerror, str(path)) from error
         return mark
 
+    def take_if_free(self) -> bool:
+        """Acquire the lock until `release`, without a mark; return False if another process has it.
+
+        Raises:
+            OSError: the folder or the lock file cannot be created.
+        """
+        return self._acquire(self._folder / manifest.LOCK)
+
     def _acquire(self, path: Path) -> bool:
         """Lock the file at `path`, unless another process holds the lock.
 

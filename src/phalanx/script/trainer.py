@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,10 +27,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from phalanx.config.fields import SEED, STEPS, Range
 from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
 from phalanx.config.validate import AUTO
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError
 from phalanx.launch.attach import report_in_one_message
 from phalanx.launch.rank_env import read_rank_env
-from phalanx.measure.logs import has_steps
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, finding_modules, not_ending
 from phalanx.script.automatic import chosen
@@ -40,6 +39,7 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Log
 from phalanx.train.job.request import choose_device
+from phalanx.train.job.run_folder import removed_without_a_step
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
@@ -159,15 +159,11 @@ class Trainer:
             strategy, choice = chosen(self, "phalanx.Trainer", asked)
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         refuse_servers(parsed, "a Trainer")
-        is_new = not options.out.exists()
         advice = functools.partial(how_to_resume, options.out, resume_text(options.out, command))
         args = (parsed.num_ranks, self, parsed, options, command, (*choice,))
-        try:
+        is_first = read_rank_env().rank == 0
+        with removed_without_a_step(options.out) if is_first else nullcontext():
             return summary_of(train_module, *args, config=options, advice=advice)
-        except PhalanxError:
-            if is_new and read_rank_env().rank == 0 and not has_steps(options.out):
-                shutil.rmtree(options.out, ignore_errors=True)
-            raise
 
     def verify(
         self, strategy: str | Strategy, *, steps: int = 5, dtype: str = "float64"

@@ -7,18 +7,20 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError, PhalanxError, size_text
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
+from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
 from phalanx.storage import existing, free_bytes, replace_file
 from phalanx.strategy import Strategy
@@ -92,6 +94,26 @@ def removed_if_refused(job: Job, *, is_first: bool) -> Generator[None]:
     except PhalanxError:
         if job.is_new and is_first and not job.strategy.is_served:
             shutil.rmtree(job.out, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def removed_without_a_step(out: Path) -> Generator[None]:
+    """Remove the folder of a run if it is new and the block raises a PhalanxError before a step.
+
+    A folder that another process saves to stays: both may have found no folder. One process of a
+    job calls this, and its ranks have ended when the error arrives.
+    """
+    is_new = not out.exists()
+    try:
+        yield
+    except PhalanxError:
+        lock = RunLock(out)
+        if is_new and out.is_dir() and not has_steps(out):
+            with suppress(OSError):
+                if lock.take_if_free():
+                    shutil.rmtree(out, ignore_errors=True)
+        lock.release()
         raise
 
 
