@@ -38,6 +38,11 @@ def run_workers(
 def lose(made: LocalRoles, name: str) -> None:
     """Stop a server, and have the coordinator find at once that its lease is over."""
     made.stop(name)
+    find_lost(made, name)
+
+
+def find_lost(made: LocalRoles, name: str) -> None:
+    """Have the coordinator find that the lease of a server is over, though it may be alive."""
     keeper = made.roles["coordinator"]
     assert isinstance(keeper, Coordinator)
 

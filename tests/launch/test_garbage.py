@@ -5,23 +5,34 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 from phalanx.launch import garbage
+
+JOB = """
+import gc
 from phalanx.launch.local import run_ranks
 
+def collector():
+    return gc.get_threshold(), gc.get_freeze_count(), gc.get_stats()[2]["collections"]
 
-def collector() -> tuple[tuple[int, ...], int]:
-    """Return the thresholds of this process, and how many objects no collection visits."""
-    return gc.get_threshold(), gc.get_freeze_count()
+if __name__ == "__main__":
+    for thresholds, num_frozen, num_full in run_ranks(collector, 2):
+        print(*thresholds, num_frozen, num_full)
+"""
+"""A program of its own: the server of the tests' ranks freezes all that it has imported."""
 
 
-@pytest.mark.fresh_ranks
-def test_ranks_collect_as_usual_but_for_the_modules_that_they_begin_with() -> None:
-    for thresholds, num_frozen in run_ranks(collector, 2):
-        assert thresholds == garbage._USUAL
+def test_ranks_collect_as_usual_but_for_the_modules_that_they_begin_with(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    run = subprocess.run(
+        [sys.executable, tmp_path / "job.py"], capture_output=True, text=True, check=True
+    )
+    for line in run.stdout.splitlines():
+        *thresholds, num_frozen, num_full = map(int, line.split())
+        assert tuple(thresholds) == garbage._USUAL
         assert num_frozen > 100_000
+        assert num_full <= 2, "full collections while the server imported"
 
 
 def test_a_verb_starts_with_rare_collections() -> None:

@@ -11,7 +11,7 @@ import gc
 
 _USUAL = gc.get_threshold()
 _IN_START_UP = (*_USUAL[:2], 1000)
-"""Collections of the middle generation before a full collection are the third; usually 10."""
+"""The third threshold is the number of collections of the middle generation before a full one."""
 
 
 def collect_rarely() -> None:

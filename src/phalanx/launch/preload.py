@@ -32,9 +32,11 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 if getattr(sys.modules["__main__"], "__file__", None) is None:  # in the forkserver, not in a rank
-    sys.excepthook = _end
     garbage.collect_rarely()
-    for name in MODULES:
-        import_module(name)
-    garbage.collect_as_usual()
+    try:
+        for name in MODULES:
+            import_module(name)
+    finally:  # the forkserver continues after an ImportError, which each rank then raises
+        garbage.collect_as_usual()
     gc.freeze()  # full collections in ranks then neither visit these modules nor copy their memory
+    sys.excepthook = _end

@@ -178,6 +178,9 @@ class ReplicatedShards(Member):
     @override
     def tick(self) -> None:
         super().tick()
+        for shard in self.shards.values():
+            if shard.memory is not None:
+                shard.memory.touch()
         for number, backup in self._backups.items():
             if time.monotonic() - backup.sent_s > AGAIN_S:
                 self._ask_again(number, backup)

@@ -110,9 +110,10 @@ class Server(ReplicatedShards):
                 if version == shard.version and shard.completed() > version:
                     how = {"version": version, "rate": rate, "scale": scale}
                     self.change(number, "apply", {**how, "noted": shard.noted(version)})
-            if shard.version < int(message["needed"]):
+            version = shard.version
+            if version < int(message["needed"]):
                 return False
-            self.after(number, lambda: self._give(peer, message, shard))
+            self.after(number, lambda: self._give(peer, message, shard, version))
         else:
             self._report(peer, message, number, shard)
         return True
@@ -144,16 +145,17 @@ class Server(ReplicatedShards):
         self.after(number, lambda: self.reply(peer, message, "ok", update=update, done=done))
         self._look_at_parked()
 
-    def _give(self, peer: bytes, message: WireMessage, shard: Shard) -> None:
+    def _give(self, peer: bytes, message: WireMessage, shard: Shard, version: int) -> None:
+        """Answer a pull with weights of at least `version`, which the backup has too."""
         if message.fields.get("shared") and shard.memory is not None:
-            shard.memory.publish(shard.version)
-            self.reply(peer, message, "ok", version=shard.version, place=shard.memory.place)
+            shard.memory.publish(version)
+            self.reply(peer, message, "ok", version=version, place=shard.memory.place)
         else:
             flats = shard.published()
             if (table := message.fields.get("table")) is not None:
                 flats = [shard.rows(int(table), message.tensors[0])]
             sent = [each for flat in flats for each in in_frames(flat)]
-            self.reply(peer, message, "ok", sent, version=shard.version)
+            self.reply(peer, message, "ok", sent, version=version)
 
     def _look_at_parked(self) -> None:
         for key, message in list(self._parked.items()):

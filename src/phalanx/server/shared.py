@@ -3,8 +3,10 @@
 The memory is an anonymous file (memfd) that workers open by the server's process id, so it needs no
 cleanup after a crash. A counter before the weights is incremented before and after each change, so
 it is odd during a change: a reader that finds an odd or changed counter reads again (a seqlock).
-The latest version that a worker may use is stored there too, so that a worker can read weights
-without a request. This is used only on Linux on x86-64, which preserves the order of writes.
+This is used only on Linux on x86-64, which preserves the order of writes.
+
+The memory also has the latest version that a worker may use, and the time at which the server last
+touched it. While the server is alive, a worker can read a version that is there without a request.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import platform
 import secrets
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -30,9 +33,17 @@ from phalanx.comm.memory_file import memory_file
 _NAME: Final = "phalanx-weights"
 
 _HEAD: Final = 4096
-"""Bytes before the tensors, for three integers: the counter of changes, the mark, the version."""
+"""Bytes before the tensors, for integers: counter of changes, mark, version, time of last touch."""
+
+FRESH_S = 1.0
+"""Time since the server's last touch in which its memory is read without a request, in seconds.
+
+Less than LEASE_S, after which another server may have replaced it."""
 
 _NUM_TRIES: Final = 8
+
+_NONE: Final = -1
+"""The version in memory that must not be read without a request."""
 
 IS_POSSIBLE: Final = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
@@ -56,13 +67,14 @@ class SharedTensors:
         self._close = weakref.finalize(self, os.close, number)
         os.ftruncate(number, num_bytes)
         memory = mmap.mmap(number, num_bytes)
-        head = torch.frombuffer(memory, dtype=torch.int64, count=3)
+        head = torch.frombuffer(memory, dtype=torch.int64, count=4)
         # A closed file's descriptor may be reused for another file; the mark is unique.
         head[1] = self._mark = secrets.randbits(62)
-        self._changes, self._version = head[:1], head[2:]
+        self._changes, self._version, self._touched = head[:1], head[2:3], head[3:]
         flat = torch.frombuffer(memory, dtype=dtype, offset=_HEAD)
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
         self.place = [os.getpid(), number, _boot(), self._mark]
+        self.touch()
 
     @contextmanager
     def changing(self) -> Generator[None]:
@@ -77,8 +89,13 @@ class SharedTensors:
         """Store the latest version that a worker may use."""
         self._version.fill_(version)
 
+    def touch(self) -> None:
+        """Store the time: the server is alive, and has a shard in this memory."""
+        self._touched.fill_(time.monotonic_ns())
+
     def close(self) -> None:
-        """Close the file; readers that have mapped it keep their mappings."""
+        """Close the file; readers that have mapped it keep their mappings, but use no version."""
+        self.publish(_NONE)
         self._close()
 
 
@@ -103,7 +120,7 @@ class SharedView:
             memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
             raw = torch.frombuffer(memory, dtype=torch.uint8)
-        self._changes, found, self._version = raw[:24].view(torch.int64)
+        self._changes, found, self._version, self._touched = raw[:32].view(torch.int64)
         if int(found) != mark:
             raise OSError("the server has replaced these weights")
         flat = raw[_HEAD:].view(dtype)
@@ -111,8 +128,12 @@ class SharedView:
 
     @property
     def version(self) -> int:
-        """The latest version that a worker may use; weights that are read next may be newer."""
-        return int(self._version)
+        """The latest version that a worker may use; weights that are read next may be newer.
+
+        It is -1 if the server has closed the memory, or has not touched it for `FRESH_S`.
+        """
+        age_s = (time.monotonic_ns() - int(self._touched)) / 1e9
+        return int(self._version) if age_s < FRESH_S else _NONE
 
     def read(self, targets: Sequence[Sequence[Tensor]]) -> bool:
         """Copy each of the first tensors to its targets; return False if changes interfered."""
@@ -151,8 +172,8 @@ class _Mapped:
 class MappedShards:
     """The memory of shards that a worker has mapped.
 
-    A server that is no longer the primary of a shard may keep its memory, which no longer changes.
-    So each call names the current primary.
+    A server that is no longer the primary of a shard may still have it, as a backup. So each call
+    names the current primary.
     """
 
     def __init__(self) -> None:
