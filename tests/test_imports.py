@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from statements import statements
 
 SOURCE = Path(phalanx.__file__).parent
 
@@ -48,7 +49,7 @@ def room_of(module: str) -> str:
 def imported(tree: ast.AST) -> set[str]:
     """Return the phalanx modules that a file imports, wherever in the file."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import phalanx
+from statements import statements
 
 SOURCE = Path(phalanx.__file__).parent
 MOST = {"function": 50, "class": 250, "file": 400}
@@ -14,7 +15,7 @@ MOST = {"function": 50, "class": 250, "file": 400}
 def too_long(name: str, text: str) -> set[str]:
     """Return what is too long in a file, by its name and its text."""
     found = {f"{name}: file"} if len(text.splitlines()) > MOST["file"] else set[str]()
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
             assert node.end_lineno is not None

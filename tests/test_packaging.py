@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from statements import statements
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -39,7 +41,7 @@ def test_every_import_is_declared() -> None:
     extras = [need for needs in project["optional-dependencies"].values() for need in needs]
     declared = {name_of(need).replace("-", "_") for need in [*project["dependencies"], *extras]}
     nodes = (
-        n for file in (ROOT / "src").rglob("*.py") for n in ast.walk(ast.parse(file.read_text()))
+        n for file in (ROOT / "src").rglob("*.py") for n in statements(ast.parse(file.read_text()))
     )
     names = [
         node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name

@@ -116,6 +116,15 @@ def test_a_version_is_published_once_the_backup_has_it() -> None:
         client.close()
 
 
+def until_copied(made: LocalRoles, backup: str) -> Coordinator:
+    """Wait until a beat of the backup of shard 0 says that it has a copy."""
+    keeper = made.roles["coordinator"]
+    assert isinstance(keeper, Coordinator)
+    while (0, backup) not in keeper._synced:
+        time.sleep(0.001)
+    return keeper
+
+
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_the_memory_of_a_server_that_was_replaced_is_not_read(comes_back: bool) -> None:
     """Nor the memory of a former process of the same name."""
@@ -124,10 +133,7 @@ def test_the_memory_of_a_server_that_was_replaced_is_not_read(comes_back: bool) 
         client.pulled(0)
         client.add(0, 1.0)
         former, (name, backup) = view_of(client, 0), client.map["holders"][0]
-        keeper = made.roles["coordinator"]
-        assert isinstance(keeper, Coordinator)
-        while (0, backup) not in keeper._synced:  # its next beat says that it has a copy
-            time.sleep(0.001)
+        until_copied(made, backup)
         lose(made, name)
         if comes_back:
             made.start(name)
@@ -145,10 +151,7 @@ def test_a_server_that_got_its_shard_back_is_read_in_its_new_memory() -> None:
         client.pulled(0)
         client.add(0, 1.0)
         former, (name, backup) = view_of(client, 0), client.map["holders"][0]
-        keeper = made.roles["coordinator"]
-        assert isinstance(keeper, Coordinator)
-        while (0, backup) not in keeper._synced:
-            time.sleep(0.001)
+        keeper = until_copied(made, backup)
         find_lost(made, name)
         while keeper.map["holders"][0] != [name, backup]:
             time.sleep(0.001)

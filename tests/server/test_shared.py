@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.server.shared import IS_POSSIBLE, SharedTensors, SharedView
+from phalanx.server import shared
+from phalanx.server.shared import IS_POSSIBLE, MappedShards, SharedTensors, SharedView
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86")
 
@@ -65,3 +66,20 @@ def test_a_file_of_another_container_under_the_same_numbers_is_refused(tmp_path:
             os.close(file)
         for each in (made, other, alike):
             each.close()
+
+
+def test_only_memory_of_the_current_primary_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "FRESH_S", 1e6)
+    made, held = SharedTensors([2], torch.float32), MappedShards()
+    assert held.ready(0, "a", 0) is None  # not mapped
+    view = held.map(0, "a", made.place, [2], torch.float32)
+    assert view is not None
+    made.publish(3)
+    assert held.ready(0, "a", 3) == (3, view)
+    assert held.ready(0, "a", 4) is None and held.ready(1, "a", 0) is None
+    assert held.ready(0, "b", 0) is None
+    assert held.map(0, "b", made.place, [2], torch.float32) is view
+    assert held.ready(0, "b", 0) == (3, view)
+    made.close()
+    assert held.ready(0, "b", 0) is None
+    assert held.map(0, "b", [*made.place[:3], 0], [2], torch.float32) is None
