@@ -65,6 +65,8 @@ $(BIN)/python:
 	  exit 2; }
 	@rm -rf .venv
 	$(PYTHON) -m venv .venv
+	@# The pip that a Python brings may be years old: 23.2 takes 40 s for .[test], 26.3 takes 31 s.
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade pip || true
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
