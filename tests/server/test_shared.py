@@ -81,5 +81,6 @@ def test_only_memory_of_the_current_primary_is_ready(monkeypatch: pytest.MonkeyP
     assert held.map(0, "b", made.place, [2], torch.float32) is view
     assert held.ready(0, "b", 0) == (3, view)
     made.close()
+    made.publish(4)
     assert held.ready(0, "b", 0) is None
     assert held.map(0, "b", [*made.place[:3], 0], [2], torch.float32) is None

@@ -86,8 +86,9 @@ class SharedTensors:
             self._changes += 1
 
     def publish(self, version: int) -> None:
-        """Store the latest version that a worker may use."""
-        self._version.fill_(version)
+        """Store the latest version that a worker may use, unless the memory is closed."""
+        if self._close.alive:  # a backup may acknowledge a version after that
+            self._version.fill_(version)
 
     def touch(self) -> None:
         """Store the time: the server is alive, and has a shard in this memory."""
