@@ -33,6 +33,10 @@ MOST_TOTALS: Final = 16
 """Number of updates whose totals are kept, for workers that request them late."""
 
 
+ALL_WORKERS: Final = 1 << 30
+"""Number of live workers while it is not known: then a quorum waits for all that it needs."""
+
+
 def in_order(of_slots: Mapping[int, float]) -> float:
     """Return the sum over slots in their order, see [Note: Order of a sum]."""
     return sum(of_slots[slot] for slot in sorted(of_slots))
@@ -187,7 +191,7 @@ class Shard:
         rows = torch.empty(0, dtype=torch.int64)
         return flats + [sparse_of(rows, table[:0], table.shape) for table in self._tables]
 
-    def completed(self, num_workers: int = 1) -> int:
+    def completed(self, num_workers: int = ALL_WORKERS) -> int:
         """Return the version that the weights have once all complete updates are applied."""
         version = self.version
         while (update := self.open.get(version)) is not None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from phalanx.server.message import WireMessage, in_frames
 from phalanx.server.replica import ReplicatedShards
-from phalanx.server.shard import Shard, split_parts
+from phalanx.server.shard import ALL_WORKERS, Shard, split_parts
 
 
 class Server(ReplicatedShards):
@@ -28,7 +28,7 @@ class Server(ReplicatedShards):
         super().__init__(*args, **more)
         self._parked: dict[tuple[bytes, int], WireMessage] = {}
         self._open = set[tuple[bytes, int]]()  # received requests that are not answered
-        self._num_workers = 1 << 30
+        self._num_workers = ALL_WORKERS
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
@@ -135,7 +135,7 @@ class Server(ReplicatedShards):
             raise ValueError(f"unknown request '{message.kind}'")
 
     def _push(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
-        self._num_workers = int(message.fields.get("num_live", 1 << 30))
+        self._num_workers = int(message.fields.get("num_live", ALL_WORKERS))
         task = int(message["clock"]), int(message["slot"])
         if not shard.has(*task):
             self.change(number, "push", dict(message.fields), list(message.tensors))
