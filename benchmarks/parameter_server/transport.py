@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -149,7 +150,10 @@ def main(host: str | None) -> None:
         served.push()
         served.pull(is_shared=is_shared)
 
-    cases = {"raw TCP echo": round_trip, "push + pull": lambda: exchange(plain)}
+    cases: dict[str, Callable[[], object]] = {
+        "raw TCP echo": round_trip,
+        "push + pull": lambda: exchange(plain),
+    }
     cases["push + pull, one host"] = lambda: exchange(near, is_shared=True)
     cases["ZeroMQ echo"] = frames_round_trip("tcp://127.0.0.1:24301", b"")
     if coded is not None:
@@ -157,6 +161,8 @@ def main(host: str | None) -> None:
         cases["push + pull, CURVE"] = lambda: exchange(coded)
     cases["pull over TCP"] = lambda: plain.only_pull(is_shared=False)
     cases["pull from shared memory"] = lambda: plain.only_pull(is_shared=True)
+    source = torch.zeros_like(plain.weights[0])
+    cases["copy by one thread"] = lambda: plain.weights[0].copy_(source)
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(ROUNDS + 3):
         for name, case in cases.items():

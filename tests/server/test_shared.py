@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from phalanx.server import shared
 from phalanx.server.shared import IS_POSSIBLE, MappedShards, SharedTensors, SharedView
+from phalanx.server.tasks import LEASE_S
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86")
 
@@ -66,6 +68,19 @@ def test_a_file_of_another_container_under_the_same_numbers_is_refused(tmp_path:
             os.close(file)
         for each in (made, other, alike):
             each.close()
+
+
+def test_memory_is_ready_for_less_than_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared.FRESH_S < LEASE_S
+    made, now_ns = SharedTensors([2], torch.float32), [0]
+    view = SharedView(made.place, [2], torch.float32)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns[0])
+    made.touch()
+    made.publish(3)
+    for age_s, version in ((0.0, 3), (0.9, 3), (1.1, -1), (-0.1, -1)):
+        now_ns[0] = round(age_s * 1e9)
+        assert view.version == version
+    made.close()
 
 
 def test_only_memory_of_the_current_primary_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

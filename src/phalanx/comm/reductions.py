@@ -65,7 +65,7 @@ def power_sum(shards: Sequence[Tensor], p: float) -> Tensor:
 def _norms(flats: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
     """Return the norm of each flat tensor, or on a CPU of each of its pieces, in their order.
 
-    One kernel computes the pieces of a large tensor, in 0.6 of the time of a call for each. Another
+    One kernel computes all pieces of a large tensor, because a call for each takes longer. Another
     computes the rest, on a GPU all tensors.
     """
     rows: list[Tensor | None] = []

@@ -146,7 +146,7 @@ class Server(ReplicatedShards):
         self._look_at_parked()
 
     def _give(self, peer: bytes, message: WireMessage, shard: Shard, version: int) -> None:
-        """Answer a pull with weights of at least `version`, which the backup has too."""
+        """Answer a pull: the backup has `version`, and the weights may already be newer."""
         if message.fields.get("shared") and shard.memory is not None:
             shard.memory.publish(version)
             self.reply(peer, message, "ok", version=version, place=shard.memory.place)

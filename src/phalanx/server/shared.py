@@ -133,8 +133,9 @@ class SharedView:
 
         It is -1 if the server has closed the memory, or has not touched it for `FRESH_S`.
         """
-        age_s = (time.monotonic_ns() - int(self._touched)) / 1e9
-        return int(self._version) if age_s < FRESH_S else _NONE
+        touched_ns = int(self._touched)
+        age_s = (time.monotonic_ns() - touched_ns) / 1e9  # negative: another time namespace
+        return int(self._version) if 0 <= age_s < FRESH_S else _NONE
 
     def read(self, targets: Sequence[Sequence[Tensor]]) -> bool:
         """Copy each of the first tensors to its targets; return False if changes interfered."""
