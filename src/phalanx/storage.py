@@ -19,7 +19,7 @@ import shutil
 import stat
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -189,6 +189,14 @@ def publish_folder(partial: Path, final: Path) -> None:
     sync(partial)
     partial.rename(final)
     sync(final.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder if possible; another process finds all of it or nothing, never a part."""
+    partial = _beside(folder)
+    with suppress(OSError):
+        folder.rename(partial)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _beside(path: Path) -> Path:

@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import resource
-import shutil
 import stat
 import subprocess
 import sys
@@ -317,27 +316,6 @@ def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
     assert list(manifest.complete_checkpoints(tmp_path)) == [3]
     assert run_ranks(words_of_second_job, 1, tmp_path, threads=1) == [""]  # it has ended
     assert list(manifest.complete_checkpoints(tmp_path)) == [4]
-
-
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_a_lock_that_is_soon_free_is_waited_for(tmp_path: Path, is_removed: bool) -> None:
-    """The holder may be refused, and remove the folder of its run."""
-    run = tmp_path / "run"
-    held, waiting = lock.RunLock(run), lock.RunLock(run)
-    held.take()
-    is_free = threading.Event()
-
-    def release() -> None:
-        if is_removed:
-            shutil.rmtree(run)
-        is_free.set()
-        held.release()
-
-    threading.Timer(0.3, release).start()
-    mark = waiting.take()
-    assert is_free.is_set()
-    waiting.check_shared(mark)
-    waiting.release()
 
 
 def words_in_own_folder(run: Path) -> str:

@@ -70,14 +70,20 @@ class RunLock:
 
         A process whose run is refused removes its new folder before it releases the lock.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._file = path.open("ab", buffering=0)
+        try:
+            file = self._file = self._open(path)
+        except (FileExistsError, FileNotFoundError):  # found, but removed before it was opened
+            file = self._file = self._open(path)
         if lock(file.fileno()) is not False:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return True
         self.release()
         return False
+
+    def _open(self, path: Path) -> IO[bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
 
     def check_shared(self, mark: str) -> None:
         """Check that the lock file on this host contains the `mark` that rank 0 wrote.

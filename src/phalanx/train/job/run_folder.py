@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from phalanx.errors import ConfigError, PhalanxError, size_text
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
-from phalanx.storage import existing, free_bytes, replace_file
+from phalanx.storage import existing, free_bytes, remove_folder, replace_file
 from phalanx.strategy import Strategy
 from phalanx.train.job.resume import stored_settings
 from phalanx.train.precision import Precision
@@ -93,7 +92,7 @@ def removed_if_refused(job: Job, *, is_first: bool) -> Generator[None]:
         yield
     except PhalanxError:
         if job.is_new and is_first and not job.strategy.is_served:
-            shutil.rmtree(job.out, ignore_errors=True)
+            remove_folder(job.out)
         raise
 
 
@@ -112,7 +111,7 @@ def removed_without_a_step(out: Path) -> Generator[None]:
         if is_new and out.is_dir() and not has_steps(out):
             with suppress(OSError):
                 if lock.take_if_free():
-                    shutil.rmtree(out, ignore_errors=True)
+                    remove_folder(out)
         lock.release()
         raise
 
