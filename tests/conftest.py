@@ -30,7 +30,8 @@ MODELS = (
 )
 PRELOAD = [
     "phalanx.launch.preload",
-    *("phalanx.train.job", "phalanx.verify.harness", "ranks_preload", "warm_ranks"),
+    *("phalanx.train.job", "phalanx.verify.harness", "phalanx.script.proof"),
+    *("ranks_preload", "warm_ranks"),
     *("pytest", "hypothesis"),
 ]
 OF_LIBRARIES = {

@@ -19,6 +19,7 @@ import contextvars
 import ctypes
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -37,7 +38,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from phalanx.launch import local
@@ -58,6 +59,9 @@ READY_S = 20.0
 
 PR_SET_PDEATHSIG = 1
 """Of prctl.h."""
+
+_VERSION_AT = 24
+"""Of a dictionary of CPython 3.11: where its version is, in bytes from its begin."""
 
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
 _LASTING = (
@@ -338,6 +342,7 @@ class _Start:
         NAMES.put_back()
         NAMES.watch()
         gc.collect()
+        gc.freeze()  # what is left is of libraries, and of no interest to the next collection
         now = _settings()
         if now != self._settings:
             pairs = zip(self._settings, now, strict=True)
@@ -459,7 +464,10 @@ class _Names:
         self._kept = {"_group_count"} if module.__name__.endswith("distributed_c10d") else set()
         of = [module, *(each for each in vars(module).values() if _is_own(each, module))]
         self._is_ours = module.__name__.startswith("phalanx")
-        self._stood_for = [(each, dict(vars(each))) for each in of]
+        versions = map(_version, of)
+        self._stood_for = [
+            [a, dict(vars(a)), v, v.value] for a, v in zip(of, versions, strict=True)
+        ]
         self._held = [
             (value, value.copy())
             for name, value in vars(module).items()
@@ -479,12 +487,16 @@ class _Names:
     def have_changed(self) -> bool:
         """Return whether a name stands for something else, or a table holds something else."""
         return any(value != before for value, before in self._held) or not all(
-            _is_as(vars(each), before) for each, before in self._stood_for
+            _is_as(vars(each), before) for each, before, *_ in self._stood_for
         )
 
     def put_back(self) -> None:
-        for each, before in self._stood_for:
+        for known in self._stood_for:
+            each, before, version, number = known
+            if version.value == number:
+                continue
             if _is_as(vars(each), before):
+                known[3] = version.value
                 continue
             for name in self._changed(vars(each), before):
                 setattr(each, name, before[name])
@@ -503,6 +515,19 @@ class _Names:
         for name, value in before.items():
             if now.get(name, now) is not value and name not in self._kept:
                 yield name
+
+
+def _version(of: Any) -> Any:
+    """Return where the names of a module or a class have the number of their last change.
+
+    PEP 509: no two changes of any dictionaries have one number. Another Python than CPython 3.11
+    gets a number that equals none, so that the names themselves are compared.
+    """
+    if sys.version_info[:2] != (3, 11) or sys.implementation.name != "cpython":
+        return SimpleNamespace(value=math.nan)
+    names = vars(of)
+    table = names if type(names) is dict else gc.get_referents(names)[0]
+    return ctypes.c_uint64.from_address(id(table) + _VERSION_AT)
 
 
 def _is_as(now: Any, before: dict[str, Any]) -> bool:

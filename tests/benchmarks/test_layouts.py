@@ -92,6 +92,7 @@ def test_sizes_follow_the_llama_family() -> None:
     assert BlockSize.parse("2048x1x8").shape.num_heads == shape_of("llama3-1b").num_heads
 
 
+@pytest.mark.slow
 def test_it_prints_both_and_keeps_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"--layouts tp2 tp4 tp4:2d --sizes {SIZE} --dtype float32 --repeats 2"
     # 128 wide has two heads: one for each rank of tp2, none for two of tp4.

@@ -62,6 +62,7 @@ def test_a_network_in_two_stages_is_proven(job: Job) -> None:
     assert verdict.is_equal, str(verdict)
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_pipeline_are_those_of_one_process_that_accumulates(job: Job) -> None:
     verdict = job("resnet:small").verify("pp2", steps=1)
     assert verdict.is_equal, str(verdict)
@@ -88,7 +89,7 @@ def test_our_decoder_takes_the_steps_of_transformers(job: Job, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "strategy"), [
-    ("of_transformers", "pp2"), by_hand("ours", "pp2"),
+    by_hand("of_transformers", "pp2"), by_hand("ours", "pp2"),
     by_hand("of_transformers", "pp2,dp2"), by_hand("ours", "fsdp2,tp2"),
 ])  # fmt: skip
 def test_a_decoder_in_two_stages_is_proven(job: Job, name: str, strategy: str) -> None:

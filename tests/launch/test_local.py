@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from marks import by_hand
 from phalanx.bench.scaling import ScalingConfig, measure_scaling
 from phalanx.errors import (
     ConfigError,
@@ -327,8 +328,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "patch",
     [
-        "reduction.sendfds = send",
-        "forkserver.connect_to_new_process = connect",
+        by_hand("reduction.sendfds = send"),
+        by_hand("forkserver.connect_to_new_process = connect"),
         "popen_forkserver.open = cut",
     ],
 )

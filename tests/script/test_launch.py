@@ -244,6 +244,7 @@ run.print("saved", saved, os.getpid())
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_saves_when_a_signal_comes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STOPS)
@@ -268,6 +269,7 @@ def test_without_a_launcher_a_script_that_asks_saves_too(tmp_path: Path) -> None
     assert "the script was asked to stop" in told
 
 
+@pytest.mark.slow
 def test_without_a_launcher_a_mistake_is_told_in_one_message(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import phalanx\nphalanx.init().clip(1.0)")

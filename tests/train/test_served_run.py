@@ -63,6 +63,7 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
         torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) -> None:
     """Outer momentum, and the moments of each worker, are in the checkpoint."""
@@ -187,6 +188,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, run(folder, "dp3:ps", "run", steps=60)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
     """Workers hear the signal at different steps of a round, whose end waits for all of them."""

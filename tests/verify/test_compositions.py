@@ -111,8 +111,7 @@ def check(
 @pytest.mark.parametrize(
     ("texts", "counts", "steps"),
     [
-        (("pp2",), (5,), 2),
-        by_hand(SCHEDULES[2][1:], (5,), 2),
+        by_hand(SCHEDULES[2], (5,), 2),
         *(by_hand(SCHEDULES[num_ranks], (4, 7), 5) for num_ranks in (2, 4)),
     ],
 )

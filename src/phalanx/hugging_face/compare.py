@@ -98,7 +98,8 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _theirs(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    # A type checker takes 12 s to read the names in `transformers` itself.
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils import logging
 
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

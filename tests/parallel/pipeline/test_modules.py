@@ -374,7 +374,7 @@ def test_two_ranks_compute_what_one_process_computes(
 @pytest.mark.parametrize(
     "jobs",
     [
-        {"pp2,fsdp2": ["qwen2, tied"]},
+        by_hand({"pp2,fsdp2": ["qwen2, tied"]}),
         by_hand({"pp2,dp2": ["tabled", "gemma3_text", "vit"]}),
         by_hand({"pp2,dp2": FAMILIES, "pp2,fsdp2": FAMILIES}),
     ],
