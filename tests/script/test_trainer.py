@@ -21,7 +21,14 @@ import phalanx
 from marks import by_hand
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
-from phalanx.errors import CheckpointError, ConfigError, DataError, Interrupted, ScriptError
+from phalanx.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    RankFailed,
+    ScriptError,
+)
 from phalanx.launch.local import run_ranks
 from phalanx.script.microbatches import words_of_few
 from phalanx.script.session import train_module
@@ -328,6 +335,18 @@ def test_the_shell_verifies_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     *table, document = capsys.readouterr().out.splitlines()
     assert "Largest errors against plain PyTorch" in table[0]
     assert json.loads(document)["verdicts"][0]["largest_errors"]["validation loss"] < LIMIT
+
+
+class Crashing(jobs.Classes):
+    def loss_sum(self, model: Any, microbatch: Any, step: int) -> Any:
+        raise RuntimeError("out of luck")
+
+
+def test_a_crash_in_the_first_step_leaves_the_logs_of_all_ranks(tmp_path: Path) -> None:
+    job = dataclasses.replace(jobs.job(), objective=Crashing())
+    with pytest.raises(RankFailed, match="out of luck"):
+        job.train("dp2", phalanx.Options(out=tmp_path / "new", threads=1))
+    assert {file.name for file in (tmp_path / "new/logs").iterdir()} == {"rank-0.log", "rank-1.log"}
 
 
 def test_a_folder_with_another_run_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

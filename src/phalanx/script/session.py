@@ -96,11 +96,8 @@ class ModuleSession(Session):
             keep=options.keep_checkpoints,
             num_stages=strategy.pp.degree,
         )
-        try:
+        with self.opening():
             self._open()
-        except BaseException:
-            self.saver.__exit__(None, None, None)
-            raise
 
     def _open(self) -> None:
         trainer, strategy = self.trainer, self.strategy

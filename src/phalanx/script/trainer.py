@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +38,7 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Log
 from phalanx.train.job.request import choose_device
-from phalanx.train.job.run_folder import removed_without_a_step
+from phalanx.train.job.run_folder import removed_if_refused
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
@@ -161,8 +160,8 @@ class Trainer:
         refuse_servers(parsed, "a Trainer")
         advice = functools.partial(how_to_resume, options.out, resume_text(options.out, command))
         args = (parsed.num_ranks, self, parsed, options, command, (*choice,))
-        is_first = read_rank_env().rank == 0
-        with removed_without_a_step(options.out) if is_first else nullcontext():
+        is_new = read_rank_env().rank == 0 and not options.out.exists()
+        with removed_if_refused(options.out, is_new=is_new):
             return summary_of(train_module, *args, config=options, advice=advice)
 
     def verify(

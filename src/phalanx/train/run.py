@@ -25,7 +25,7 @@ from phalanx.launch.torchrun import run_here
 from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
-from phalanx.train.job.run_folder import claim
+from phalanx.train.job.run_folder import claim, removed_if_refused
 from phalanx.train.loop import Stopped, how_to_resume
 from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
@@ -115,9 +115,10 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
         return _start_served(job, extras)
     job = claim(job)
     advice = functools.partial(how_to_resume, job.out, _resume_by(job))
-    return summary_of(
-        train_rank, job.strategy.num_ranks, job, extras, config=job.config, advice=advice
-    )
+    with removed_if_refused(job.out, is_new=job.is_new):
+        return summary_of(
+            train_rank, job.strategy.num_ranks, job, extras, config=job.config, advice=advice
+        )
 
 
 def _start_served(job: Job, extras: Callbacks) -> Summary | None:
@@ -211,6 +212,8 @@ def _train_here(announce: Announce | None, extras: Callbacks, job: Job) -> Summa
         return {"out": claimed.out, "is_new": claimed.is_new}
 
     job = dataclasses.replace(job, **on_first_rank(place, f"cannot write to {job.out}"))
-    if announce is not None and dist.get_rank() == 0:
+    is_first = dist.get_rank() == 0
+    if announce is not None and is_first:
         announce(job)
-    return _finished(train_rank(job, extras))
+    with removed_if_refused(job.out, is_new=job.is_new and is_first):
+        return _finished(train_rank(job, extras))

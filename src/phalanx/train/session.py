@@ -54,6 +54,15 @@ class Session(ABC):
     log: Log | None
     best: BestTracker | None
 
+    @contextmanager
+    def opening(self) -> Generator[None]:
+        """Release the lock of the run's folder if the block, which opens the session, raises."""
+        try:
+            yield
+        except BaseException:
+            self.saver.__exit__(None, None, None)
+            raise
+
     @property
     def is_first(self) -> bool:
         """Whether this rank writes the records and messages of the job."""

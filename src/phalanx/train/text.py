@@ -41,7 +41,7 @@ from phalanx.planner.planned import PlannedStep
 from phalanx.train.best import BestTracker
 from phalanx.train.callback import CallbackRunner, Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
-from phalanx.train.job.run_folder import check_unused, keep_origin, removed_if_refused
+from phalanx.train.job.run_folder import check_unused, keep_origin
 from phalanx.train.notice import announce, notice_if_slow
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -80,10 +80,10 @@ class TextSession(Session):
         self.comm = Ranks(job.strategy.of_worker, job.device, shares_memory=shares_memory)
         self.data_rank = self.comm.coord("data")
         self._claim(job)
-        with removed_if_refused(job, is_first=self.is_first):
-            self._build(job, extras)
+        with self.opening():
+            self._open(job, extras)
 
-    def _build(self, job: Job, extras: Callbacks | None) -> None:
+    def _open(self, job: Job, extras: Callbacks | None) -> None:
         comm = self.comm
         self.precision = precision = resolve(job.config.precision, job.device)
         settled: dict[str, Any] = {"precision": precision.name, "out": str(job.out.absolute())}

@@ -7,26 +7,33 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.lock import RunLock
-from phalanx.errors import TrainingError
-from phalanx.train.job.run_folder import removed_without_a_step
+from phalanx.errors import PhalanxError, ScriptError, TrainingError
+from phalanx.train.job.run_folder import removed_if_refused
 
 STEP = '{"kind": "step", "loss": 1.0}\n'
 
 
-def fail(out: Path, begun: list[Path]) -> None:
+def fail(out: Path, begun: list[Path], error: type[PhalanxError] = ScriptError) -> None:
     """Begin a run, which has the lock of its folder as long as its ranks live, and fail."""
-    with pytest.raises(TrainingError, match="too early"), removed_without_a_step(out):
+    is_new = not out.exists()
+    with pytest.raises(error, match="too early"), removed_if_refused(out, is_new=is_new):
         lock = RunLock(out)
         lock.take()
         begun.append(out / "checkpoints")
         lock.release()
-        raise TrainingError("too early")
+        raise error("too early")
 
 
 def test_a_new_folder_is_removed(tmp_path: Path) -> None:
     begun: list[Path] = []
     fail(tmp_path / "runs" / "new", begun)
     assert begun and not (tmp_path / "runs" / "new").exists()
+
+
+def test_the_logs_of_a_crash_stay(tmp_path: Path) -> None:
+    begun: list[Path] = []
+    fail(tmp_path / "new", begun, TrainingError)
+    assert begun[0].exists()
 
 
 def test_a_folder_of_before_stays(tmp_path: Path) -> None:
@@ -37,24 +44,24 @@ def test_a_folder_of_before_stays(tmp_path: Path) -> None:
 
 def test_a_run_that_has_taken_a_step_stays(tmp_path: Path) -> None:
     out = tmp_path / "new"
-    with pytest.raises(TrainingError), removed_without_a_step(out):
+    with pytest.raises(ScriptError), removed_if_refused(out, is_new=True):
         out.mkdir()
         (out / "metrics.jsonl").write_text(STEP)
-        raise TrainingError("in the second step")
+        raise ScriptError("in the second step")
     assert (out / "metrics.jsonl").read_text() == STEP
 
 
 def test_a_folder_in_which_another_process_has_begun_a_run_stays(tmp_path: Path) -> None:
     out, other = tmp_path / "new", RunLock(tmp_path / "new")
-    with pytest.raises(TrainingError), removed_without_a_step(out):
+    with pytest.raises(ScriptError), removed_if_refused(out, is_new=True):
         other.take()  # it had found no folder either, and was the first to lock it
-        raise TrainingError("another process saves")
+        raise ScriptError("another process saves")
     assert (out / "checkpoints").exists()
     other.release()
 
 
 def test_a_run_that_has_made_nothing_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "new"
-    with pytest.raises(TrainingError), removed_without_a_step(out):
-        raise TrainingError("a strategy that does not fit")
+    with pytest.raises(ScriptError), removed_if_refused(out, is_new=True):
+        raise ScriptError("a strategy that does not fit")
     assert not out.exists()

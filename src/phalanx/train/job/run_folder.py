@@ -17,7 +17,7 @@ from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
-from phalanx.errors import ConfigError, PhalanxError, size_text
+from phalanx.errors import ConfigError, PhalanxError, TrainingError, size_text
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
@@ -82,30 +82,16 @@ def claim(job: Job) -> Job:
 
 
 @contextmanager
-def removed_if_refused(job: Job, *, is_first: bool) -> Generator[None]:
-    """Remove the run's folder on the first rank if it is new and the block raises a PhalanxError.
+def removed_if_refused(out: Path, *, is_new: bool) -> Generator[None]:
+    """Remove the new folder of a run if the block raises before a step, and not for a crash.
 
-    The caller has locked the folder, so that it has no files of another run. With parameter
-    servers the folder stays, because the servers write their logs there.
+    A crash is a TrainingError; then the folder stays with its logs. A folder that another process
+    saves to stays, too. The block starts the ranks of a job, which have ended when it raises.
     """
     try:
         yield
-    except PhalanxError:
-        if job.is_new and is_first and not job.strategy.is_served:
-            remove_folder(job.out)
+    except TrainingError:
         raise
-
-
-@contextmanager
-def removed_without_a_step(out: Path) -> Generator[None]:
-    """Remove the folder of a run if it is new and the block raises a PhalanxError before a step.
-
-    A folder that another process saves to stays: both may have found no folder. One process of a
-    job calls this, and its ranks have ended when the error arrives.
-    """
-    is_new = not out.exists()
-    try:
-        yield
     except PhalanxError:
         lock = RunLock(out)
         if is_new and out.is_dir() and not has_steps(out):
