@@ -1,6 +1,7 @@
 """Files and folders that are whole or absent, whatever happens."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,23 @@ def test_a_folder_that_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         write_folder(tmp_path / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_folder_that_is_removed_is_whole_for_others_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, was_there = tmp_path / ("x" * 250), list[bool]()
+    rmtree = shutil.rmtree
+
+    def note(path: Path, **options: bool) -> None:
+        was_there.append(folder.exists())
+        rmtree(path, **options)
+
+    (folder / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(storage.shutil, "rmtree", note)
+    storage.remove_folder(folder)
+    assert was_there == [False] and list(tmp_path.iterdir()) == []
+    storage.remove_folder(folder)  # which is not there
 
 
 def test_what_a_crash_left_a_day_ago_is_removed(tmp_path: Path) -> None:

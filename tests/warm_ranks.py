@@ -61,7 +61,7 @@ PR_SET_PDEATHSIG = 1
 """Of prctl.h."""
 
 _VERSION_AT = 24
-"""Of a dictionary of CPython 3.11: where its version is, in bytes from its begin."""
+"""Of a dictionary of CPython 3.11: where its version is, in bytes from its start."""
 
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
 _LASTING = (
@@ -342,7 +342,7 @@ class _Start:
         NAMES.put_back()
         NAMES.watch()
         gc.collect()
-        gc.freeze()  # what is left is of libraries, and of no interest to the next collection
+        gc.freeze()  # what is left stays in tables, and the next collection need not look at it
         now = _settings()
         if now != self._settings:
             pairs = zip(self._settings, now, strict=True)

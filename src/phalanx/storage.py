@@ -193,7 +193,7 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder if possible; another process finds all of it or nothing, never a part."""
-    partial = _beside(folder)
+    partial = _beside(folder.with_name("removed"))  # whose name is never too long
     with suppress(OSError):
         folder.rename(partial)
         shutil.rmtree(partial, ignore_errors=True)

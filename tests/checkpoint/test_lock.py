@@ -38,7 +38,7 @@ def test_a_lock_that_is_soon_free_is_waited_for(tmp_path: Path, is_removed: bool
 def test_a_folder_removed_before_its_lock_is_opened_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """`mkdir` fails of a folder that is there and then is not; `open`, of one that was there."""
+    """Another process removes it while `mkdir` looks at it, or after `mkdir` and before `open`."""
     run, whole = tmp_path / "run", getattr(Path, call)
     (run / "checkpoints").mkdir(parents=True)
 

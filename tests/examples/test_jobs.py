@@ -88,9 +88,10 @@ def test_our_decoder_takes_the_steps_of_transformers(job: Job, tmp_path: Path) -
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [
-    by_hand("of_transformers", "pp2"), by_hand("ours", "pp2"),
-    by_hand("of_transformers", "pp2,dp2"), by_hand("ours", "fsdp2,tp2"),
+    ("of_transformers", "pp2"), ("ours", "pp2"),
+    ("of_transformers", "pp2,dp2"), ("ours", "fsdp2,tp2"),
 ])  # fmt: skip
 def test_a_decoder_in_two_stages_is_proven(job: Job, name: str, strategy: str) -> None:
     verdict = job(f"llama:{name}").verify(strategy, steps=2)

@@ -160,7 +160,6 @@ def load_and_write(late: Path, other: Path, out: Path, served: Served, texts: Te
     out.write_text(str(texts.engine.generate([prompt], sampling)))
 
 
-@pytest.mark.slow
 def test_ranks_of_tp_take_them_too(trained: tuple[Path, Path], tmp_path: Path) -> None:
     early, late = trained
     shape = ShapeConfig(

@@ -203,7 +203,7 @@ def bfloat16_losses(text: str, num_steps: int) -> tuple[list[float], list[Entry]
     return losses, entries, predicted
 
 
-@pytest.mark.parametrize("text", [by_hand("fsdp2,tp2"), by_hand("tp4:2d"), by_hand("fsdp2,tp4:2d")])
+@pytest.mark.parametrize("text", ["fsdp2,tp2", by_hand("tp4:2d"), by_hand("fsdp2,tp4:2d")])
 def test_bfloat16_traffic_beside_tp(text: str) -> None:
     """fsdp hands tp narrow weights, whose gradients are summed as narrow."""
     strategy = Strategy.parse(text)

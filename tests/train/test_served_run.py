@@ -63,7 +63,6 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
         torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) -> None:
     """Outer momentum, and the moments of each worker, are in the checkpoint."""

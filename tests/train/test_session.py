@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from phalanx.checkpoint import manifest
+from phalanx.comm.together import barrier
 from phalanx.config import ShapeConfig
 from phalanx.errors import CheckpointError
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.launch.local import run_ranks
-from phalanx.train import text
+from phalanx.train import run, text
 from phalanx.train.job.resolve import Job, manifest_of, resolve
 from phalanx.train.precision import Precision
 from phalanx.train.run import train
@@ -84,6 +85,28 @@ def test_a_run_from_damaged_weights_leaves_nothing_that_it_made(
     with pytest.raises(CheckpointError, match=r"cannot load the weights in .* is damaged"):
         train(dataclasses.replace(config, init=config.out, out=str(out), shape=ShapeConfig()))
     assert (out.exists(), kept.exists()) == (not is_new, not is_new)
+
+
+def words_as_under_torchrun(job: Job) -> str:
+    """Begin a run on ranks that are there, which all see the refusal while the first removes."""
+    try:
+        run._train_here(None, run.NOTHING, job)
+    except CheckpointError as error:
+        barrier()
+        return str(error)
+    return ""
+
+
+def test_the_first_rank_of_torchrun_removes_what_it_made(tmp_path: Path) -> None:
+    config = small_run(tmp_path, strategy="dp2", steps=1)
+    run_ranks(state_after, 2, resolve(config), 1, True, threads=1)
+    shard = manifest.find(tmp_path / "run") / "rank-00000.safetensors"
+    out = tmp_path / "new"
+    job = resolve(dataclasses.replace(config, init=config.out, out=str(out), shape=ShapeConfig()))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    words, same = run_ranks(words_as_under_torchrun, 2, job, threads=1)
+    assert words == same and "is damaged" in words
+    assert not out.exists()
 
 
 class Opened(Session):

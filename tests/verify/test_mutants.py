@@ -45,8 +45,7 @@ def verdicts_on_ranks(number: int, is_slow: bool) -> dict[tuple[str, str], Verdi
 @pytest.mark.parametrize(
     ("number", "is_slow"),
     [
-        *((number, False) for number in range(len(JOBS) - 1)),
-        by_hand(len(JOBS) - 1, False),
+        *((number, False) for number in range(len(JOBS))),
         *(by_hand(number, True) for number in range(len(JOBS))),
     ],
     ids=lambda value: next(iter(JOBS[value])) if type(value) is int else None,

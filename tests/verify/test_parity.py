@@ -173,7 +173,7 @@ def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> 
 @pytest.mark.parametrize(
     ("llama", "gpt2"),
     [
-        by_hand(("fsdp2,recompute:selective",), ()),
+        (("fsdp2,recompute:selective",), ()),
         by_hand(("dp2,recompute:sqrt",), ()),
         by_hand(("dp2,recompute:full", "fsdp2,recompute:every/3"), ()),
         by_hand((), ("dp2,recompute:selective", "fsdp2,recompute:full")),
@@ -316,7 +316,7 @@ def test_context_kinds_of_the_gpt2_family(texts: Sequence[str], subtests: pytest
 @pytest.mark.parametrize(
     ("texts", "num_layers"),
     [
-        by_hand(["cp2,recompute:full"], 1),
+        (["cp2,recompute:full"], 1),
         by_hand(["cp2,recompute:full", "cp2:ulysses,recompute:selective"], 2),
         by_hand(["cp2,recompute:selective", "cp2:ulysses,recompute:full"], 2),
         by_hand(["cp2,tp2,recompute:full", "cp2:ulysses,tp2,recompute:selective"], 2),

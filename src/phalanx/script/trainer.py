@@ -130,7 +130,7 @@ class Trainer:
 
         `auto` selects the fastest strategy that fits, with one rank for each GPU or core. Under
         torchrun this process joins the job instead of starting others. The result is the first
-        rank's. A run that fails before its first step removes its new folder.
+        rank's. A run that is refused before its first step removes its new folder.
 
         Raises:
             PhalanxError: the strategy cannot split the model, or the run failed.

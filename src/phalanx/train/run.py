@@ -216,4 +216,5 @@ def _train_here(announce: Announce | None, extras: Callbacks, job: Job) -> Summa
     if announce is not None and is_first:
         announce(job)
     with removed_if_refused(job.out, is_new=job.is_new and is_first):
-        return _finished(train_rank(job, extras))
+        session = TextSession(job, extras)
+    return _finished(train_session(session))

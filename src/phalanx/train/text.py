@@ -134,7 +134,8 @@ class TextSession(Session):
             num_stages=self.comm.size("pp"),
         )
         # Check again: another run may have saved there and ended since the job was resolved.
-        on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
+        with self.opening():
+            on_first_rank(lambda: check_unused(job.out, job.start), f"cannot save in {job.out}")
 
     def _keep_origin(self) -> None:
         on_first_rank(lambda: keep_origin(self.job), f"cannot write to {self.job.out}")

@@ -371,12 +371,13 @@ def test_two_ranks_compute_what_one_process_computes(
             assert verdict.is_equal, str(verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "jobs",
     [
-        by_hand({"pp2,fsdp2": ["qwen2, tied"]}),
-        by_hand({"pp2,dp2": ["tabled", "gemma3_text", "vit"]}),
-        by_hand({"pp2,dp2": FAMILIES, "pp2,fsdp2": FAMILIES}),
+        {"pp2,fsdp2": ["qwen2, tied"]},
+        {"pp2,dp2": ["tabled", "gemma3_text", "vit"]},
+        {"pp2,dp2": FAMILIES, "pp2,fsdp2": FAMILIES},
     ],
     ids=" ".join,
 )

@@ -19,6 +19,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError, PhalanxError, TrainingError, size_text
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
+from phalanx.launch import rank_log
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
 from phalanx.storage import existing, free_bytes, remove_folder, replace_file
@@ -83,20 +84,20 @@ def claim(job: Job) -> Job:
 
 @contextmanager
 def removed_if_refused(out: Path, *, is_new: bool) -> Generator[None]:
-    """Remove the new folder of a run if the block raises before a step, and not for a crash.
+    """Remove the new folder of a run if the block raises a PhalanxError before a step.
 
-    A crash is a TrainingError; then the folder stays with its logs. A folder that another process
-    saves to stays, too. The block starts the ranks of a job, which have ended when it raises.
+    After a crash, a TrainingError, a folder with logs stays. A folder that another process saves to
+    stays, too. One process of a job calls this; under torchrun that is the first rank, and the
+    others may still run.
     """
     try:
         yield
-    except TrainingError:
-        raise
-    except PhalanxError:
+    except PhalanxError as error:
+        is_kept = isinstance(error, TrainingError) and (out / rank_log.FOLDER).exists()
         lock = RunLock(out)
-        if is_new and out.is_dir() and not has_steps(out):
+        if is_new and not is_kept and out.is_dir():
             with suppress(OSError):
-                if lock.take_if_free():
+                if lock.take_if_free() and not has_steps(out):
                     remove_folder(out)
         lock.release()
         raise
