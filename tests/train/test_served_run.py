@@ -127,7 +127,7 @@ def test_servers_of_another_rule_resume_as_if_there_had_been_no_pause(
 @pytest.mark.fresh_ranks
 @pytest.mark.parametrize("strategy", ["dp3:ssp/2", "dp3:async", "dp3:quorum/2", "dp2:local/4"])
 def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
-    found = run(tmp_path, strategy, "run", steps=40)
+    found = run(tmp_path, strategy, "run", steps=80)
     assert sum(found[-5:]) < 0.9 * sum(found[:5])
 
 
