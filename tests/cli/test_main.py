@@ -250,7 +250,7 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
     with os.fdopen(terminal, "w") as screen, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", screen)
         with pytest.raises(KeyboardInterrupt):
-            job = types.SimpleNamespace(config=config, strategy=strategy, out=Path())
+            job = types.SimpleNamespace(config=config, strategy=strategy, out=Path(), is_new=False)
             run.start(job)  # type: ignore[arg-type]
         screen.flush()
         assert b"\x1b[?25h" in os.read(ours, 1000)
