@@ -187,7 +187,6 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, run(folder, "dp3:ps", "run", steps=60)
 
 
-@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
     """Workers hear the signal at different steps of a round, whose end waits for all of them."""
