@@ -118,14 +118,14 @@ def checksum(path: Path, algorithm: str = "sha256") -> Checksum:
         return num_bytes, hashlib.file_digest(file, algorithm).hexdigest()
 
 
-def lock(descriptor: int) -> bool | None:
-    """Lock an open file; return False if another process holds the lock.
+def lock(descriptor: int, *, waits: bool = False) -> bool | None:
+    """Lock an open file or folder; return False if another process holds the lock.
 
-    Return None if the file system does not support locks. The operating system releases the lock
-    when the process ends, whether it exits or crashes.
+    Wait for the lock if `waits`. Return None if the file system does not support locks. The
+    operating system releases the lock when the process ends, whether it exits or crashes.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:  # the file system does not support locks

@@ -62,6 +62,28 @@ def test_first_of_two_processes_wins(tmp_path: Path) -> None:
     assert (folder / "a.txt").read_text() == "hello"
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_folder_that_another_process_has_just_completed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    folder = tmp_path / "x"
+    if is_damaged:
+        folder.mkdir()
+        (folder / "a.txt").write_text("half")
+    read_facts = cache.read_facts
+
+    def read_before_it_is_complete(folder: Path, **settings: bool) -> dict[str, object] | None:
+        monkeypatch.setattr(cache, "read_facts", read_facts)
+        facts = read_facts(folder, **settings)
+        cache.find_or_make(folder, write_hello, needed_bytes=5)
+        return facts
+
+    monkeypatch.setattr(cache, "read_facts", read_before_it_is_complete)
+    assert cache.find_or_make(folder, lambda _: {"n": 2}, needed_bytes=5) == {"n": 1}
+    assert (folder / "a.txt").read_text() == "hello"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_names_path_and_bytes_and_leaves_nothing(tmp_path: Path, code: int) -> None:
     def fail(place: Path) -> dict[str, object]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -114,23 +115,15 @@ def test_half_written_and_damaged_files_are_made_anew(corpus: Path, tmp_path: Pa
     assert prepare(str(corpus), config, model_vocab_size=400) == files
 
 
-def _prepare_in_process(corpus: str, cache: str, results: "multiprocessing.Queue[str]") -> None:
+def _prepare_in_process(corpus: str, cache: str) -> str:
     config = CorpusConfig(cache=cache, validation=0.2)
-    results.put(str(prepare(corpus, config, model_vocab_size=400).folder))
+    return str(prepare(corpus, config, model_vocab_size=400).folder)
 
 
 def test_processes_that_start_together_agree(corpus: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    results = context.Queue()
-    args = (str(corpus), str(tmp_path / "cache"), results)
-    processes = [context.Process(target=_prepare_in_process, args=args) for _ in range(2)]
-    for process in processes:
-        process.start()
-    folders = {results.get(timeout=280) for _ in processes}
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    (folder,) = folders
+    args = [str(corpus)] * 2, [str(tmp_path / "cache")] * 2
+    with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver")) as processes:
+        (folder,) = set(processes.map(_prepare_in_process, *args))
     assert sorted(p.name for p in Path(folder).parent.iterdir()) == [Path(folder).name]
     open_tokens(folder)
 

@@ -11,14 +11,13 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 from phalanx.errors import CheckpointError, DataError
-from phalanx.storage import Checksum, checksum, free_bytes, new_folder
+from phalanx.storage import Checksum, checksum, free_bytes, lock, new_folder, remove_folder
 
 FORMAT = 2
 """Version of the cache; increase it when the content or format of any cached file changes."""
@@ -65,9 +64,7 @@ def find_or_make(
     if (facts := read_facts(folder, is_hashed=is_hashed)) is not None:
         return facts
     with storage_errors(folder, needed_bytes):
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder.is_file():
-            folder.unlink()
+        _remove_damaged(folder)
         try:
             with new_folder(folder) as partial:
                 facts = write(partial)
@@ -80,6 +77,25 @@ def find_or_make(
     if (facts := read_facts(folder)) is None:
         raise DataError(f"{folder} was damaged while it was written; start again")
     return facts
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Remove what is at `folder`, unless another process has completed it in the meantime.
+
+    No process can rename its folder over a file or a folder with entries. So one that is damaged
+    under the lock stays until the holder of the lock removes it.
+    """
+    if not os.path.lexists(folder):
+        return
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        lock(descriptor, waits=True)
+        if not folder.is_dir():
+            folder.unlink(missing_ok=True)
+        elif any(folder.iterdir()) and read_facts(folder) is None:
+            remove_folder(folder)
+    finally:
+        os.close(descriptor)
 
 
 def read_facts(folder: Path, *, is_hashed: bool = True) -> dict[str, object] | None:
