@@ -80,7 +80,7 @@ def find_or_make(
 
 
 def _remove_damaged(folder: Path) -> None:
-    """Remove what is at `folder`, unless another process has completed it in the meantime.
+    """Remove a damaged `folder`, or a file there; not one that another process has completed.
 
     No process can rename its folder over a file or a folder with entries. So one that is damaged
     under the lock stays until the holder of the lock removes it.

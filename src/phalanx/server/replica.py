@@ -41,8 +41,8 @@ class Backup:
         name: name of the backup's server.
         since: epoch in which the server became the backup.
         link: connection to the server.
-        has_copy: whether the server has acknowledged its first copy.
-        sent: index -> operation that the server has not acknowledged.
+        index: index of the last operation that the server has reported; -1 before its first copy.
+        sent: index -> operation after the last copy that the server has not acknowledged.
         sent_s: time of the last message to the server, by `time.monotonic`.
         waiting: (index of an operation, action to run once it is acknowledged), in order.
     """
@@ -50,7 +50,7 @@ class Backup:
     name: str
     since: int
     link: Connection
-    has_copy: bool = False
+    index: int = -1
     sent: dict[int, WireMessage] = field(default_factory=dict[int, WireMessage])
     sent_s: float = 0.0
     waiting: deque[tuple[int, Callable[[], None]]] = field(
@@ -206,14 +206,15 @@ class ReplicatedShards(Member):
     def after(self, number: int, act: Callable[[], None]) -> None:
         """Call `act` once the backup has acknowledged all operations so far."""
         backup = self._backups.get(number)
-        if backup is None or (backup.has_copy and not backup.sent):
+        index = self.shards[number].index
+        if backup is None or backup.index >= index:
             act()
         else:
-            backup.waiting.append((self.shards[number].index, act))
+            backup.waiting.append((index, act))
 
     def _ask_again(self, number: int, backup: Backup) -> None:
         backup.sent_s = time.monotonic()
-        if number in self.shards and (backup.sent or not backup.has_copy):
+        if number in self.shards and backup.index < self.shards[number].index:
             fields = {"shard": number, "epoch": self.map["epoch"]}
             fields["sent"] = self.shards[number].index
             backup.link.send(WireMessage("where", fields))
@@ -231,10 +232,10 @@ class ReplicatedShards(Member):
         index = int(message.fields.get("index", -1))
         is_behind = message.kind == "at" and index < message["sent"]
         if message.kind == "gap" or (is_behind and index + 1 not in backup.sent):
-            backup.has_copy = False  # operations were lost, or a new process has the name
+            backup.index = -1  # operations were lost, or a new process has the name
             self._copy(number)
         elif message.kind in ("has", "at"):
-            backup.has_copy = True
+            backup.index = max(index, backup.index)  # reports may arrive out of order
             for each in [each for each in backup.sent if each <= index]:
                 del backup.sent[each]
             while backup.waiting and backup.waiting[0][0] <= index:
