@@ -353,11 +353,11 @@ class _Start:
         import torch.distributed as dist
 
         from phalanx.comm import meshes as comm_meshes
-        from phalanx.comm import shared_memory
+        from phalanx.comm.shared_transfer import UNDER_WAY
 
         meshes: Any = comm_meshes
-        if under_way := vars(shared_memory)["_UNDER_WAY"]:  # other ranks may still wait for them
-            raise Changed(f"{len(under_way)} collectives are under way")
+        if UNDER_WAY:  # other ranks may still wait for them
+            raise Changed(f"{len(UNDER_WAY)} collectives are under way")
         if dist.group.WORLD is not self._job:
             raise Changed("the job was left")
         known = {self._job}

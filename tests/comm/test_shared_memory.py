@@ -28,7 +28,8 @@ from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.pending import Pending
 from phalanx.comm.reductions import REDUCTIONS
-from phalanx.comm.shared_memory import SharedMemory, SharedTransfer
+from phalanx.comm.shared_memory import SharedMemory
+from phalanx.comm.shared_transfer import SharedTransfer
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.launch.local import run_ranks
 from phalanx.models.initial import fill_initial

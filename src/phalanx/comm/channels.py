@@ -7,6 +7,7 @@ other cores see a core's writes in program order; other processors do not guaran
     sleeps 1 or 0                          this rank sleeps, or is about to
     post   number, offset, bytes, what     call `number` of this rank; its data is at offset
     ack    number                          call `number` of a peer has been read, or written to
+    free   number                          this rank uses a buffer no more for calls up to `number`
 
 A channel is a sequence of calls: each rank has one channel to all ranks, and one to each rank for
 messages. A rank posts call n of a channel in slot n mod `SLOTS`, after all readers have
@@ -47,6 +48,9 @@ Only x86-64 orders writes as needed; a Python built on an old system lacks the t
 
 SLOTS: Final = 16
 """Most calls of a channel that may be unacknowledged at a time."""
+
+MOST_BUFFERS: Final = 32
+"""Most buffers that the ranks of a group have in common, see gather_buffers.py."""
 
 SPIN_S: Final = 20e-6
 """Time a rank polls before it sleeps, in seconds; sleeping and waking costs as much."""
@@ -103,7 +107,7 @@ class AwaitedWord:
 
 def num_words(num_ranks: int) -> int:
     """Return the number of words that each rank of a group needs."""
-    return 1 + SLOTS * (_POST_WORDS * (1 + num_ranks) + 2 * num_ranks)
+    return 1 + SLOTS * (_POST_WORDS * (1 + num_ranks) + 2 * num_ranks) + MOST_BUFFERS
 
 
 class Channels:
@@ -124,6 +128,7 @@ class Channels:
         self._me = members[coord]
         self._timeout_s = timeout_s
         self._acks = 1 + _POST_WORDS * SLOTS * (1 + len(members))
+        self._free = self._acks + 2 * SLOTS * len(members)
         self._fence = threading.Lock()
         self._libc = ctypes.CDLL(None, use_errno=True)
 
@@ -147,6 +152,15 @@ class Channels:
         index = self._ack_index(self._me, of, channel, number)
         self._me.memory.words[index] = number
         self._wake(index, [self.members[of]])
+
+    def release(self, buffer: int, number: int) -> None:
+        """Announce that this rank uses a buffer no more for calls up to `number`."""
+        self._me.memory.words[self._me.first + self._free + buffer] = number
+
+    def is_released(self, buffer: int, number: int) -> bool:
+        """Return whether all ranks have released a buffer for calls up to `number`."""
+        at = self._free + buffer
+        return all(each.memory.words[each.first + at] >= number for each in self.members)
 
     def posted(self, by: int, channel: int | None, number: int) -> AwaitedWord:
         """Return the word to wait for until rank `by` has posted a call."""

@@ -34,7 +34,7 @@ class ShardGather(AllGather):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return an uninitialized all-gather output; this rank's slice of it is the input."""
-        return self._engine.empty([int(length) for length in size], dtype, device)
+        return self._engine.gather_output([int(length) for length in size], dtype, device)
 
     @property
     def is_under_way(self) -> bool:

@@ -66,8 +66,14 @@ def _allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     return own_heap().empty(size, dtype)
 
 
+def _gather_output(size: Sequence[int], dtype: torch.dtype, engine: int) -> Tensor:
+    return ENGINES[engine].allocate_gather_output(size, dtype)
+
+
 HEAP: Final = torch.library.Library("shared_memory", "FRAGMENT")
 """Library of the op that allocates on the heap, so that memory accounting sees the tensors."""
 
 HEAP.define("allocate(SymInt[] size, *, ScalarType dtype) -> Tensor")
 HEAP.impl("allocate", _allocate, "CompositeExplicitAutograd")
+HEAP.define("gather_output(SymInt[] size, *, ScalarType dtype, int engine) -> Tensor")
+HEAP.impl("gather_output", _gather_output, "CompositeExplicitAutograd")

@@ -2,7 +2,8 @@
 
 A rank posts the location of its tensor in its heap, and the other ranks read it (channels.py):
 
-    all_gather, all_to_all    copy a piece from each rank's heap
+    all_gather, all_to_all    copy a piece from each rank's heap; all_gather copies nothing into an
+                              output that the ranks have in common (gather_buffers.py)
     reduce_scatter, reduce    add a piece of each rank's heap, in rank order
     broadcast, swap, message  copy
     all_reduce, small         each rank adds all tensors, and waits for each peer once
@@ -18,25 +19,13 @@ is cut: the sum is bitwise equal on all ranks and in every run.
 A tensor above `SMALL_BYTES` from `empty` is on the heap; any other is copied there first. A block
 stays allocated until all ranks have read it, even if its tensor is freed earlier. So a rank does
 not wait for the readers of a tensor that `is_spent`, and continues while its peers are busy.
-
-[Note: Progress] No background thread runs collectives while a rank computes. A rank advances a
-collective when it starts it, and then only while it waits for this or another collective: a wait
-advances all that the rank has started. So two ranks may wait for two of them in different orders.
-
-[Note: Unwatched] A rank continues a collective wherever it waits, possibly in a recomputed forward
-or in a step whose memory is counted. Dispatch modes see only the op that started the collective,
-and not the work inside, as they do not see gloo's thread. Otherwise recomputation would expect the
-inner operators again in backward, and memory accounting would count the memory of other ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
-import time
 from collections.abc import Generator, Sequence
-from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -46,33 +35,18 @@ from typing_extensions import override
 
 from phalanx.comm import ops
 from phalanx.comm.call_number import describe, dtype_of, number_of
-from phalanx.comm.channels import SLOTS, TICK_S, AwaitedWord, Channels, Post
+from phalanx.comm.channels import SLOTS, AwaitedWord, Channels, Post
+from phalanx.comm.gather_buffers import GatherBuffers
 from phalanx.comm.heap import Block, Heap, errors_if_full
-from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.reductions import reduce_into
+from phalanx.comm.shared_transfer import SharedTransfer, Steps, unwatched
 from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, pop_transfer
-from phalanx.comm.waits import waiting
 from phalanx.errors import CollectiveMismatch, named
 
 SMALL_BYTES: Final = 32 << 10
 """Most bytes of an all_reduce in which each rank adds the full tensors: a second wait is slower."""
 
-CROWDED_TICK_S: Final = 1e-3
-"""Time a rank sleeps for one collective while it has started others, in seconds."""
-
 _NUMBERS = itertools.count(1)
-
-_UNDER_WAY: list[SharedTransfer] = []
-"""Collectives that this process has started and that have not ended, in the order of starts."""
-
-_ADVANCE_LOCK: Final = threading.RLock()
-"""Lock to advance a collective, because several threads may wait for the same collective."""
-
-Steps = Generator[AwaitedWord]
-
-# Private, and the only cheap way to disable all dispatch modes; see [Note: Unwatched].
-# tests/comm/test_shared_memory.py pins it.
-_unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
 
 
 class _Call(NamedTuple):
@@ -82,68 +56,6 @@ class _Call(NamedTuple):
     number: int
     what: int
     num_bytes: int
-
-
-class SharedTransfer(Transfer):
-    """A shared-memory collective; `steps` yields each word of a peer that it must wait for."""
-
-    def __init__(self, steps: Steps, channels: Channels) -> None:
-        super().__init__(())
-        self._steps = steps
-        self._channels = channels
-        self._need: AwaitedWord | None = None
-        self._has_ended = False
-        self._error: BaseException | None = None
-        with _ADVANCE_LOCK:
-            _UNDER_WAY.append(self)
-            self.advance()
-
-    def advance(self) -> AwaitedWord | None:
-        """Run steps until one must wait; return the word to wait for, or None at the end.
-
-        If a step raises an error, this and each later call raise it.
-        """
-        with _ADVANCE_LOCK:
-            while not self._has_ended and (self._need is None or self._need.is_met()):
-                try:
-                    with _unwatched():
-                        self._need = next(self._steps)
-                except StopIteration:
-                    self._end()
-                except BaseException as error:
-                    self._error = error
-                    self._end()
-            if self._error is not None:
-                raise self._error
-            return self._need
-
-    def _end(self) -> None:
-        self._has_ended, self._need = True, None
-        _UNDER_WAY.remove(self)
-
-    @override
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the output is complete; the timeout is the job's, not the argument.
-
-        Raises:
-            PeerLost: a rank has ended, or has timed out.
-            CollectiveMismatch: a rank has called another collective.
-        """
-        if not self.is_waited_for:
-            with trace_named("wait shared memory"), waiting(self.tensor):
-                self._wait()
-            self.is_waited_for = True
-        return True
-
-    def _wait(self) -> None:
-        begun_s = time.monotonic()
-        while (need := self.advance()) is not None:
-            others = [other for other in [*_UNDER_WAY] if other is not self]
-            needs = [need, *(other.advance() for other in others)]  # see [Note: Progress]
-            # A call that waits for an earlier one of this rank waits for a peer in the end.
-            of_peers = (each for each in needs if each and not self._channels.is_own(each))
-            need = next(of_peers, need)
-            self._channels.sleep(need, begun_s, CROWDED_TICK_S if others else TICK_S)
 
 
 def _and_copied(steps: Steps, flat: Tensor, out: Tensor) -> Steps:
@@ -169,7 +81,8 @@ class SharedMemory(CommEngine):
         self._others = [(self._coord + n) % self._size for n in range(1, self._size)]
         self._numbers: dict[int | None, int] = {}
         self._received: dict[int, int] = {}
-        self._held: dict[tuple[int | None, int], tuple[Block, Sequence[int]]] = {}
+        self._gather_buffers = GatherBuffers(channels, heap)
+        self._held: dict[tuple[int | None, int], tuple[Block | None, Sequence[int]]] = {}
         self._in_slot: dict[tuple[int | None, int], int] = {}
 
     @override
@@ -179,6 +92,28 @@ class SharedMemory(CommEngine):
             return super().empty(size, dtype, device)
         with errors_if_full():
             return torch.ops.shared_memory.allocate(size, dtype=dtype)
+
+    @override
+    def gather_output(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        if math.prod(size) * dtype.itemsize <= SMALL_BYTES or device.type != "cpu":
+            return self.empty(size, dtype, device)
+        with errors_if_full():
+            return torch.ops.shared_memory.gather_output(size, dtype=dtype, engine=self._number)
+
+    @override
+    def allocate_gather_output(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(size) * dtype.itemsize
+        with unwatched():
+            block = self._gather_buffers.take(num_bytes, self._share)
+        return torch.from_numpy(block).view(dtype).view(*size)
+
+    def _share(self, value: int) -> int:
+        """Return the first rank's value on all ranks."""
+        shared = torch.tensor([value])
+        SharedTransfer(self._broadcast(shared, shared, 0, False), self._channels).wait()
+        return int(shared)
 
     @override
     def begin(
@@ -241,7 +176,8 @@ class SharedMemory(CommEngine):
             pieces[self._coord].copy_(given)
         for peer in self._others:
             theirs = yield from self._read(call, peer)
-            pieces[peer].copy_(theirs.view_as(given))
+            if pieces[peer].data_ptr() != theirs.data_ptr():  # else in a common buffer
+                pieces[peer].copy_(theirs.view_as(given))
             self._ack(call, peer)
         if not is_spent:
             yield from self._await_read(call, given)
@@ -339,7 +275,8 @@ class SharedMemory(CommEngine):
             yield self._channels.posted(self._coord, call.channel, before)
             yield from self._await_read(call._replace(number=before))
         block, seen = None if copies else self._heap.block_of(tensor), tensor
-        if block is None:
+        is_common = block is None and not copies and self._gather_buffers.holds(tensor)
+        if block is None and not is_common:
             with errors_if_full():
                 block = self._heap.block(call.num_bytes)
             # A view that keeps the block: peers may all have read it before this rank uses it.
@@ -348,9 +285,12 @@ class SharedMemory(CommEngine):
         for held in [*self._held]:
             if self._unacknowledged(held) is None:
                 del self._held[held]
+        self._gather_buffers.publish_freed()  # before peers see this call
         self._held[key] = block, self._others if readers is None else readers
-        offset = seen.data_ptr() - self._heap.address
-        self._channels.post(*key, Post(offset, call.num_bytes, call.what))
+        home = self._channels.members[0].memory if is_common else self._heap
+        offset = seen.data_ptr() - home.address
+        # In the first rank's heap, offset n is posted as -1 - n.
+        self._channels.post(*key, Post(~offset if is_common else offset, call.num_bytes, call.what))
         return seen
 
     def _unacknowledged(self, key: tuple[int | None, int]) -> AwaitedWord | None:
@@ -382,8 +322,10 @@ class SharedMemory(CommEngine):
                 "--debug-comm, or phalanx.init(debug_comm=True), reports the place of each call",
                 min(ranks),
             )
-        memory = self._channels.members[peer].memory
-        return memory.tensor(post.offset, post.num_bytes, dtype_of(call.what))
+        is_common = post.offset < 0
+        memory = self._channels.members[0 if is_common else peer].memory
+        offset = ~post.offset if is_common else post.offset
+        return memory.tensor(offset, post.num_bytes, dtype_of(call.what))
 
     def _read_all(self, call: _Call, mine: Tensor) -> Generator[AwaitedWord, None, list[Tensor]]:
         """Wait for the tensors of all ranks, and return them in rank order."""

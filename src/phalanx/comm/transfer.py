@@ -52,6 +52,19 @@ class CommEngine(ABC):
         """Return an uninitialized tensor that this engine can send without an internal copy."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def gather_output(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return an uninitialized output for the next all_gather, which every rank begins next.
+
+        Its input is this rank's slice of it, and `is_spent`.
+        """
+        return self.empty(size, dtype, device)
+
+    def allocate_gather_output(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a `gather_output`; called by the dispatcher op that it calls."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory of its own")
+
     def run(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
     ) -> Transfer:

@@ -1,0 +1,104 @@
+"""A collective through shared memory while it runs.
+
+[Note: Progress] No background thread runs collectives while a rank computes. A rank advances a
+collective when it starts it, and then only while it waits for this or another collective: a wait
+advances all that the rank has started. So two ranks may wait for two of them in different orders.
+
+[Note: Unwatched] A rank continues a collective wherever it waits, possibly in a recomputed forward
+or in a step whose memory is counted. Dispatch modes see only the op that started the collective,
+and not the work inside, as they do not see gloo's thread. Otherwise recomputation would expect the
+inner operators again in backward, and memory accounting would count the memory of other ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Final
+
+import torch
+from typing_extensions import override
+
+from phalanx.comm.channels import TICK_S, AwaitedWord, Channels
+from phalanx.comm.ranges import named as trace_named
+from phalanx.comm.transfer import Transfer
+from phalanx.comm.waits import waiting
+
+CROWDED_TICK_S: Final = 1e-3
+"""Time a rank sleeps for one collective while it has started others, in seconds."""
+
+UNDER_WAY: Final[list[SharedTransfer]] = []
+"""Collectives that this process has started and that have not ended, in the order of starts."""
+
+_ADVANCE_LOCK: Final = threading.RLock()
+"""Lock to advance a collective, because several threads may wait for the same collective."""
+
+Steps = Generator[AwaitedWord]
+
+# Private, and the only cheap way to disable all dispatch modes; see [Note: Unwatched].
+# tests/comm/test_shared_memory.py pins it.
+unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
+
+
+class SharedTransfer(Transfer):
+    """A shared-memory collective; `steps` yields each word of a peer that it must wait for."""
+
+    def __init__(self, steps: Steps, channels: Channels) -> None:
+        super().__init__(())
+        self._steps = steps
+        self._channels = channels
+        self._need: AwaitedWord | None = None
+        self._has_ended = False
+        self._error: BaseException | None = None
+        with _ADVANCE_LOCK:
+            UNDER_WAY.append(self)
+            self.advance()
+
+    def advance(self) -> AwaitedWord | None:
+        """Run steps until one must wait; return the word to wait for, or None at the end.
+
+        If a step raises an error, this and each later call raise it.
+        """
+        with _ADVANCE_LOCK:
+            while not self._has_ended and (self._need is None or self._need.is_met()):
+                try:
+                    with unwatched():
+                        self._need = next(self._steps)
+                except StopIteration:
+                    self._end()
+                except BaseException as error:
+                    self._error = error
+                    self._end()
+            if self._error is not None:
+                raise self._error
+            return self._need
+
+    def _end(self) -> None:
+        self._has_ended, self._need = True, None
+        UNDER_WAY.remove(self)
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the output is complete; the timeout is the job's, not the argument.
+
+        Raises:
+            PeerLost: a rank has ended, or has timed out.
+            CollectiveMismatch: a rank has called another collective.
+        """
+        if not self.is_waited_for:
+            with trace_named("wait shared memory"), waiting(self.tensor):
+                self._wait()
+            self.is_waited_for = True
+        return True
+
+    def _wait(self) -> None:
+        begun_s = time.monotonic()
+        while (need := self.advance()) is not None:
+            others = [other for other in [*UNDER_WAY] if other is not self]
+            needs = [need, *(other.advance() for other in others)]  # see [Note: Progress]
+            # A call that waits for an earlier one of this rank waits for a peer in the end.
+            of_peers = (each for each in needs if each and not self._channels.is_own(each))
+            need = next(of_peers, need)
+            self._channels.sleep(need, begun_s, CROWDED_TICK_S if others else TICK_S)
