@@ -3,7 +3,8 @@
 python benchmarks/collectives/main.py [--ranks 2 4] [--kib 64 1024 16384 65536] [--out FILE.json]
 
 Rows: gloo's own collective; its gathers and reduce-scatters by direct exchange (comm/exchange.py);
-shared memory of tensors that lie there; and of tensors that are copied there.
+shared memory of tensors that lie there; of tensors that are copied there; and gathers into an
+output that the ranks have in common, as fsdp's, for which nothing is copied.
 """
 
 import argparse
@@ -47,6 +48,18 @@ def by_engine(engine: CommEngine, op: str, whole: Tensor, part: Tensor) -> Calla
     return call
 
 
+def by_common_output(engine: CommEngine, size: int, part: slice) -> Callable[[], None]:
+    """Return what gathers into an output that the ranks have in common, as fsdp does."""
+
+    def call() -> None:
+        out = engine.gather_output([size], torch.float32, torch.device("cpu"))
+        work = engine.begin("all_gather", out, out[part], is_spent=True)
+        if work is not None:
+            work.wait()
+
+    return call
+
+
 def by_gloo(op: str, whole: Tensor, part: Tensor) -> Callable[[], object]:
     """Return gloo's own collective."""
     calls: dict[str, Callable[[], object]] = {
@@ -80,6 +93,8 @@ def measure(kib: int, op: str) -> dict[str, list[float]]:
         ),
         "shared memory, copied": by_engine(shared.engine("dp"), op, usual, apart),
     }
+    if op == "all_gather":
+        rows["shared memory, common output"] = by_common_output(shared.engine("dp"), size, part)
     if op in ("all_reduce", "broadcast"):
         del rows["gloo, exchange"]
     repeats = max(1, min(200, AT_A_TIME_BYTES // (kib * 1024)))
