@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,10 +24,16 @@ from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, Interrupted
+from phalanx.launch.local import run_ranks
 from phalanx.launch.separate_jobs import Work
+from phalanx.server import tasks
+from phalanx.server.local_roles import local_roles
 from phalanx.train import served_run
-from phalanx.train.job.resolve import resolve
+from phalanx.train.job.resolve import Job, resolve
+from phalanx.train.loop import train as train_session
+from phalanx.train.report.summary import Summary
 from phalanx.train.run import NOTHING, train
+from phalanx.train.served_session import ServedSession
 from small_run import SHAPE, losses, records, small_run
 
 UNTIED = dataclasses.replace(SHAPE, tied=False)
@@ -178,6 +186,42 @@ def test_a_worker_of_several_hosts_is_called_by_its_number(
     monkeypatch.setattr(served_run, "run_supervised", note)
     served_run.run_worker(job, NOTHING, lambda: None)
     assert names == ["worker 1"]
+
+
+def lost_before_saves(job: Job, steps: Sequence[int]) -> list[str]:
+    """Be worker 0, killed before the save after each of `steps`; return hashes of what is saved."""
+
+    def killed(session: ServedSession, **_: object) -> None:
+        if session.step.steps_done in left:
+            left.remove(session.step.steps_done)
+            session.client.close()
+            raise KeyboardInterrupt
+        save(session)
+
+    tasks.LEASE_S = -1.0  # worker 1 is lost from the start, so that worker 0 computes its tasks
+    left, save = list(steps), ServedSession.begin_save
+    ServedSession.begin_save = killed
+    with local_roles(1) as made:
+        while left:
+            with suppress(KeyboardInterrupt):
+                train_session(ServedSession(job, 0, made.meeting))
+        assert isinstance(served_run.train_worker(job, 0, made.meeting), Summary)
+    found = manifest.complete_checkpoints(job.out)
+    assert list(found) == [2, 3]
+    assert records(job.out, "evaluation")[-1]["step"] == 3
+    return [file[1] for step in found for file in manifest.read(found[step]).files.values()]
+
+
+def test_a_checkpoint_is_written_by_the_worker_that_replaces_the_one_lost_before_it(
+    tmp_path: Path,
+) -> None:
+    """Losing worker 0 changes no byte of any checkpoint, of the last step or of one before."""
+    settings: dict[str, Any] = {"strategy": "dp2:ps", "steps": 3, "save_every": 2}
+    found = list[list[str]]()
+    for name, lost in (("whole", ()), ("again", (2, 3))):
+        job = resolve(small_run(tmp_path, out=str(tmp_path / name), **settings))
+        found += run_ranks(lost_before_saves, 1, job, lost, threads=1)
+    assert found[0] == found[1]
 
 
 @pytest.fixture(scope="module")

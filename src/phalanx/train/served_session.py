@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from phalanx.account.flops import Flops
+from phalanx.checkpoint.manifest import complete_checkpoints
 from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.batch import Batch
@@ -166,6 +167,13 @@ class ServedSession(TextSession):
         after a round that was saved, and the other workers when worker 0 notifies them.
         """
         return not isinstance(self.step, LocalStep) or (self.is_first and self._is_round_saved)
+
+    @property
+    @override
+    def lacks_checkpoint(self) -> bool:
+        done = self.step.steps_done
+        is_new = done > self.job.done[0]
+        return self.is_first and is_new and done not in complete_checkpoints(self.out)
 
     @override
     def stepped(self) -> None:

@@ -113,6 +113,14 @@ class Session(ABC):
             CheckpointError: the previous checkpoint could not be written.
         """
 
+    @property
+    def lacks_checkpoint(self) -> bool:
+        """Whether this process replaces a lost one that took the latest step but did not save it.
+
+        It is read before the first step of this process; False without parameter servers.
+        """
+        return False
+
     # Methods for records: report/ calls them.
 
     @property
