@@ -88,6 +88,81 @@ def test_each_task_is_done_once_however_workers_come_and_go(seed: int, is_open: 
     assert sorted(done) == [(clock, slot) for clock in range(4) for slot in range(3)]
 
 
+@given(st.integers(0, 2**32), st.booleans())
+def test_every_task_is_computed_however_answers_and_workers_are_lost(
+    seed: int, is_open: bool
+) -> None:
+    """Once the workers that are left beat and ask, every task that is not done is given to them.
+
+    Before that, answers are lost, and workers fall silent, come back, are killed and restarted. A
+    worker that is restarted has no task in hand, and begins at the first of its slot not done.
+    """
+    rng, now = random.Random(seed), [0.0]
+    tasks = Tasks(3, 0, 4, is_open, clock=lambda: now[0])
+    clocks, hands = [0] * 3, dict[int, tuple[int, int]]()
+
+    def ask(worker: int) -> None:
+        """Push the task in hand, or ask for one; the answer is lost sometimes."""
+        tasks.hear(worker)
+        if worker in hands:
+            tasks.finish(*hands.pop(worker))
+            return
+        clock, version = clocks[worker], min(tasks.done.values())
+        is_own = clock < 4 and (is_open or clock <= version)
+        if is_own:
+            task = (clock, worker) if tasks.own(worker, clock) else None
+        else:
+            limit = 99 if is_open else version
+            task = tasks.help(worker, limit, is_through=clock == 4)
+        assert not any(task == held and not tasks.is_lost(w) for w, held in hands.items())
+        if rng.random() >= lost_share:
+            clocks[worker] += is_own
+            if task is not None:
+                hands[worker] = task
+
+    lost_share = 0.2
+    for _ in range(rng.randrange(80)):
+        now[0] += 1.0
+        worker = rng.randrange(3)
+        if rng.random() < 0.2:
+            hands.pop(worker, None)
+            clocks[worker] = tasks.done[worker]
+        elif rng.random() < 0.8:
+            ask(worker)
+    lost_share = 0.0
+    left = rng.sample(range(3), rng.randint(1, 3))
+    for _ in range(3 * 4 * 4):
+        now[0] += 1.0
+        for worker in left:
+            ask(worker)
+    assert tasks.is_over
+
+
+def test_a_task_that_its_helper_has_forgotten_is_given_again() -> None:
+    """Worker 1 is back, and has skipped the task that it had lost to a helper."""
+    for loses_answer in (True, False):
+        now = [0.0]
+        tasks = Tasks(3, 0, 5, is_asynchronous=False, clock=lambda now=now: now[0])
+        for worker in (0, 2):
+            assert tasks.own(worker, 0)
+            tasks.finish(0, worker)
+        now[0] = LEASE_S + 1
+        for worker in (0, 2):
+            tasks.hear(worker)
+        assert tasks.help(0, 0, is_through=False) == (0, 1)
+        tasks.hear(1)
+        assert not tasks.own(1, 0)
+        assert tasks.help(1, 0, is_through=False) is None
+        if loses_answer:
+            assert tasks.help(0, 0, is_through=False) == (0, 1)
+            continue
+        now[0] += LEASE_S + 1  # the helper is lost for good
+        tasks.hear(1)
+        assert tasks.help(1, 0, is_through=False) == (0, 1)
+        assert tasks.help(1, 0, is_through=False) == (0, 1)  # this answer was lost, too
+        assert tasks.own(1, 0)
+
+
 def test_who_is_there_and_holds_others_up_is_known() -> None:
     now = [0.0]
     tasks = Tasks(3, 0, 2, is_asynchronous=False, clock=lambda: now[0])

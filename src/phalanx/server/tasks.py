@@ -85,20 +85,22 @@ class Tasks:
         return True
 
     def help(self, worker: int, limit: int, *, is_through: bool) -> tuple[int, int] | None:
-        """Assign a worker a task of another slot, of a clock up to `limit`; None if there is none.
+        """Assign a worker with no task in hand one of a clock up to `limit`; None if there is none.
 
-        Tasks of live workers are assigned only with asynchronous kinds, and only to a worker that
-        has finished its slot (`is_through`).
+        Tasks of live workers that nobody has taken are assigned only with asynchronous kinds, and
+        only to a worker that has finished its slot (`is_through`). A task whose taker is lost, or
+        asks for help itself, is assigned again, also if its slot's worker is live: that worker may
+        have skipped it (see `own`), and the taker may have missed the answer or been restarted.
         """
-        order = sorted(range(self.num_slots), key=lambda slot: self.done[slot])
-        for slot in order:
-            if slot == worker or not (self.is_lost(slot) or (self.is_asynchronous and is_through)):
-                continue
-            last = min(self.end - 1, limit)
-            for clock in range(self.done[slot], last + 1):
+        last = min(self.end - 1, limit)
+        for slot in sorted(range(self.num_slots), key=lambda slot: self.done[slot]):
+            is_left = self.is_lost(slot) or (self.is_asynchronous and is_through)
+            is_open = is_left and slot != worker
+            taken_here = (clock for clock, of_slot in self._taken if of_slot == slot)
+            for clock in range(self.done[slot], last + 1) if is_open else sorted(taken_here):
                 taken = self._taken.get((clock, slot))
-                is_free = taken is None or self.is_lost(taken) or taken == worker
-                if is_free and not self._is_done(clock, slot):
+                is_free = is_open if taken is None else taken == worker or self.is_lost(taken)
+                if is_free and clock <= last and not self._is_done(clock, slot):
                     self._taken[clock, slot] = worker
                     return clock, slot
         return None
