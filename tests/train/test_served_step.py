@@ -38,14 +38,15 @@ def worker(
     kind: type[ServedStep],
     consistency: Consistency,
     server: ServerConfig = AS_SET,
+    number: int = 0,
 ) -> ServedStep:
-    """Return the step of the only worker of a job, which has joined it."""
+    """Return the step of a worker of a job, by default of the first, which has joined the job."""
     torch.manual_seed(0)
     model, config = nn.Linear(3, 2).double(), OptimizerConfig(lr=1e-2)
     given: Any = (model, build_optimizer(model, config), Squares(), config)
     step = kind(*given, comm=SingleRankComm(), num_steps=NUM_STEPS)
-    client = Client(made.meeting, 0, consistency, (0, NUM_STEPS), timeout_s=10)
-    step.join(client, server, is_first=True)
+    client = Client(made.meeting, number, consistency, (0, NUM_STEPS), timeout_s=10)
+    step.join(client, server, is_first=number == 0)
     return step
 
 
@@ -78,6 +79,31 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
             found.append(step.flat.weights[0].clone())
             step.client.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_checkpoint_of_rounds_has_the_state_of_who_was_lost_before_it(lost: int) -> None:
+    """The new process of the worker has no moments: it sends zeros."""
+    batch = torch.randn(5, 3, dtype=torch.float64)
+    with local_roles(1) as made:
+        steps = [worker(made, LocalStep, Consistency("local", 2, 1), AS_SET, n) for n in range(2)]
+        threads = [threading.Thread(target=step, args=([batch],)) for step in steps]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if lost == 0:
+            steps[1].before_save()
+        steps[lost].client.close()
+        steps[lost] = worker(made, LocalStep, Consistency("local", 2, 1), AS_SET, lost)
+        first = steps[0]
+        first.before_save()
+        assert isinstance(first, LocalStep) and len(first.rounds.moments) == 2
+        for number, moments in enumerate(first.rounds.moments):
+            assert [len(each) for each in moments] == [6, 6, 2, 2]
+            assert all(bool(each.any()) == (number != lost) for each in moments)
+        for step in steps:
+            step.client.close()
 
 
 @pytest.mark.parametrize(("kind", "consistency"), [
