@@ -26,8 +26,11 @@ from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.launch.local import run_ranks
 from phalanx.launch.separate_jobs import Work
-from phalanx.server import tasks
+from phalanx.server import coordinator, tasks
+from phalanx.server.client import Client
+from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import local_roles
+from phalanx.server.unanswered import JobEnded
 from phalanx.train import served_run
 from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.loop import train as train_session
@@ -186,6 +189,43 @@ def test_a_worker_of_several_hosts_is_called_by_its_number(
     monkeypatch.setattr(served_run, "run_supervised", note)
     served_run.run_worker(job, NOTHING, lambda: None)
     assert names == ["worker 1"]
+
+
+def test_the_job_on_one_host_ends_with_worker_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process of another worker, which joins too late, does not delay its end."""
+    job = resolve(small_run(tmp_path, strategy="dp2:ps", steps=2))
+    names = list[list[str]]()
+
+    def note(*groups: list[Work], **_: object) -> list[None]:
+        names.extend([name for name, *_ in works] for works in groups)
+        return [None]
+
+    monkeypatch.setattr(served_run, "run_supervised", note)
+    served_run.run_served(job, NOTHING, lambda: None)
+    assert names[0] == ["worker 0"] and names[1][0] == "worker 1"
+
+
+def late_outcomes(job: Job) -> list[str]:
+    """Join a job that has ended as each of its workers; return the outcomes."""
+    coordinator.BEAT_S = 1e9  # the coordinator stays
+    found = list[str]()
+    with local_roles(1) as made:
+        client = Client(made.meeting, 0, Consistency("ps", 2), (0, 2))
+        client.end()
+        client.close()
+        for worker in range(2):
+            try:
+                found.append(str(served_run.train_worker(job, worker, made.meeting)))
+            except JobEnded as error:
+                found.append(type(error).__name__)
+    return found
+
+
+def test_a_worker_that_joins_too_late_is_no_failure_of_a_job_that_has_ended(tmp_path: Path) -> None:
+    job = resolve(small_run(tmp_path, strategy="dp2:ps", steps=2))
+    assert run_ranks(late_outcomes, 1, job, threads=1) == [["JobEnded", "None"]]
 
 
 def lost_before_saves(job: Job, steps: Sequence[int]) -> list[str]:

@@ -39,9 +39,9 @@ def run_supervised(
 ) -> list[Any]:
     """Run each function of `works` in a process, and return the results of `works`.
 
-    The functions of `beside` are services for `works`: a service that still runs when all `works`
-    have returned is ended. Processes that a signal has ended are restarted, at most `max_restarts`
-    times in total. For the other arguments, and the errors, see `local.run_ranks`.
+    The functions of `beside` run no longer than `works`, such as services: one that still runs when
+    all `works` have returned is ended. Processes that a signal has ended are restarted, at most
+    `max_restarts` times in total. For the other arguments, and the errors, see `local.run_ranks`.
     """
     prepare_server()
     info = RankInfo(0, 1, 0, device, threads, timeout_s, socket_folder())

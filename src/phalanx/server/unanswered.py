@@ -17,6 +17,10 @@ class JobStopped(TrainingError):
         super().__init__(f"worker 0 has ended the job, by signal {signum}")
 
 
+class JobEnded(TrainingError):
+    """The job of a worker that starts has ended."""
+
+
 def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
     """Report the live workers whose tasks `worker` has waited for; clocks is worker -> clock."""
     for other, clock in clocks.items():
@@ -45,9 +49,9 @@ def unanswered(worker: int, kinds: Iterable[str], for_s: float) -> TrainingError
     )
 
 
-def ended(address: str) -> TrainingError:
+def ended(address: str) -> JobEnded:
     """Return the error of a worker that starts after its job has ended."""
-    return TrainingError(
+    return JobEnded(
         f"the job of the coordinator at {address} has ended; a new job needs a coordinator with a "
         "new journal"
     )

@@ -11,13 +11,14 @@ from typing import Any, Final
 
 from phalanx.errors import ConfigError
 from phalanx.launch import rank_log
+from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.separate_jobs import Work, run_supervised
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
 from phalanx.server.requests import JobAddress
 from phalanx.server.secret import Secret, read_secret
-from phalanx.server.unanswered import JobStopped
+from phalanx.server.unanswered import JobEnded, JobStopped
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job
 from phalanx.train.loop import Stopped, Watcher, take_steps
@@ -95,11 +96,20 @@ LOOK_S: Final = 0.05
 def train_worker(
     job: Job, worker: int, meeting: JobAddress, extras: Callbacks | None = None
 ) -> Summary | Stopped | None:
-    """Train as worker `worker`; worker 0 waits for the others, and returns the run's outcome."""
+    """Train as worker `worker`; worker 0 waits for the others, and returns the run's outcome.
+
+    Another worker returns at once if the job has ended: worker 0 does not wait for a lost worker,
+    and may end the job before a new process replaces it.
+    """
     try:
         session = ServedSession(job, worker, meeting, extras)
     except JobStopped as stopped:
         return Stopped(stopped.signum, "no step was taken")
+    except JobEnded as ended:
+        if worker == 0:
+            raise
+        report(str(ended))
+        return None
     client = session.client
     outcome: Summary | Stopped | None = None
     if worker == 0:
@@ -133,16 +143,15 @@ def run_served(job: Job, extras: Callbacks, say_starting: Callable[[], None]) ->
     meeting = meeting_of(folder, Secret.new())
     num_servers = config.server.num_servers
     roles = JobRoles(meeting.secret.job, meeting, folder / "journal", num_servers)
-    works: list[Work] = [
-        (f"worker {worker}", train_worker, (job, worker, meeting, extras))
-        for worker in range(num_workers)
-    ]
+    first, *others = (_work(job, worker, meeting, extras) for worker in range(num_workers))
     logs = job.out / rank_log.FOLDER
     serving: list[Work] = [
         (role, serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(num_servers)
     ]
     try:
-        return _run_works(job, works, serving, say_starting)
+        # Worker 0 waits for the other workers that are live. A new process of a lost one ends, as
+        # the servers do, when worker 0 returns.
+        return _run_works(job, first, [*others, *serving], num_workers, say_starting)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -152,9 +161,12 @@ def run_worker(
 ) -> Summary | Stopped | None:
     """Run one worker of a job whose servers run already; only worker 0 returns an outcome."""
     worker = job.config.server.worker
-    args = (job, worker, _meeting(job), extras)
-    works: list[Work] = [(f"worker {worker}", train_worker, args)]
-    return _run_works(job, works, [], say_starting)
+    assert worker is not None, "the caller starts all workers without it"
+    return _run_works(job, _work(job, worker, _meeting(job), extras), [], 1, say_starting)
+
+
+def _work(job: Job, worker: int, meeting: JobAddress, extras: Callbacks) -> Work:
+    return f"worker {worker}", train_worker, (job, worker, meeting, extras)
 
 
 def _meeting(job: Job) -> JobAddress:
@@ -169,14 +181,15 @@ def _meeting(job: Job) -> JobAddress:
 
 
 def _run_works(
-    job: Job, works: Sequence[Work], serving: Sequence[Work], say_starting: Callable[[], None]
+    job: Job, work: Work, beside: Sequence[Work], num_here: int, say_starting: Callable[[], None]
 ) -> Any:
+    """Return the result of `work`; `num_here` workers share this host's cores."""
     config = job.config
     return run_supervised(
-        works,
-        serving,
+        [work],
+        beside,
         device=job.device,
-        threads=config.threads or max(1, num_cores() // len(works)),
+        threads=config.threads or max(1, num_cores() // num_here),
         timeout_s=config.timeout_s,
         max_restarts=MAX_RESTARTS,
         say_starting=say_starting,
