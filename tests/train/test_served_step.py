@@ -12,6 +12,7 @@ from torch import nn
 from phalanx.comm.alone import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
+from phalanx.server import tasks
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
@@ -79,6 +80,37 @@ def test_who_joins_applies_what_those_who_are_lost_had_pushed(
             found.append(step.flat.weights[0].clone())
             step.client.close()
     torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "consistency", "num_steps"), [
+    (ClockedStep, Consistency("ps", 2), 1), (ClockedStep, Consistency("ssp", 2, 1), 2),
+    (AsyncStep, Consistency("async", 2), NUM_STEPS),
+])  # fmt: skip
+def test_who_joins_computes_the_tasks_of_others_that_it_waits_for(
+    kind: type[ServedStep], consistency: Consistency, num_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Worker 1 never comes, and worker 0 is lost when it waits after its last push."""
+    batch = torch.randn(5, 3, dtype=torch.float64)
+    with local_roles(1) as made:
+        step = worker(made, kind, consistency)
+        for _ in range(num_steps - 1):
+            step([batch])
+        step.help = _killed
+        with pytest.raises(KeyboardInterrupt):
+            step([batch])
+        step.client.close()
+        monkeypatch.setattr(tasks, "LEASE_S", -1.0)  # both are lost from now on
+        monkeypatch.setattr(ServedStep, "batch_of", staticmethod(lambda *_: [batch]))
+        step = worker(made, kind, consistency)
+        assert step.steps_done == num_steps
+        step.client.totals(0)
+        if kind is AsyncStep:
+            assert step.client.done == {0: NUM_STEPS, 1: NUM_STEPS}
+            assert step.version == 2 * NUM_STEPS
+        else:
+            assert step.version == step.client.done[1] == 1
+        step.client.close()
 
 
 @pytest.mark.parametrize("lost", [0, 1])

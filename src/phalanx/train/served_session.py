@@ -86,12 +86,11 @@ class ServedSession(TextSession):
         first: dict[str, Any] = self.client.ask_scheduler("agree", facts=facts)["facts"]
         check_same([first, json.loads(json.dumps(facts))])
         self.model.embedding.sparse = job.config.server.table_rule is not None
-        self.step.join(self.client, job.config.server, is_first=self.is_first)
         self._loaders: dict[int, Loader] = {}
-        self.loader = loader_of(job, worker)
-        self.loader.consumed = self._consumed(self.step.steps_done)
         if self.consistency.kind != "local":
             self.step.batch_of = self._batch_of
+        self.step.join(self.client, job.config.server, is_first=self.is_first)
+        self.loader.consumed = self._consumed(self.step.steps_done)
 
     @property
     @override

@@ -66,9 +66,14 @@ class ServedStep(Step):
         self.sums = RowAdagradState()
 
     def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
-        """Connect to the servers, initialize their weights if `is_first`, and pull the weights."""
+        """Connect to the servers, initialize their weights if `is_first`, and pull the weights.
+
+        A worker that replaces a lost one may wait here for tasks of other lost workers, so it
+        computes them with `batch_of`.
+        """
         self.client, self.consistency, self.server = client, client.consistency, server
         self._helped_s, self._is_over = 0.0, False
+        self._totals: dict[int, list[list[float]]] = {}
         self.tables = self._find_tables()
         weights = [table.weight for table in self.tables]
         self.flat = FlatParameters(self.optimizer, self.inner_rule, weights)
@@ -80,11 +85,13 @@ class ServedStep(Step):
             flats = [*self.flat.weights, *(each.detach().view(-1) for each in weights)]
             first = (flats, self.rule(), self.config.clip_p)
             client.create(*first, self.steps_done // self.steps_a_task, kept, steps)
-        client.pull(self.flat.weights, 0)
-        self._totals = client.totals(0)  # updates that all pushed but no one applied
+        self.pull(0)
+        client.totals(0)
         clock = client.done[client.worker]
         self.steps_done = clock * self.steps_a_task
-        self.pull(self.consistency.needs(clock))
+        needed = self.consistency.needs(clock)
+        self._totals = client.totals(needed, self.help)  # with updates that no one has applied
+        self.pull(needed)
 
     def _find_tables(self) -> list[Table]:
         """Return the embedding tables with sparse gradients; a tied one once."""
@@ -301,14 +308,24 @@ class AsyncStep(ServedStep):
         self.pull(needed, self.help)
 
     @override
+    def join(self, client: Client, server: ServerConfig, *, is_first: bool) -> None:
+        super().join(client, server, is_first=is_first)
+        self._finish_job()
+
+    @override
     def __call__(self, microbatches: Sequence[Any]) -> StepResult:
         result = super().__call__(microbatches)
-        if self.steps_done == self.num_steps:  # any worker may compute the remaining tasks
-            while not self._is_over:
-                self._helped_s = 0.0
-                self.help(is_through=True)
-                if self.batch_of is None:
-                    break
-                time.sleep(HELP_S / 10)
-            self.pull(0)
+        self._finish_job()
         return result
+
+    def _finish_job(self) -> None:
+        """After the last step, compute the remaining tasks of all workers, and pull the result."""
+        if self.steps_done != self.num_steps:
+            return
+        while not self._is_over:
+            self._helped_s = 0.0
+            self.help(is_through=True)
+            if self.batch_of is None:
+                break
+            time.sleep(HELP_S / 10)
+        self.pull(0)
