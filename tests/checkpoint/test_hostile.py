@@ -17,6 +17,7 @@ import runs
 import torch
 
 from phalanx.checkpoint import files, index, manifest, state
+from phalanx.checkpoint.tensor_file import open_file
 from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
 from phalanx.storage import checksum
@@ -56,7 +57,7 @@ def read_all(folder: Path) -> None:
     files.verify(folder, about)
     tensors = index.read(folder, about.files)
     for name in tensors:
-        index.load_full(folder, tensors, name)
+        index.load_full(lambda file: open_file(folder / file), tensors, name)
 
 
 def with_checksums(folder: Path, *more: str) -> None:

@@ -344,7 +344,7 @@ def test_what_takes_shards_for_weights_is_told(tmp_path: Path) -> None:
         r"the state has 'more', which the model does not have",
         r"4.bias is \[\d, 6\] in the state, and \[5\] in the model",
         r"0.weight is a shard of this rank",
-        r"nowhere contains no complete checkpoint",
+        r"no checkpoint in .*nowhere: it does not exist",
         r"decay is 1.5; expected a number in \[0, 1\)",
         r"'average' is already a WeightAverage",
         r"update\(\) within applied\(\)",

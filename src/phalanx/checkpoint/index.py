@@ -10,7 +10,7 @@ Most tensors of the same shape have the same layout, so each distinct layout is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,7 +25,7 @@ from phalanx.checkpoint.sharding import (
     check_cover,
     plan_reads,
 )
-from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX, open_file
+from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX
 from phalanx.checkpoint.untrusted import brief, decode, read_json, write_json
 from phalanx.errors import CheckpointError
 from phalanx.storage import Checksum, checksum, sync
@@ -125,8 +125,15 @@ def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
     return index
 
 
-def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
-    """Fill tensors; `wanted` has, by name, the tensor to fill and the box of the saved one to read.
+def load(
+    files: Callable[[str], Any], index: Index, wanted: Mapping[str, tuple[torch.Tensor, Box]]
+) -> None:
+    """Fill tensors from the files of a checkpoint.
+
+    Args:
+        files: returns a tensor file of the checkpoint by its name, opened by `open_file`.
+        index: the index of the checkpoint.
+        wanted: by name, the tensor to fill and the box of the saved tensor to read.
 
     Raises:
         CheckpointError: a file does not match the index.
@@ -135,31 +142,31 @@ def load(folder: Path, index: Index, wanted: Mapping[str, tuple[torch.Tensor, Bo
     for file, parts in plan_reads(
         layouts, {name: box for name, (_, box) in wanted.items()}
     ).items():
-        with open_file(folder / file) as tensors:
-            for name, (shard, source, target) in parts:
-                try:
-                    found = tensors.get_slice(name)
-                    described = (found.get_dtype(), tuple(found.get_shape()))
-                    if described != (NAMES[index[name].dtype], shard.sizes):
-                        raise CheckpointError(
-                            f"its file {file} has {brief(name)} as {brief(described)}, which "
-                            f"differs from {NAME}"
-                        )
-                    part = found[source if shard.sizes else ...]
-                except SafetensorError as error:
+        tensors = files(file)
+        for name, (shard, source, target) in parts:
+            try:
+                found = tensors.get_slice(name)
+                described = (found.get_dtype(), tuple(found.get_shape()))
+                if described != (NAMES[index[name].dtype], shard.sizes):
                     raise CheckpointError(
-                        f"its file {file} cannot be read: {brief(error, 200)}"
-                    ) from error
-                wanted[name][0][target if shard.sizes else ...] = part
+                        f"its file {file} has {brief(name)} as {brief(described)}, which differs "
+                        f"from {NAME}"
+                    )
+                part = found[source if shard.sizes else ...]
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"its file {file} cannot be read: {brief(error, 200)}"
+                ) from error
+            wanted[name][0][target if shard.sizes else ...] = part
 
 
-def load_full(folder: Path, index: Index, name: str) -> torch.Tensor:
-    """Return one full tensor, in the dtype in which it was saved.
+def load_full(files: Callable[[str], Any], index: Index, name: str) -> torch.Tensor:
+    """Return one full tensor, in the dtype in which it was saved; for `files` see `load`.
 
     Raises:
         CheckpointError: a file does not match the index.
     """
     dtype, layout = index[name]
     tensor = torch.empty(layout.shape, dtype=dtype)
-    load(folder, index, {name: (tensor, Box((0,) * len(layout.shape), layout.shape))})
+    load(files, index, {name: (tensor, Box((0,) * len(layout.shape), layout.shape))})
     return tensor

@@ -16,10 +16,11 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from phalanx.checkpoint.position import ScriptPosition
 from phalanx.checkpoint.untrusted import (
@@ -33,6 +34,8 @@ from phalanx.checkpoint.untrusted import (
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum, hint_of_missing
+
+T = TypeVar("T")
 
 NAME = "manifest.json"
 
@@ -53,6 +56,9 @@ EARLIER_LENGTHS = "earlier lengths"
 
 NUM_NAMED = 3
 """Number of older checkpoints that the error message for a damaged one lists."""
+
+NUM_TRIES: Final = 3
+"""Most checkpoints that `read_found` tries; a run has to save once for each that it removes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +287,17 @@ def older_checkpoints_hint(folder: Path) -> str:
     return f"; older checkpoints that can be used instead: {named}" if named else ""
 
 
+def removed_hint(folder: Path) -> str:
+    """Return the end of a message on a missing checkpoint: the latest one of its run.
+
+    The text is empty if `folder` has not the name of a checkpoint, or the run has none.
+    """
+    run = run_of(folder)
+    if run is None or _step_of(folder) is None or not (found := complete_checkpoints(run)):
+        return ""
+    return f"; a run removes older checkpoints, and the latest of this run is {found[max(found)]}"
+
+
 def find(path: Path) -> Path:
     """Return `path` if it is a checkpoint, or the latest complete checkpoint of the run `path`.
 
@@ -290,7 +307,8 @@ def find(path: Path) -> Path:
     if (path / NAME).exists():
         return path
     if not path.exists():
-        raise CheckpointError(f"no checkpoint in {path}: it does not exist{hint_of_missing(path)}")
+        hint = removed_hint(path) or hint_of_missing(path)
+        raise CheckpointError(f"no checkpoint in {path}: it does not exist{hint}")
     found = complete_checkpoints(path)
     if not found:
         raise CheckpointError(
@@ -300,11 +318,62 @@ def find(path: Path) -> Path:
     return found[max(found)]
 
 
+def _call(work: Callable[[], T]) -> T:
+    return work()
+
+
+def read_found(
+    path: Path,
+    read: Callable[[Path], T],
+    decide: Callable[[Callable[[], Any]], Any] = _call,
+) -> T:
+    """Return what `read` returns for the checkpoint that `find` returns for `path`.
+
+    If the run removes or replaces that checkpoint while it is read, find and read again.
+
+    Args:
+        path: a checkpoint, or the folder of a run.
+        read: reads the checkpoint in a folder, or raises a CheckpointError.
+        decide: calls a function and returns its result; if several ranks read together, the result
+            of the first rank on every rank.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, `read` raised it for a checkpoint that is
+            still there, or the run removed NUM_TRIES checkpoints, each while it was read.
+    """
+    failure: CheckpointError | None = None
+    for _ in range(NUM_TRIES):
+        folder, before = decide(lambda: _find_identified(path))
+        try:
+            return read(folder)
+        except CheckpointError as error:
+            if before is not None and before == decide(lambda folder=folder: _identity(folder)):
+                raise
+            failure = error
+    raise CheckpointError(
+        f"the run of {path} removed {NUM_TRIES} checkpoints, each while it was read; read a "
+        f"checkpoint that the run keeps, or copy one first: {failure}"
+    ) from failure
+
+
+def _find_identified(path: Path) -> tuple[Path, tuple[int, int] | None]:
+    folder = find(path)
+    return folder, _identity(folder)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return the device and inode of a folder; None if it does not exist."""
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def find_and_read(path: Path) -> Checkpoint:
     """Return the checkpoint that `find` returns for `path`, with its manifest.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest cannot be read.
     """
-    folder = find(path)
-    return Checkpoint(folder, read(folder))
+    return read_found(path, lambda folder: Checkpoint(folder, read(folder)))

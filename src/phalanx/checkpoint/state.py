@@ -34,6 +34,7 @@ from phalanx.checkpoint.moments import (
 )
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
+from phalanx.checkpoint.tensor_file import open_file
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, first_object, gather_objects, on_first_rank
@@ -183,20 +184,33 @@ def load(
     return beside
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module) -> Path:
     """Load only the weights, under any strategy; every rank calls this together.
 
+    Args:
+        path: a checkpoint, or the folder of a run, whose latest checkpoint is loaded.
+        model: sharded model.
+
+    Returns:
+        The folder of the checkpoint.
+
     Raises:
-        CheckpointError: a file is missing or damaged, or the checkpoint is of another model; the
-            weights may then be partly loaded.
+        CheckpointError: there is no checkpoint, a file is missing or damaged, or the checkpoint is
+            of another model; the weights may then be partly loaded.
     """
-    doing = f"cannot load the weights in {folder}"
-    _, tensors = _open(folder, doing)
     weights = weights_of(model)
-    elsewhere = _names_on_other_stages(tensors, weights)
-    all_or_none(lambda: _check_weights(tensors, weights, elsewhere), doing)
-    held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
-    _read(folder, tensors, held, doing)
+
+    def load_from(folder: Path) -> Path:
+        doing = f"cannot load the weights in {folder}"
+        _, tensors = _open(folder, doing)
+        elsewhere = _names_on_other_stages(tensors, weights)
+        all_or_none(lambda: _check_weights(tensors, weights, elsewhere), doing)
+        held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
+        _read(folder, tensors, held, doing)
+        return folder
+
+    doing = f"cannot load the weights in {path}"
+    return manifest.read_found(path, load_from, lambda work: on_first_rank(work, doing))
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -255,7 +269,7 @@ def _read(folder: Path, tensors: Index, held: dict[str, LocalShard], doing: str)
     """Fill this rank's shards `held` from the files of the checkpoint."""
     rank = dist.get_rank()
     wanted = {name: (each.local, each.sharding.box(rank)) for name, each in held.items()}
-    all_or_none(lambda: index.load(folder, tensors, wanted), doing)
+    all_or_none(lambda: index.load(lambda file: open_file(folder / file), tensors, wanted), doing)
 
 
 def _names_on_other_stages(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:

@@ -135,18 +135,22 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
 
 
-def open_file(path: Path) -> Any:
+def open_file(path: Path, descriptor: int | None = None) -> Any:
     """Open a file by `safetensors.safe_open`, which memory-maps it, to read its tensors.
+
+    With the `descriptor` of a regular file, open that file, which may have been removed.
 
     Raises:
         CheckpointError: it is damaged or not a regular file, or a name has control characters.
     """
     try:
-        open_regular(path, may_be_link=True).close()  # refuses a pipe, which would block
+        if descriptor is None:
+            open_regular(path, may_be_link=True).close()  # refuses a pipe, which would block
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    source = path if descriptor is None else Path(f"/dev/fd/{descriptor}")
     try:
-        file: Any = safe_open(path, framework="pt")
+        file: Any = safe_open(source, framework="pt")
         check_plain(file.keys())
         return file
     except (OSError, ValueError, SafetensorError) as error:

@@ -2,28 +2,94 @@
 
 from __future__ import annotations
 
+import io
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint import files, index, manifest
+from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.tensor_file import SUFFIX, open_file
 from phalanx.checkpoint.untrusted import brief, decode
+from phalanx.comm.together import reason_of
 from phalanx.errors import CheckpointError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.storage import open_regular
+
+MOST_OPEN: Final = 256
+"""Most files of a checkpoint that are kept open; a process may often open only 1024."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a decoder in a folder; `read(name)` returns the full tensor of a parameter."""
+    """The weights of a decoder in a folder.
+
+    Attributes:
+        folder: folder of the weights.
+        shape: shape of the model.
+        read: returns the full tensor of a parameter by its name.
+        close: closes the files, which are open from the start because a run may remove its
+            checkpoint, and whose disk space is in use until then. A later `read` opens them again.
+            A checkpoint of more than MOST_OPEN files is not kept open.
+    """
 
     folder: Path
     shape: ModelShape
     read: Callable[[str], Tensor]
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A verified checkpoint: its folder, manifest, index, and opened tensor files by name.
+
+    The files are not mapped into memory, whose pages would stay resident once they are read.
+    """
+
+    folder: Path
+    about: Manifest
+    tensors: Index
+    files: dict[str, io.FileIO]
+
+    @staticmethod
+    def of(folder: Path) -> _Opened:
+        about = manifest.read(folder)
+        try:
+            files.verify(folder, about)
+            tensors = index.read(folder, about.files)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot read {folder}: {error}") from error
+        opened = _Opened(folder, about, tensors, {})
+        weakref.finalize(opened, _close, opened.files)
+        names = [name for name in about.files if name.endswith(SUFFIX)]
+        try:
+            for name in names if len(names) <= MOST_OPEN else ():
+                opened.files[name] = open_regular(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder}: {reason_of(error)}") from error
+        return opened
+
+    def file(self, name: str) -> Any:
+        """Return the tensor file `name`, mapped into memory."""
+        file = self.files.get(name)
+        return open_file(self.folder / name, None if file is None else file.fileno())
+
+    def close(self) -> None:
+        """Close the files; `file` then opens them by their names."""
+        _close(self.files)
+
+
+def _close(files: dict[str, io.FileIO]) -> None:
+    for file in files.values():
+        file.close()
+    files.clear()
 
 
 def open_checkpoint(path: Path) -> Weights:
@@ -33,12 +99,8 @@ def open_checkpoint(path: Path) -> Weights:
         CheckpointError: there is no checkpoint, a file is missing or damaged, or a weight is
             missing, has an unexpected shape, or is not floating-point.
     """
-    folder, about = manifest.find_and_read(path)
-    try:
-        files.verify(folder, about)
-        tensors = index.read(folder, about.files)
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot read {folder}: {error}") from error
+    opened = manifest.read_found(path, _Opened.of)
+    folder, about, tensors = opened.folder, opened.about, opened.tensors
     shape = shape_in(about, folder)
     sizes = {
         name.removeprefix("model."): tensor.layout.shape
@@ -70,11 +132,11 @@ def open_checkpoint(path: Path) -> Weights:
 
     def read(name: str) -> Tensor:
         try:
-            return index.load_full(folder, tensors, f"model.{name}")
+            return index.load_full(opened.file, tensors, f"model.{name}")
         except CheckpointError as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
-    return Weights(folder, shape, read)
+    return Weights(folder, shape, read, opened.close)
 
 
 def shape_in(about: Manifest, folder: Path) -> ModelShape:

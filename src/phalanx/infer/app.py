@@ -50,6 +50,7 @@ from phalanx.infer.protocol import (
 )
 from phalanx.infer.served import Served
 from phalanx.infer.texts import TextEngine
+from phalanx.storage import existing
 
 BODY_TIMEOUT_S: Final = 30.0
 """Timeout for receiving the whole body of a request, seconds."""
@@ -332,7 +333,7 @@ def _add_views(app: FastAPI, gateway: Gateway) -> None:
 
     served = gateway.served
     about_model = envelope(served.name, "model", served.name)
-    about_model["created"] = int(served.weights.folder.stat().st_mtime)
+    about_model["created"] = int(existing(served.weights.folder).stat().st_mtime)
     about_model |= {"owned_by": "phalanx", "max_model_len": served.weights.shape.max_seq_len}
 
     @app.get("/v1/models")

@@ -61,6 +61,7 @@ def engine_of(served: Served, config: EngineConfig) -> TextEngine:
         torch.set_num_threads(config.threads)
     device = torch_device(config.device)
     model = load_decoder(served.weights, torch_dtype(config.precision, device), device)
+    served.weights.close()
     if config.weights == "int8":
         quantize_linears(model)
     pool = pool_of(config, num_blocks_of(config, model))

@@ -103,6 +103,7 @@ def _run(folder: Path, config: EngineConfig, work: Work) -> None:
     comm = Ranks(strategy, device.type)
     plan = plan_decoder(strategy, served.weights.shape, dtype, dtype)
     plan.build(comm, fill_from(served.weights))
+    served.weights.close()
     model, degree = plan.model.eval(), strategy.tp.degree
     num_blocks = min(gather_objects(num_blocks_of(config, model, degree)))  # free memory differs
     pool = pool_of(config, num_blocks)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import phalanx
-from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint import state
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import Comm, local_shard
-from phalanx.comm.together import broadcast_object, first_object, on_first_rank
-from phalanx.errors import CheckpointError, ScriptError
+from phalanx.comm.together import broadcast_object, first_object
+from phalanx.errors import ScriptError
 from phalanx.parallel.sharded import free_gathered
 
 _TORCH: Final = Path(torch.__file__).parent
@@ -58,7 +58,8 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
         CheckpointError: the folder has no checkpoint of this model.
     """
     if isinstance(given, str | Path):
-        return _load_checkpoint(Path(given), model)
+        state.load_weights(Path(given), model)
+        return
     # `keep_vars` returns the parameters themselves; FSDP2 first frees its gathered parameters.
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     problem = first_object(_problem(given, own) if comm.is_first else None)
@@ -79,19 +80,6 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
                 whole, tensor.device_mesh, tensor.placements, src_data_rank=None
             )
         local_shard(tensor.detach()).copy_(local_shard(whole))
-
-
-def _load_checkpoint(folder: Path, model: nn.Module) -> None:
-    """Load the weights of a checkpoint, or of a run's latest one; all ranks call this."""
-
-    def find() -> Path:
-        if (folder / manifest.NAME).exists():
-            return folder
-        if found := manifest.complete_checkpoints(folder):
-            return found[max(found)]
-        raise CheckpointError(f"{folder} contains no complete checkpoint")
-
-    state.load_weights(on_first_rank(find, f"cannot load weights of {folder}"), model)
 
 
 def _problem(given: Any, own: Mapping[str, Any]) -> str | None:

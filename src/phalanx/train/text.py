@@ -102,7 +102,9 @@ class TextSession(Session):
         announce(compress(runner.reducer, *how, is_resumed=job.start is not None))
         if job.init is not None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
-                state.load_weights(job.init.folder, model)
+                found = state.load_weights(Path(str(config.init)), model)
+            if found.name != job.init.folder.name:
+                announce(f"read weights from {found}, which its run has saved meanwhile")
         self.step = self.step_type(
             model,
             self._optimizer(model),
