@@ -347,7 +347,7 @@ def read_found(
         try:
             return read(folder)
         except CheckpointError as error:
-            if before is not None and before == decide(lambda folder=folder: _identity(folder)):
+            if before is not None and before == decide(lambda folder=folder: identity(folder)):
                 raise
             failure = error
     raise CheckpointError(
@@ -358,10 +358,10 @@ def read_found(
 
 def _find_identified(path: Path) -> tuple[Path, tuple[int, int] | None]:
     folder = find(path)
-    return folder, _identity(folder)
+    return folder, identity(folder)
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def identity(folder: Path) -> tuple[int, int] | None:
     """Return the device and inode of a folder; None if it does not exist."""
     try:
         status = folder.stat()

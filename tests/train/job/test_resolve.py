@@ -22,9 +22,10 @@ from phalanx.data import corpus
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face.companions import TOKENIZER, keep_tokenizer
 from phalanx.launch.agreement import check_same
-from phalanx.train.job.request import choose_strategy
+from phalanx.train.job.request import choose_strategy, settle
 from phalanx.train.job.resolve import (
     DEFAULT_STEPS,
+    complete,
     facts_of,
     manifest_of,
     remarks_on,
@@ -95,6 +96,17 @@ def test_a_step_that_is_not_the_last_goes_on_only_elsewhere(config: TrainConfig)
     job = resolve(dataclasses.replace(config, resume="run", out=None))
     assert job.out == Path("run")
     assert job.start is not None and job.start.about.steps_done == 3
+
+
+def test_a_checkpoint_that_its_run_has_removed_meanwhile_is_not_resumed(
+    config: TrainConfig,
+) -> None:
+    """The old job of the run saves its last checkpoint after the one to resume from is found."""
+    run = with_checkpoints(config, 2)
+    settled = settle(dataclasses.replace(config, resume="run", out=None))
+    manifest.folder_of(run, 2).rename(manifest.folder_of(run, 3))
+    with pytest.raises(ConfigError, match=r"000002, .*no longer exists; .*000003; start again"):
+        complete(settled)
 
 
 def test_resume_from_inside_the_step_folder(

@@ -128,13 +128,20 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
     """Check that `out` has no checkpoints that a later --resume would confuse with this run's.
 
     Raises:
-        ConfigError: `out` has checkpoints of another run, or later ones than `start`.
+        ConfigError: `out` has checkpoints of another run, or later ones than `start`; or the run of
+            `start` has removed it.
     """
+    ours = None if start is None else manifest.identity(start.folder)
+    if start is not None and ours is None:
+        raise ConfigError(
+            f"{start.folder}, the checkpoint to resume from, no longer exists"
+            f"{manifest.removed_hint(start.folder)}; start again"
+        )
     checkpoints = manifest.complete_checkpoints(out)
     if not checkpoints:
         return
     last = max(checkpoints)
-    if start is None or not any(start.folder.samefile(ours) for ours in checkpoints.values()):
+    if start is None or ours not in map(manifest.identity, checkpoints.values()):
         raise ConfigError(
             f"{out} holds checkpoints of another run, the last after step {last}; give another "
             f"--out, or resume that run by --resume {out}"
@@ -142,8 +149,8 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
     if last > start.about.steps_done:
         raise ConfigError(
             f"resume is from step {start.about.steps_done}, but {out} holds a checkpoint after "
-            f"step {last}; give another --out, resume from the last one, {checkpoints[last]}, or "
-            "remove it"
+            f"step {last}; give another folder (--out), resume from the last one, "
+            f"{checkpoints[last]}, or remove it"
         )
 
 
