@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.untrusted import brief
-from phalanx.errors import ScriptError
+from phalanx.comm.together import on_first_rank
+from phalanx.errors import CheckpointError, ScriptError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.script import checkpoint
 from phalanx.script.checks import check_arguments
 from phalanx.script.prepare import Prepared
+from phalanx.train.job.run_folder import check_unused
 
 
 class Saves:
@@ -27,6 +31,7 @@ class Saves:
         self._is_extra_known = False
         self._prepared, self._strategy, self._show = prepared, strategy, show
         self._folders: dict[Path, Path] = {}
+        self._starts: dict[Path, Checkpoint] = {}  # checkpoints that were resumed, by their runs
         self._savers: dict[Path, Saver] = {}  # each locks its folder until the process ends
 
     def save(self, folder: str | Path, keep: int | None) -> Path:
@@ -40,22 +45,40 @@ class Saves:
         step.refuse_unused()
         prepared.refuse_average("save")
         prepared.warn_of_schedules(list(self.registered.objects))
-        if wanted not in self._folders:
-            self._folders[wanted] = checkpoint.free_folder(wanted)
-            if self._folders[wanted] != wanted:
-                self._show(
-                    f"{folder} holds checkpoints of another run, so this run saves in "
-                    f"{self._folders[wanted]}; to continue the other run, call run.resume first"
-                )
-        here = self._folders[wanted]
-        saver = self._savers[here] = self._savers.get(here) or Saver(here)
+        saver = self._savers.get(self._folders.get(wanted, wanted)) or self._claim(wanted)
         saver.keep = keep
         with PULSE.doing(f"the checkpoint after step {step.steps_done}"):
             loop = self._loop(model)
             saved = checkpoint.begin(saver, loop, self._strategy, prepared.steps_done)
             saver.finish()
-        _note_position(here, saved)
+        _note_position(saver.run, saved)
         return saved
+
+    def _claim(self, wanted: Path) -> Saver:
+        """Lock the folder of the resumed run, or one without checkpoints, and return its saver.
+
+        Raises:
+            CheckpointError: another process saves there, or has saved since the run was resumed.
+        """
+        start = self._starts.get(wanted)
+        while True:
+            here = wanted if start is not None else checkpoint.free_folder(wanted)
+            saver = Saver(here)
+            try:
+                # Now that it is locked: another run may have saved there and ended meanwhile.
+                on_first_rank(partial(check_unused, here, start), f"cannot save in {here}")
+                break
+            except CheckpointError:
+                saver.__exit__(None, None, None)
+                if start is not None:
+                    raise
+        self._folders[wanted], self._savers[here] = here, saver
+        if here != wanted:
+            self._show(
+                f"{wanted} holds checkpoints of another run, so this run saves in {here}; to "
+                "continue the other run, call run.resume first"
+            )
+        return saver
 
     def resume(self, folder: str | Path) -> bool:
         """Load the latest checkpoint in a folder, see `Run.resume`."""
@@ -68,6 +91,7 @@ class Saves:
             return False
         self._folders[Path(folder)] = Path(folder)
         where, about = found
+        self._starts[Path(folder)] = Checkpoint(where, about)
         step.steps_done = about.steps_done
         step.reset()
         _note_position(Path(folder), where)

@@ -1,0 +1,71 @@
+"""A folder that another job uses before this run saves to it, and has the lock."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import loops
+from loops import Case
+
+from phalanx.checkpoint import manifest
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.saver import Saver
+from phalanx.errors import CheckpointError
+from phalanx.launch.local import run_ranks
+from phalanx.script import saves
+
+ABOUT = Manifest(
+    steps_done=5, num_steps=9, consumed=0, num_ranks=1, strategy="dp1", shape={}, stream={}
+)
+
+
+def save_first(folder: Path) -> None:
+    loop = loops.Distributed(Case(), "dp2")
+    loop.train(1)
+    loop.run.save(folder)
+
+
+def save_late(folder: Path, is_resumed: bool) -> str:
+    """Save, while another job saves step 5 to the folder and ends just before it is locked."""
+    loop = loops.Distributed(Case(), "dp2")
+    if is_resumed:
+        assert loop.run.resume(folder)
+    loop.train(2)
+
+    def late(here: Path) -> Saver:
+        saves.Saver = Saver
+        if loop.run.is_first:
+            for step in manifest.complete_checkpoints(folder).values():  # keep is 1
+                shutil.rmtree(step)
+            final = manifest.folder_of(folder, 5)
+            final.mkdir(parents=True)
+            manifest.write(final, ABOUT)
+        return Saver(here)
+
+    saves.Saver = late
+    words: list[str] = []
+    for _ in range(2):
+        try:
+            words.append(str(loop.run.save(folder, keep=1)))
+        except CheckpointError as error:
+            words.append(str(error))
+    assert words[0] == words[1]
+    return words[0]
+
+
+def test_a_new_run_takes_another_folder_if_one_is_used_before_it_is_locked(tmp_path: Path) -> None:
+    own = manifest.folder_of(tmp_path / "run-2", 2)
+    assert run_ranks(save_late, 2, tmp_path / "run", False, threads=1) == 2 * [str(own)]
+    assert list(manifest.complete_checkpoints(tmp_path / "run")) == [5]
+
+
+def test_a_resumed_run_does_not_save_beside_later_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(save_first, 2, run, threads=1)
+    gone, latest = manifest.folder_of(run, 1), manifest.folder_of(run, 5)
+    assert run_ranks(save_late, 2, run, True, threads=1) == 2 * [
+        f"cannot save in {run}: {gone}, the checkpoint to resume from, no longer exists; a run "
+        f"removes older checkpoints, and the latest of this run is {latest}; start again"
+    ]
+    assert list(manifest.complete_checkpoints(run)) == [5]
