@@ -84,6 +84,32 @@ def test_folder_that_another_process_has_just_completed_stays(
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
+def test_folder_completed_after_the_damaged_one_was_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that had the lock removes the damaged one, and completes its own."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "a.txt").write_text("half")
+    lock, is_dir = cache.lock, Path.is_dir
+
+    def removed_first(descriptor: int, *, waits: bool) -> bool | None:
+        monkeypatch.setattr(Path, "is_dir", completed_next)
+        cache.remove_folder(folder)
+        return lock(descriptor, waits=waits)
+
+    def completed_next(path: Path) -> bool:
+        found = is_dir(path)
+        if path == folder and not found:
+            monkeypatch.undo()
+            cache.find_or_make(folder, write_hello, needed_bytes=5)
+        return found
+
+    monkeypatch.setattr(cache, "lock", removed_first)
+    assert cache.find_or_make(folder, lambda _: {"n": 2}, needed_bytes=5) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_names_path_and_bytes_and_leaves_nothing(tmp_path: Path, code: int) -> None:
     def fail(place: Path) -> dict[str, object]:

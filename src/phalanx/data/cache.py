@@ -91,7 +91,11 @@ def _remove_damaged(folder: Path) -> None:
     try:
         lock(descriptor, waits=True)
         if not folder.is_dir():
-            folder.unlink(missing_ok=True)
+            try:
+                folder.unlink(missing_ok=True)
+            except OSError:
+                if not folder.is_dir():  # else another process has completed it just now
+                    raise
         elif any(folder.iterdir()) and read_facts(folder) is None:
             remove_folder(folder)
     finally:
