@@ -31,7 +31,7 @@ class Waiting(SaveProgress):
         self._poll_s, self._number = POLL_S, 1
         self._clock, self._end_s = clock, clock.now_s + end_s
 
-    def look(self) -> list[Any]:
+    def look(self, number: int) -> list[Any]:
         return [[int(self._clock.now_s >= self._end_s)]]
 
 
@@ -41,7 +41,7 @@ def test_a_wait_is_no_tenth_longer_for_the_pauses(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
-    Waiting(clock, wait_s).wait_to_begin()
+    Waiting(clock, wait_s).wait_to_begin(1)
     late_s = clock.now_s - 100 - wait_s
     assert -1e-9 < late_s <= 0.1 * wait_s + 0.001
     assert max(clock.pauses_s, default=0) <= POLL_S
@@ -50,6 +50,6 @@ def test_a_wait_is_no_tenth_longer_for_the_pauses(
 def test_a_long_wait_looks_at_its_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
-    Waiting(clock, 10.0).wait_to_begin()
+    Waiting(clock, 10.0).wait_to_begin(1)
     assert clock.pauses_s[-1] == POLL_S
     assert len(clock.pauses_s) < 10 / POLL_S + 60

@@ -15,7 +15,7 @@ import runs
 import torch.distributed as dist
 
 from marks import by_hand
-from phalanx.checkpoint import manifest, progress, saver, tensor_file
+from phalanx.checkpoint import files, manifest, progress, saver, tensor_file
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm import join
 from phalanx.errors import CheckpointError, PeerLost, TrainingError
@@ -62,6 +62,49 @@ def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) 
         if rank == 0 and number == 1:
             assert "rank 0, which publishes the checkpoint, made no progress for " in words
     assert list(manifest.complete_checkpoints(tmp_path)) == [1]
+
+
+def save_after_a_stuck_one(run: Path, rank: int) -> None:
+    """Save three times; a rank is stuck in the second save until it writes the third."""
+    progress.GRACE_S = 0.5
+    model, optimizer = runs.build("fsdp")
+    write_file, has_begun = saver._write_file, threading.Event()
+    writers: list[threading.Thread] = []
+
+    def write(save: Any, of: Any) -> Any:
+        is_stuck = dist.get_rank() == rank
+        if is_stuck and save.about.steps_done == 3:
+            has_begun.set()
+            writers[1].join(60)  # whatever it reports now is not of this save
+            assert not writers[1].is_alive()
+        found = write_file(save, of)
+        if is_stuck and save.about.steps_done == 2:
+            assert has_begun.wait(60)
+        return found
+
+    saver._write_file = write
+    with Saver(run, keep=1) as saver_:
+        for steps_done, timeout_s in ((1, 60), (2, 0.5), (3, 60)):
+            dist.barrier()
+            runs.step(model, optimizer)
+            saver_._progress.timeout_s = timeout_s
+            saver_.begin(model, optimizer, runs.about(steps_done))
+            assert saver_._thread is not None
+            writers.append(saver_._thread)
+            if steps_done == 2:
+                with pytest.raises(CheckpointError, match="made no progress"):
+                    saver_.finish()
+            else:
+                saver_.finish()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_writer_that_was_given_up_reports_nothing_for_the_next_save(
+    tmp_path: Path, rank: int
+) -> None:
+    run_ranks(save_after_a_stuck_one, 2, tmp_path, rank, threads=1)
+    assert list(manifest.complete_checkpoints(tmp_path)) == [3]
+    files.verify(manifest.find(tmp_path), manifest.read(manifest.find(tmp_path)))
 
 
 def limit_of_a_save(run: Path) -> float:

@@ -13,8 +13,10 @@ times out only after `timeout_s` without any progress, so a slow disk may take a
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -36,11 +38,17 @@ State = Literal["writing", "written", "failed"]
 """State of a rank's writer; its value is bytes so far, checksums, or an error message."""
 
 
+class SaveGivenUp(Exception):
+    """The writer of a save that was given up calls a method after the next save has begun."""
+
+
 class SaveProgress:
     """The progress of the current save on every rank, as far as this rank has read it.
 
     The main thread calls `begin`, `is_late`, `expect_loss` and `timeout_error`; the writer thread
-    calls the other methods, and `timeout_error` too.
+    calls the other methods with the number of its save, and `timeout_error` too. They raise
+    SaveGivenUp unless that save is the current one, so that a writer that was stuck and resumes
+    reports nothing in the name of a later save.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -57,19 +65,30 @@ class SaveProgress:
         store.set_timeout(timedelta(seconds=timeout_s + GRACE_S))
         self._store: Any = dist.PrefixStore(f"checkpoint/{name}", store)
         self._number, self._beat = 0, 0
+        self._lock = threading.Lock()
         self._is_loss_expected = False
         self._failed = (0, "", False)
         self._seen: dict[str, tuple[Any, float]] = {}
         self._reported_s = self._moved_s = time.monotonic()
         self._store.set(str(self.rank), "[0]")
         if self.rank == 0:
-            self.publish_outcome("published")
+            self.publish_outcome(0, "published")
 
-    def begin(self) -> None:
-        """Count the next save, and restart the timeout."""
-        self._number += 1
-        self._moved_s = time.monotonic()
-        self._seen = {}
+    def begin(self) -> int:
+        """Begin the next save, and restart the timeout; return the number of the save."""
+        with self._lock:
+            self._number += 1
+            self._moved_s = time.monotonic()
+            self._seen = {}
+            return self._number
+
+    @contextmanager
+    def _as_current(self, number: int) -> Generator[None]:
+        """Keep the next save from beginning within the block; raise unless `number` is current."""
+        with self._lock:
+            if number != self._number:
+                raise SaveGivenUp(f"save {number} was given up; the current one is {self._number}")
+            yield
 
     def expect_loss(self) -> None:
         """Reduce the timeout to LOST_TIMEOUT_S, because a rank is lost.
@@ -88,24 +107,26 @@ class SaveProgress:
         """Whether this rank has seen no progress for longer than rank 0 would wait."""
         return time.monotonic() - self._moved_s > self.timeout_s + GRACE_S
 
-    def report_bytes(self, num_bytes: int) -> None:
+    def report_bytes(self, number: int, num_bytes: int) -> None:
         """Report the bytes that this rank has written, at most once per poll interval.
 
         Raises:
             CheckpointError: a rank has failed or is late, so that rank 0 aborts the save.
             PeerLost: a rank is late, and a rank is known to be lost.
         """
-        self._moved_s = time.monotonic()
+        with self._as_current(number):
+            self._moved_s = time.monotonic()
         if self._moved_s - self._reported_s > self._poll_s:
-            self.report("writing", num_bytes)
-            self.look()
+            self.report(number, "writing", num_bytes)
+            self.look(number)
 
-    def report(self, state: State, value: Any) -> None:
+    def report(self, number: int, state: State, value: Any) -> None:
         """Publish this rank's state in the store."""
-        self._reported_s = time.monotonic()
-        self._store.set(str(self.rank), json.dumps([self._number, state, value]))
+        with self._as_current(number):
+            self._reported_s = time.monotonic()
+            self._store.set(str(self.rank), json.dumps([number, state, value]))
 
-    def wait(self) -> list[Any]:
+    def wait(self, number: int) -> list[Any]:
         """Wait: on rank 0 until all ranks have written, elsewhere until rank 0 has published.
 
         Return the value of each state that was read: on rank 0 the checksums of each rank's file.
@@ -115,28 +136,28 @@ class SaveProgress:
             PeerLost: the save is aborted because a rank is lost.
             TimeoutError: rank 0 makes no progress.
         """
-        goal = [self._number, "written" if self.rank == 0 else "published"]
+        goal = [number, "written" if self.rank == 0 else "published"]
         # Rank 0 may have begun the next save already.
-        states = self._look_until(lambda state: state[:2] == goal or state[0] > self._number)
+        states = self._look_until(number, lambda state: state[:2] == goal or state[0] > number)
         return [state[2] for state in states]
 
-    def wait_to_begin(self) -> None:
+    def wait_to_begin(self, number: int) -> None:
         """Wait until rank 0 has created the folder of the save.
 
         Raises:
             CheckpointError: rank 0 could not create the folder.
             TimeoutError: rank 0 makes no progress.
         """
-        self._look_until(lambda state: state[0] >= self._number)
+        self._look_until(number, lambda state: state[0] >= number)
 
-    def _look_until(self, is_so: Callable[[Any], bool]) -> list[Any]:
+    def _look_until(self, number: int, is_so: Callable[[Any], bool]) -> list[Any]:
         """Poll until `is_so` holds for all states; it adds about a tenth to the wait at most."""
         begin_s = time.monotonic()
-        while not all(map(is_so, states := self.look())):
+        while not all(map(is_so, states := self.look(number))):
             time.sleep(min(self._poll_s, 0.1 * (time.monotonic() - begin_s) + 0.001))
         return states
 
-    def look(self) -> list[Any]:
+    def look(self, number: int) -> list[Any]:
         """Read the store once: return on rank 0 the state of each rank, elsewhere rank 0's outcome.
 
         Raises:
@@ -144,31 +165,35 @@ class SaveProgress:
             PeerLost: a rank is late, and this rank or rank 0 knows that a rank is lost.
             TimeoutError: rank 0 makes no progress.
         """
-        return self._look_at_all() if self.rank == 0 else self._look_at_first()
+        return self._look_at_all(number) if self.rank == 0 else self._look_at_first(number)
 
     def publish_outcome(
-        self, outcome: Literal["open", "published", "failed"], error: Exception | None = None
+        self,
+        number: int,
+        outcome: Literal["open", "published", "failed"],
+        error: Exception | None = None,
     ) -> None:
         """Publish the outcome of the save for the other ranks; only rank 0 calls this."""
-        self._beat += 1
-        if outcome == "failed":
-            self._failed = (self._number, str(error), isinstance(error, PeerLost))
-        self._store.set("first", json.dumps([self._number, outcome, self._failed, self._beat]))
+        with self._as_current(number):
+            self._beat += 1
+            if outcome == "failed":
+                self._failed = (number, str(error), isinstance(error, PeerLost))
+            self._store.set("first", json.dumps([number, outcome, self._failed, self._beat]))
 
-    def _look_at_all(self) -> list[Any]:
+    def _look_at_all(self, number: int) -> list[Any]:
         lines = self._store.multi_get([str(rank) for rank in range(self._num_ranks)])
         states = [json.loads(line) for line in lines]
-        self.publish_outcome("open")
+        self.publish_outcome(number, "open")
         late: list[int] = []
         for rank, state in enumerate(states):
             self._note(str(rank), state)
-            if state[0] == self._number and state[1] == "failed":
+            if state[0] == number and state[1] == "failed":
                 raise CheckpointError(state[2])
             still_s = time.monotonic() - self._seen[str(rank)][1]
-            if state[:2] != [self._number, "written"] and still_s > self.timeout_s:
+            if state[:2] != [number, "written"] and still_s > self.timeout_s:
                 late.append(rank)
         if late:
-            num_bytes = [states[r][2] if states[r][0] == self._number else 0 for r in late[:8]]
+            num_bytes = [states[r][2] if states[r][0] == number else 0 for r in late[:8]]
             raise self._error(
                 f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
                 f"({', '.join(map(str, num_bytes))} bytes so far) and made no progress for "
@@ -176,10 +201,11 @@ class SaveProgress:
             )
         return states
 
-    def _look_at_first(self) -> list[Any]:
+    def _look_at_first(self, number: int) -> list[Any]:
         state = json.loads(self._store.get("first"))
-        self._note("first", state)
-        if state[2][0] == self._number:
+        with self._as_current(number):
+            self._note("first", state)
+        if state[2][0] == number:
             raise (PeerLost if state[2][2] else CheckpointError)(state[2][1])
         if self.is_late:
             raise TimeoutError(str(self.timeout_error()))

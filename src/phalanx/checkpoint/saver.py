@@ -14,12 +14,14 @@ the job reports the failure of that rank.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -55,8 +57,9 @@ NICENESS = 10
 
 
 class _Save(NamedTuple):
-    """One save: its folder and manifest, the write plan, and this rank's tensors in file order."""
+    """One save: its number, its folder and manifest, the write plan, and this rank's tensors."""
 
+    number: int
     final: Path
     partial: Path
     about: Manifest
@@ -109,7 +112,7 @@ class Saver:
         self._own: dict[str, Sharding] = {}
         self._thread: threading.Thread | None = None
         self._final = run
-        self._failure: CheckpointError | PeerLost | None = None
+        self._failures: list[CheckpointError | PeerLost] = []  # of the save in progress
 
     def reserve(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, free_bytes: int | None = None
@@ -158,13 +161,16 @@ class Saver:
         copied = self._copy.take(tensors)
         pieces = in_pieces(tensors) if copied is None else copied
         self._final = manifest.folder_of(self.run, about.steps_done)
-        partial = partial_of(self._final)
         best = None if about.best is None else about.best["step"]
-        save = _Save(self._final, partial, about, self._plan, infos, pieces, replaces, best)
-        self._progress.begin()
+        number = self._progress.begin()
+        save = _Save(
+            *(number, self._final, partial_of(self._final), about),
+            *(self._plan, infos, pieces, replaces, best),
+        )
+        self._failures = []
         self._thread = threading.Thread(
             target=self._write,
-            args=(save,),
+            args=(save, self._failures),
             name="checkpoint writer",
             daemon=True,  # a writer blocked by the disk must not keep the process alive
         )
@@ -191,9 +197,9 @@ class Saver:
         """
         with PULSE.waiting(f"waiting for the writers of {self._final.name}"):
             self._wait()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
 
     @property
     def is_writing(self) -> bool:
@@ -255,7 +261,7 @@ class Saver:
             elif self._progress.is_late:
                 self._thread = None
                 self._copy = HostCopy()  # the stuck writer still uses the old buffer
-                self._failure = self._failed(self._progress.timeout_error())
+                self._failures = [self._failed(self._progress.timeout_error())]
 
     def _failed(self, error: Exception) -> CheckpointError | PeerLost:
         """Return the error of a failed save, with the run's last checkpoint in its message."""
@@ -266,57 +272,64 @@ class Saver:
         kind = PeerLost if isinstance(error, PeerLost) else CheckpointError
         return kind(f"cannot save {self._final} ({last}): {reason_of(error)}")
 
-    def _write(self, save: _Save) -> None:
-        """Write this rank's file and publish the save: the target of the writer thread."""
-        save_part = self._save_first if self._progress.rank == 0 else self._save_other
+    def _write(self, save: _Save, failures: list[CheckpointError | PeerLost]) -> None:
+        """Write this rank's file and publish the save: the target of the writer thread.
+
+        An error is appended to `failures`, which nobody reads if the save has been given up.
+        """
         try:
             _lower_priority()
-            save_part(save)
+            if self._progress.rank == 0:
+                self._save_first(save)
+            else:
+                _save_other(save, self._progress)
         except (CheckpointError, PeerLost) as error:
-            self._failure = error
+            failures.append(error)
         except TimeoutError:
-            self._failure = self._failed(self._progress.timeout_error())
+            failures.append(self._failed(self._progress.timeout_error()))
         except dist.DistError as error:
             gone = PeerLost(f"the job's store on rank 0 cannot be reached: {reason_of(error)}")
-            self._failure = self._failed(gone)
+            failures.append(self._failed(gone))
         except Exception as error:
             failed = CheckpointError(f"the writer failed: {reason_of(error)}")
-            self._failure = self._failed(failed)
-
-    def _save_other(self, save: _Save) -> None:
-        """Write this rank's file, and wait until rank 0 has published the checkpoint."""
-        self._progress.wait_to_begin()
-        try:
-            try:
-                self._progress.report("written", _write_file(save, self._progress))
-            except (CheckpointError, PeerLost, dist.DistError):
-                raise
-            except Exception as error:  # after any error rank 0 must stop waiting
-                self._progress.report("failed", reason_of(error))
-            self._progress.wait()
-        except (CheckpointError, PeerLost):  # rank 0 may have removed the folder already
-            with suppress(OSError):
-                (save.partial / file_of(self._progress.rank)).unlink(missing_ok=True)
-                save.partial.rmdir()
-            raise
+            failures.append(self._failed(failed))
 
     def _save_first(self, save: _Save) -> None:
         """Create the folder, write this rank's file, and publish once all ranks have written."""
-        progress = self._progress
+        progress, number = self._progress, save.number
         try:
             make_partial(save.final, replaces=save.replaces)
-            progress.publish_outcome("open")
-            progress.report("written", _write_file(save, progress))
-            files = {name: tuple(checksum) for file in progress.wait() for name, checksum in file}
+            progress.publish_outcome(number, "open")
+            progress.report(number, "written", _write_file(save, progress))
+            written = itertools.chain(*progress.wait(number))
+            files = {name: tuple(checksum) for name, checksum in written}
             files[index.NAME] = index.write(save.partial, save.plan)
             publish(save.partial, save.final, dataclasses.replace(save.about, files=files))
         except Exception as error:  # after any error other ranks must stop waiting
-            shutil.rmtree(save.partial, ignore_errors=True)
             failure = self._failed(error)
-            progress.publish_outcome("failed", failure)
+            progress.publish_outcome(number, "failed", failure)
+            shutil.rmtree(save.partial, ignore_errors=True)  # the save is still the current one
             raise failure from error
-        progress.publish_outcome("published")
+        progress.publish_outcome(number, "published")
         remove_older(self.run, self.keep, save.best)
+
+
+def _save_other(save: _Save, progress: SaveProgress) -> None:
+    """Write this rank's file, and wait until rank 0 has published the checkpoint."""
+    progress.wait_to_begin(save.number)
+    try:
+        try:
+            progress.report(save.number, "written", _write_file(save, progress))
+        except (CheckpointError, PeerLost, dist.DistError):
+            raise
+        except Exception as error:  # after any error rank 0 must stop waiting
+            progress.report(save.number, "failed", reason_of(error))
+        progress.wait(save.number)
+    except (CheckpointError, PeerLost):  # rank 0 may have removed the folder already
+        with suppress(OSError):
+            (save.partial / file_of(progress.rank)).unlink(missing_ok=True)
+            save.partial.rmdir()
+        raise
 
 
 def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:
@@ -324,12 +337,8 @@ def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum
     if not save.infos:
         return []
     file = file_of(progress.rank)
-    return [
-        (
-            file,
-            tensor_file.write(save.partial / file, save.infos, save.pieces, progress.report_bytes),
-        )
-    ]
+    moved = partial(progress.report_bytes, save.number)
+    return [(file, tensor_file.write(save.partial / file, save.infos, save.pieces, moved))]
 
 
 def _lower_priority() -> None:
