@@ -174,6 +174,7 @@ def new_folder(final: Path) -> Generator[Path]:
         for path in partial.iterdir():
             # Without the sync, a power cut could leave files of the right size that contain zeros.
             sync(path)
+        sync(partial)
         publish_folder(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -181,12 +182,11 @@ def new_folder(final: Path) -> Generator[Path]:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Rename a folder whose files are synced to `final`, the name that marks it as complete.
+    """Rename a folder that is synced with its files to `final`, which marks it as complete.
 
     Raises:
         OSError: `final` exists and is not an empty folder.
     """
-    sync(partial)
     partial.rename(final)
     sync(final.parent)
 

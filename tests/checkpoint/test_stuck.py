@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,15 @@ from phalanx.launch.local import run_ranks
 TIMEOUT_S = 1.0
 
 
+def end_soon(saver_: Saver, rank: int) -> None:
+    """Shorten the timeout of the next save, in which `rank` stands still.
+
+    Rank 0 names another rank once its own file is written, however long that takes.
+    """
+    saver_._progress.timeout_s = TIMEOUT_S
+    progress.GRACE_S = 1.0 if rank in (0, dist.get_rank()) else 60.0
+
+
 def stand_still(rank: int) -> None:
     """Have the writer of a rank never come to its first byte."""
     if dist.get_rank() == rank:
@@ -33,11 +43,11 @@ def stand_still(rank: int) -> None:
 
 def words_of_stuck(run: Path, rank: int, hold: Callable[[int], None]) -> str:
     """Save, then save again with a rank that stands still; return what is said."""
-    progress.GRACE_S = 1.0
     model, optimizer = runs.build()
-    with Saver(run, timeout_s=TIMEOUT_S) as saver_:
+    with Saver(run) as saver_:
         saver_.begin(model, optimizer, runs.about(1))
         saver_.finish()
+        end_soon(saver_, rank)
         hold(rank)
         saver_.begin(model, optimizer, runs.about(2))
         with pytest.raises(CheckpointError) as raised:
@@ -145,9 +155,35 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, rank: int) -> None:
     assert list(manifest.complete_checkpoints(tmp_path)) == [1]
 
 
+def lateness_of_syncs(run: Path) -> list[bool]:
+    """Save on a disk that takes nearly the timeout for each sync, by a clock of its own.
+
+    Return after each sync whether the save is late.
+    """
+    model, optimizer = runs.build()
+    now_s, is_late, fsync = 0.0, list[bool](), os.fsync
+    progress.time = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
+    with Saver(run, timeout_s=10.0) as saver_:
+
+        def sync(descriptor: int) -> None:
+            nonlocal now_s
+            fsync(descriptor)
+            now_s += 0.9 * (10.0 + progress.GRACE_S)
+            is_late.append(saver_._progress.is_late)
+
+        os.fsync = sync
+        saver_.begin(model, optimizer, runs.about(1))
+    return is_late
+
+
+def test_each_sync_of_a_checkpoint_is_progress(tmp_path: Path) -> None:
+    """Of the tensors, the index, the manifest, and the two folders."""
+    assert run_ranks(lateness_of_syncs, 1, tmp_path, threads=1) == [5 * [False]]
+
+
 def stop_while_writing(run: Path, rank: int) -> None:
     """Stop the process of a rank while it writes; only the others can say so."""
-    progress.GRACE_S = 1.0
+    progress.GRACE_S = 1.0 if rank == 0 else 60.0
     model, optimizer = runs.build()
 
     def stop(*_: Any) -> None:
@@ -183,7 +219,7 @@ def end_while_writing(run: Path, error: Exception, silent_s: float | None) -> tu
 
     None: rank 1 does not write before rank 0 has ended.
     """
-    progress.LOST_TIMEOUT_S = progress.GRACE_S = 0.5
+    progress.LOST_TIMEOUT_S, progress.GRACE_S = (60.0 if silent_s == 0 else 0.5), 60.0
     model, optimizer = runs.build()
     write_file = saver._write_file
 
@@ -240,7 +276,7 @@ class Gone:
 
 
 def words_without_store(run: Path) -> tuple[str, bool]:
-    progress.GRACE_S = 1.0
+    progress.GRACE_S = 60.0
     model, optimizer = runs.build()
     saver_ = Saver(run, timeout_s=TIMEOUT_S)
     if dist.get_rank() == 1:

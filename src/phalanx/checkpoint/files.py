@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,11 +85,23 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
     return partial
 
 
-def publish(partial: Path, final: Path, about: Manifest) -> None:
+def _no_report() -> None:
+    pass
+
+
+def publish(
+    partial: Path, final: Path, about: Manifest, moved: Callable[[], None] = _no_report
+) -> None:
     """Write the manifest into `partial`, sync the folder to disk, and rename it to `final`.
 
     A folder cannot be renamed over a non-empty one, so an existing `final` is first renamed to end
     with REMOVED. Until the new folder has its name, `complete_checkpoints` returns the old one.
+
+    Args:
+        partial: folder with the files of all ranks.
+        final: folder of the checkpoint.
+        about: manifest of the checkpoint, with the checksums of the files.
+        moved: called after each step that waits for the disk.
 
     Raises:
         CheckpointError: a file that a rank has written is missing.
@@ -102,12 +115,15 @@ def publish(partial: Path, final: Path, about: Manifest) -> None:
             )
     manifest.write(partial, about)
     sync(partial / manifest.NAME)
+    moved()
     removed = final.with_name(final.name + manifest.REMOVED)
     is_there = final.exists()  # a checkpoint to replace, or a folder without a manifest
     sync(partial)  # if the sync fails, the checkpoint to replace is still in place
+    moved()
     if is_there:
         final.rename(removed)
     publish_folder(partial, final)
+    moved()
     if is_there:
         _remove(removed)
 

@@ -304,7 +304,9 @@ class Saver:
             written = itertools.chain(*progress.wait(number))
             files = {name: tuple(checksum) for name, checksum in written}
             files[index.NAME] = index.write(save.partial, save.plan)
-            publish(save.partial, save.final, dataclasses.replace(save.about, files=files))
+            moved = partial(progress.report_publishing, number)
+            moved()
+            publish(save.partial, save.final, dataclasses.replace(save.about, files=files), moved)
         except Exception as error:  # after any error other ranks must stop waiting
             failure = self._failed(error)
             progress.publish_outcome(number, "failed", failure)
