@@ -420,6 +420,23 @@ def test_every_file_is_synced_whole(tmp_path: Path) -> None:
     assert synced.keys() == {*names, f"{folder.name}.partial", "checkpoints", manifest.LOCK}
 
 
+def words_of_broken_removal(run: Path) -> str:
+    def break_down(*_: Any) -> None:
+        raise RuntimeError("not an error of the disk")
+
+    if dist.get_rank() == 0:
+        saver.remove_older = break_down
+    return runs.words_of_save(run, 1)
+
+
+def test_an_error_after_the_checkpoint_is_complete_is_raised_on_every_rank(tmp_path: Path) -> None:
+    final = manifest.folder_of(tmp_path, 1)
+    assert run_ranks(words_of_broken_removal, 2, tmp_path, threads=1, timeout_s=30) == 2 * [
+        f"cannot save {final} (the last checkpoint is {final}): "
+        "RuntimeError: not an error of the disk"
+    ]
+
+
 def save_beside_what_cannot_be_removed(run: Path) -> list[str]:
     """Save twice where no folder can be removed, then once more where they can."""
     model, optimizer = runs.build()
@@ -446,6 +463,16 @@ def test_what_cannot_be_removed_waits_for_the_next_save(tmp_path: Path) -> None:
     (leftover / "rank-00000.safetensors").write_bytes(b"half")
     (names,) = run_ranks(save_beside_what_cannot_be_removed, 1, tmp_path, threads=1)
     assert names == ["step-00000003"]
+
+
+def test_a_disk_that_cannot_list_checkpoints_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(run: Path) -> list[Path]:
+        raise OSError(errno.EIO, "Input/output error", str(run))
+
+    monkeypatch.setattr(manifest, "temporary_checkpoints", refuse)
+    files.remove_older(tmp_path, 1)
 
 
 def nicenesses(run: Path) -> tuple[int, int]:

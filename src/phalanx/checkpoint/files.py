@@ -128,25 +128,39 @@ def publish(
         _remove(removed)
 
 
-def remove_older(run: Path, keep: int | None, best: int | None = None) -> None:
+def remove_older(
+    run: Path, keep: int | None, best: int | None = None, moved: Callable[[], None] = _no_report
+) -> None:
     """Remove the complete checkpoints of a run that later ones make obsolete.
 
     Obsolete are the passing checkpoints (see `Manifest.is_passing`) except the latest checkpoint,
     and the others except the last `keep`. The checkpoint after `best` steps is never removed.
     A checkpoint that cannot be removed does not fail the run: the next save tries again.
+
+    Args:
+        run: folder of the run.
+        keep: number of latest checkpoints to keep, besides passing ones; None keeps all.
+        best: steps of the best evaluation, or None.
+        moved: called after each checkpoint.
     """
+    with suppress(OSError):
+        for folder in _obsolete(run, keep, best):
+            removed = folder.with_name(folder.name + manifest.REMOVED)
+            with suppress(OSError):
+                folder.rename(removed)
+                _remove(removed)
+            moved()
+
+
+def _obsolete(run: Path, keep: int | None, best: int | None) -> list[Path]:
+    """Return the checkpoints that `remove_older` removes."""
     found = manifest.complete_checkpoints(run)
     whole = list(found.values())
     passing = manifest.temporary_checkpoints(run)
     lasting = [folder for folder in whole if folder not in passing]
     older = [folder for folder in passing if folder != whole[-1]]
-    for folder in older + ([] if keep is None else lasting[:-keep]):
-        if best is not None and folder == found.get(best):
-            continue
-        removed = folder.with_name(folder.name + manifest.REMOVED)
-        with suppress(OSError):
-            folder.rename(removed)
-            _remove(removed)
+    older += [] if keep is None else lasting[:-keep]
+    return [folder for folder in older if best is None or folder != found.get(best)]
 
 
 def _remove(folder: Path) -> None:

@@ -307,13 +307,14 @@ class Saver:
             moved = partial(progress.report_publishing, number)
             moved()
             publish(save.partial, save.final, dataclasses.replace(save.about, files=files), moved)
+            # Before the others are notified, so that an error is raised on every rank.
+            remove_older(self.run, self.keep, save.best, moved)
         except Exception as error:  # after any error other ranks must stop waiting
             failure = self._failed(error)
             progress.publish_outcome(number, "failed", failure)
             shutil.rmtree(save.partial, ignore_errors=True)  # the save is still the current one
             raise failure from error
         progress.publish_outcome(number, "published")
-        remove_older(self.run, self.keep, save.best)
 
 
 def _save_other(save: _Save, progress: SaveProgress) -> None:
