@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,25 @@ def test_what_a_crash_left_a_day_ago_is_removed(tmp_path: Path) -> None:
     write_folder(tmp_path / "y")
     assert not old.exists()
     assert all(left.exists() for left in (new, busy, *foreign))
+
+
+def write_file(path: Path) -> None:
+    storage.replace_file(path, b"whole")
+
+
+@pytest.mark.parametrize("write", [write_folder, write_file])
+def test_a_file_that_a_crash_left_a_day_ago_is_removed(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    names = ["run.toml.00112233", "run.toml.44556677", "run.toml"]
+    old, new, foreign = (tmp_path / f"{name}.partial" for name in names)
+    for left in (old, new, foreign):
+        left.write_text("half")
+    for left in (old, foreign):
+        os.utime(left, (0, 0))
+    write(tmp_path / "y")
+    assert not old.exists()
+    assert new.exists() and foreign.exists()
 
 
 def test_a_file_stays_whole_until_the_new_one_is(

@@ -35,7 +35,7 @@ MOST_TEXT_BYTES: Final = 64 << 20
 """Largest text file that `read_text` accepts, in bytes."""
 
 STALE_S: Final = 24 * 3600.0
-"""Seconds without a change after which a PARTIAL folder counts as left by a crash."""
+"""Seconds without a change after which a PARTIAL file or folder counts as left by a crash."""
 
 
 def open_regular(path: Path, *, may_be_link: bool = False) -> io.FileIO:
@@ -149,6 +149,7 @@ def replace_file(path: Path, content: bytes) -> None:
         OSError: the write failed, for example because the disk is full.
     """
     partial = _beside(path)
+    _sweep(path.parent)
     try:
         partial.write_bytes(content)
         sync(partial)
@@ -205,16 +206,22 @@ def _beside(path: Path) -> Path:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove PARTIAL folders of crashed processes that have not changed for STALE_S seconds."""
+    """Remove PARTIAL files and folders of crashed processes, unchanged for STALE_S seconds."""
     for path in parent.glob("*." + 8 * "[0-9a-f]" + PARTIAL):
         try:
             # The folder's mtime is when its last file was created; the mtimes of the files show
             # whether a process is still writing.
-            newest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
+            inside = path.iterdir() if path.is_dir() else ()
+            newest = max(each.stat().st_mtime for each in (path, *inside))
         except OSError:
             continue  # another process has removed or renamed it, or we may not read it
-        if time.time() - newest > STALE_S:
+        if time.time() - newest <= STALE_S:
+            continue
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 def check_free(source: Path, destination: Path) -> None:
