@@ -87,6 +87,25 @@ def test_a_run_from_damaged_weights_leaves_nothing_that_it_made(
     assert (out.exists(), kept.exists()) == (not is_new, not is_new)
 
 
+def announced(job: Job) -> list[str]:
+    lines: list[str] = []
+    text.announce = lines.append
+    with text.TextSession(job):
+        return lines
+
+
+def test_a_run_begins_with_the_weights_that_replaced_those_it_found(tmp_path: Path) -> None:
+    """The run of --init saves, and removes the checkpoint before, while the data is prepared."""
+    config = small_run(tmp_path, strategy="dp1", steps=1)
+    run_ranks(state_after, 1, resolve(config), 1, True, threads=1)
+    out = str(tmp_path / "new")
+    job = resolve(dataclasses.replace(config, init=config.out, out=out, shape=ShapeConfig()))
+    found, latest = (manifest.folder_of(tmp_path / "run", step) for step in (1, 2))
+    found.rename(latest)
+    (lines,) = run_ranks(announced, 1, job, threads=1)
+    assert f"read weights from {latest}, which its run has saved meanwhile" in lines
+
+
 def words_as_under_torchrun(job: Job) -> str:
     """Begin a run on ranks that are there, which all see the refusal while the first removes."""
     try:
