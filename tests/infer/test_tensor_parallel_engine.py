@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from models_and_prompts import DEMAND, GRID, NUM_NEW, expected, prompts, twins
 from served_model import published
 
+from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
-from phalanx.errors import RankFailed
-from phalanx.infer import assembly
+from phalanx.errors import CheckpointError, RankFailed
+from phalanx.infer import assembly, ranks
 from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.ranks import with_engine
 from phalanx.infer.served import Served
 from phalanx.infer.texts import TextEngine
+from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 
 GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0, ignore_end=True)
@@ -67,6 +71,31 @@ def test_tokens_equal_generate(
     assert (num_found > 0) is has_prefix_cache
     if budget > 7:
         assert (num_preemptions > 0) is not is_ample
+
+
+def opened_apart(run: Path, found: list[list[int]]) -> str:
+    """Open a run; return the checkpoint, if each rank finds these in turn."""
+    mine = iter(found[dist.get_rank()])
+
+    def opened(folder: Path) -> Any:
+        return SimpleNamespace(
+            weights=SimpleNamespace(folder=manifest.folder_of(folder, next(mine)))
+        )
+
+    ranks.open_served = opened
+    try:
+        return ranks._open_together(run).weights.folder.name  # pyright: ignore[reportPrivateUsage]
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_ranks_serve_one_checkpoint_of_a_run_that_saves_meanwhile(tmp_path: Path) -> None:
+    found = [[10, 20], [20, 20]]
+    assert run_ranks(opened_apart, 2, tmp_path, found, threads=1) == 2 * ["step-00000020"]
+    found = [[10, 20, 30], [20, 30, 40]]
+    words, same = run_ranks(opened_apart, 2, tmp_path, found, threads=1)
+    assert words == same
+    assert "step-00000030, " in words and "step-00000040, because the run saves too often" in words
 
 
 def fail_amid_a_step(out: Path, served: Served, texts: TextEngine) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 from torch import Tensor
 
+from phalanx.checkpoint.manifest import NUM_TRIES
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import all_or_none, broadcast_object, gather_objects
 from phalanx.errors import CheckpointError, ConfigError, StrategyError
@@ -98,7 +99,7 @@ def strategy_of(config: EngineConfig) -> Strategy:
 def _run(folder: Path, config: EngineConfig, work: Work) -> None:
     """Build the model and cache of this rank; the first rank calls `work`, the others follow it."""
     strategy, device = strategy_of(config), torch_device(config.device)
-    served = open_served(folder)
+    served = _open_together(folder)
     dtype = torch_dtype(config.precision, device)
     comm = Ranks(strategy, device.type)
     plan = plan_decoder(strategy, served.weights.shape, dtype, dtype)
@@ -116,6 +117,24 @@ def _run(folder: Path, config: EngineConfig, work: Work) -> None:
         work(served, assemble(served, config, leading, pool))
     finally:
         leading.end()
+
+
+def _open_together(folder: Path) -> Served:
+    """Open the same checkpoint on each rank; a run may save another while they look for the latest.
+
+    Raises:
+        CheckpointError: the run saved during each of NUM_TRIES tries.
+    """
+    found: set[str] = set()
+    for _ in range(NUM_TRIES):
+        served = open_served(folder)
+        found = {str(each) for each in gather_objects(served.weights.folder)}
+        if len(found) == 1:
+            return served
+    raise CheckpointError(
+        f"the ranks found different checkpoints, {', '.join(sorted(found))}, because the run saves "
+        "too often; name one that the run keeps"
+    )
 
 
 def _follow(runner: ModelRunner) -> None:
