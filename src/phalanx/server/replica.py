@@ -126,7 +126,7 @@ class ReplicatedShards(Member):
             if self._holder not in self.map["holders"][shard] and shard not in self._synced:
                 self.shards.pop(shard).close()
         for shard, names in enumerate(self.map["holders"]):
-            due = names[1] if names[0] == self._holder and names[1:] else None
+            due = names[1] if names[1:] and self.is_primary(shard) else None
             since = self.map["since"][shard]
             address = None if due is None else self.map["addresses"].get(due)
             held = self._backups.get(shard)
@@ -164,9 +164,14 @@ class ReplicatedShards(Member):
             backup.link.send(WireMessage("copy", fields, tensors))
 
     def is_primary(self, number: int) -> bool:
-        """Return whether this server is the primary of a shard."""
+        """Return whether this server is the primary of a shard.
+
+        A server with a current copy is a backup, even if its own map, of an epoch before the copy,
+        has it as primary: an operation of its own would give the copy an index of the primary's.
+        """
         holders = self.map.get("holders", [])
-        return 0 <= number < len(holders) and holders[number][0] == self._holder
+        is_first = 0 <= number < len(holders) and holders[number][0] == self._holder
+        return is_first and number not in self._synced
 
     # Replication.
 

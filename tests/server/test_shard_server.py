@@ -1,0 +1,141 @@
+"""Servers that answer workers, while a test decides which messages between the servers arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from phalanx.server.consistency import Consistency
+from phalanx.server.message import WireMessage
+from phalanx.server.secret import Secret
+from phalanx.server.shard_server import Server
+from phalanx.server.wire import Connection
+
+
+class Link:
+    """A connection between the servers; its messages stay in `queue` until a test delivers them."""
+
+    def __init__(self) -> None:
+        self.queue: list[WireMessage] = []
+
+    def send(self, message: WireMessage) -> None:
+        self.queue.append(message)
+
+
+class Pair:
+    """Servers a and b, which store one shard."""
+
+    def __init__(self, folder: Path, consistency: Consistency) -> None:
+        self._links: dict[str, list[Link]] = {"a": [], "b": []}
+        self._answers: list[tuple[bytes, WireMessage]] = []
+        self._num_asked = 0
+        self.a, self.b = self._server(folder, "a"), self._server(folder, "b")
+        for server in (self.a, self.b):
+            self.take(server, 1, ["a", "b"], 1)
+        spec = {"sizes": [2], "dtype": "float64", "rule": {"name": "sgd"}, "p": 2.0}
+        spec["consistency"] = vars(consistency)
+        fields = {"spec": spec, "version": 0, "steps": 0.0, "num_kept": []}
+        self.ask(self.a, "init", [torch.zeros(2, dtype=torch.float64)], **fields)
+        self.deliver(self.a, self.b)
+
+    def _server(self, folder: Path, name: str) -> Server:
+        own = (name, Secret(bytes(32)), f"ipc://{folder}/{name}", print)
+        server = Server("job", f"ipc://{folder}/coordinator", name, *own)
+
+        def link(_: str) -> Connection:
+            self._links[name].append(made := Link())
+            return cast("Connection", made)
+
+        server.link, server.unlink = link, lambda _: None
+        server.listener.send = lambda peer, message: self._answers.append((peer, message))
+        return server
+
+    def take(self, server: Server, epoch: int, holders: list[str], since: int) -> None:
+        """Give a server the map of an epoch."""
+        rest = {"term": 1, "incarnations": {}, "addresses": {"a": "a", "b": "b"}}
+        server._take({**rest, "epoch": epoch, "holders": [holders], "since": [since]})
+
+    def ask(
+        self, server: Server, kind: str, tensors: Any = (), **fields: Any
+    ) -> Callable[[], WireMessage | None]:
+        """Send a worker's request; return a function that returns its answer, None without one."""
+        self._num_asked += 1
+        number = self._num_asked
+        more = {"q": number, "shard": 0, "is_known": True}
+        server.handle(b"worker", WireMessage(kind, {**more, **fields}, tensors))
+
+        def answer() -> WireMessage | None:
+            of_worker = [message for peer, message in self._answers if peer == b"worker"]
+            return next((each for each in of_worker if each["q"] == number), None)
+
+        return answer
+
+    def push(
+        self, server: Server, clock: int, slot: int, **fields: Any
+    ) -> Callable[[], WireMessage | None]:
+        numbers = {"base": 0, "tokens": 1.0, "loss": 0.0, "rate": 1.0}
+        grads = [torch.full((2,), 1.0 + slot, dtype=torch.float64)]
+        return self.ask(server, "push", grads, clock=clock, slot=slot, **numbers, **fields)
+
+    def deliver(self, source: Server, target: Server, most: int = 1000) -> None:
+        """Deliver up to `most` messages of each connection of a server, and the answers."""
+        for link in self._links[source.name]:
+            queue, link.queue = link.queue, []
+            for message in queue[:most]:
+                begin = len(self._answers)
+                target.handle(b"server", message)
+                for peer, answer in self._answers[begin:]:
+                    if peer == b"server":
+                        source.hear(cast("Connection", link), answer)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Generator[Pair]:
+    made = Pair(tmp_path, request.param)
+    yield made
+    for server in (made.a, made.b):
+        server.close()
+
+
+def is_done(server: Server, clock: int, slot: int) -> bool:
+    return server.shards[0].has(clock, slot)
+
+
+@pytest.mark.parametrize("pair", [Consistency("ps", 2)], indirect=True)
+def test_a_former_primary_with_a_copy_of_a_later_epoch_answers_no_worker(pair: Pair) -> None:
+    """It was suspended; b became the primary, and the map by which b copies has not come yet."""
+    pair.take(pair.b, 2, ["b"], 1)
+    pair.take(pair.b, 3, ["b", "a"], 3)
+    pair.deliver(pair.b, pair.a)
+    refused = pair.push(pair.a, 0, 1)()
+    assert refused is not None and refused.kind == "moved"
+    pushed = pair.push(pair.b, 0, 0)
+    assert pushed() is None
+    pair.deliver(pair.b, pair.a)
+    assert pushed() is not None
+    pair.take(pair.a, 2, ["b"], 1)  # of before the copy
+    pair.take(pair.a, 3, ["b", "a"], 3)
+    assert pair.a.facts()["synced"] == [(0, 3)]
+    pair.take(pair.a, 4, ["a"], 3)
+    pushed = pair.push(pair.a, 0, 1)()
+    assert pushed is not None and pushed.kind == "ok"
+    assert is_done(pair.a, 0, 0) and pair.a.facts()["synced"] == []
+
+
+@pytest.mark.parametrize("pair", [Consistency("quorum", 3, 2, grace_s=1e6)], indirect=True)
+def test_a_former_primary_with_a_copy_of_a_later_epoch_closes_no_update(pair: Pair) -> None:
+    for slot in range(2):
+        pair.push(pair.a, 0, slot)
+    pair.deliver(pair.a, pair.b)
+    pair.take(pair.b, 2, ["b"], 1)
+    pair.take(pair.b, 3, ["b", "a"], 3)
+    pair.deliver(pair.b, pair.a)
+    copy = pair.a.shards[0]
+    index = copy.index
+    copy.consistency = Consistency("quorum", 3, 2)  # the grace time ends
+    pair.a.tick()
+    assert (copy.version, copy.index) == (0, index)
