@@ -139,3 +139,31 @@ def test_a_former_primary_with_a_copy_of_a_later_epoch_closes_no_update(pair: Pa
     copy.consistency = Consistency("quorum", 3, 2)  # the grace time ends
     pair.a.tick()
     assert (copy.version, copy.index) == (0, index)
+
+
+REPORTS: dict[str, Consistency] = {
+    "totals": Consistency("ps", 2),
+    "gradient": Consistency("ps", 2),
+    "stats": Consistency("async", 2),
+    "read": Consistency("async", 2),
+}
+
+
+@pytest.mark.parametrize(("kind", "pair"), REPORTS.items(), indirect=["pair"])
+def test_a_report_waits_until_the_backup_has_what_it_reports(kind: str, pair: Pair) -> None:
+    """Else a worker that starts again passes by a task that only the lost primary had."""
+    pair.push(pair.a, 0, 1)
+    asked = pair.ask(pair.a, kind, needed=0)
+    assert asked() is None
+    pair.deliver(pair.a, pair.b)
+    assert asked() is not None and is_done(pair.b, 0, 1)
+
+
+@pytest.mark.parametrize("pair", [Consistency("local", 2, 2)], indirect=True)
+def test_the_states_for_a_checkpoint_wait_until_the_backup_has_them(pair: Pair) -> None:
+    for slot in range(2):
+        pair.ask(pair.a, "lend", [torch.ones(2)], clock=0, slot=slot)
+    asked = pair.ask(pair.a, "lent", clock=0)
+    assert asked() is None
+    pair.deliver(pair.a, pair.b)
+    assert asked() is not None and len(pair.b.shards[0].lent) == 2

@@ -12,6 +12,7 @@ gradient, stats, live   return the next update's sum, return staleness, set the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from typing_extensions import override
@@ -71,7 +72,18 @@ class Server(ReplicatedShards):
             self.begin(number)
         elif shard.spec != message["spec"]:
             raise ValueError("the shard belongs to a different model, optimizer or strategy")
-        self.after(number, lambda: self.reply(peer, message, "ok", version=shard.version))
+        self._reply_ok(peer, message, number, version=shard.version)
+
+    def _reply_ok(
+        self, peer: bytes, message: WireMessage, number: int, tensors: Any = (), **more: Any
+    ) -> None:
+        """Answer a request once the backup has all operations so far.
+
+        So no answer reports what a backup that becomes the primary lacks: a worker that starts
+        again would not push a task that the former primary reported as done.
+        """
+        reply = functools.partial(self.reply, peer, message, "ok", tensors, **more)
+        self.after(number, reply)
 
     def _answer(self, peer: bytes, message: WireMessage, number: int) -> bool:
         """Answer a request, or return False if the request is premature.
@@ -89,22 +101,22 @@ class Server(ReplicatedShards):
         elif message.kind == "lend":
             if message["clock"] == shard.version and message["slot"] not in shard.lent:
                 self.change(number, "lend", {"slot": message["slot"]}, list(message.tensors))
-            self.after(number, lambda: self.reply(peer, message, "ok"))
+            self._reply_ok(peer, message, number)
             self._look_at_parked()
         elif message.kind == "lent":
             if message["clock"] == shard.version and len(shard.lent) < shard.consistency.num_slots:
                 return False
             found = [flat for _, of_slot in sorted(shard.lent.items()) for flat in of_slot]
-            self.reply(peer, message, "ok", found)
+            self._reply_ok(peer, message, number, found)
         elif message.kind in ("totals", "gradient"):
             if shard.completed() < int(message["needed"]):
                 return False
             if message.kind == "gradient":
-                self.reply(peer, message, "ok", [flat.clone() for flat in shard.gradient()])
+                sums = [flat.clone() for flat in shard.gradient()]
+                self._reply_ok(peer, message, number, sums)
                 return True
-            done = list(shard.done.items())
-            more = {"version": shard.version, "done": done}
-            self.reply(peer, message, "ok", totals=shard.totals(), **more)
+            more = {"version": shard.version, "done": list(shard.done.items())}
+            self._reply_ok(peer, message, number, totals=shard.totals(), **more)
         elif message.kind == "pull":
             for version, rate, scale in message["recipes"]:
                 if version == shard.version and shard.completed() > version:
@@ -124,13 +136,14 @@ class Server(ReplicatedShards):
             kept = shard.optimizers.kept()
             found = [*shard.weights, *(each for of_weight in kept for each in of_weight)]
             more = {"steps": shard.optimizers.steps, "num_kept": [len(each) for each in kept]}
-            self.reply(peer, message, "ok", [flat.clone() for flat in found], **more)
+            self._reply_ok(peer, message, number, [flat.clone() for flat in found], **more)
         elif message.kind == "live":
             self._num_workers = int(message["num_live"])
             self._close_due(number)
-            self.reply(peer, message, "ok")
+            self._reply_ok(peer, message, number)
         elif message.kind == "stats":
-            self.reply(peer, message, "ok", ages=list(shard.ages.items()), version=shard.version)
+            ages = list(shard.ages.items())
+            self._reply_ok(peer, message, number, ages=ages, version=shard.version)
         else:
             raise ValueError(f"unknown request '{message.kind}'")
 
@@ -142,7 +155,7 @@ class Server(ReplicatedShards):
         update = shard.update_of(*task)
         done = list(shard.done.items())
         self._close_due(number)  # first, so that a worker reads its own update in shared memory
-        self.after(number, lambda: self.reply(peer, message, "ok", update=update, done=done))
+        self._reply_ok(peer, message, number, update=update, done=done)
         self._look_at_parked()
 
     def _give(self, peer: bytes, message: WireMessage, shard: Shard, version: int) -> None:
