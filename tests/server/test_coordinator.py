@@ -35,6 +35,37 @@ def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:
     third.close()
 
 
+def test_a_coordinator_that_is_fenced_answers_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its map has a change that is not in the journal, under an epoch that the later one saves."""
+    own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
+    first = Coordinator(1, "job", tmp_path / "journal", *own)
+    said = list[WireMessage]()
+    monkeypatch.setattr(first.listener, "send", lambda _, message: said.append(message))
+
+    def beat(name: str) -> WireMessage:
+        fields = {"name": name, "role": "server", "address": name, "incarnation": name}
+        return WireMessage("beat", {**fields, "job": "job", "synced": []})
+
+    second: Coordinator | None = None
+    try:
+        first.handle(b"a", beat("a"))
+        assert [each.kind for each in said] == ["map"]
+        other = (own[0], f"ipc://{tmp_path}/other", lambda _: None)
+        second = Coordinator(1, "job", tmp_path / "journal", *other)
+        first.handle(b"a", beat("a"))  # no change
+        assert len(said) == 2 and said[1]["addresses"] == {"a": "a"}
+        for message in (beat("b"), beat("a"), WireMessage("map"), WireMessage("end", {"q": 1})):
+            first.handle(b"", message)
+        assert first.is_over and len(said) == 2
+        assert second.map["addresses"] == {"a": "a"} and not second.map["ended"]
+    finally:
+        first.close()
+        if second is not None:
+            second.close()
+
+
 def test_a_journal_that_is_deleted_is_written_again(tmp_path: Path) -> None:
     own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
     coordinator = Coordinator(1, "job", tmp_path / "journal", *own)
@@ -296,6 +327,19 @@ def test_a_backup_forgets_a_copy_that_is_older_than_its_office(tmp_path: Path) -
         assert server.facts()["synced"] == [(0, 5)]
         server._take({**rest, "epoch": 9, "since": [8]})  # c was the backup in epochs 6 to 7
         assert server.facts()["synced"] == []
+    finally:
+        server.close()
+
+
+def test_a_map_of_a_later_term_is_new_in_the_same_epoch(tmp_path: Path) -> None:
+    own = ("a", Secret.new(), f"ipc://{tmp_path}/a", lambda _: None)
+    server = Server("job", f"ipc://{tmp_path}/coordinator", "1", *own)
+    rest = {"epoch": 5, "addresses": {"x": f"ipc://{tmp_path}/x"}, "since": [5]}
+    try:
+        server._take({**rest, "term": 1, "holders": [["a", "x"]]})
+        assert server._backups
+        server._take({**rest, "term": 2, "holders": [["a"]]})
+        assert not server._backups
     finally:
         server.close()
 

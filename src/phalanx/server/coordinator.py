@@ -177,6 +177,15 @@ class Coordinator(Role):
             self._change("the job has ended")
         self.reply(peer, message, "map", **self.map)
 
+    @override
+    def reply(self, *args: Any, **more: Any) -> None:
+        """Answer a request, unless another coordinator or journal is newer.
+
+        This coordinator's map may then have a change that is not in the journal.
+        """
+        if not self.refusal:
+            super().reply(*args, **more)
+
     def _why_refused(self, beat: WireMessage) -> str:
         """Return why the sender of a heartbeat cannot join this job, or "" if it can."""
         protocol, job = beat.fields.get("protocol", PROTOCOL), beat.fields.get("job")

@@ -174,17 +174,17 @@ class Member(Role):
 
     def _take(self, found: Settings) -> None:
         """Store a map unless it is older than the current map."""
-        if (found["term"], found["epoch"]) < (self.map["term"], self.map["epoch"]):
+        of_found, of_map = ((each["term"], each["epoch"]) for each in (found, self.map))
+        if of_found < of_map:
             self.log(f"ignored a map of term {found['term']}, epoch {found['epoch']}")
             return
-        is_new = found["epoch"] != self.map["epoch"]
         self.map = found
         self.is_over = self.is_over or bool(found.get("ended"))
-        if is_new:
+        if of_found != of_map:
             self.changed()
 
     def changed(self) -> None:
-        """React to a map of a new epoch."""
+        """React to a map of a new term or epoch."""
 
     @override
     def tick(self) -> None:
