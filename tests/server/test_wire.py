@@ -270,6 +270,79 @@ def greeted(false: zmq.Socket[bytes], link: Connection) -> list[bytes]:
     return false.recv_multipart()
 
 
+def test_a_listener_that_answers_later_than_greetings_are_repeated_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HELLO_S", -1.0)  # a connection greets again at each look
+    ends = Ends(f"ipc://{tmp_path}/socket")
+    try:
+        link = ends.link()
+        while not ends.listener.socket.poll(10):
+            link.receive()
+        for _ in range(5):
+            if link.is_welcome:
+                break
+            ends.listener.receive()
+            link.send(WireMessage("push", {"q": 1}))  # greets before the answer to the last hello
+            link.socket.poll()
+            link.receive()
+            ends.listener.socket.poll()
+        assert link.is_welcome
+        assert [message.kind for message in ends.hear(1)] == ["push"]
+        assert ends.listener.num_refused == 0, ends.lines
+    finally:
+        ends.close()
+
+
+def test_a_connection_draws_another_nonce_once_a_listener_has_proved_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a challenge that was recorded would convince the connection again."""
+    monkeypatch.setattr(wire, "HELLO_S", -1.0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    false, secret = context.socket(zmq.ROUTER), Secret.new()
+    false.bind(f"ipc://{tmp_path}/socket")
+    link = Connection(context, secret, f"ipc://{tmp_path}/socket", lambda _: None)
+    try:
+        peer, hello = greeted(false, link)
+        first = decode([bytearray(hello)]).text("number")
+        false.send_multipart([peer, *encode(WireMessage("who"))])  # no listener has proved itself
+        link.socket.poll()
+        link.receive()
+        challenge = {"number": "7", "proof": secret.proof("listener", first, "7")}
+        for reply, is_welcome in {"challenge": False, "welcome": True, "who": False}.items():
+            assert link._number == first
+            false.send_multipart([peer, *encode(WireMessage(reply, challenge))])
+            link.socket.poll()
+            link.receive()
+            assert link.is_welcome == is_welcome
+        assert link._number != first
+    finally:
+        link.close()
+        false.close(linger=0)
+        context.destroy(linger=0)
+
+
+def test_a_listener_draws_a_nonce_for_each_greeting(tmp_path: Path) -> None:
+    ends = Ends(f"ipc://{tmp_path}/socket")
+    said = list[WireMessage]()
+    ends.listener.send = lambda _, message: said.append(message)
+
+    def challenge(peer: bytes, number: str) -> str:
+        ends.listener._greet(peer, WireMessage("hello", {"number": number}))
+        return said[-1].text("number")
+
+    try:
+        first = challenge(b"a", "1")
+        assert challenge(b"a", "1") == first, "the proof for it may be on its way"
+        assert challenge(b"b", "1") != first and challenge(b"a", "2") != first
+        second = challenge(b"a", "2")
+        ends.listener._greet(b"a", WireMessage("proof", {"proof": "none"}))
+        assert said[-1].kind == "who" and challenge(b"a", "2") != second
+    finally:
+        ends.close()
+
+
 def test_messages_to_a_listener_that_is_gone_do_not_pile_up_for_the_next(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/socket"
     ends = Ends(address)

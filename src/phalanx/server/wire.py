@@ -188,8 +188,10 @@ class Listener:
         """Handle a step of a peer's greeting; answer "who" to any other message."""
         reply = WireMessage("who")
         if message.kind == "hello":
-            numbers = (message.text("number")[:64], secrets.token_hex(16))
-            self._greeting[peer] = numbers
+            number = message.text("number")[:64]
+            numbers = self._greeting.get(peer)
+            if numbers is None or numbers[0] != number:  # else it is due for the first challenge
+                numbers = self._greeting[peer] = (number, secrets.token_hex(16))
             if len(self._greeting) > MOST_GREETINGS:
                 self._greeting.popitem(last=False)
             proof = self._secret.proof("listener", *numbers)
@@ -241,7 +243,7 @@ class Connection:
         self.socket.connect(address)
         self._waiting: dict[Any, WireMessage] = {}
         self.is_welcome = self._is_proven = False
-        self._number = ""
+        self._number = secrets.token_hex(16)
         self._greeted_s = -math.inf
         self._greet()
 
@@ -290,14 +292,21 @@ class Connection:
         return True
 
     def _greet(self) -> None:
+        """Send the nonce of this greeting, again if the listener has not answered for `HELLO_S`.
+
+        Another nonce would make the answer of a slow listener, which is on its way, useless.
+        """
         if time.monotonic() - self._greeted_s > HELLO_S:
-            self._number, self._is_proven = secrets.token_hex(16), False
             if self._send(WireMessage("hello", {"number": self._number})):
                 self._greeted_s = time.monotonic()
 
     def _answer(self, message: WireMessage) -> None:
         if message.kind == "who":  # the listener was restarted, or a message was lost
-            self.is_welcome = False
+            if (
+                self._is_proven
+            ):  # a listener has proved itself by the nonce: another needs a new one
+                self._number = secrets.token_hex(16)
+            self.is_welcome = self._is_proven = False
             self._greet()
         elif message.kind == "challenge":
             numbers = (self._number, message.text("number"))
