@@ -167,3 +167,30 @@ def test_the_states_for_a_checkpoint_wait_until_the_backup_has_them(pair: Pair) 
     assert asked() is None
     pair.deliver(pair.a, pair.b)
     assert asked() is not None and len(pair.b.shards[0].lent) == 2
+
+
+@pytest.mark.parametrize("pair", [Consistency("quorum", 3, 3)], indirect=True)
+def test_a_backup_that_becomes_the_primary_knows_how_many_workers_are_left(pair: Pair) -> None:
+    """Else it waits for the push of a worker that has left, as nobody reports that again."""
+    for slot in range(2):
+        pair.push(pair.a, 0, slot, num_live=3)
+    pair.deliver(pair.a, pair.b)
+    reported = pair.ask(pair.a, "live", num_live=2)
+    assert pair.a.shards[0].version == 1 and reported() is None
+    pair.deliver(pair.a, pair.b, most=1)  # not the operation that closes the update
+    assert reported() is None and pair.b.shards[0].version == 0
+    pair.take(pair.b, 2, ["b"], 1)
+    pulled = pair.ask(pair.b, "pull", needed=1, recipes=[])
+    assert pulled() is None
+    pair.b.tick()
+    assert pulled() is not None
+
+
+@pytest.mark.parametrize("pair", [Consistency("quorum", 3, 3)], indirect=True)
+def test_a_copy_has_the_number_of_workers(pair: Pair) -> None:
+    pair.ask(pair.a, "live", num_live=2)
+    pair.deliver(pair.a, pair.b, most=0)
+    pair.take(pair.a, 2, ["a", "b"], 2)
+    pair.take(pair.b, 2, ["a", "b"], 2)
+    pair.deliver(pair.a, pair.b)
+    assert pair.b.shards[0].num_workers == 2

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.errors import PhalanxError
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Version of the messages. The coordinator refuses members of another version, and a worker that
 joins refuses such a coordinator."""
 

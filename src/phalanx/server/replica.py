@@ -295,6 +295,8 @@ def perform(shard: Shard, op: str, fields: Settings, tensors: Any) -> None:
         shard.apply(int(fields["version"]), fields["rate"], fields["scale"], fields.get("noted"))
     elif op == "lend":
         shard.lent[int(fields["slot"])] = list(tensors)
+    elif op == "live":
+        shard.num_workers = int(fields["num_live"])
     else:
         shard.apply_asynchronous()
     shard.index += 1

@@ -109,6 +109,7 @@ class Shard:
             of the gradient norm. The last weights are tables, with rows of the widths `tables`.
         version: number of updates applied.
         index: number of operations performed that change the shard.
+        num_workers: number of live workers, as a worker last reported, for a quorum.
         ages: staleness in versions -> number of gradients applied with it.
         optimizers: optimizers of the weights, with their state.
         memory: shared memory of the weights, which workers on this host map; None without it.
@@ -122,7 +123,7 @@ class Shard:
         """Copy weights, and restore optimizer state `kept` of each weight as of `steps` steps."""
         self.spec = spec
         self.consistency = Consistency.of(spec["consistency"])
-        self.version, self.index = version, 0
+        self.version, self.index, self.num_workers = version, 0, ALL_WORKERS
         self.first = version
         self.ages = Counter[int]()
         self.done = {slot: version for slot in range(self.consistency.num_slots)}
@@ -163,6 +164,7 @@ class Shard:
         while (self.done[slot], slot) in self.ahead:
             self.ahead.remove((self.done[slot], slot))
             self.done[slot] += 1
+        self.num_workers = int(fields.get("num_live", self.num_workers))
         version = self.version if self.consistency.is_asynchronous else clock
         self._latest[slot] = clock, version
         update = self.open.setdefault(version, PendingUpdate())
@@ -191,12 +193,12 @@ class Shard:
         rows = torch.empty(0, dtype=torch.int64)
         return flats + [sparse_of(rows, table[:0], table.shape) for table in self._tables]
 
-    def completed(self, num_workers: int = ALL_WORKERS) -> int:
+    def completed(self) -> int:
         """Return the version that the weights have once all complete updates are applied."""
         version = self.version
         while (update := self.open.get(version)) is not None:
             waited_s = time.monotonic() - update.since_s
-            if not self.consistency.is_due(len(update.tokens), waited_s, num_workers):
+            if not self.consistency.is_due(len(update.tokens), waited_s, self.num_workers):
                 break
             version += 1
         return version
@@ -304,7 +306,7 @@ class Shard:
             "num_kept": [len(each) for each in kept], "ages": list(self.ages.items()),
             "done": list(self.done.items()), "ahead": list(self.ahead), "open": [],
             "latest": list(self._latest.items()),
-            "steps": self.optimizers.steps,
+            "steps": self.optimizers.steps, "num_workers": self.num_workers,
             "totals": list(self._totals.items()),
             "lent": [(slot, len(each)) for slot, each in self.lent.items()],
         }  # fmt: skip
@@ -327,6 +329,7 @@ class Shard:
         (weights, *kept), parts = split_parts(tensors, fields["spec"], fields["num_kept"])
         shard = cls(fields["spec"], weights, kept, fields["version"], fields["steps"])
         shard.first, shard.index = fields["first"], fields["index"]
+        shard.num_workers = fields["num_workers"]
         shard.ages = Counter(dict(fields["ages"]))
         shard.done = dict(fields["done"])
         shard.ahead = {(clock, slot) for clock, slot in fields["ahead"]}

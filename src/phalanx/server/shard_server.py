@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from phalanx.server.message import WireMessage, in_frames
 from phalanx.server.replica import ReplicatedShards
-from phalanx.server.shard import ALL_WORKERS, Shard, split_parts
+from phalanx.server.shard import Shard, split_parts
 
 
 class Server(ReplicatedShards):
@@ -29,7 +29,6 @@ class Server(ReplicatedShards):
         super().__init__(*args, **more)
         self._parked: dict[tuple[bytes, int], WireMessage] = {}
         self._open = set[tuple[bytes, int]]()  # received requests that are not answered
-        self._num_workers = ALL_WORKERS
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
@@ -138,7 +137,8 @@ class Server(ReplicatedShards):
             more = {"steps": shard.optimizers.steps, "num_kept": [len(each) for each in kept]}
             self._reply_ok(peer, message, number, [flat.clone() for flat in found], **more)
         elif message.kind == "live":
-            self._num_workers = int(message["num_live"])
+            if message["num_live"] != shard.num_workers:
+                self.change(number, "live", {"num_live": message["num_live"]})
             self._close_due(number)
             self._reply_ok(peer, message, number)
         elif message.kind == "stats":
@@ -148,7 +148,6 @@ class Server(ReplicatedShards):
             raise ValueError(f"unknown request '{message.kind}'")
 
     def _push(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
-        self._num_workers = int(message.fields.get("num_live", ALL_WORKERS))
         task = int(message["clock"]), int(message["slot"])
         if not shard.has(*task):
             self.change(number, "push", dict(message.fields), list(message.tensors))
@@ -182,7 +181,7 @@ class Server(ReplicatedShards):
     def _close_due(self, number: int) -> None:
         """Apply the current asynchronous update if it is complete."""
         shard = self.shards[number]
-        if shard.consistency.is_asynchronous and shard.completed(self._num_workers) > shard.version:
+        if shard.consistency.is_asynchronous and shard.completed() > shard.version:
             self.change(number, "close", {"version": shard.version})
 
     @override
