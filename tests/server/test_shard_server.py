@@ -194,3 +194,19 @@ def test_a_copy_has_the_number_of_workers(pair: Pair) -> None:
     pair.take(pair.b, 2, ["a", "b"], 2)
     pair.deliver(pair.a, pair.b)
     assert pair.b.shards[0].num_workers == 2
+
+
+@pytest.mark.parametrize("pair", [Consistency("ps", 2)], indirect=True)
+def test_requests_before_the_weights_are_answered_once_these_come(pair: Pair) -> None:
+    """A malformed one is refused, and does not end the server."""
+    shard = pair.a.shards.pop(0)
+    pushed = [pair.push(pair.a, 0, slot, is_known=False) for slot in range(2)]
+    malformed = pair.ask(pair.a, "totals", is_known=False)
+    pair.a.tick()
+    assert not any(answer() for answer in (*pushed, malformed))
+    pair.a.shards[0] = shard
+    pair.a.tick()
+    pair.deliver(pair.a, pair.b)
+    answers = [answer() for answer in (*pushed, malformed)]
+    assert [each and each.kind for each in answers] == ["ok", "ok", "refused"]
+    assert all(is_done(server, 0, slot) for server in (pair.a, pair.b) for slot in range(2))

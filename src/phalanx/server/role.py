@@ -106,11 +106,7 @@ class Role:
         self._poller.poll(round(TICK_S * 1000))
         for peer, message in self.listener.receive():
             self._begun_s = time.monotonic()
-            try:
-                self.handle(peer, message)
-            except MISTAKES as error:
-                self.log(f"refused: '{message.kind}': {type(error).__name__}: {error}")
-                self.reply(peer, message, "refused", why=str(error))
+            self.handle_or_refuse(peer, message)
         heard = [(link, each) for link in self._links for each in link.receive()]
         for link, message in heard:
             self._begun_s = time.monotonic()
@@ -121,6 +117,14 @@ class Role:
         self._begun_s = time.monotonic()
         if self._begun_s - self.clock.looked_s > TICK_S:
             self.tick()
+
+    def handle_or_refuse(self, peer: bytes, message: WireMessage) -> None:
+        """Handle a request from `peer`; refuse a malformed one."""
+        try:
+            self.handle(peer, message)
+        except MISTAKES as error:
+            self.log(f"refused: '{message.kind}': {type(error).__name__}: {error}")
+            self.reply(peer, message, "refused", why=str(error))
 
     def handle(self, peer: bytes, message: WireMessage) -> None:
         """Handle a request from `peer`."""

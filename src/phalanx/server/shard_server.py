@@ -170,13 +170,10 @@ class Server(ReplicatedShards):
             self.reply(peer, message, "ok", sent, version=version)
 
     def _look_at_parked(self) -> None:
+        """Handle all parked requests again; those that are still premature stay parked."""
         for key, message in list(self._parked.items()):
-            number = int(message["shard"])
-            if not self.is_primary(number):
-                del self._parked[key]
-                self.reply(key[0], message, "moved", epoch=self.map["epoch"])
-            elif self._answer(key[0], message, number):
-                self._parked.pop(key, None)
+            if self._parked.pop(key, None) is not None:  # a push among them looks at the others
+                self.handle_or_refuse(key[0], message)
 
     def _close_due(self, number: int) -> None:
         """Apply the current asynchronous update if it is complete."""
