@@ -73,6 +73,30 @@ def test_a_worker_that_waits_hears_that_a_signal_ends_the_job() -> None:
         assert int(first.ask_scheduler("stop", signum=int(signal.SIGTERM))["num_live"]) == 0
 
 
+def test_a_server_that_comes_back_between_requests_is_not_lost_from_the_first_loss_on() -> None:
+    with workers(1) as (first,):
+        name = first.map["holders"][0][0]
+        of_all = first.map["addresses"]
+        of_others = {other: address for other, address in of_all.items() if other != name}
+
+        def take(addresses: dict[str, str]) -> None:
+            later = {"epoch": first.map["epoch"] + 1, "addresses": addresses}
+            first._take({**first.map, **later})
+
+        def check(now_s: float) -> None:
+            requests._check_lost(0, first.map, first._gone_s, now_s)
+
+        take(of_others)
+        for now_s in (0.0, requests.UNREPLICATED_LOSS_S):
+            check(now_s)
+        take(of_all)  # a request is answered before the next check
+        take(of_others)
+        for now_s in (1e6, 1e6 + requests.UNREPLICATED_LOSS_S):
+            check(now_s)
+        with pytest.raises(TrainingError, match=f"^{name} was lost"):
+            check(2e6)
+
+
 def test_a_worker_that_is_answered_at_once_hears_of_it_too() -> None:
     with workers(2) as (first, second):
         first.ask_scheduler("stop", signum=int(signal.SIGTERM))

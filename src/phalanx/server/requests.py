@@ -116,9 +116,8 @@ def holder(known: Settings, shard: int) -> str:
 
 def _check_lost(shard: int, known: Settings, gone_s: dict[int, float], now_s: float) -> None:
     """Raise an error if a shard without a backup has had no primary for UNREPLICATED_LOSS_S."""
-    if known["holders"][shard][0] in known["addresses"]:
-        gone_s.pop(shard, None)
-    elif now_s - gone_s.setdefault(shard, now_s) > UNREPLICATED_LOSS_S:
+    is_gone = known["holders"][shard][0] not in known["addresses"]
+    if is_gone and now_s - gone_s.setdefault(shard, now_s) > UNREPLICATED_LOSS_S:
         raise lost(known, shard)
 
 
@@ -341,16 +340,17 @@ class Requests:
         self._clock.look()
         for message in [each for link in self._links.values() for each in link.receive()]:
             if message.kind == "map":
-                found = dict(message.fields)
-                if (found["term"], found["epoch"]) > (self.map["term"], self.map["epoch"]):
-                    self.map = found
-                    self._unlink_gone()
+                self._take(dict(message.fields))
             elif (number := message.fields.get("q")) in self._due:
                 if message.kind != "resend" or number not in self._inbox:
                     self._inbox[number] = message
 
-    def _unlink_gone(self) -> None:
-        """Close connections to addresses that are no longer in the map."""
+    def _take(self, found: Settings) -> None:
+        """Store a later map; close connections to addresses that are no longer in it."""
+        if (found["term"], found["epoch"]) <= (self.map["term"], self.map["epoch"]):
+            return
+        self.map = found
+        self._gone_s = {s: at_s for s, at_s in self._gone_s.items() if not holder(found, s)}
         live = {self._coordinator.address, self.map["scheduler"], *self.map["addresses"].values()}
         for address in self._links.keys() - live:
             link = self._links.pop(address)
