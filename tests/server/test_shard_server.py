@@ -66,7 +66,7 @@ class Pair:
         self._num_asked += 1
         number = self._num_asked
         more = {"q": number, "shard": 0, "is_known": True}
-        server.handle(b"worker", WireMessage(kind, {**more, **fields}, tensors))
+        server.handle_or_refuse(b"worker", WireMessage(kind, {**more, **fields}, tensors))
 
         def answer() -> WireMessage | None:
             of_worker = [message for peer, message in self._answers if peer == b"worker"]
@@ -210,3 +210,16 @@ def test_requests_before_the_weights_are_answered_once_these_come(pair: Pair) ->
     answers = [answer() for answer in (*pushed, malformed)]
     assert [each and each.kind for each in answers] == ["ok", "ok", "refused"]
     assert all(is_done(server, 0, slot) for server in (pair.a, pair.b) for slot in range(2))
+
+
+@pytest.mark.parametrize("pair", [Consistency("async", 2)], indirect=True)
+def test_a_pull_of_rows_that_do_not_exist_is_refused_before_it_waits_for_the_backup(
+    pair: Pair,
+) -> None:
+    """Else the backup's report would raise the error, and later answers would wait for another."""
+    pair.push(pair.a, 0, 0)
+    refused = pair.ask(pair.a, "pull", [torch.tensor([7])], needed=0, recipes=[], table=0)
+    pulled = pair.ask(pair.a, "pull", needed=1, recipes=[])
+    pair.deliver(pair.a, pair.b)
+    answers = [answer() for answer in (refused, pulled)]
+    assert [each and each.kind for each in answers] == ["refused", "ok"]

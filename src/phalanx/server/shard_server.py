@@ -121,10 +121,9 @@ class Server(ReplicatedShards):
                 if version == shard.version and shard.completed() > version:
                     how = {"version": version, "rate": rate, "scale": scale}
                     self.change(number, "apply", {**how, "noted": shard.noted(version)})
-            version = shard.version
-            if version < int(message["needed"]):
+            if shard.version < int(message["needed"]):
                 return False
-            self.after(number, lambda: self._give(peer, message, shard, version))
+            self._give(peer, message, number, shard)
         else:
             self._report(peer, message, number, shard)
         return True
@@ -157,17 +156,18 @@ class Server(ReplicatedShards):
         self._reply_ok(peer, message, number, update=update, done=done)
         self._look_at_parked()
 
-    def _give(self, peer: bytes, message: WireMessage, shard: Shard, version: int) -> None:
-        """Answer a pull: the backup has `version`, and the weights may already be newer."""
-        if message.fields.get("shared") and shard.memory is not None:
-            shard.memory.publish(version)
-            self.reply(peer, message, "ok", version=version, place=shard.memory.place)
+    def _give(self, peer: bytes, message: WireMessage, number: int, shard: Shard) -> None:
+        """Answer a pull with the current version once the backup has it."""
+        version, memory = shard.version, shard.memory
+        if message.fields.get("shared") and memory is not None:
+            self.after(number, functools.partial(memory.publish, version))
+            self._reply_ok(peer, message, number, version=version, place=memory.place)
         else:
             flats = shard.published()
             if (table := message.fields.get("table")) is not None:
                 flats = [shard.rows(int(table), message.tensors[0])]
             sent = [each for flat in flats for each in in_frames(flat)]
-            self.reply(peer, message, "ok", sent, version=version)
+            self._reply_ok(peer, message, number, sent, version=version)
 
     def _look_at_parked(self) -> None:
         """Handle all parked requests again; those that are still premature stay parked."""
