@@ -16,6 +16,7 @@ from typing import Any
 import loops
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import Dropping
 from loops import Case, Numbers, Stream, Twice, Views, as_rows, normed, of_groups
 from torch import nn
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from marks import by_hand
+from phalanx.errors import RankFailed
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data, reduce
@@ -224,6 +226,27 @@ def test_a_step_that_failed_can_be_taken_again(strategy: str) -> None:
     )
     for own, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+def fail_on_first_rank(strategy: str) -> None:
+    """Fail on rank 0 within a backward, where rank 1 waits for a gradient that both sum."""
+    loop = loops.Distributed(Case(build=blocks_without_dropout), strategy)
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ValueError("a bad row")
+
+    def have_it_fail(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    if dist.get_rank() == 0:
+        loop.model.blocks[0].register_forward_hook(have_it_fail)
+    loop.train(1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", by_hand("fsdp2:zero1"), by_hand("dp2")])
+def test_an_error_in_the_backward_of_one_rank_is_reported(strategy: str) -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 0 failed first.*ValueError: a bad row"):
+        run_ranks(fail_on_first_rank, 2, strategy, threads=1)
 
 
 def states(strategy: str) -> dict[str, torch.Tensor]:

@@ -186,6 +186,7 @@ class BucketedReducer(GradientReducer):
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._num_started = 0
         self._last = frozenset[nn.Parameter]()
+        self._has_failed = False
         self._compressor: Compressor | None = None
         self._add(parameters)
 
@@ -222,6 +223,11 @@ class BucketedReducer(GradientReducer):
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
         """Store the parameters that the next backward reaches for the last time in the step."""
         self._last = frozenset(last)
+        if self._has_failed:
+            self._has_failed = False
+            self._wait()
+            self._empty()
+            self.reset_error_feedback()
 
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -281,10 +287,8 @@ class BucketedReducer(GradientReducer):
         self._empty()
 
     def reset_step(self) -> None:
-        """Wait for reductions in progress, and reset the buckets to the start of a step."""
-        self._wait()
-        self._empty()
-        self.reset_error_feedback()
+        """Let the next backward wait for reductions in progress, and reset the buckets."""
+        self._has_failed = True
 
     @override
     def reset_error_feedback(self) -> None:

@@ -111,7 +111,12 @@ class GradientReducer:
         return False
 
     def reset_step(self) -> None:
-        """Reset after a backward that failed on every rank; the next backward begins a new step."""
+        """Reset after a backward that failed; the next backward begins a new step.
+
+        This does not communicate: if the backward failed on one rank, the others are still in it,
+        and this rank must raise its error. If it failed on every rank, they wait in their next
+        forward or backward for the collectives in progress.
+        """
 
     def reset_error_feedback(self) -> None:
         """Drop the compression errors of gradients that no step uses; all ranks must call this."""

@@ -37,7 +37,6 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.axes import SHARDS, axes_of, single_axis
 from phalanx.comm.comm import Ranks
@@ -57,6 +56,7 @@ from phalanx.parallel.reduce import (
     accumulate_by_shard,
     broadcast_parameters,
 )
+from phalanx.parallel.refusals import refuse_copy, refuse_second_derivative
 from phalanx.parallel.sparse import sparse_tables
 from phalanx.parallel.split import Shape, Split, StateBytes, Target, TensorKind, entries_of
 from phalanx.parallel.views import allow_views
@@ -164,7 +164,7 @@ class ShardedSplit(Split):
             fully_shard(model, **where)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                cast(Any, type(module)).__deepcopy__ = _refuse_copy  # torch's raises as well
+                cast(Any, type(module)).__deepcopy__ = refuse_copy  # torch's raises as well
         if self.target.strategy.pp.degree > 1:
             self._prefetch_in_stage(model)
 
@@ -240,14 +240,16 @@ class ShardedReducer(GradientReducer):
         self._gathered: list[nn.Parameter] = []
         self._adders: list[Node] = []
         self._own: dict[FSDPModule, frozenset[nn.Parameter]] = {}
+        self._has_failed = False
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._set_up(module)
         model.register_forward_hook(_free_after_inference)
-        model.register_forward_hook(_refuse_second_derivative)
+        model.register_forward_hook(refuse_second_derivative)
         first = functools.partial(self._gather_once, lambda: handle.remove())
         handle = model.register_forward_pre_hook(first, prepend=True)
         model.register_forward_pre_hook(self._refuse_others, prepend=True)
+        model.register_forward_pre_hook(self._end_gathers, prepend=True)
 
     def _set_up(self, module: FSDPModule) -> None:
         module.set_gradient_divide_factor(1.0)
@@ -324,6 +326,7 @@ class ShardedReducer(GradientReducer):
 
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
         """Set which groups FSDP2 reduces and frees in the next backward."""
+        self._end_gathers()
         self._not_yet_last.difference_update(last)
         if reached is not None:  # else keep FSDP2's default, which treats each backward as the last
             self._root.set_is_last_backward(not self._not_yet_last)
@@ -347,44 +350,30 @@ class ShardedReducer(GradientReducer):
         self._not_yet_last = set(self.parameters)
 
     def reset_step(self) -> None:
-        """Wait for gathers in progress, free the gathered parameters, and reset the step."""
+        """Free the gathered parameters, and reset the step; the next forward ends the gathers."""
         self._used.clear()
         self._not_yet_last = set(self.parameters)
-        for module in self._own:  # `unshard` waits for a gather in progress
-            module.unshard()
-            module.reshard()
-        if hasattr(self._root, "reset_iter_state"):  # from torch 2.13
-            self._root.reset_iter_state()
+        self._has_failed = True
+        self.after_step()
         for gathered in self._gathered:
             gathered.grad = None
+
+    def _end_gathers(self, *_: Any) -> None:
+        """Wait for the gathers that a failed backward has left running, and drop their results."""
+        if not self._has_failed:
+            return
+        self._has_failed = False
+        if hasattr(self._root, "reset_iter_state"):  # from torch 2.13
+            self._root.reset_iter_state()
+            return
+        for module in self._own:  # `unshard` waits for a gather in progress, or makes one
+            module.unshard()
+            module.reshard()
 
     def after_step(self) -> None:
         """Free parameters that a forward without backward left gathered: they are now outdated."""
         for module in self._own:
             module.reshard()
-
-
-def _refuse_copy(module: nn.Module, _memo: object) -> nn.Module:
-    name = type(module).__name__.removeprefix("FSDP")
-    raise StrategyError(
-        f"fsdp: a {name} that is split cannot be copied; average its weights by "
-        "run.average(decay), take full weights from run.state_dict(), or use dp"
-    )
-
-
-def _refuse_second_derivative(_model: nn.Module, _inputs: Any, output: Any) -> None:
-    """Add hooks that refuse a backward with create_graph=True through the model."""
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(_check_order)
-
-
-def _check_order(_grad: torch.Tensor) -> None:
-    if torch.is_grad_enabled():  # in backward this holds only with create_graph=True
-        raise StrategyError(
-            "fsdp: a gradient is computed with create_graph=True, as for a gradient penalty; "
-            "its derivative needs weights that fsdp has freed by then; use dp"
-        )
 
 
 def _free_after_inference(model: nn.Module, *_: Any) -> None:

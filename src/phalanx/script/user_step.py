@@ -92,9 +92,9 @@ class UserStep(StepState):
             if reducer is not None:
                 reducer.before_backward(reducer.parameters if is_last else ())
             (loss_sum.to(wide) / self._divisor.to(wide)).backward()
-        except BaseException as error:  # a script may catch it, and repeat the step
+        except BaseException:  # a script may catch it, and repeat the step
             self.reset()
-            if reducer is not None and isinstance(error, Exception):
+            if reducer is not None:
                 reducer.reset_step()
             self._clear()
             raise
