@@ -125,6 +125,19 @@ def a_step_of_one_rank() -> None:
         script.optimizer.zero_grad()
 
 
+def a_second_step_of_one_rank() -> None:
+    """Each rank has batches of its own, so that no loader is prepared."""
+    run = phalanx.init("dp2")
+    torch.manual_seed(0)
+    plain = perceptron()
+    model, optimizer = run.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    for number in range(4):
+        run.backward(model(torch.ones(4, 6) + run.comm.coord("dp")).sum(), 4)
+        if number != 1 or run.is_first:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def a_rate_of_one_rank() -> None:
     script = Script()
     script.optimizer.param_groups[0]["lr"] = 0.1 + script.run.comm.coord("dp")
@@ -525,6 +538,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     two_backwards: r"gradients from an earlier .* no optimizer.step\(\) has used.*accumulation=N",
     a_loss_beside: r"gradients from an earlier .* no optimizer.step\(\) has used",
     a_step_of_one_rank: r"rank 0 has taken \d steps and rank 1 has taken \d, so their weights",
+    a_second_step_of_one_rank: r"rank 0 has taken 2 steps and rank 1 has taken 1, so their",
     a_rate_of_one_rank: r"save: lr of group 0 of SGD is 0.1 on rank 0 and 1.1 on rank 1; step",
     a_clip_of_one_rank: r"backward: run.clip was called 1 times on rank 0 and 0 times on rank 1",
     gradients_clipped_on_one_rank: r"state_dict: 0.weight differs: its elements add up to .*; 6 "

@@ -68,6 +68,7 @@ class UserStep(StepState):
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
         self._num_begun = 0
+        self._are_batches_compared = False
         self._made = RecordedGradients()
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
@@ -165,7 +166,7 @@ class UserStep(StepState):
     def _begin(self, loss: Tensor) -> None:
         """Start a step: make the checks between steps, and clear the old gradients."""
         self._reading.check_stream(self.replicas.check_last_step())
-        if self.steps_done < 2 and self._reading.trained is None:
+        if not self._are_batches_compared and self._reading.trained is None:
             self._check_own_batches(float(loss))
         self._as_prepared.check("backward")
         self._hooks.take(self._accumulation)
@@ -246,11 +247,14 @@ class UserStep(StepState):
             )
 
     def _check_own_batches(self, loss: float) -> None:
-        """Refuse equal losses on all ranks if no prepared loader is read: batches are equal."""
-        losses = gather_objects(loss)
-        if self._comm.size("data") == 1 or len({repr(each) for each in losses}) > 1:
-            return
-        if self.steps_done:  # the first losses may be equal, if initial outputs are zeros
+        """Refuse equal losses on all ranks if no prepared loader is read: batches are equal.
+
+        The first losses may be equal, if initial outputs are zeros, so the losses after the first
+        step decide. A rank may have skipped that step.
+        """
+        losses, steps = zip(*gather_objects((repr(loss), self.steps_done)), strict=True)
+        self._are_batches_compared = max(steps) > 0
+        if max(steps) == 1 and self._comm.size("data") > 1 and len({*losses}) == 1:
             raise ScriptError(
                 f"backward: the loss is {loss:g} on every rank, to the last bit, so all ranks have "
                 "the same samples; give the DataLoader to run.prepare, which splits the batches "
