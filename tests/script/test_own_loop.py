@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from marks import by_hand
-from phalanx.errors import RankFailed
+from phalanx.errors import PhalanxError, RankFailed
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import data, reduce
@@ -292,6 +292,21 @@ def test_a_scaler_skips_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
         for found, found_scales in run_ranks(scaled_losses, 2, strategy, tmp_path, threads=1):
             assert found_scales == scales, strategy
             assert found == pytest.approx(losses, rel=1e-9, nan_ok=True), strategy
+
+
+def leave_a_step_out(strategy: str) -> None:
+    """Leave out the second optimizer step on rank 1, and keep its gradients."""
+    loop = loops.Distributed(Case(), strategy)
+    for number, (x, y) in enumerate(loop.loader):
+        loop.run.backward(cross_entropy(loop.model(x), y, reduction="sum"), len(y))
+        if number != 1 or loop.run.is_first:
+            loop.optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", by_hand("dp2")])
+def test_a_rank_whose_gradients_no_step_has_used_names_them(strategy: str) -> None:
+    with pytest.raises(PhalanxError, match=r"no optimizer.step\(\) has used; give accumulation=N"):
+        run_ranks(leave_a_step_out, 2, strategy, threads=1)
 
 
 def two_models(strategy: str | None) -> list[float]:

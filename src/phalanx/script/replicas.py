@@ -191,9 +191,9 @@ class Replicas:
         return sent
 
     def store_sums(self, found: Tensor) -> None:
-        """Sum `found`, the data ranks' sum of `words`, over tp, and store it for the next step."""
+        """Store `found`, the job's sum of `words`, for the next step."""
         if self._size > 1:
-            self._found = AsyncHostCopy(self._comm.all_reduce(found, "tp"))
+            self._found = AsyncHostCopy(found)
 
     def check(self, call: str, steps_done: int) -> None:
         """Compare counts, settings, weights and states now; every rank calls this together."""

@@ -69,6 +69,7 @@ class UserStep(StepState):
         self._divisor = self._totals[1]
         self._num_begun = 0
         self._are_batches_compared = False
+        self._has_unused = self._is_skipped = False
         self._made = RecordedGradients()
 
     def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
@@ -174,7 +175,7 @@ class UserStep(StepState):
         if self._num_begun == 2:  # not steps_done, which may differ between ranks
             warn_of_buffers(self._model, self._comm)
             self._reading.warn_of_others(self._comm)
-        self._check_gradients()
+        self._look_at_unused()
         self._clear()
         self._totals = torch.zeros_like(self._totals)
         self.begin()
@@ -190,13 +191,17 @@ class UserStep(StepState):
         num_ahead = reading.num_ahead if self._accumulation > 1 else 0
         counts = {STEPS: self.steps_done, BATCHES: reading.num_batches, AHEAD: num_ahead}
         words = self.replicas.words(counts, reading.seen)
-        found = torch.cat([torch.zeros_like(self._totals), words])
+        found = torch.cat([words.new_zeros(3), words])
         found[1] = to_device(count, found.device) if isinstance(count, Tensor) else count
         # A mean over 0 rows, times 0 rows, is NaN.
         found[0] = torch.where(found[1] > 0, loss.double(), 0.0)
+        if self._is_skipped:
+            found[2] = 1.0
         self._comm.all_reduce(found, "data")
+        self._comm.all_reduce(found[2:], "tp")
         self._totals += found[:2]
-        self.replicas.store_sums(found[2:])
+        self.replicas.store_sums(found[3:])
+        self._refuse_unused(found[2])
         return found[:2]
 
     def _own_counts(self, count: float | Tensor) -> tuple[float | Tensor, ...]:
@@ -218,27 +223,37 @@ class UserStep(StepState):
 
     def _is_finite(self) -> bool:
         """Return whether there are gradients and all are finite; else a GradScaler skips."""
-        gradients = [local_shard(gradient) for gradient in self.gradients()]
-        sums = [gradient.sum(dtype=torch.float64).isfinite() for gradient in gradients]
-        numbers = [len(sums), len(sums) - sum(map(bool, sums))]
-        if any(isinstance(gradient, DTensor) for gradient in self.gradients()):
+        gradients = self.gradients()
+        numbers = [len(gradients), not _are_finite(gradients)]
+        if any(isinstance(gradient, DTensor) for gradient in gradients):
             found = torch.tensor(numbers, device=self._comm.device)
             numbers = self._comm.all_reduce(found, "job", "max").tolist()
-        num_gradients, num_odd = numbers
-        return num_gradients > 0 and num_odd == 0
+        num_gradients, is_odd = numbers
+        return num_gradients > 0 and not is_odd
 
     def _clear(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _check_gradients(self) -> None:
-        """Refuse to clear gradients that no optimizer step has used."""
+    def _look_at_unused(self) -> None:
+        """Look for gradients that no optimizer step has used, before they are cleared.
+
+        A GradScaler skips a step on all ranks if a gradient of any rank is not finite. So whether
+        this is a mistake shows after the next sum over the ranks: only a rank whose optimizer has
+        not stepped looks here, and a collective would lack the others.
+        """
         left = self.gradients()
         if self.is_used:
             left = self._made.unrecorded(left)
-        elif left and self.state is State.REDUCED and not self._is_finite():
-            return
-        if any(bool(local_shard(gradient).any()) for gradient in left):
+        is_open = self.state is State.REDUCED and not self.is_used
+        self._is_skipped = is_open and not _are_finite(left)
+        self._has_unused = any(bool(local_shard(gradient).any()) for gradient in left)
+
+    def _refuse_unused(self, num_skipped: Tensor) -> None:
+        """Refuse unused gradients of this rank, unless `num_skipped` ranks have non-finite ones."""
+        has_unused, self._has_unused, self._is_skipped = self._has_unused, False, False
+        if has_unused and not num_skipped:
+            self.reset()
             raise ScriptError(
                 "backward: there are gradients from an earlier run.backward or loss.backward() "
                 "that no optimizer.step() has used; give accumulation=N to phalanx.init for N "
@@ -260,6 +275,12 @@ class UserStep(StepState):
                 "the same samples; give the DataLoader to run.prepare, which splits the batches "
                 "over the ranks"
             )
+
+
+def _are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Return whether the shards of this rank are finite."""
+    sums = [local_shard(gradient).sum(dtype=torch.float64) for gradient in gradients]
+    return all(bool(each.isfinite()) for each in sums)
 
 
 def _nonzero(total: Tensor) -> Tensor:
