@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import Numbers, Twice, normed, perceptron
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -353,6 +354,14 @@ def not_prepared() -> None:
     run.backward(perceptron()(torch.ones(1, 6)).sum(), 1)
 
 
+def shared_memory_of_one_rank() -> None:
+    phalanx.init("dp2", shared_memory=dist.get_rank() == 0)
+
+
+def calls_compared_on_one_rank() -> None:
+    phalanx.init("dp2", debug_comm=dist.get_rank() == 0)
+
+
 def loader_not_prepared() -> None:
     run = phalanx.init("dp2")
     torch.manual_seed(0)
@@ -571,6 +580,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     prepared_twice: r"Sequential is prepared already, and this call prepares it",
     a_function: r"cannot prepare a function; expected an nn.Module",
     not_prepared: r"backward: no model is prepared",
+    shared_memory_of_one_rank: r"differ in shared_memory \(True on rank 0, False on rank 1\)",
+    calls_compared_on_one_rank: r"differ in debug_comm \(True on rank 0, False on rank 1\)",
     loader_not_prepared: r"on every rank, to the last bit.*give the DataLoader to run.prepare",
     a_batch_left_out_on_one_rank: r"the ranks have read different numbers of batches",
     models_that_differ: r"rank 1 differs from rank 0's: weight is \(3, 2\) on rank 1 and \(2, 2\)",

@@ -55,13 +55,14 @@ def init(
 
     Raises:
         ConfigError: the strategy cannot be parsed, needs servers or another number of ranks, or has
-            pipeline or context parallelism, which need a trainer's loop; or the job is incomplete.
+            pp or cp, which need a trainer's loop; or the job is incomplete, or ranks disagree.
     """
     report_in_one_message(explain_shard_error)
     parsed = VERIFY_OVERRIDES[-1][0] if VERIFY_OVERRIDES else _strategy(strategy)
     known = {"accumulation": accumulation, "seed": seed}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     facts = {"strategy": parsed and str(parsed), **known}
+    facts |= {"shared_memory": shared_memory, "debug_comm": debug_comm}
     kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
     parsed = parsed or Strategy.parse(f"dp{num_ranks}")
     if parsed.num_ranks != num_ranks == 1:
