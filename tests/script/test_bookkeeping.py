@@ -23,6 +23,7 @@ import phalanx
 from marks import by_hand
 from phalanx.errors import ScriptError
 from phalanx.launch.local import run_ranks
+from phalanx.parallel import data, reduce
 from phalanx.script.mean_loss import MeanLoss
 
 
@@ -255,6 +256,43 @@ def check_rows_of_unlike_lengths(run: phalanx.Run, num_rows: int) -> None:
     assert own.grad is not None
     assert own.grad.shape == own.shape
     assert (own.grad == run.comm.size("data")).all()
+
+
+class Heads(nn.Module):
+    """A tower, and two heads on the gathered rows of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower, self.a, self.b = (nn.Linear(4, 4, bias=False).double() for _ in range(3))
+
+
+def gradients_of_heads(strategy: str | None) -> list[Tensor]:
+    """Return the gradients of two losses on the same rows; on ranks each has one of them.
+
+    The last head's gradient has the size of the gathered rows. It is ready, and its sum begins,
+    before backward reaches the rows on the rank that uses this head, and after it on the other.
+    """
+    model = Heads()
+    rows = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+    if strategy is None:
+        z = model.tower(rows)
+        ((model.a(z).square().sum() + model.b(z).square().sum()) / 4).backward()
+    else:
+        data.buckets = lambda sizes, bucket_bytes: reduce.buckets(sizes, 1)
+        run = phalanx.init(strategy)
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        rank = run.comm.coord("dp")
+        z = run.gather(model.tower(rows[2 * rank : 2 * rank + 2]), grad=True)
+        head = model.a if rank else model.b
+        run.backward(head(z).square().sum(), 2)
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_sums_of_gathered_rows_and_of_gradients_have_no_common_order() -> None:
+    expected = gradients_of_heads(None)
+    for found in run_ranks(gradients_of_heads, 2, "dp2", threads=1):
+        torch.testing.assert_close(found, expected)
 
 
 def contrastive_losses(strategy: str | None) -> list[float]:

@@ -122,7 +122,10 @@ class Prepared:
         num_rows = {len(each.rows) for each in self.loaders if each.num_begun}
         if grad:
             self.reading.gather()
-            return gather_with_gradient(batch, self._comm, num_rows)
+            # Separate process groups, as for BatchNorm: its backward sums have no fixed order
+            # relative to the sums of gradients.
+            apart = self._comm.with_separate_groups("data")
+            return gather_with_gradient(batch, apart, num_rows)
         rows, is_due = gather_rows(batch, self._comm, num_rows, self._is_check_due())
         if is_due:
             self.check_replicas("gather")
