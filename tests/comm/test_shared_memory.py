@@ -31,6 +31,7 @@ from phalanx.comm.reductions import REDUCTIONS
 from phalanx.comm.shared_memory import SharedMemory
 from phalanx.comm.shared_transfer import SharedTransfer
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.launch import local
 from phalanx.launch.local import run_ranks
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ModelShape
@@ -388,7 +389,10 @@ def die_within(folder: str) -> None:
 
 
 @pytest.mark.fresh_ranks
-def test_a_killed_rank_is_named_by_those_that_wait_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_by_those_that_wait_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "GRACE_S", 60.0)  # it ends early, when rank 0 has failed too
     before = set(os.listdir("/dev/shm"))
     with pytest.raises(PhalanxError, match=r"rank 1 failed first[^$]*SIGKILL"):
         run_ranks(die_within, 2, str(tmp_path))
