@@ -7,6 +7,7 @@ if is_bad(x): continue          a batch that the script drops no longer waits
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections import deque
@@ -71,6 +72,7 @@ class BatchTracker:
         self._used: ReadBatch | None = None
         self._step_start: ReadBatch | None = None
         self._unused: set[RankLoader] = set()
+        self._reads_ahead = False
         self._is_warned = self._is_count_reported = False
 
     def note(self, loader: RankLoader, given: Any) -> None:
@@ -100,8 +102,15 @@ class BatchTracker:
         """Remove the oldest batches that the script has dropped before a backward used them.
 
         The newest batch stays even if it was dropped, because the script may have converted it.
+        A batch in a reference cycle is held until Python collects garbage, whose time differs
+        between ranks. So garbage is collected here, until a batch is found to wait in fact.
         """
-        while len(self._ahead) > 1 and not self._ahead[0].is_held:
+        while len(self._ahead) > 1:
+            if self._ahead[0].is_held and not self._reads_ahead:
+                gc.collect()
+                self._reads_ahead = self._ahead[0].is_held
+            if self._ahead[0].is_held:
+                return
             self._ahead.popleft()
 
     @property
