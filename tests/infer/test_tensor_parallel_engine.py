@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -118,6 +119,34 @@ def test_a_first_rank_that_fails_amid_a_step_leaves_none_waiting(tmp_path: Path)
     with pytest.raises(RankFailed, match="a kernel has failed"):
         with_engine(published(tmp_path), config, functools.partial(fail_amid_a_step, out))
     assert out.read_text() == "it failed"
+
+
+def test_the_first_rank_ends_the_others_after_the_current_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread of the engine runs a step when the work that has started it returns."""
+    sent: list[Any] = []
+    monkeypatch.setattr(ranks, "broadcast_object", sent.append)
+    has_ended = threading.Event()
+
+    def end() -> None:
+        leading.end()
+        has_ended.set()
+
+    ending = threading.Thread(target=end)
+
+    def run(step: Any) -> Any:
+        ending.start()
+        assert not has_ended.wait(0.1)
+        assert sent == [step]
+        return step
+
+    leading = ranks._BroadcastingRunner(cast(Any, run))  # pyright: ignore[reportPrivateUsage]
+    step = cast(Any, "a step")
+    assert leading(step) is step
+    ending.join()
+    assert sent == [step, None]
+    assert leading._lock.locked()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_the_cache_takes_the_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

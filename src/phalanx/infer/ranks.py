@@ -7,6 +7,7 @@ shards of the weights in the layout of training.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -153,30 +154,38 @@ def _load(runner: ModelRunner, folder: Path) -> None:
 
 
 class _BroadcastingRunner:
-    """Logits of the first rank: broadcasts each step or load, and then runs it here too."""
+    """Logits of the first rank: broadcasts each step or load, and then runs it here too.
+
+    The engine's thread calls it, and `end` is called by the thread that ran `work`, which may have
+    ended before the engine. The lock keeps their broadcasts apart.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._failure: BaseException | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, step: FlatStep) -> Tensor:
-        broadcast_object(step)
-        try:
-            return self._runner(step)
-        except BaseException as error:
-            self._failure = error
-            raise
+        with self._lock:
+            broadcast_object(step)
+            try:
+                return self._runner(step)
+            except BaseException as error:
+                self._failure = error
+                raise
 
     def load(self, folder: Path) -> None:
-        broadcast_object(folder)
-        _load(self._runner, folder)
+        with self._lock:
+            broadcast_object(folder)
+            _load(self._runner, folder)
 
     def end(self) -> None:
-        """Stop the other ranks.
+        """Stop the other ranks, after the current step or load.
 
         If a step has failed here, they are blocked in its collectives. Then raise the error of that
         step, so that the launcher terminates them.
         """
+        self._lock.acquire()  # and never released: no rank would follow a further step
         if self._failure is not None:
             raise self._failure
         broadcast_object(None)
