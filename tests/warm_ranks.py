@@ -48,6 +48,7 @@ from phalanx.launch.failure import describe
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import Rank
 from phalanx.launch.rank import LEAVE, ParentPipe, RankInfo
+from phalanx.launch.rank_pipe import RankPipe
 from phalanx.launch.signals import leave_to_parent
 
 MOST_RANKS = 4
@@ -101,18 +102,18 @@ class Changed(Exception):
     """A rank is not as it was when its job began, and cannot be put back."""
 
 
-class _Wire:
+class _Wire(RankPipe):
     """The parent's end of the pipe to a rank, which notes that the rank's function has ended."""
 
     def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
         self.connection = connection
         self.has_ended = False
-        self.fileno, self.send, self.close = connection.fileno, connection.send, connection.close
 
-    def recv(self) -> Any:
-        kind, value = self.connection.recv()
-        self.has_ended |= kind in ("result", "failure")
-        return kind, value
+    def receive(self) -> tuple[str, Any] | None:
+        message = super().receive()
+        self.has_ended |= message is not None and message[0] in ("result", "failure")
+        return message
 
     def reads_ready(self) -> Any:
         """Return what the rank says of itself once it has been put back; None if it is not."""

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from marks import by_hand
-from phalanx.errors import TrainingError
+from phalanx.errors import Interrupted, RankFailed, TrainingError
 from phalanx.launch import heartbeat_monitor, local
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.local import Supervisor, run_ranks
+from phalanx.launch.rank_pipe import RankPipe
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -53,7 +54,7 @@ def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
     for beat in (Beat(), Beat(), Beat(handles_stop=True)):
         theirs.send(("beat", beat))
     process: Any = SimpleNamespace(pid=os.getpid())
-    watch = Supervisor([(process, ours)], [signal.SIGTERM], 100.0).watch
+    watch = Supervisor([(process, RankPipe(ours))], [signal.SIGTERM], 100.0).watch
     with ThreadPoolExecutor() as parent:
         result = parent.submit(watch)
         while not theirs.poll(0.1):
@@ -61,6 +62,20 @@ def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
         assert theirs.recv() == signal.SIGTERM
         theirs.send(("result", 7))
         assert result.result() == [7]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_rank_that_has_sent_half_a_message_keeps_its_parent_from_nothing(is_killed: bool) -> None:
+    """A signal ends the job of one that was stopped; one that was killed has failed."""
+    ours, theirs = Pipe()
+    theirs.send(("beat", Beat()))
+    os.write(theirs.fileno(), b"\0\0\1\0 a message")
+    signals = [] if is_killed else [signal.SIGTERM]
+    process: Any = SimpleNamespace(exitcode=-signal.SIGKILL, join=lambda _: None)
+    if is_killed:
+        theirs.close()
+    with pytest.raises(RankFailed if is_killed else Interrupted, match=r"SIG(KILL|TERM)"):
+        Supervisor([(process, RankPipe(ours))], signals, 100.0).watch()
 
 
 def wait_for_a_sleeper() -> None:

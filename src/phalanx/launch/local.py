@@ -34,10 +34,11 @@ from phalanx.launch.failure import Failure, failure_of_dead_process, first_of, r
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.rank import LEAVE, RankInfo, run_rank, socket_folder
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.launch.rank_pipe import RankPipe
 from phalanx.launch.signals import collected, ignored_by_children
 
-Rank = tuple[ForkServerProcess, Any]
-"""A process, and the parent's end of the pipe to it (its class depends on the platform)."""
+Rank = tuple[ForkServerProcess, RankPipe]
+"""A process, and the parent's end of the pipe to it."""
 
 STARTING_S: Final = 2.0
 """Time that ranks may take to start before `say_starting` is called, in seconds."""
@@ -222,7 +223,7 @@ def _start(
             "processes (ulimit -u, pids.max) or on memory"
         ) from error
     theirs.close()
-    return process, ours
+    return process, RankPipe(ours)
 
 
 def end_ranks(ranks: list[Rank]) -> None:
@@ -300,13 +301,13 @@ class Supervisor:
                 self._handle_message(line)
             ready = wait(list(self.running), 0)
 
-    def _handle_message(self, line: Any) -> None:
-        """Receive and handle one message of a rank, or the end of its process."""
+    def _handle_message(self, line: RankPipe) -> None:
+        """Receive from a rank that has sent something, or has ended; handle a complete message."""
         rank = self.running[line]
         kind: str
         value: Any
         try:
-            kind, value = line.recv()
+            kind, value = line.receive() or ("", None)
         except (EOFError, ConnectionResetError):
             if self.restart_if_killed(rank):
                 return
@@ -314,6 +315,8 @@ class Supervisor:
                 "failure",
                 failure_of_dead_process(rank, self.ranks[rank][0], self._monitor.log(rank)),
             )
+        if not kind:  # the rest of the message has not arrived
+            return
         if kind == "beat":
             self._monitor.record(rank, value)
             return
