@@ -96,6 +96,22 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     assert caught.value.rank == 2
 
 
+def die_before_a_helper(holds: str) -> None:
+    if os.fork() == 0:
+        open(holds).close()  # waits until the test opens it too
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_is_dead_though_a_process_that_it_forked_lives(tmp_path: Path) -> None:
+    """That process has the rank's end of the pipe open."""
+    holds = tmp_path / "holds"
+    os.mkfifo(holds)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_ranks(die_before_a_helper, 1, str(holds))
+    holds.open("w").close()
+
+
 def refuse() -> None:
     raise ConfigError("degree is 3; 2 is the nearest")
 

@@ -53,7 +53,7 @@ def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
     ours, theirs = Pipe()
     for beat in (Beat(), Beat(), Beat(handles_stop=True)):
         theirs.send(("beat", beat))
-    process: Any = SimpleNamespace(pid=os.getpid())
+    process: Any = SimpleNamespace(pid=os.getpid(), sentinel=os.pipe()[0])
     watch = Supervisor([(process, RankPipe(ours))], [signal.SIGTERM], 100.0).watch
     with ThreadPoolExecutor() as parent:
         result = parent.submit(watch)
@@ -71,7 +71,9 @@ def test_a_rank_that_has_sent_half_a_message_keeps_its_parent_from_nothing(is_ki
     theirs.send(("beat", Beat()))
     os.write(theirs.fileno(), b"\0\0\1\0 a message")
     signals = [] if is_killed else [signal.SIGTERM]
-    process: Any = SimpleNamespace(exitcode=-signal.SIGKILL, join=lambda _: None)
+    process: Any = SimpleNamespace(
+        sentinel=os.pipe()[0], exitcode=-signal.SIGKILL, join=lambda _: None
+    )
     if is_killed:
         theirs.close()
     with pytest.raises(RankFailed if is_killed else Interrupted, match=r"SIG(KILL|TERM)"):

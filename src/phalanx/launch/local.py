@@ -294,19 +294,29 @@ class Supervisor:
 
     def _receive(self, limit_s: float) -> None:
         """Wait up to `limit_s` for a message, and handle all messages that have arrived."""
-        ready: list[Any] = wait(list(self.running), limit_s)
         # Drain the pipes: a signal must be judged by the latest heartbeats, on a busy host too.
-        while ready:
+        while ready := self._ready(limit_s):
             for line in ready:
                 self._handle_message(line)
-            ready = wait(list(self.running), 0)
+            limit_s = 0
 
-    def _handle_message(self, line: RankPipe) -> None:
+    def _ready(self, limit_s: float) -> set[Any]:
+        """Wait up to `limit_s`; return the pipes that can be read or whose processes have ended.
+
+        A process that a rank has forked holds the rank's end of the pipe open when the rank ends.
+        """
+        lines: dict[Any, Any] = {line: line for line in self.running}
+        lines |= {self.ranks[rank][0].sentinel: line for line, rank in self.running.items()}
+        return {lines[ready] for ready in wait(lines, limit_s)}
+
+    def _handle_message(self, line: Any) -> None:
         """Receive from a rank that has sent something, or has ended; handle a complete message."""
         rank = self.running[line]
         kind: str
         value: Any
         try:
+            if not wait([line], 0):
+                raise EOFError  # the process has ended, and all that it sent is read
             kind, value = line.receive() or ("", None)
         except (EOFError, ConnectionResetError):
             if self.restart_if_killed(rank):
