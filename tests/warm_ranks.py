@@ -179,8 +179,7 @@ class WarmRanks:
             self._at_work.remove(used)
             if all(wire.has_ended for _, wire in used) and len(used) not in self._waiting:
                 for _, wire in used:
-                    with suppress(OSError):
-                        wire.send(LEAVE)
+                    wire.send(LEAVE)
                 self._waiting[len(used)] = used
                 return
         _end_ranks(ranks)

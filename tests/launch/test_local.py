@@ -27,7 +27,7 @@ from phalanx.errors import (
     RankFailed,
     TrainingError,
 )
-from phalanx.launch import heartbeat_monitor, local, rank
+from phalanx.launch import heartbeat_monitor, local, rank, separate_jobs
 from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import is_reader_gone
 from phalanx.launch.heartbeat import PULSE
@@ -36,6 +36,10 @@ from phalanx.launch.local import run_ranks
 from phalanx.train.job.request import choose
 
 pytestmark = pytest.mark.fresh_ranks
+
+
+def run_alone(function: Callable[[], Any], num_jobs: int) -> list[Any]:
+    return separate_jobs.run_supervised([("a worker", function, ())] * num_jobs)
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -301,6 +305,22 @@ def test_a_signal_ends_at_once_what_does_not_heed_it(
     assert ["a second signal ends it at once" in message for message in told] == [
         True
     ] * handles_stop
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_alone])
+def test_a_signal_while_ranks_end_is_not_lost(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a verb of several jobs would start its next one."""
+    end_ranks = local.end_ranks
+
+    def end_and_interrupt(ranks: list[local.Rank]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        end_ranks(ranks)
+
+    monkeypatch.setattr(local, "end_ranks", end_and_interrupt)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        run(os.getpid, 1)
 
 
 INTERRUPTED = """

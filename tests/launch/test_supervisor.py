@@ -54,14 +54,17 @@ def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
     for beat in (Beat(), Beat(), Beat(handles_stop=True)):
         theirs.send(("beat", beat))
     process: Any = SimpleNamespace(pid=os.getpid(), sentinel=os.pipe()[0])
-    watch = Supervisor([(process, RankPipe(ours))], [signal.SIGTERM], 100.0).watch
+    supervisor = Supervisor([(process, RankPipe(ours))], [signal.SIGTERM], 100.0)
     with ThreadPoolExecutor() as parent:
-        result = parent.submit(watch)
+        result = parent.submit(supervisor.watch)
         while not theirs.poll(0.1):
             assert not result.done(), result.exception()
         assert theirs.recv() == signal.SIGTERM
         theirs.send(("result", 7))
         assert result.result() == [7]
+    supervisor.raise_unheeded([])
+    with pytest.raises(Interrupted, match=r"^interrupted$"):
+        supervisor.raise_unheeded([signal.SIGINT])
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -22,7 +22,7 @@ from phalanx.launch import exit_code, signals, slurm, torchrun
 from phalanx.launch.agreement import check_same
 from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, report
 from phalanx.launch.heartbeat import PULSE
-from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.launch.rank_log import flush_streams
 
 DEFAULT_TIMEOUT_S: Final = 600.0
@@ -98,6 +98,36 @@ def attach(
     join.join(0, 1, store=dist.HashStore(), device=device, timeout_s=limit_s)
     PULSE.on_change = _heed_alone
     return device
+
+
+def run_attached(
+    function: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    *,
+    device: str,
+    timeout_s: float,
+) -> list[Any]:
+    """Attach, run a function as a rank of the job, and return the results of all `num_ranks`.
+
+    Raises:
+        ConfigError: the job has another number of ranks.
+        Exception: the error of the function, or of `error_to_raise` in place of it.
+    """
+    from phalanx.comm.together import gather_objects
+
+    num_there = read_rank_env().num_ranks
+    if num_there != num_ranks:
+        raise ConfigError(
+            f"this process is a rank of a job of {num_there}, as under torchrun, but "
+            f"{num_ranks} ranks are requested; start a job of {num_ranks}, or unset RANK and "
+            "WORLD_SIZE so that this process starts them"
+        )
+    attach({}, device=device, timeout_s=timeout_s)
+    try:
+        return gather_objects(function(*args))
+    except Exception as error:
+        raise error_to_raise(error) from error.__cause__
 
 
 def report_in_one_message(

@@ -33,7 +33,7 @@ from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import Failure, failure_of_dead_process, first_of, report
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.rank import LEAVE, RankInfo, run_rank, socket_folder
-from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.rank_pipe import RankPipe
 from phalanx.launch.signals import collected, ignored_by_children
 
@@ -89,23 +89,23 @@ def run_ranks(
         RankFailed: any other failure, with the traceback of that rank.
         TrainingError: a rank waited in vain for another rank; a rank was silent for `timeout_s`; or
             a rank returned, and all others stood in a collective for UNEVEN_S after that.
-        Interrupted: SIGINT, SIGTERM or SIGHUP arrived, and the ranks do not obey it (see
-            `heartbeat.Pulse.handling_stop`), or it was the second signal.
+        Interrupted: a signal arrived that no rank obeys (`Pulse.handling_stop`), or a second one.
     """
     if is_under_torchrun():
-        return _run_here(function, num_ranks, args, device, timeout_s)
+        from phalanx.launch.attach import run_attached  # which imports this module
+
+        return run_attached(function, num_ranks, args, device=device, timeout_s=timeout_s)
     check_gpus(num_ranks, device)
     prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
-    ranks: list[Rank] = []
-    try:
+    with ended_ranks() as (ranks, late):
         info = RankInfo(0, num_ranks, 0, device, threads, timeout_s, socket_folder())
         start_ranks(ranks, info, function, args)
         with collected() as signals:
-            return Supervisor(ranks, signals, timeout_s, say_starting).watch()
-    finally:
-        with collected():  # a second Ctrl-C must not interrupt the cleanup
-            end_ranks(ranks)
+            supervisor = Supervisor(ranks, signals, timeout_s, say_starting)
+            results = supervisor.watch()
+    supervisor.raise_unheeded(late)
+    return results
 
 
 def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
@@ -123,31 +123,6 @@ def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
             f"{who} {num_ranks} GPUs, but this host has {num_gpus}; the nearest is "
             f"{'dp' if strategy else ''}{num_gpus}, or the device cpu"
         )
-
-
-def _run_here(
-    function: Callable[..., Any],
-    num_ranks: int,
-    args: tuple[Any, ...],
-    device: str,
-    timeout_s: float,
-) -> list[Any]:
-    """Run the function as a rank of the existing job, and return the results of all ranks."""
-    from phalanx.comm.together import gather_objects
-    from phalanx.launch.attach import attach, error_to_raise
-
-    num_there = read_rank_env().num_ranks
-    if num_there != num_ranks:
-        raise ConfigError(
-            f"this process is a rank of a job of {num_there}, as under torchrun, but "
-            f"{num_ranks} ranks are requested; start a job of {num_ranks}, or unset RANK and "
-            "WORLD_SIZE so that this process starts them"
-        )
-    attach({}, device=device, timeout_s=timeout_s)
-    try:
-        return gather_objects(function(*args))
-    except Exception as error:
-        raise error_to_raise(error) from error.__cause__
 
 
 def prepare_server() -> ForkServerContext:
@@ -226,6 +201,19 @@ def _start(
     return process, RankPipe(ours)
 
 
+@contextmanager
+def ended_ranks() -> Generator[tuple[list[Rank], list[int]]]:
+    """Yield a list for ranks, which are ended after the block, and one for signals meanwhile."""
+    ranks: list[Rank] = []
+    late: list[int] = []
+    try:
+        yield ranks, late
+    finally:
+        with collected() as signals:  # a second Ctrl-C must not interrupt the cleanup
+            end_ranks(ranks)
+        late += signals
+
+
 def end_ranks(ranks: list[Rank]) -> None:
     """Close the pipes and wait for every process; kill those that do not exit in LEAVING_S."""
     for _, line in ranks:
@@ -284,8 +272,7 @@ class Supervisor:
                 self._receive(left_s)
             raise self._advised(self._failure())
         for _, line in self.ranks:
-            with suppress(OSError):  # the rank has already ended, after it sent its result
-                line.send(LEAVE)
+            line.send(LEAVE)
         return [self._results.get(rank) for rank in range(len(self.ranks))]
 
     def is_awaited(self) -> bool:
@@ -321,10 +308,8 @@ class Supervisor:
         except (EOFError, ConnectionResetError):
             if self.restart_if_killed(rank):
                 return
-            kind, value = (
-                "failure",
-                failure_of_dead_process(rank, self.ranks[rank][0], self._monitor.log(rank)),
-            )
+            process, log = self.ranks[rank][0], self._monitor.log(rank)
+            kind, value = "failure", failure_of_dead_process(rank, process, log)
         if not kind:  # the rest of the message has not arrived
             return
         if kind == "beat":
@@ -352,12 +337,16 @@ class Supervisor:
             raise Interrupted(signum, self._monitor.resume_hint())
         self._is_asked_to_stop = True
         for line in self.running:
-            with suppress(OSError):  # the rank has ended: the next `_receive` detects it
-                line.send(signum)
+            line.send(signum)
         report(
             f"{signal.Signals(signum).name}: the run ends after the current step and a "
             "checkpoint; a second signal ends it at once"
         )
+
+    def raise_unheeded(self, late: Sequence[int]) -> None:
+        """Raise Interrupted for a signal, also a `late` one after `watch`, that no rank obeyed."""
+        if unheeded := [*self._signals, *late][self._is_asked_to_stop :]:
+            raise Interrupted(unheeded[0])
 
     def _look(self) -> None:
         """Report ranks that delay the others, and raise TrainingError if no rank can continue."""

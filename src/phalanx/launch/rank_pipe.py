@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+from contextlib import suppress
 from typing import Any, Final
 
 _SIZES: Final = {4: struct.Struct("!i"), 8: struct.Struct("!Q")}
@@ -20,10 +21,16 @@ class RankPipe:
 
     def __init__(self, connection: Any) -> None:
         """Read the messages of a `Connection` (its class depends on the platform)."""
-        self.fileno, self.send, self.close = connection.fileno, connection.send, connection.close
+        self._send = connection.send
+        self.fileno, self.close = connection.fileno, connection.close
         # The format of Connection is private; tests/launch/test_rank_pipe.py pins it.
         self._is_size, self._num_bytes = True, 4
         self._bytes = bytearray()
+
+    def send(self, word: Any) -> None:
+        """Send to the rank, unless it has ended, which `receive` detects."""
+        with suppress(OSError):
+            self._send(word)
 
     def receive(self) -> tuple[str, Any] | None:
         """Read once from a pipe that is ready; return the message if it is now complete.

@@ -16,7 +16,7 @@ from phalanx.launch.local import (
     LEAVING_S,
     Rank,
     Supervisor,
-    end_ranks,
+    ended_ranks,
     prepare_server,
     start_ranks,
 )
@@ -45,8 +45,7 @@ def run_supervised(
     """
     prepare_server()
     info = RankInfo(0, 1, 0, device, threads, timeout_s, socket_folder())
-    ranks: list[Rank] = []
-    try:
+    with ended_ranks() as (ranks, late):
         for name, function, args in (*works, *beside):
             start_ranks(ranks, replace(info, name=name), function, args)
         names = [name for name, *_ in (*works, *beside)]
@@ -54,10 +53,9 @@ def run_supervised(
             supervisor = _RestartingSupervisor(ranks, signals, timeout_s, say_starting, names)
             supervisor.works, supervisor.num_works = (*works, *beside), len(works)
             supervisor.info, supervisor.max_restarts = info, max_restarts
-            return supervisor.watch()[: len(works)]
-    finally:
-        with collected():  # a second Ctrl-C must not interrupt the cleanup
-            end_ranks(ranks)
+            results = supervisor.watch()
+    supervisor.raise_unheeded(late)
+    return results[: len(works)]
 
 
 class _RestartingSupervisor(Supervisor):
