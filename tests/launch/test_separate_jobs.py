@@ -10,7 +10,9 @@ import pytest
 
 from phalanx.errors import RankFailed, TrainingError
 from phalanx.launch import heartbeat_monitor, local
-from phalanx.launch.separate_jobs import run_supervised
+from phalanx.launch.heartbeat import PULSE, Beat
+from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
+from phalanx.launch.separate_jobs import Work, run_supervised
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -47,6 +49,35 @@ def test_a_stopped_process_is_called_by_its_name(
     with pytest.raises(TrainingError, match=said):
         run_supervised([("worker 2", stop, ())], timeout_s=4)
     assert capfd.readouterr().err.startswith("phalanx: worker 2 on ")
+
+
+def stop_by_the_second_process(folder: Path) -> int:
+    """Wait for a request to stop; the first process is killed when it has one."""
+    with PULSE.handling_stop():
+        is_first = not (folder / "begun").exists()
+        (folder / "begun").touch()
+        while not PULSE.stop_signal:
+            time.sleep(0.01)
+        if is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return PULSE.stop_signal
+
+
+def test_a_process_that_replaces_one_is_asked_to_stop_as_that_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = HeartbeatMonitor.record
+
+    def hear_and_stop(self: HeartbeatMonitor, rank: int, beat: Beat) -> None:
+        hear(self, rank, beat)
+        if self.handles_stop() and not is_asked:
+            is_asked.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    is_asked: list[bool] = []
+    monkeypatch.setattr(HeartbeatMonitor, "record", hear_and_stop)
+    works: list[Work] = [("worker 0", stop_by_the_second_process, (tmp_path,))]
+    assert run_supervised(works, max_restarts=1) == [signal.SIGTERM]
 
 
 def test_a_process_that_fails_is_called_by_its_name() -> None:

@@ -250,7 +250,7 @@ class Supervisor:
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self.running: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
-        self._is_asked_to_stop = False
+        self.stop_signal = 0  # sent to all ranks
         self._begin_s = self._looked_s = time.monotonic()
         self._say_starting = say_starting
 
@@ -330,12 +330,12 @@ class Supervisor:
 
     def _obey_signals(self) -> None:
         """Forward a first signal that all ranks heed; for any other signal, raise Interrupted."""
-        if not self._signals or (len(self._signals) == 1 and self._is_asked_to_stop):
+        if not self._signals or (len(self._signals) == 1 and self.stop_signal):
             return
         signum = self._signals[0]
         if len(self._signals) > 1 or not self._monitor.handles_stop():
             raise Interrupted(signum, self._monitor.resume_hint())
-        self._is_asked_to_stop = True
+        self.stop_signal = signum
         for line in self.running:
             line.send(signum)
         report(
@@ -345,7 +345,7 @@ class Supervisor:
 
     def raise_unheeded(self, late: Sequence[int]) -> None:
         """Raise Interrupted for a signal, also a `late` one after `watch`, that no rank obeyed."""
-        if unheeded := [*self._signals, *late][self._is_asked_to_stop :]:
+        if unheeded := [*self._signals, *late][self.stop_signal > 0 :]:
             raise Interrupted(unheeded[0])
 
     def _look(self) -> None:

@@ -59,7 +59,7 @@ def run_supervised(
 
 
 class _RestartingSupervisor(Supervisor):
-    """Supervisor that restarts a process that a signal has ended."""
+    """Supervisor that restarts a process that a signal has ended, also after a request to stop."""
 
     works: Sequence[Work]
     num_works: int
@@ -85,4 +85,6 @@ class _RestartingSupervisor(Supervisor):
         start_ranks(started, replace(self.info, name=name), function, args)
         self.ranks[rank] = started[0]
         self.running[started[0][1]] = rank
+        if self.stop_signal:  # the job ends once this process has, which may have to save
+            started[0][1].send(self.stop_signal)
         return True
