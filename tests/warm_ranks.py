@@ -49,7 +49,7 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import Rank
 from phalanx.launch.rank import LEAVE, ParentPipe, RankInfo
 from phalanx.launch.rank_pipe import RankPipe
-from phalanx.launch.signals import leave_to_parent
+from phalanx.launch.signals import end_with_server, leave_to_parent
 
 MOST_RANKS = 4
 MOST_GROUPS = 24
@@ -57,9 +57,6 @@ MOST_GROUPS = 24
 
 READY_S = 20.0
 """How long ranks whose job is over may take to be put back, in seconds."""
-
-PR_SET_PDEATHSIG = 1
-"""Of prctl.h."""
 
 _VERSION_AT = 24
 """Of a dictionary of CPython 3.11: where its version is, in bytes from its start."""
@@ -238,8 +235,7 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
     done = ""
     try:
         leave_to_parent()
-        if sys.platform == "linux":  # what is stopped does not see that the tests are over
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_server()  # what is stopped does not see that the tests are over
         one_rank.escape_unknown_characters()
         multiprocessing.set_start_method(None, force=True)
         one_rank._join(info, listener)

@@ -175,6 +175,10 @@ def failure_of_dead_process(rank: int, process: BaseProcess, log: str) -> Failur
             ' of its function; a script that starts ranks needs `if __name__ == "__main__":` '
             "before the statements that it runs, and a function that can be imported from its file"
         )
+    if code == 255:  # exit code of multiprocessing if the forkserver cannot report another
+        text += (
+            "; so do all processes of a job if their forkserver is killed, as for lack of memory"
+        )
     if log:
         text += f"; its output is in {log}"
     # Time 0 makes it the first failure, because the failures of its peers are consequences.

@@ -8,6 +8,7 @@ from importlib import import_module
 from types import TracebackType
 
 from phalanx.launch import garbage
+from phalanx.launch.signals import leave_to_parent
 
 MODULES = (
     "torch._dynamo",  # which the first optimizer and the first dispatch mode import
@@ -32,6 +33,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 if getattr(sys.modules["__main__"], "__file__", None) is None:  # in the forkserver, not in a rank
+    leave_to_parent()  # the parent ends the ranks, and sees their ends, through this process
     garbage.collect_rarely()
     try:
         for name in MODULES:

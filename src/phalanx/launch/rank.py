@@ -22,7 +22,7 @@ from phalanx.launch.failure import describe
 from phalanx.launch.heartbeat import BEAT_S, PULSE
 from phalanx.launch.malloc import keep_freed_memory
 from phalanx.launch.rank_log import flush, flush_streams
-from phalanx.launch.signals import leave_to_parent
+from phalanx.launch.signals import end_with_server, leave_to_parent
 
 HELPERS_S: Final = 1.0
 """Time between SIGTERM and SIGKILL for the processes that a rank has started, in seconds."""
@@ -120,6 +120,7 @@ def run_rank(
     """Join the job, call the function, send its result or failure, and exit the process."""
     sys.excepthook = sys.__excepthook__  # replaces the forkserver's, which hides some errors
     leave_to_parent()
+    end_with_server()
     escape_unknown_characters()
     line = ParentPipe(connection, info.sockets)
     # Processes that this rank starts, such as DataLoader workers, use Python's default start

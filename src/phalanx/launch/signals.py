@@ -6,9 +6,11 @@ terminal that is closed. A signal that is already ignored, as SIGHUP under nohup
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,6 +21,9 @@ from phalanx.errors import Interrupted
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that request the program to end."""
+
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl.h: the signal that a process gets when its parent ends."""
 
 
 @contextmanager
@@ -103,10 +108,22 @@ def leave_to_parent() -> None:
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _do_nothing)
     signal.siginterrupt(signal.SIGTERM, False)  # system calls of libraries are restarted
-    # SIGTERM is blocked during a fork, so that one that arrives then also ends the child.
-    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_end_by_sigterm)
+    if not _registered:  # a rank inherits the registration from the forkserver
+        _registered.append(True)
+        # SIGTERM is blocked during a fork, so that one that arrives then also ends the child.
+        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_end_by_sigterm)
 
 
+def end_with_server() -> None:
+    """Have the kernel kill this process when the process that forked it ends; only on Linux.
+
+    Without the forkserver, the parent can neither see whether this process lives nor kill it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_registered: list[bool] = []
 _held = threading.local()
 
 
