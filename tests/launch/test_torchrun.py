@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -69,12 +70,12 @@ def orphan(_):
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 
-def run(prepare, facts, work):
-    return run_here(prepare, facts, work, device="cpu", threads=1, timeout_s=3.0)
+def run(prepare, facts, work, timeout_s=3.0):
+    return run_here(prepare, facts, work, device="cpu", threads=1, timeout_s=timeout_s)
 
 try:
     if sys.argv[1] == "end":
-        run(lambda: 0, lambda _: {}, end)
+        run(lambda: 0, lambda _: {}, end, timeout_s=60.0)  # for both to start
     if sys.argv[1] == "orphan":
         run(lambda: 0, lambda _: {}, orphan)
     if sys.argv[1] == "working":
@@ -234,6 +235,22 @@ def test_a_gpu_that_only_one_task_sees_is_its_own(monkeypatch: pytest.MonkeyPatc
         take(2, 3)
     with pytest.raises(ConfigError, match=r"ranks 0 and 2 would use the same GPU.*set LOCAL_RANK"):
         take(2, 1)
+
+
+def test_ranks_that_would_prepare_end_if_another_has_no_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    taken = ConfigError("ranks 0 and 1 would use the same GPU")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "_use_device", lambda *_: "cuda")
+    monkeypatch.setattr(torchrun, "_meet", lambda *_: store)
+    monkeypatch.setattr(torchrun, "_take_gpu", Mock(side_effect=taken))
+    with pytest.raises(ConfigError, match="the same GPU"):
+        torchrun.run_here(lambda: 0, lambda _: {}, lambda value: value, threads=1)
+    with pytest.raises(PeerFailed, match="another rank could not prepare"):
+        agreement.agree(RankEnv(0, 2, 0, 1), store, lambda: 0, lambda _: {})
 
 
 STOPPING = """

@@ -24,7 +24,7 @@ from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.watch import Exchange, Watch
 
 SCRIPT = """
-import os, sys, threading
+import os, sys, threading, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -38,6 +38,11 @@ def work(_):
     # As for the writer of a checkpoint: no timeout of a collective ends it.
     threading.Event().wait()
 
+# The timeout is of ranks that have started.
+rank = int(os.environ["RANK"])
+Path(sys.argv[1], f"started-{rank}").touch()
+while not Path(sys.argv[1], f"started-{1 - rank}").exists():
+    time.sleep(0.05)
 try:
     run_here(lambda: 0, lambda _: {}, work, device="cpu", threads=1, timeout_s=3.0)
     leave(0)
@@ -148,6 +153,20 @@ def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
     assert look(False) and read[-1] == range(3)
     assert not look(True)
     assert second._monitor.silent(1.0, second._heard()) == []  # of the others it hears no more
+
+
+def test_ranks_that_send_no_first_heartbeat_are_named_after_the_timeout(
+    watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    second = watch_of(1)  # rank 0, the first of its host, would report for it
+    second._exchange_beats()
+    assert second._missing_message() == "" and not second._is_reporter()
+    clock[0] = 31.0
+    second._exchange_beats()
+    assert second._missing_message().startswith("ranks 0, 2 have sent no heartbeat: ")
+    assert second._is_reporter()
 
 
 def test_who_was_stopped_itself_holds_nobody_for_silent(

@@ -8,8 +8,8 @@ of this package and of torch must be equal too, because messages between ranks m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +36,7 @@ def agree(
 
     The first rank of each host calls `prepare` before the other ranks of the host do.
     """
-    try:
+    with failing_together(env, store):
         if env.local_rank > 0:
             _read(store, env.here.start)
         with PULSE.doing("preparing the job"):
@@ -54,13 +54,20 @@ def agree(
                 texts = store.multi_get([f"{rank}" for rank in range(env.num_ranks)])
                 check_same([json.loads(text) for text in texts])
             store.set("all", "ready")
+    _read(store, "all")
+    return value
+
+
+@contextmanager
+def failing_together(env: RankEnv, store: Store) -> Generator[None]:
+    """If the block raises, `agree` raises PeerFailed on all other ranks of the job."""
+    try:
+        yield
     except BaseException:
         with suppress(RuntimeError):  # the store may have ended with rank 0
             for key in (f"{env.rank}", "compared", "all"):
                 store.set(key, FAILED)
         raise
-    _read(store, "all")
-    return value
 
 
 def _read(store: Store, key: int | str) -> str:

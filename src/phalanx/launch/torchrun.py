@@ -30,7 +30,7 @@ from phalanx.errors import (
     within_limits,
 )
 from phalanx.launch import interface, slurm
-from phalanx.launch.agreement import agree
+from phalanx.launch.agreement import agree, failing_together
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.failure import (
     READER_LEFT,
@@ -89,7 +89,7 @@ def run_here(
         function: called with the prepared value, with torch.distributed initialized.
         device: "auto", "cpu" or "cuda".
         threads: CPU threads of this rank; if None, an equal part of the host's cores.
-        timeout_s: longest wait for another rank in one collective, in seconds.
+        timeout_s: longest wait for another rank to start, or in one collective, in seconds.
 
     Raises:
         ConfigError: the environment is incomplete, the host has too few GPUs, or ranks differ in
@@ -137,11 +137,12 @@ def joined(
         join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"):
             store = _meet(env, timeout_s)
-        if device == "cuda":
-            _take_gpu(env, store)
         own: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
         with Watch(own.clone(), env, timeout_s) as watch:
             stopping.watch = watch
+            if device == "cuda":
+                with failing_together(env, store):
+                    _take_gpu(env, store)
             value = agree(env, store, prepare, facts)
             store.set_timeout(timedelta(seconds=timeout_s))
             try:

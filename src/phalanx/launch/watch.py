@@ -93,6 +93,10 @@ class Exchange:
             self.processes = dict(zip(self._here, processes, strict=True))
         return bool(self.processes)
 
+    def missing(self, num_ranks: int) -> list[int]:
+        """Return the ranks of the job that have not reported."""
+        return [rank for rank in range(num_ranks) if not self._store.check([f"beat/{rank}"])]
+
     def read(self, ranks: range, monitor: HeartbeatMonitor) -> None:
         """Read the heartbeats of `ranks`, all of which have reported, into a monitor."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
@@ -128,7 +132,7 @@ class Watch:
         """Send the first heartbeat of this rank.
 
         Only this call uses the keys of `store` and its connection. A rank, or the store, may be
-        silent for `timeout_s`.
+        silent for `timeout_s`, also before the first heartbeat of a rank.
         """
         self._rank, self._num_ranks, self._here = env.rank, env.num_ranks, env.here
         self._timeout_s = timeout_s
@@ -142,7 +146,8 @@ class Watch:
             timeout_s, env.here if self._knows_processes else (), silent_s
         )
         self._failed: Failed | None = None
-        self._read_s = time.monotonic()
+        self._begin_s = self._read_s = time.monotonic()
+        self._missing: list[int] = []
         self._is_store_gone = False
         self._is_curious = False
         self._is_listening = False
@@ -166,14 +171,18 @@ class Watch:
 
         try:
             while not self._ended.wait(1.0 if self._is_curious else self._interval_s):
-                self._exchange.send(self._beat)
-                if self._exchange.are_all_there():
-                    is_held_up = (
-                        self._beat.waits or self._beat.seconds_at_place > STILL_BEFORE_READ_S
-                    )
-                    self._listen(self._is_curious or is_held_up)
+                self._exchange_beats()
         except (dist.DistError, RuntimeError):
             self._is_store_gone = True
+
+    def _exchange_beats(self) -> None:
+        """Send a heartbeat; read the others' if needed, or find ranks that have sent none."""
+        self._exchange.send(self._beat)
+        if self._exchange.are_all_there():
+            is_held_up = self._beat.waits or self._beat.seconds_at_place > STILL_BEFORE_READ_S
+            self._listen(self._is_curious or is_held_up)
+        elif time.monotonic() - self._begin_s > self._timeout_s:
+            self._missing = self._exchange.missing(self._num_ranks)
 
     def _listen(self, is_wanted: bool) -> None:
         """Read other ranks' heartbeats if wanted; time in between does not count as silence."""
@@ -189,7 +198,7 @@ class Watch:
     def _is_reporter(self) -> bool:
         """Return whether this rank reports for its host, because all earlier ranks are silent."""
         limit_s = min(self._monitor.silent_s, self._timeout_s)
-        silent = self._monitor.silent(limit_s) if self._is_listening else ()
+        silent = self._monitor.silent(limit_s) if self._is_listening else self._missing
         return all(rank in silent for rank in range(self._here.start, self._rank))
 
     def _listened_to(self) -> range:
@@ -201,11 +210,14 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(1.0):
-            self._exchange.reached_s += self._monitor.look_up()
+            stopped_s = self._monitor.look_up()
+            self._exchange.reached_s += stopped_s
+            self._begin_s += stopped_s
             self._beat = PULSE.beat()
             if self._is_reporter():
                 self._report()
-            if lost := self._lost(self._timeout_s) or self._monitor.timeout_message(self._heard()):
+            timed_out = self._missing_message() or self._monitor.timeout_message(self._heard())
+            if lost := self._lost(self._timeout_s) or timed_out:
                 self._end(lost)
             elif self._failed is not None and self._beat.seconds_at_place > SILENT_S:
                 self._end(str(self._failed))
@@ -265,6 +277,16 @@ class Watch:
         return True  # reached only if the main thread already reports the error
 
     # Messages.
+
+    def _missing_message(self) -> str:
+        """Return a message if ranks have sent no heartbeat in the whole timeout, else ""."""
+        if not self._missing:
+            return ""
+        return (
+            f"{named(self._missing)} {'have' if len(self._missing) > 1 else 'has'} sent no "
+            "heartbeat: the process has not started, has ended or hangs; the timeout of "
+            f"{self._timeout_s:g} s is over"
+        )
 
     def _unreached(self) -> str:
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
