@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +200,16 @@ def test_ranks_may_return_one_after_the_other() -> None:
 
 
 def die_after_the_return() -> int:
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, os.getpid())
     if dist.get_rank() == 1:
-        threading.Timer(0.2, os._exit, [1]).start()  # as gloo's threads do now and then
+        # As gloo's threads do now and then.
+        rank.ParentPipe.wait_to_leave = lambda _: os._exit(1)
     else:
-        time.sleep(1.0)
+        with suppress(ProcessLookupError):
+            while True:
+                os.kill(ranks[1], 0)
+                time.sleep(0.01)
     return dist.get_rank()
 
 

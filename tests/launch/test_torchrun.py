@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from phalanx.launch import agreement, torchrun
 from phalanx.launch.agreement import check_same
 from phalanx.launch.failure import PeerFailed
 from phalanx.launch.rank_env import RankEnv, read_rank_env
+from ports import reserved_port
 
 SCRIPT = """
 import os, signal, sys, time
@@ -151,10 +153,10 @@ def states(pid: str) -> list[str]:
     return subprocess.run(words, capture_output=True, text=True).stdout.split()
 
 
-def free_port() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+@pytest.fixture
+def store_address() -> Generator[dict[str, str]]:
+    with reserved_port() as port:
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 @pytest.mark.parametrize(
@@ -193,9 +195,10 @@ def test_ranks_that_cannot_meet(
 
 
 def test_a_rank_that_starts_after_torchrun_has_ended_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    store_address: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", **free_port()}
+    place = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place |= store_address
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     gone = "does not answer: connection refused; torchrun on that host has ended"
@@ -270,8 +273,10 @@ run_here(lambda: 5, lambda _: {}, work, device="cpu", threads=1, timeout_s=30.0)
 """
 
 
-def test_a_signal_is_heeded_by_a_rank_and_a_later_one_ends_it() -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "1", **free_port()}  # of Slurm: without LOCAL_RANK
+def test_a_signal_is_heeded_by_a_rank_and_a_later_one_ends_it(
+    store_address: dict[str, str],
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", **store_address}  # of Slurm: without LOCAL_RANK
     with subprocess.Popen(
         [sys.executable, "-c", STOPPING],
         env={**os.environ, **place},
@@ -350,7 +355,7 @@ def test_a_pipe_that_broke_elsewhere_silences_no_error(
 
 
 def test_a_host_that_does_not_recognise_itself_serves_the_endpoint_where_it_is_told(
-    monkeypatch: pytest.MonkeyPatch,
+    store_address: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The advice of docs/quick_start.md on a line `127.0.1.1 NAME`: `--rdzv-conf is_host=1`."""
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -361,9 +366,7 @@ def test_a_host_that_does_not_recognise_itself_serves_the_endpoint_where_it_is_t
         "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend._matches_machine_hostname",
         lambda _: False,
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = ":".join(store_address.values())
     said = {"read_timeout": 1}
     params = [
         RendezvousParameters("c10d", endpoint, "job", 2, 2, **said, **more)

@@ -84,10 +84,7 @@ def test_hosts_meet_by_the_right_interface_and_each_names_the_one_that_is_cut_of
 
 
 def new_store() -> dist.TCPStore:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture

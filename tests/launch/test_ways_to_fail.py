@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli.main import main
+from ports import reserved_port
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "ways_to_fail.py")
@@ -197,23 +198,24 @@ def in_forks(
     They find the settings in their environment.
     """
     processes: list[tuple[str, list[str], dict[str, str]]] = []
-    for name, words, num_ranks in jobs:
-        environment = {"WORDS": str(folder), "OMP_NUM_THREADS": "1", "WAY": name, **settings}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        for rank in range(num_ranks):
-            place = {
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
-                **{"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)},
-                "MASTER_PORT": port,
-            }
-            is_alone = num_ranks == 1
-            processes.append((f"{name}:{rank}", words, environment | ({} if is_alone else place)))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(processes)],
-        capture_output=True, text=True, timeout=2000, check=False, cwd=folder,
-    )  # fmt: skip
+    with ExitStack() as ports:
+        for name, words, num_ranks in jobs:
+            environment = {"WORDS": str(folder), "OMP_NUM_THREADS": "1", "WAY": name, **settings}
+            port = ports.enter_context(reserved_port())
+            for rank in range(num_ranks):
+                place = {
+                    **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
+                    **{"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)},
+                    "MASTER_PORT": port,
+                }
+                is_alone = num_ranks == 1
+                processes.append(
+                    (f"{name}:{rank}", words, environment | ({} if is_alone else place))
+                )
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps(processes)],
+            capture_output=True, text=True, timeout=2000, check=False, cwd=folder,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     codes: dict[str, set[int]] = {}
     for name, code in json.loads(done.stdout.splitlines()[-1]).items():
