@@ -104,6 +104,19 @@ def leave_job() -> None:
     dist.destroy_process_group()
 
 
+def leave_under_way() -> None:
+    """Begin a collective through shared memory; only the second rank finds what it needs."""
+    ranks = comm.Ranks({"dp": 2}, shares_memory=True)
+    if dist.get_rank():
+        dist.barrier()
+    UNENDED.append(ranks.all_reduce_start(torch.ones(1), "dp"))
+    if not dist.get_rank():
+        dist.barrier()
+
+
+UNENDED: list[object] = []
+
+
 def leave_uneven() -> None:
     """Begin a call that the other rank does not make."""
     if dist.get_rank():
@@ -113,7 +126,7 @@ def leave_uneven() -> None:
 @pytest.mark.parametrize(
     "leave",
     [
-        leave_thread, leave_mesh, leave_uneven, by_hand(leave_mode),
+        leave_thread, leave_mesh, leave_uneven, leave_under_way, by_hand(leave_mode),
         by_hand(leave_output), by_hand(leave_job),
     ],
 )  # fmt: skip

@@ -71,7 +71,7 @@ _LASTING = (
 _OWN = ("/proc/", "/memfd:phalanx")
 """How the names of files begin that are the listing's own, or memory that ranks share."""
 
-_STAYING = ("phalanx.comm.meshes", "phalanx.comm.heap", "phalanx.comm.shared_memory")
+_STAYING = ("phalanx.comm.meshes", "phalanx.comm.heap", "phalanx.comm.shared_transfer")
 """Modules whose tables hold what belongs to a process: meshes, memory, collectives under way."""
 
 _OF_TORCH = ("nn", "optim", "distributed", "autograd", "utils", "amp", "random", "overrides")
@@ -349,6 +349,7 @@ class _Start:
         import torch.distributed as dist
 
         from phalanx.comm import meshes as comm_meshes
+        from phalanx.comm.shared_memory import SharedMemory
         from phalanx.comm.shared_transfer import UNDER_WAY
 
         meshes: Any = comm_meshes
@@ -370,8 +371,9 @@ class _Start:
         }
         for made in meshes._made.values():
             for engine in (*made.engines.values(), *made._apart.values()):
-                if numbers := getattr(engine, "_numbers", {}):  # of calls through shared memory
-                    counts[f"{engine.group.group_name} {engine._number}"] = numbers.get(None, 0)
+                if isinstance(engine, SharedMemory):
+                    number = engine._calls.numbers.get(None, 0)
+                    counts[f"{engine.group.group_name} {engine._number}"] = number
         return {**counts, "groups made": self._world.group_count}
 
 

@@ -8,7 +8,7 @@ input into its slice, which is the same memory in the output of every rank:
 
 A buffer is used again after all ranks have freed their outputs of its last call. The ranks choose a
 buffer by the sequence of their calls alone, so that all choose the same one. A rank to which it is
-not free yet, by its own outputs or by those of a slower rank, takes memory of its own instead, and
+not free yet, by its own outputs or by a slower rank's, takes memory of its own instead, and
 copies: then its own output counts as one in the buffer, because it still reads there.
 """
 

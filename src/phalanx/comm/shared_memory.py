@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,28 +34,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm import ops
-from phalanx.comm.call_number import describe, dtype_of, number_of
-from phalanx.comm.channels import SLOTS, AwaitedWord, Channels, Post
+from phalanx.comm.call_number import number_of
+from phalanx.comm.channels import Channels
 from phalanx.comm.gather_buffers import GatherBuffers
-from phalanx.comm.heap import Block, Heap, errors_if_full
+from phalanx.comm.heap import Heap, errors_if_full
+from phalanx.comm.posted_calls import PostedCall, PostedCalls
 from phalanx.comm.reductions import reduce_into
 from phalanx.comm.shared_transfer import SharedTransfer, Steps, unwatched
 from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, pop_transfer
-from phalanx.errors import CollectiveMismatch, named
 
 SMALL_BYTES: Final = 32 << 10
 """Most bytes of an all_reduce in which each rank adds the full tensors: a second wait is slower."""
 
 _NUMBERS = itertools.count(1)
-
-
-class _Call(NamedTuple):
-    """A call's channel and number, and `what` and `num_bytes`, which must be equal on all ranks."""
-
-    channel: int | None
-    number: int
-    what: int
-    num_bytes: int
 
 
 def _and_copied(steps: Steps, flat: Tensor, out: Tensor) -> Steps:
@@ -79,11 +70,9 @@ class SharedMemory(CommEngine):
         self._heap = heap
         self._coord, self._size = channels.coord, len(channels.members)
         self._others = [(self._coord + n) % self._size for n in range(1, self._size)]
-        self._numbers: dict[int | None, int] = {}
         self._received: dict[int, int] = {}
         self._gather_buffers = GatherBuffers(channels, heap)
-        self._held: dict[tuple[int | None, int], tuple[Block | None, Sequence[int]]] = {}
-        self._in_slot: dict[tuple[int | None, int], int] = {}
+        self._calls = PostedCalls(channels, heap, self._gather_buffers)
 
     @override
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -153,190 +142,102 @@ class SharedMemory(CommEngine):
     # Collectives. All ranks call them in one order, which gives each call its number.
 
     def _all_reduce(self, out: Tensor, _given: Tensor, reduction: str, _is_spent: bool) -> Steps:
-        call = self._call("all_reduce", out, reduction)
+        call = self._calls.call("all_reduce", out, reduction)
         is_small = out.nbytes <= SMALL_BYTES
-        mine = yield from self._post(call, out, copies=is_small)
-        terms = yield from self._read_all(call, mine)
+        mine = yield from self._calls.post(call, out, copies=is_small)
+        terms = yield from self._calls.read_all(call, mine)
         if is_small:
             reduce_into(reduction, terms, [out])
-            self._ack_all(call)
+            self._calls.ack_all(call)
             return
         size = -(-out.numel() // self._size)
         parts = [term[self._coord * size :][:size] for term in terms]
         reduce_into(reduction, parts, parts)
-        self._ack_all(call)
-        yield from self._await_read(call)
+        self._calls.ack_all(call)
+        yield from self._calls.await_read(call)
         if mine.data_ptr() != out.data_ptr():
             out.copy_(mine)
 
     def _all_gather(self, out: Tensor, given: Tensor, is_spent: bool) -> Steps:
-        call, pieces = self._call("all_gather", given), out.view(self._size, *given.shape)
-        yield from self._post(call, given.view(-1))
+        call, pieces = self._calls.call("all_gather", given), out.view(self._size, *given.shape)
+        yield from self._calls.post(call, given.view(-1))
         if pieces[self._coord].data_ptr() != given.data_ptr():
             pieces[self._coord].copy_(given)
         for peer in self._others:
-            theirs = yield from self._read(call, peer)
+            theirs = yield from self._calls.read(call, peer)
             if pieces[peer].data_ptr() != theirs.data_ptr():  # else in a common buffer
                 pieces[peer].copy_(theirs.view_as(given))
-            self._ack(call, peer)
+            self._calls.ack(call, peer)
         if not is_spent:
-            yield from self._await_read(call, given)
+            yield from self._calls.await_read(call, given)
 
     def _reduce_scatter(self, out: Tensor, given: Tensor, is_spent: bool) -> Steps:
-        call, given = self._call("reduce_scatter", given), given.view(self._size, *out.shape)
-        mine = yield from self._post(call, given)
-        terms = yield from self._read_all(call, mine)
+        call, given = self._calls.call("reduce_scatter", given), given.view(self._size, *out.shape)
+        mine = yield from self._calls.post(call, given)
+        terms = yield from self._calls.read_all(call, mine)
         alike = [term.as_strided(given.shape, given.stride()) for term in terms]
         reduce_into("sum", [term[self._coord] for term in alike], [out])
-        self._ack_all(call)
+        self._calls.ack_all(call)
         if not is_spent:
-            yield from self._await_read(call, given)
+            yield from self._calls.await_read(call, given)
 
     def _all_to_all(self, out: Tensor, given: Tensor, _option: None, is_spent: bool) -> Steps:
-        call = self._call("all_to_all", given)
-        mine = yield from self._post(call, given)
+        call = self._calls.call("all_to_all", given)
+        mine = yield from self._calls.post(call, given)
         pieces, size = out.view(self._size, -1), out.numel() // self._size
         pieces[self._coord].copy_(mine[self._coord * size :][:size])
         for peer in self._others:
-            theirs = yield from self._read(call, peer)
+            theirs = yield from self._calls.read(call, peer)
             pieces[peer].copy_(theirs[self._coord * size :][:size])
-            self._ack(call, peer)
+            self._calls.ack(call, peer)
         if not is_spent:
-            yield from self._await_read(call, given)
+            yield from self._calls.await_read(call, given)
 
     def _swap(self, out: Tensor, given: Tensor, partner: int, _is_spent: bool) -> Steps:
-        call = self._call("swap", given)
+        call = self._calls.call("swap", given)
         if partner == self._coord:
             out.copy_(given)
             return
-        yield from self._post(call, given, [partner])
-        theirs = yield from self._read(call, partner)
+        yield from self._calls.post(call, given, [partner])
+        theirs = yield from self._calls.read(call, partner)
         out.copy_(theirs)
-        self._ack(call, partner)
-        yield from self._await_read(call, given)
+        self._calls.ack(call, partner)
+        yield from self._calls.await_read(call, given)
 
     def _broadcast(self, out: Tensor, _given: Tensor, source: int, _is_spent: bool) -> Steps:
-        call = self._call("broadcast", out, source)
+        call = self._calls.call("broadcast", out, source)
         if source == self._coord:
-            yield from self._post(call, out)
-            yield from self._await_read(call, out)
+            yield from self._calls.post(call, out)
+            yield from self._calls.await_read(call, out)
             return
-        theirs = yield from self._read(call, source)
+        theirs = yield from self._calls.read(call, source)
         out.copy_(theirs)
-        self._ack(call, source)
+        self._calls.ack(call, source)
 
     def _reduce(self, out: Tensor, _given: Tensor, target: int, _is_spent: bool) -> Steps:
-        call = self._call("reduce", out, target)
+        call = self._calls.call("reduce", out, target)
         if target != self._coord:
-            yield from self._post(call, out, [target])
-            yield from self._await_read(call, out)
+            yield from self._calls.post(call, out, [target])
+            yield from self._calls.await_read(call, out)
             return
-        terms = yield from self._read_all(call, out.clone())
+        terms = yield from self._calls.read_all(call, out.clone())
         reduce_into("sum", terms, [out])
-        self._ack_all(call)
+        self._calls.ack_all(call)
 
     def _barrier(self, out: Tensor, _given: Tensor, _option: int, _is_spent: bool) -> Steps:
-        call = self._call("barrier", out)
-        yield from self._post(call, out)
-        yield from self._read_all(call, out)
-        self._ack_all(call)
+        call = self._calls.call("barrier", out)
+        yield from self._calls.post(call, out)
+        yield from self._calls.read_all(call, out)
+        self._calls.ack_all(call)
 
     def _send(self, _out: Tensor, given: Tensor, target: int, _is_spent: bool) -> Steps:
-        call = self._call("message", given, channel=target)
-        yield from self._post(call, given, [target])
-        yield from self._await_read(call, given)
+        call = self._calls.call("message", given, channel=target)
+        yield from self._calls.post(call, given, [target])
+        yield from self._calls.await_read(call, given)
 
     def _recv(self, out: Tensor, _given: Tensor, source: int, _is_spent: bool) -> Steps:
         self._received[source] = number = self._received.get(source, 0) + 1
-        call = _Call(self._coord, number, number_of("message", out.dtype), out.nbytes)
-        theirs = yield from self._read(call, source)
+        call = PostedCall(self._coord, number, number_of("message", out.dtype), out.nbytes)
+        theirs = yield from self._calls.read(call, source)
         out.copy_(theirs)
-        self._ack(call, source)
-
-    # Building blocks of the collectives.
-
-    def _call(
-        self, op: str, tensor: Tensor, option: Any = None, channel: int | None = None
-    ) -> _Call:
-        self._numbers[channel] = number = self._numbers.get(channel, 0) + 1
-        return _Call(channel, number, number_of(op, tensor.dtype, option), tensor.nbytes)
-
-    def _post(
-        self, call: _Call, tensor: Tensor, readers: Sequence[int] | None = None, *,
-        copies: bool = False,
-    ) -> Generator[AwaitedWord, None, Tensor]:  # fmt: skip
-        """Post a tensor for `readers`, all other ranks if None; return the tensor that they read.
-
-        It is `tensor` itself if that is on the heap and not `copies`, else a copy on the heap.
-        """
-        key, slot = (call.channel, call.number), (call.channel, call.number % SLOTS)
-        before, self._in_slot[slot] = self._in_slot.get(slot), call.number
-        if before is not None:  # it may wait for the slot itself
-            yield self._channels.posted(self._coord, call.channel, before)
-            yield from self._await_read(call._replace(number=before))
-        block, seen = None if copies else self._heap.block_of(tensor), tensor
-        is_common = block is None and not copies and self._gather_buffers.holds(tensor)
-        if block is None and not is_common:
-            with errors_if_full():
-                block = self._heap.block(call.num_bytes)
-            # A view that keeps the block: peers may all have read it before this rank uses it.
-            seen = torch.from_numpy(block).view(tensor.dtype)
-            seen = seen.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        for held in [*self._held]:
-            if self._unacknowledged(held) is None:
-                del self._held[held]
-        self._gather_buffers.publish_freed()  # before peers see this call
-        self._held[key] = block, self._others if readers is None else readers
-        home = self._channels.members[0].memory if is_common else self._heap
-        offset = seen.data_ptr() - home.address
-        # In the first rank's heap, offset n is posted as -1 - n.
-        self._channels.post(*key, Post(~offset if is_common else offset, call.num_bytes, call.what))
-        return seen
-
-    def _unacknowledged(self, key: tuple[int | None, int]) -> AwaitedWord | None:
-        """Return the word of a reader that has not acknowledged a call of this rank, or None."""
-        readers = self._held[key][1] if key in self._held else ()
-        needs = (self._channels.acked(reader, *key) for reader in readers)
-        return next((need for need in needs if not need.is_met()), None)
-
-    def _await_read(self, call: _Call, given: Tensor | None = None) -> Steps:
-        """Wait until all readers have read this call; not if a heap copy of `given` was posted."""
-        if given is None or self._heap.block_of(given) is not None:
-            while (need := self._unacknowledged((call.channel, call.number))) is not None:
-                yield need
-
-    def _read(self, call: _Call, peer: int) -> Generator[AwaitedWord, None, Tensor]:
-        """Wait for the tensor that rank `peer` posts for this call, and return it.
-
-        Raises:
-            CollectiveMismatch: the rank has posted another call.
-        """
-        yield self._channels.posted(peer, call.channel, call.number)
-        post = self._channels.read(peer, call.channel, call.number)
-        if (post.num_bytes, post.what) != (call.num_bytes, call.what):
-            ranks = [self._channels.members[coord].rank for coord in (self._coord, peer)]
-            raise CollectiveMismatch(
-                f"{named(ranks[:1])} calls {describe(call.what, call.num_bytes)}, but "
-                f"{named(ranks[1:])} {describe(post.what, post.num_bytes)}; each rank must make "
-                "the same calls, and under fsdp run the same modules, also experts without rows; "
-                "--debug-comm, or phalanx.init(debug_comm=True), reports the place of each call",
-                min(ranks),
-            )
-        is_common = post.offset < 0
-        memory = self._channels.members[0 if is_common else peer].memory
-        offset = ~post.offset if is_common else post.offset
-        return memory.tensor(offset, post.num_bytes, dtype_of(call.what))
-
-    def _read_all(self, call: _Call, mine: Tensor) -> Generator[AwaitedWord, None, list[Tensor]]:
-        """Wait for the tensors of all ranks, and return them in rank order."""
-        terms = {self._coord: mine}
-        for peer in self._others:
-            terms[peer] = yield from self._read(call, peer)
-        return [terms[coord] for coord in range(self._size)]
-
-    def _ack(self, call: _Call, peer: int) -> None:
-        self._channels.ack(peer, call.channel, call.number)
-
-    def _ack_all(self, call: _Call) -> None:
-        for peer in self._others:
-            self._ack(call, peer)
+        self._calls.ack(call, source)

@@ -15,6 +15,9 @@ from typing import Any, Final
 _SIZES: Final = {4: struct.Struct("!i"), 8: struct.Struct("!Q")}
 """Formats of a message's size by their length, in bytes; the first has -1 if the second follows."""
 
+MOST_BYTES: Final = 1 << 20
+"""Most bytes to read at once; the system call reserves as much memory."""
+
 
 class RankPipe:
     """The parent's end of the pipe to a rank; `rank.ParentPipe` is the other end."""
@@ -39,7 +42,7 @@ class RankPipe:
             EOFError: the rank has closed the pipe, perhaps within a message.
             ConnectionResetError: the rank has ended before it read all that was sent to it.
         """
-        read = os.read(self.fileno(), self._num_bytes - len(self._bytes))
+        read = os.read(self.fileno(), min(MOST_BYTES, self._num_bytes - len(self._bytes)))
         if not read:
             raise EOFError
         self._bytes += read

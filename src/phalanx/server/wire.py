@@ -302,9 +302,8 @@ class Connection:
 
     def _answer(self, message: WireMessage) -> None:
         if message.kind == "who":  # the listener was restarted, or a message was lost
-            if (
-                self._is_proven
-            ):  # a listener has proved itself by the nonce: another needs a new one
+            # A listener has proved itself by the nonce: another one needs a new nonce.
+            if self._is_proven:
                 self._number = secrets.token_hex(16)
             self.is_welcome = self._is_proven = False
             self._greet()
