@@ -377,7 +377,7 @@ def test_a_listener_that_answers_by_anything_ends_no_connection(tmp_path: Path) 
         assert lines
     finally:
         link.close()
-        false.close(linger=0)
+        false.close(linger=1000)  # libzmq 4.3.5 aborts if a message is dropped that is half sent
         context.destroy(linger=0)
 
 
