@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.comm.channels import MOST_BUFFERS, Channels, SharedRank, reserve
+from phalanx.comm.channels import NUM_BUFFERS, Channels, SharedRank, reserve
 from phalanx.comm.comm import Ranks
 from phalanx.comm.heap import Heap
 from phalanx.comm.shared_memory import SMALL_BYTES, SharedMemory
@@ -33,14 +33,16 @@ SHAPE = ModelShape(
 )  # fmt: skip
 NUM_RANKS = 3
 LENGTH = SMALL_BYTES // 4
+SIZES = [[LENGTH], [LENGTH, 2 * LENGTH, 4 * LENGTH], [3 * LENGTH, LENGTH]]
+"""Elements of a rank's input in one call after another, in turns."""
 CPU = torch.device("cpu")
 
 
 class _Rank:
     """A rank of a group whose ranks are all in this process, and take steps as a test says."""
 
-    def __init__(self, coord: int, engine: SharedMemory, memory: Heap) -> None:
-        self.coord, self.engine, self.memory = coord, engine, memory
+    def __init__(self, coord: int, engine: SharedMemory, memory: Heap, words: int) -> None:
+        self.coord, self.engine, self.memory, self.words = coord, engine, memory, words
         self.num_calls = 0
         self.running: list[tuple[int, Tensor, SharedTransfer]] = []
         self.held: list[tuple[int, Tensor]] = []
@@ -92,7 +94,7 @@ def _ranks() -> Generator[list[_Rank]]:
     made: list[_Rank] = []
     for coord, (heap, (_, kept)) in enumerate(zip(heaps, words, strict=True)):
         channels = Channels(members, coord, lambda: 60.0)
-        made.append(_Rank(coord, SharedMemory(MagicMock(), channels, heap, kept), heaps[0]))
+        made.append(_Rank(coord, SharedMemory(MagicMock(), channels, heap, kept), heap, id(kept)))
     try:
         yield made
     finally:
@@ -129,7 +131,7 @@ ACTIONS = st.tuples(
 )
 
 
-@given(st.lists(ACTIONS, max_size=120), st.sampled_from([[LENGTH], [LENGTH, 2 * LENGTH]]))
+@given(st.lists(ACTIONS, max_size=120), st.sampled_from(SIZES))
 def test_held_outputs_stay_as_they_are_and_buffers_return(
     actions: list[tuple[str, int, int]], lengths: list[int]
 ) -> None:
@@ -179,8 +181,9 @@ def test_an_output_that_one_rank_holds_makes_all_take_memory_of_their_own() -> N
                 rank.free(-1)
         assert found == [True, False, True, False]
         holder.free(0)
-        _gather(ranks)
-        assert all(rank.is_common for rank in ranks)
+        for _ in range(2):
+            _gather(ranks)
+            assert all(rank.is_common for rank in ranks)
 
 
 def test_a_rank_that_copies_out_of_a_buffer_keeps_it_from_the_others() -> None:
@@ -205,24 +208,33 @@ def test_a_rank_that_copies_out_of_a_buffer_keeps_it_from_the_others() -> None:
         assert not copying.is_common
 
 
-def test_many_sizes_and_little_memory_leave_each_rank_its_own(
+def test_buffers_of_many_sizes_take_the_memory_of_two_of_the_largest() -> None:
+    with _ranks() as ranks:
+        lengths = [LENGTH * (1 + number % 40) for number in range(100)]
+        assert all(all(_in_step(ranks, lengths)) for _ in lengths)
+        buffers = ranks[0].engine._gather_buffers._buffers
+        assert sum(buffer.num_bytes for buffer in buffers) <= NUM_BUFFERS * max(lengths) * 12
+        blocks = {id(buffer.kept) for buffer in buffers}
+        assert {id(block) for block in ranks[0].memory._blocks.values()} - {
+            ranks[0].words
+        } == blocks
+
+
+def test_without_memory_for_a_larger_buffer_each_rank_takes_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with _ranks() as ranks:
-        lengths = [LENGTH + number for number in range(MOST_BUFFERS + 2)]
-        found = [_in_step(ranks, lengths) for _ in lengths]
-        assert found[:MOST_BUFFERS] == [[True] * NUM_RANKS] * MOST_BUFFERS
-        assert found[MOST_BUFFERS:] == [[False] * NUM_RANKS] * 2
-    with _ranks() as ranks:
-        block, due = ranks[0].memory.block, [True]
+        block, lacks = ranks[0].memory.block, [True]
 
         def no_memory_at_first(num_bytes: int) -> object:
-            if due.pop() if due else False:
+            if lacks:
+                lacks.clear()
                 raise OSError("no memory")
             return block(num_bytes)
 
         monkeypatch.setattr(ranks[0].memory, "block", no_memory_at_first)
-        assert [_in_step(ranks, [LENGTH]) for _ in range(2)] == [[False] * NUM_RANKS] * 2
+        found = [_in_step(ranks, [LENGTH]) for _ in range(3)]
+        assert found == [[False] * NUM_RANKS, [True] * NUM_RANKS, [True] * NUM_RANKS]
 
 
 def gathers_of_steps() -> list[bool]:

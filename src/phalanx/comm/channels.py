@@ -49,8 +49,8 @@ Only x86-64 orders writes as needed; a Python built on an old system lacks the t
 SLOTS: Final = 16
 """Most calls of a channel that may be unacknowledged at a time."""
 
-MOST_BUFFERS: Final = 32
-"""Most buffers that the ranks of a group have in common, see gather_buffers.py."""
+NUM_BUFFERS: Final = 2
+"""Buffers that the ranks of a group have in common, see gather_buffers.py."""
 
 SPIN_S: Final = 20e-6
 """Time a rank polls before it sleeps, in seconds; sleeping and waking costs as much."""
@@ -107,7 +107,7 @@ class AwaitedWord:
 
 def num_words(num_ranks: int) -> int:
     """Return the number of words that each rank of a group needs."""
-    return 1 + SLOTS * (_POST_WORDS * (1 + num_ranks) + 2 * num_ranks) + MOST_BUFFERS
+    return 1 + SLOTS * (_POST_WORDS * (1 + num_ranks) + 2 * num_ranks) + NUM_BUFFERS
 
 
 class Channels:

@@ -6,9 +6,11 @@ input into its slice, which is the same memory in the output of every rank:
     output of every rank     | input of rank 0 | input of rank 1 | input of rank 2 |
                                   written by rank 0   by rank 1         by rank 2
 
-A buffer is used again after all ranks have freed their outputs of its last call. The ranks choose a
-buffer by the sequence of their calls alone, so that all choose the same one. A rank to which it is
-not free yet, by its own outputs or by a slower rank's, takes memory of its own instead, and
+Gathers use two buffers in turn: FSDP2 has one gather under way while it frees the output of the one
+before. Each buffer is as large as its largest output so far, and is freed with the group.
+
+A buffer is used again after all ranks have freed their outputs of its last call. A rank to which it
+is not free yet, by its own output or by a slower rank's, takes memory of its own instead, and
 copies: then its own output counts as one in the buffer, because it still reads there.
 """
 
@@ -17,17 +19,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from phalanx.comm.channels import MOST_BUFFERS, Channels
+from phalanx.comm.channels import NUM_BUFFERS, Channels
 from phalanx.comm.heap import Block, Heap
-
-CALLS_APART = 2
-"""Calls after which a buffer is chosen again: FSDP2 has one gather under way while it frees the
-output of the one before."""
 
 
 @dataclass
@@ -36,15 +35,17 @@ class _Buffer:
 
     Attributes:
         index: number of the buffer in its group.
-        offset: offset in the first rank's heap; -1 if that rank had no memory for it.
-        kept: the block on the first rank, which is freed with the group.
-        last: number of the last call for which it was chosen; 0 before the first.
+        num_bytes: size of the buffer.
+        offset: offset in the first rank's heap.
+        kept: the block, on the first rank.
+        last: number of the last call that was due to use it; 0 before the first.
         calls: numbers of the calls whose outputs this rank has not freed.
     """
 
     index: int
-    offset: int
-    kept: Block | None
+    num_bytes: int = 0
+    offset: int = 0
+    kept: Block | None = None
     last: int = 0
     calls: set[int] = field(default_factory=set[int])
 
@@ -56,8 +57,7 @@ class GatherBuffers:
         """Use no memory yet."""
         self._channels, self._heap = channels, heap
         self._memory = channels.members[0].memory
-        self._of_size: dict[int, list[_Buffer]] = {}
-        self._addresses = set[int]()
+        self._buffers = [_Buffer(index) for index in range(NUM_BUFFERS)]
         self._num_calls = 0
         self._freed = deque[tuple[_Buffer, int]]()  # filled by any thread
 
@@ -65,21 +65,22 @@ class GatherBuffers:
         """Return memory for an all-gather's output: a buffer, or this rank's own if it is not free.
 
         Every rank calls this before each gather into such an output, in the same order. `share`
-        returns the first rank's value on all ranks; it is called for a new buffer.
+        returns the first rank's value on all ranks; it is called if the buffer is too small.
 
         Raises:
             OSError: the host does not have enough memory.
         """
         self.publish_freed()
         self._num_calls += 1
-        buffer = self._choose(num_bytes, share)
-        if buffer is None or buffer.offset < 0:
-            return self._heap.block(num_bytes)
-        before, buffer.last = buffer.last, self._num_calls
-        if self._channels.is_released(buffer.index, before):
+        buffer = self._buffers[self._num_calls % NUM_BUFFERS]
+        is_free = self._channels.is_released(buffer.index, buffer.last)
+        if buffer.num_bytes < num_bytes:
+            self._enlarge(buffer, num_bytes, share, is_free=is_free)
+        if is_free and buffer.num_bytes >= num_bytes:
             block = np.frombuffer(self._memory.map, np.uint8, num_bytes, buffer.offset)
         else:
             block = self._heap.block(num_bytes)
+        buffer.last = self._num_calls
         buffer.calls.add(self._num_calls)
         freed = buffer, self._num_calls
         weakref.finalize(block, self._freed.append, freed).atexit = False
@@ -93,26 +94,21 @@ class GatherBuffers:
             self._channels.release(buffer.index, min(buffer.calls, default=buffer.last + 1) - 1)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in a buffer."""
-        return tensor.untyped_storage().data_ptr() in self._addresses
+        """Return whether a tensor from `take`, or a slice of one, is in a buffer."""
+        offset = tensor.untyped_storage().data_ptr() - self._memory.address
+        return any(buffer.num_bytes and buffer.offset == offset for buffer in self._buffers)
 
-    def _choose(self, num_bytes: int, share: Callable[[int], int]) -> _Buffer | None:
-        """Return the first buffer of this size that is due, else a new one; None if too many."""
-        buffers = self._of_size.setdefault(num_bytes, [])
-        for buffer in buffers:
-            if self._num_calls - buffer.last >= CALLS_APART:
-                return buffer
-        index = sum(map(len, self._of_size.values()))
-        if index == MOST_BUFFERS:
-            return None
-        kept, offset = None, -1
-        if self._channels.coord == 0:
-            try:
-                kept = self._heap.block(num_bytes)
-                offset = kept.ctypes.data - self._memory.address
-            except OSError:  # then every rank takes memory of its own
-                offset = -1
-        buffer = _Buffer(index, share(offset), kept)
-        buffers.append(buffer)
-        self._addresses.add(self._memory.address + buffer.offset)
-        return buffer
+    def _enlarge(
+        self, buffer: _Buffer, num_bytes: int, share: Callable[[int], int], *, is_free: bool
+    ) -> None:
+        """Replace the memory of a buffer on all ranks, if it is free to the first rank.
+
+        The buffer stays as it is while a rank still uses it, or if the first rank has no memory.
+        """
+        offset = -1
+        if self._channels.coord == 0 and is_free:
+            with suppress(OSError):
+                buffer.kept = self._heap.block(num_bytes)
+                offset = buffer.kept.ctypes.data - self._memory.address
+        if (offset := share(offset)) >= 0:
+            buffer.num_bytes, buffer.offset = num_bytes, offset
