@@ -159,6 +159,8 @@ if "WHICH" in environment:
     sys.path.insert(0, environment["HERE"])
     import ways_to_fail
     phalanx.train.run.train_rank = ways_to_fail.train_rank
+    if "RANK" in environment:  # this process is a rank itself
+        ways_to_fail.fail_later()
 start = util.spawnv_passfds
 def start_or_fork(path, words, descriptors):
     if "forkserver" not in words[-1]:

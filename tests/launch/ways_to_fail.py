@@ -214,7 +214,13 @@ _train_rank = runs.train_rank
 
 
 def train_rank(job: Any, *extras: Any) -> Any:
-    """Train a decoder on this rank, and fail in the third step in the way that WAY names."""
+    """Train a decoder on this rank, and fail as `fail_later` does."""
+    fail_later()
+    return _train_rank(job, *extras)
+
+
+def fail_later() -> None:
+    """Let this process fail in the third step of a decoder, in the way that WAY names."""
     global way
     way, one = os.environ["WAY"], os.environ.get("WHICH") == "one"
     take = Step.__call__
@@ -238,7 +244,6 @@ def train_rank(job: Any, *extras: Any) -> Any:
 
     Step.__call__ = take_or_fail
     pace.COMPARE_S = 0.0  # else so short a run may be done before its ranks compare
-    return _train_rank(job, *extras)
 
 
 def fill_disk(path: Path, *args: Any) -> Any:
