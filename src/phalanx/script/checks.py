@@ -70,6 +70,7 @@ class _Arguments:
     accumulation: Annotated[int, Range(1, MOST_ROWS, "[]")]
     seed: Annotated[int, SEED]
     device: Literal["auto", "cpu", "cuda"]
+    nonfinite: Literal["stop", "skip"]
     timeout_s: Annotated[float | None, TIMEOUT_S]
     keep: Annotated[int | None, Range(1)]
     max_norm: Annotated[float, Range(0, ends="(]")]

@@ -1,121 +1,298 @@
-"""Gather the rows of a batch from all ranks in the order of one process; sum over ranks."""
+"""Rows of all ranks, in the order of one process, with gradient; and sums over ranks.
+
+    z, y = run.gather(model(x), y)         every rank has the rows of the whole batch
+    run.backward(criterion(z, y))          every rank computes the same loss from them
+
+    rows of this rank --- gather --> rows of all ranks --> loss        each rank computes all of it
+    their gradient   <--- slice ---- gradient of all rows <-- 1        equal on all ranks: each
+                                                                       takes its slice
+
+A slice sends nothing, so ranks that use different gathers do not wait for one another. Slice and
+gather are each other's backward, so gradients can be differentiated again. `Gathers.scaled` and
+`Gathers.summed` say how `run.backward` passes gradients; elsewhere, as in `torch.autograd.grad`,
+a row's gradient passes unchanged.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_tensor
 
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
-from phalanx.data.rows import map_batch, tensors_of
-from phalanx.errors import ScriptError
+from phalanx.data.rows import map_tensors, tensors_of
+from phalanx.errors import PhalanxError, ScriptError
 from phalanx.script.drift import first_unequal_rank
-from phalanx.script.mean_loss import MeanLoss, MeanNumber
-
-T = TypeVar("T")
 
 
-def gather_rows(
-    batch: Any, comm: Comm, num_rows: Collection[int], is_check_due: bool
-) -> tuple[Any, bool]:
-    """Return the rows of all ranks, see `Run.gather`, and whether any rank needs a check.
+class Gathers:
+    """The gathers of a run, and how gradients pass them.
 
-    `num_rows` are the numbers of this rank's rows in the last batch of each loader.
-
-    Raises:
-        ScriptError: a tensor has no row dimension, or other numbers of rows than these batches.
+    Attributes:
+        num_reached: gathers that whole-batch losses have reached since it was last set to 0.
     """
-    own = map_batch(batch, lambda tensor: tensor.detach().cpu())
-    _check_rows(tensors_of(own), num_rows)
-    # Ranks with equal data coordinates, such as tp ranks, have the same rows: use one of them.
-    parts = gather_objects((comm.coord("data"), own, is_check_due))
-    by_rank = {number: tensors_of(part) for number, part, _ in parts}
-    pieces = [by_rank[number] for number in sorted(by_rank)]
-    wholes = iter([_rows_of_all(each) for each in _together(pieces)])
-    return map_batch(own, lambda _: next(wholes)), any(is_due for *_, is_due in parts)
+
+    def __init__(self, comm: Comm) -> None:
+        """Gather over the data ranks of `comm`."""
+        self._comm, self._has_own_groups = comm, False
+        self._scale, self._is_summed, self._is_cut, self._is_counted = 1.0, False, False, False
+        self.num_reached = 0
+
+    @contextmanager
+    def scaled(self, scale: float) -> Generator[None]:
+        """Within: gradients of a whole-batch loss times 1 / `scale` become a rank's own rows'."""
+        self._scale, self._is_counted = scale, True
+        try:
+            yield
+        finally:
+            self._scale, self._is_counted = 1.0, False
+
+    @contextmanager
+    def summed(self) -> Generator[None]:
+        """Within: losses of ranks differ, so a row's gradient is the sum over the ranks."""
+        self._is_summed = True
+        try:
+            yield
+        finally:
+            self._is_summed = False
+
+    @contextmanager
+    def cut(self) -> Generator[None]:
+        """Within: no gradient passes, so what remains are gradients of a rank's own terms."""
+        self._is_cut = True
+        try:
+            yield
+        finally:
+            self._is_cut = False
+
+    def gather(
+        self,
+        batch: Any,
+        num_rows: Collection[int],
+        *,
+        dim: int | None,
+        pad: float | None,
+        is_first_step: bool,
+        is_check_due: bool,
+    ) -> tuple[Any, bool]:
+        """Return the rows of all ranks, see `Run.gather`, and whether any rank needs a check.
+
+        `num_rows` are the numbers of this rank's rows in the last batch of each loader; empty if
+        the script reads no prepared loader.
+        """
+        own: list[Tensor] = []
+        forms: Any = None
+        try:
+            own = [_rows_first(each, dim) for each in tensors_of(_without_caches(batch))]
+            forms = [_form(each, num_rows) for each in own]
+        except PhalanxError as error:  # all ranks raise it: none waits for the others
+            forms = str(error)
+        if not self._has_own_groups:
+            # Backward within `summed` has no fixed order relative to the sums of gradients.
+            self._comm, self._has_own_groups = self._comm.with_separate_groups("data"), True
+        comm = self._comm
+        every = gather_objects((comm.coord("data"), forms, is_check_due))
+        for rank, (_, theirs, _) in enumerate(every):
+            if isinstance(theirs, str):
+                raise ScriptError(theirs if theirs == forms else f"rank {rank}: {theirs}")
+        # Ranks with equal data coordinates, such as tp ranks, have the same rows: use one of them.
+        by_coord = {coord: theirs for coord, theirs, _ in every}
+        of_ranks = [by_coord[coord] for coord in sorted(by_coord)]
+        if len(numbers := {len(theirs) for theirs in of_ranks}) > 1:
+            raise ScriptError(
+                f"gather: the ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give "
+                "the same number on every rank"
+            )
+        wholes: list[Tensor] = []
+        for tensor, shapes in zip(own, zip(*of_ranks, strict=True), strict=True):
+            if dim is None and is_first_step:
+                _refuse_ambiguous(shapes)
+            whole = self._gathered(tensor, _common_shape(shapes, pad), [s[1] for s in shapes], pad)
+            wholes.append(whole.movedim(0, dim) if dim else whole)
+        found = iter(wholes)
+        whole = map_tensors(_without_caches(batch), lambda _: next(found))
+        return whole, any(is_due for *_, is_due in every)
+
+    def _gathered(
+        self, own: Tensor, shape: tuple[int, ...], counts: Sequence[int], pad: float | None
+    ) -> Tensor:
+        """Return the rows of all ranks; `counts` are their numbers, `shape` the shape of a row."""
+        own = own[: counts[self._comm.coord("data")]]  # without spare rows of a rank without rows
+        if not len(own):  # may have another length than the others
+            own = own.new_zeros((0, *shape))
+        elif tuple(own.shape[1:]) != shape:
+            missing = [n - m for n, m in zip(shape, own.shape[1:], strict=True)]
+            own = pad_tensor(own, [w for n in reversed(missing) for w in (0, n)], value=pad)
+        return cast(Tensor, _Gather.apply(own, self, counts))  # pyright: ignore[reportUnknownMemberType]
+
+    def _begin(self, counts: Sequence[int]) -> int:
+        return sum(counts[: self._comm.coord("data")])
+
+    def collect(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks without gradient."""
+        if self._comm.size("data") == 1:
+            return own.clone()
+        most = max(counts)
+        whole = own.new_zeros((most, *own.shape[1:]))
+        whole[: len(own)] = own
+        is_bool = whole.dtype == torch.bool
+        whole = whole.view(torch.uint8) if is_bool else whole
+        for axis in reversed(self._comm.axes_of("data")):
+            whole = self._comm.all_gather(whole, axis, 0)
+        whole = whole.view(torch.bool) if is_bool else whole
+        if min(counts) == most:
+            return whole
+        pieces = whole.unflatten(0, (len(counts), most)).unbind()
+        return torch.cat([piece[:n] for piece, n in zip(pieces, counts, strict=True)])
+
+    def slice(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the gradient of this rank's rows from the gradient of all rows."""
+        if self._is_summed and self._comm.size("data") > 1:
+            whole = self._comm.all_reduce(whole.clone(), "data")
+        begin = self._begin(counts)
+        own = whole[begin : begin + counts[self._comm.coord("data")]]
+        return own.clone() if self._scale == 1 else own * self._scale
+
+    def passed(self) -> bool:
+        """Count a gather that a loss reaches, and return whether its gradient passes."""
+        self.num_reached += self._is_counted
+        return not self._is_cut
+
+    @property
+    def scale(self) -> float:
+        """Factor from a gradient of all rows to the gradient of this rank's rows."""
+        return self._scale
 
 
-def gather_with_gradient(batch: Any, comm: Comm, num_rows: Collection[int]) -> Any:
-    """Return the rows of all ranks; gradients flow back to the rank that each row came from."""
-    own = tensors_of(map_batch(batch, lambda tensor: tensor))  # map_batch refuses other values
-    _check_rows(own, num_rows)
-    rows = gather_objects((comm.coord("data"), [tuple(tensor.shape) for tensor in own]))
-    shapes = [shape for _, shape in sorted(dict(rows).items())]
-    wholes: list[Tensor] = []
-    for tensor, of_ranks in zip(own, _together(shapes), strict=True):
-        filled = [shape for shape in of_ranks if shape[0]] or [tuple(tensor.shape)]
-        _check_shapes(filled)
-        counts = [shape[0] for shape in of_ranks]
-        begin = sum(counts[: comm.coord("data")])
-        shape = (sum(counts), *filled[0][1:])
-        wholes.append(_RowsOfAll.apply(tensor, comm, begin, shape))  # pyright: ignore
-    found = iter(wholes)
-    return map_batch(batch, lambda _: next(found))
-
-
-def _together(of_ranks: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
-    """Return, for each position in a batch, the values of all ranks."""
-    if len(numbers := {len(each) for each in of_ranks}) > 1:
-        raise ScriptError(
-            f"gather: the ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give the "
-            "same number on every rank"
-        )
-    return list(zip(*of_ranks, strict=True))
-
-
-class _RowsOfAll(torch.autograd.Function):
-    """All-gather of rows over `data`; backward sums the gradient of each row over the ranks."""
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, gathers: Gathers, counts: Sequence[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.gathers, ctx.counts = gathers, counts
+        return gathers.collect(own, counts)
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, comm: Comm, begin: int, shape: tuple[int, ...]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.comm, ctx.rows, ctx.shape = comm, slice(begin, begin + len(own)), own.shape
-        whole = torch.zeros(shape, dtype=own.dtype, device=own.device)
-        if len(own):  # an empty tensor may have another padded length than the others
-            whole[ctx.rows] = own
-        if own.dtype == torch.bool:
-            return comm.all_reduce(whole.byte(), "data").bool()
-        return comm.all_reduce(whole, "data")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gathers: Gathers = ctx.gathers
+        passes = gathers.passed()
+        return (_Slice.apply(grad, gathers, ctx.counts) if passes else None), None, None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, gathers: Gathers, counts: Sequence[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.gathers, ctx.counts = gathers, counts
+        return gathers.slice(whole, counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        own = ctx.comm.all_reduce(grad.clone(), "data")[ctx.rows]
-        return own.reshape(ctx.shape), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gathers: Gathers = ctx.gathers
+        whole = cast(Tensor, _Gather.apply(grad, gathers, ctx.counts))  # pyright: ignore[reportUnknownMemberType]
+        return whole / gathers.scale, None, None
 
 
-def _check_rows(own: Sequence[Tensor], num_rows: Collection[int]) -> None:
-    if any(tensor.ndim == 0 for tensor in own):
+def own_terms(loss: Tensor) -> tuple[bool, list[Tensor]]:
+    """Return whether a loss is computed from gathered rows, and its leaves on other paths.
+
+    The leaves are parameters and inputs that the loss reaches without passing a gather: in a
+    penalty on weights, in a layer that takes gathered rows, or in a term of this rank's own rows.
+    """
+    seen, leaves, is_gathered = set[Any](), list[Tensor](), False
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if issubclass(type(node), _Gather._backward_cls):  # pyright: ignore
+            is_gathered = True
+            continue
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        left.extend(following for following, _ in node.next_functions)
+    return is_gathered, leaves
+
+
+def _without_caches(batch: Any) -> Any:
+    """Return a batch without objects that are no rows, such as the key-value cache of a model."""
+    return map_tensors(batch, lambda tensor: tensor, _plain_or_none)
+
+
+def _plain_or_none(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | complex) else None
+
+
+def _rows_first(tensor: Tensor, dim: int | None) -> Tensor:
+    """Return a tensor with its row dimension in front."""
+    if tensor.ndim == 0:
         raise ScriptError(
-            "gather: a tensor has no rows; give one number for each sample, or use run.sum"
+            "gather: a tensor has no rows, as the loss that a model returns beside its logits; "
+            "gather tensors with a row for each sample, such as out.logits, and compute the number "
+            "from the gathered rows"
         )
-    rows = {len(tensor) for tensor in own}
-    if num_rows and rows.difference(num_rows):
-        has = " or ".join(map(str, sorted(num_rows)))
+    if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
         raise ScriptError(
-            f"gather: the tensors have {sorted(rows)} rows, but the last batch that this rank has "
-            f"read has {has}; call it for each batch, which keeps the order of one process, and "
-            "concatenate the results"
+            f"gather: dim is {dim}, but a tensor has the shape {tuple(tensor.shape)}; expected the "
+            f"dimension of its rows, 0 to {tensor.ndim - 1}"
         )
+    return tensor.movedim(dim, 0) if dim else tensor
 
 
-def _rows_of_all(pieces: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of all ranks in rank order; skip empty tensors."""
-    filled = [piece for piece in pieces if len(piece)] or list(pieces[:1])
-    _check_shapes([tuple(piece.shape) for piece in filled])
-    return torch.cat(filled)
+_Form = tuple[int, int, int, tuple[int, ...]]
+"""Rows of this rank's batch, its entries in a tensor, entries for each row, and a row's shape."""
 
 
-def _check_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
-    unlike = {shape[1:] for shape in shapes}
-    if len(unlike) > 1:
+def _form(tensor: Tensor, num_rows: Collection[int]) -> _Form:
+    """Return the form of a tensor; refuse one whose first dimension is no rows of a batch."""
+    length, shape = len(tensor), tuple(tensor.shape[1:])
+    if not num_rows or length in num_rows:
+        return length if num_rows else 0, length, 1, shape
+    for rows in sorted(num_rows, reverse=True):
+        if rows and length % rows == 0:
+            return rows, length, length // rows, shape
+        if not rows and length <= 1:  # the spare row of a rank without rows
+            return 0, 0, 1, shape
+    has = " or ".join(map(str, sorted(num_rows)))
+    raise ScriptError(
+        f"gather: a tensor of shape {tuple(tensor.shape)} has {length} entries in its first "
+        f"dimension, but the last batch that this rank has read has {has} rows; call it for each "
+        "batch, which keeps the order of one process, or name the dimension of the rows, as in "
+        "run.gather(out, dim=1)"
+    )
+
+
+def _common_shape(forms: Sequence[_Form], pad: float | None) -> tuple[int, ...]:
+    """Return the shape of a row on all ranks, the largest if rows are padded."""
+    filled = [form for form in forms if form[1]] or forms[:1]
+    if len(times := {form[2] for form in filled}) > 1:
         raise ScriptError(
-            f"gather: the rows have different shapes on different ranks, {sorted(unlike)}; pad "
-            "them to one length, the same on all ranks"
+            f"gather: a tensor has {' and '.join(map(str, sorted(times)))} entries for each row of "
+            "the batch on different ranks, so its first dimension is not the rows; name their "
+            "dimension, as in run.gather(out, dim=1)"
+        )
+    shapes = {form[3] for form in filled}
+    if len(shapes) > 1 and (pad is None or len({len(shape) for shape in shapes}) > 1):
+        raise ScriptError(
+            f"gather: the rows have different shapes on different ranks, {sorted(shapes)}; pad "
+            "them to the longest of all ranks, as in run.gather(out, pad=0)"
+        )
+    return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+
+
+def _refuse_ambiguous(forms: Sequence[_Form]) -> None:
+    """Refuse a tensor with two dimensions that may be its rows."""
+    rows, _, _, shape = forms[0]
+    if rows > 1 and len({form[0] for form in forms}) == 1 < len(forms) and rows in shape:
+        raise ScriptError(
+            f"gather: a tensor of shape {(rows, *shape)} has two dimensions of {rows}, the rows of "
+            "this rank's batch; name the dimension of the rows, as in run.gather(out, dim=0)"
         )
 
 
@@ -146,10 +323,11 @@ def add_up(
 
 def own_number(call: str, value: Any, comm: Comm) -> Tensor:
     """Return a number or tensor of this rank on its device, to be summed over the ranks."""
-    if isinstance(value, MeanLoss | MeanNumber):
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise ScriptError(
-            f"{call}: the loss that run.backward returned is the mean over all ranks already; give "
-            "a number of this rank only, such as the loss_sum that was given to run.backward"
+            f"{call}: the number has a graph, and no gradient passes a sum over the ranks; for a "
+            "loss gather the rows and compute the number from them: out, y = run.gather(model(x), "
+            f"y); for a log write run.{call}(value.detach())"
         )
     try:
         # Through numpy, because torch converts a Python float to float32.

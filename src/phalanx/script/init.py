@@ -36,6 +36,7 @@ def init(
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout_s: float | None = None,
+    nonfinite: Literal["stop", "skip"] = "stop",
     shared_memory: bool = True,
     debug_comm: bool = False,
 ) -> Run:
@@ -50,6 +51,8 @@ def init(
         device: device to compute on; "auto" is "cuda" if there is a GPU.
         timeout_s: longest wait for another rank in one collective, in seconds. If None, the value
             of `phalanx run --timeout-s`, or 600.
+        nonfinite: what happens when a loss is not finite: "stop" raises an error before the weights
+            change; "skip" leaves the weights as they are in this step.
         shared_memory: whether CPU ranks of one host communicate by shared memory instead of gloo.
         debug_comm: compare each collective between ranks before it runs, see docs/debugging.md.
 
@@ -59,7 +62,7 @@ def init(
     """
     report_in_one_message(explain_shard_error)
     parsed = VERIFY_OVERRIDES[-1][0] if VERIFY_OVERRIDES else _strategy(strategy)
-    known = {"accumulation": accumulation, "seed": seed}
+    known = {"accumulation": accumulation, "seed": seed, "nonfinite": nonfinite}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     facts = {"strategy": parsed and str(parsed), **known}
     facts |= {"shared_memory": shared_memory, "debug_comm": debug_comm}
@@ -73,7 +76,7 @@ def init(
     name = f"run {next(_NUMBERS)}"
     check_end(f"{name} of the script begins")  # checks of earlier runs, which are over
     comm = Ranks(parsed, kind, shares_memory=shared_memory)
-    run = Run(comm, parsed, accumulation, seed, name)
+    run = Run(comm, parsed, accumulation, seed, name, nonfinite)
     if debug_comm:
         CollectiveCheck(comm).__enter__()  # until the process ends
     if VERIFY_OVERRIDES:

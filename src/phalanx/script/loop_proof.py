@@ -106,7 +106,8 @@ class _Watch:
         self._at.step = self._number + 1
         made = backward(*args, **kwargs)
         self._number += run.is_step_end
-        self._loss = {"loss": {"": float(made.of_step)}}
+        of_step = run.loss_of_step
+        self._loss = {"loss": {"": float(of_step)}}
         return made
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,18 +1,14 @@
-"""The loss sum of a microbatch: detect means, and wrap a trainer's objective.
-
-The value of a loss does not show whether it is a mean. Its autograd node does, because torch stores
-the reduction there.
-"""
+"""The losses that `run.backward` takes, and the wrapper of a trainer's objective."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -27,48 +23,112 @@ _MEAN: Final = 1
 """Torch's internal number of the reduction "mean"."""
 
 
-def check_sum(loss_sum: Any, count: Any, where: str = "backward") -> None:
-    """Refuse a loss that is not a sum over `count` samples or tokens; `where` names the call.
-
-    A mean that was computed by a division is not detected.
-    """
-    if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
-        shape = tuple(loss_sum.shape) if isinstance(loss_sum, torch.Tensor) else None
-        what = f"a {type(loss_sum).__name__}" if shape is None else f"a tensor of shape {shape}"
-        raise ScriptError(
-            f"{where}: the loss is {what}; expected one number, the sum of the losses of this "
-            "rank's samples"
-        )
-    if isinstance(loss_sum, DTensor):
+def check_loss(loss: Any, where: str, what: str = "one number") -> Tensor:
+    """Refuse a loss without a graph, or that is not `what`; `where` names the call."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else None
+        given = f"a {type(loss).__name__}" if shape is None else f"a tensor of shape {shape}"
+        raise ScriptError(f"{where}: the loss is {given}; expected {what}")
+    if isinstance(loss, DTensor):
         raise ScriptError(
             f"{where}: the loss has a term computed from parameters, which are shards of this rank "
-            "under this strategy; leave the term out, and add its gradient to each p.grad after "
-            "run.backward, for L1 as p.grad.add_(p.sign(), alpha=0.01); or use dp"
+            "under this strategy; leave the term out, and after run.backward add its gradient, for "
+            "L1 within torch.no_grad() as p.grad.add_(p.sign(), alpha=0.01); or use dp"
         )
-    if not loss_sum.requires_grad and has_empty_batch():
+    if not loss.requires_grad and has_empty_batch():
         raise ScriptError(
             f"{where}: the batch of this rank has no rows, because the global batch has fewer rows "
             "than there are ranks, and the loss of 0 rows has no graph; give the DataLoader "
             "drop_last=True, or compute the loss from the model's output for 0 rows"
         )
-    if not loss_sum.requires_grad:
+    if not loss.requires_grad:
         raise ScriptError(
             f"{where}: the loss has no graph, so no parameter would get a gradient; compute it "
             "outside torch.no_grad(), without detach() or item(), from the output of the model"
         )
-    number = float(count) if isinstance(count, int | float) else None
-    if isinstance(count, torch.Tensor):
-        if count.numel() != 1:
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+FORMS: Final = (
+    "write the loss of the whole batch, as on one process: out, y = run.gather(model(x), y), then "
+    "run.backward(criterion(out, y)); or name what a loss of this rank's rows is: "
+    "run.backward(mean_of_rows=loss, count=len(y)), run.backward(sum_of_rows=loss, count=len(y))"
+)
+"""The forms of `run.backward`."""
+
+
+@dataclass(frozen=True)
+class RowsLoss:
+    """A loss of a rank's own rows.
+
+    Attributes:
+        sum: sum over the rows; 0-d, with its graph.
+        count: number of rows or tokens, or the sum of their weights.
+    """
+
+    sum: Tensor
+    count: float | Tensor
+
+
+def loss_of_call(
+    loss: Any, former: Sequence[Any], weights: Any, mean_of_rows: Any, sum_of_rows: Any, count: Any
+) -> Tensor | RowsLoss:
+    """Return the whole-batch loss or the loss of own rows that a call of `run.backward` gives.
+
+    Raises:
+        ScriptError: the arguments are of none of the forms, or the loss has no graph.
+    """
+    rows = mean_of_rows if sum_of_rows is None else sum_of_rows
+    num_losses = sum(each is not None for each in (loss, mean_of_rows, sum_of_rows))
+    if former or num_losses != 1 or (count is None) != (rows is None):
+        raise ScriptError(f"backward: expected one loss, and a count with a loss of rows; {FORMS}")
+    if rows is not None:
+        if weights is not None:
             raise ScriptError(
-                f"{where}: the count is a tensor of shape {tuple(count.shape)}; expected how many "
-                "samples or tokens the loss is a sum over, one number"
+                f"backward: weights belong to unreduced losses, not to a sum; {FORMS}"
             )
-    elif number is None or not 0 <= number < math.inf:  # also refuses nan
+        name = "mean_of_rows" if sum_of_rows is None else "sum_of_rows"
+        total = check_loss(rows, f"backward({name}=...)")
+        number = _checked_count(count)
+        # A mean over 0 rows is NaN.
+        scaled = total * number if sum_of_rows is None else total
+        return RowsLoss(scaled, number)
+    if not isinstance(loss, Tensor) or (loss.ndim == 0 and weights is None):
+        return check_loss(loss, "backward", f"one number, or the losses of rows or tokens; {FORMS}")
+    if loss.ndim == 0 or (weights is not None and getattr(weights, "shape", None) != loss.shape):
         raise ScriptError(
-            f"{where}: the count is {count!r}; expected how many samples or tokens the loss is a "
-            "sum over, such as len(labels)"
+            f"backward: the losses have the shape {tuple(loss.shape)} and the weights "
+            f"{tuple(getattr(weights, 'shape', ()))}; expected a weight for each loss of a row or "
+            "token, of the same shape"
         )
-    if (made_by := _mean_of(loss_sum)) is not None and number != 1:
+    weights = torch.ones_like(loss) if weights is None else weights
+    # A loss of weight 0, as of a padded token, may be NaN.
+    kept = torch.where(weights != 0, loss * weights, 0.0)
+    return RowsLoss(check_loss(kept.sum(), "backward"), weights.detach().sum(dtype=torch.float64))
+
+
+def _checked_count(count: Any) -> float | Tensor:
+    """Return a count as a number; tensors are compared with 0 in the exchange between ranks."""
+    if isinstance(count, Tensor) and count.numel() == 1:
+        return count.detach().reshape(())
+    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    if not is_number or not 0 <= count < _MOST:  # also refuses nan
+        given = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else count
+        raise ScriptError(
+            f"backward: the count is {given}; expected how many rows or tokens the loss is over, "
+            "such as len(labels)"
+        )
+    return float(count)
+
+
+_MOST: Final = 2.0**63
+"""Upper bound of a count."""
+
+
+def _check_sum(loss_sum: Any, count: Any, where: str) -> None:
+    """Refuse a trainer's loss that is a mean; a mean by a division is not detected."""
+    loss = check_loss(loss_sum, where, "one number, the sum of the losses of these samples")
+    if (made_by := _mean_of(loss)) is not None and count != 1:
         raise ScriptError(
             f"{where}: the loss is a mean ({made_by}), and a mean of the ranks' means weighs "
             "samples unevenly; give the sum: reduction='sum', or the mean times its count, "
@@ -115,7 +175,7 @@ class CheckedObjective(Objective):
         if self._has_stages and loss.ndim > 0:
             return loss
         if not self._is_checked and torch.is_grad_enabled() and rows is microbatch:
-            check_sum(loss, self._objective.num_valid(rows), "Objective.loss_sum")
+            _check_sum(loss, self._objective.num_valid(rows), "Objective.loss_sum")
             self._is_checked = True
         count = self.num_valid(microbatch)
         if not isinstance(count, torch.Tensor):  # filled on the device, which needs no copy

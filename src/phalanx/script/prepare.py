@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,12 @@ from phalanx.parallel.plan import Plan
 from phalanx.script.as_prepared import refuse_max_norm
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import first_unequal_rank
-from phalanx.script.gather import add_up, gather_rows, gather_with_gradient
+from phalanx.script.gather import Gathers, add_up
 from phalanx.script.hooks import refuse_lost_hooks
 from phalanx.script.loader import RankLoader
 from phalanx.script.optimizer import Names, check_schedules, rebind
 from phalanx.script.order import JobGenerator
-from phalanx.script.reading import BatchTracker, UnreducedResultsWatch
+from phalanx.script.reading import BatchTracker
 from phalanx.script.step_state import State
 from phalanx.script.user_step import UserStep
 from phalanx.script.weight_average import WeightAverage
@@ -38,17 +38,24 @@ class Prepared:
     """The prepared objects of a run, each kind in the order of preparation."""
 
     def __init__(
-        self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str
+        self,
+        comm: Ranks,
+        strategy: Strategy,
+        accumulation: int,
+        seed: int,
+        name: str,
+        nonfinite: Literal["stop", "skip"],
     ) -> None:
         self.generator = JobGenerator()
         self.reading = BatchTracker()
-        self.own_rows = UnreducedResultsWatch(comm)
         self.loaders: list[RankLoader] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.averages: list[WeightAverage] = []
         self._comm, self._strategy = comm, strategy
         self._accumulation, self._seed, self._name = accumulation, seed, name
+        self._nonfinite: Literal["stop", "skip"] = nonfinite
+        self._gathers = Gathers(comm)
         self._model: nn.Module | None = None
         self._step: UserStep | None = None
         self._before: Names = {}
@@ -100,7 +107,6 @@ class Prepared:
                 "parameters that are not split, and its steps would not be checked; give the "
                 "optimizer to run.prepare too"
             )
-        self.own_rows.warn()
         return step
 
     def check_replicas(self, call: str) -> None:
@@ -110,23 +116,23 @@ class Prepared:
 
     def add_up(self, call: str, *numbers: Tensor) -> Tensor:
         """Return sums over the ranks, see `gather.add_up`; every rank calls this together."""
-        self.own_rows.add_up()
         total, is_due = add_up(call, numbers, self._comm, self._is_check_due())
         if is_due:
             self.check_replicas(call)
         return total
 
-    def gather(self, batch: Any, grad: bool) -> Any:
+    def gather(self, batch: Any, dim: int | None, pad: float | None) -> Any:
         """Return the rows of all ranks, see `Run.gather`; every rank calls this together."""
-        self.own_rows.add_up()
-        num_rows = {len(each.rows) for each in self.loaders if each.num_begun}
-        if grad:
-            self.reading.gather()
-            # Separate process groups, as for BatchNorm: its backward sums have no fixed order
-            # relative to the sums of gradients.
-            apart = self._comm.with_separate_groups("data")
-            return gather_with_gradient(batch, apart, num_rows)
-        rows, is_due = gather_rows(batch, self._comm, num_rows, self._is_check_due())
+        if self._step is not None:
+            self._step.draw_watch.look()  # what is drawn for gathered rows is equal on all ranks
+        rows, is_due = self._gathers.gather(
+            batch,
+            {len(each.rows) for each in self.loaders if each.num_begun},
+            dim=dim,
+            pad=pad,
+            is_first_step=self.steps_done == 0,
+            is_check_due=self._is_check_due(),
+        )
         if is_due:
             self.check_replicas("gather")
         return rows
@@ -189,8 +195,9 @@ class Prepared:
         model.to(self._comm.device)
         plan = Plan(self._strategy, model, roles=roles, batch_norm=batch_norm, masks=masks)
         runner = plan.build(self._comm)
-        known = (self._accumulation, self.reading, self.optimizers, self._name)
-        self._model, self._step = model, UserStep(model, runner, self._comm, *known)
+        known = (self._accumulation, self.reading, self.optimizers, self._name, self._nonfinite)
+        self._model = model
+        self._step = UserStep(model, runner, self._comm, self._gathers, *known)
         guard_shards(model, str(self._strategy))
         self._step.draw_watch = DrawWatch(self._comm, lambda: masks.num_tickets)
         warn_of_first_draws(model, self._step.draw_watch.stop)
@@ -240,7 +247,6 @@ class Prepared:
 
     def _note(self, loader: RankLoader, batch: Any) -> None:
         self.reading.note(loader, batch)
-        self.own_rows.note(loader)
         if self._step is not None and not self.reading.is_evaluation:
             self._step.draw_watch.mark()
 

@@ -8,15 +8,12 @@ if is_bad(x): continue          a batch that the script drops no longer waits
 from __future__ import annotations
 
 import gc
-import warnings
-import weakref
 from collections import deque
 from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from phalanx.comm.comm import Comm
 from phalanx.data.rows import tensors_of
 from phalanx.errors import ScriptError
 from phalanx.parallel.dropout import MaskPosition
@@ -31,21 +28,15 @@ class ReadBatch:
         number: number of its pass, from `RankLoader.num_begun`.
         is_last: whether it is the last batch of its pass.
         rows: see `RankLoader.rows`.
-        num_rows: rows of the batch on all ranks.
-        sizes: numbers of elements of its tensors.
-        is_gathered: whether the script has gathered rows of all ranks with gradients.
         calls: see `MaskPosition.calls`.
     """
 
     def __init__(self, loader: RankLoader, given: Any) -> None:
         """Record the batch `given`, which `loader` has just yielded."""
         self.loader, self.number = loader, loader.num_begun
-        self.is_last, self.rows, self.num_rows = loader.is_last, loader.rows, loader.num_batch_rows
-        self.is_gathered = False
+        self.is_last, self.rows = loader.is_last, loader.rows
         self.calls: dict[str, int] = {}
-        tensors = tensors_of(given)
-        self.sizes = {tensor.numel() for tensor in tensors}
-        self._tensors = [TensorWeakRef(tensor) for tensor in tensors]
+        self._tensors = [TensorWeakRef(tensor) for tensor in tensors_of(given)]
 
     @property
     def is_held(self) -> bool:
@@ -73,7 +64,7 @@ class BatchTracker:
         self._step_start: ReadBatch | None = None
         self._unused: set[RankLoader] = set()
         self._reads_ahead = False
-        self._is_warned = self._is_count_reported = False
+        self._is_warned = False
 
     def note(self, loader: RankLoader, given: Any) -> None:
         """Record that `loader` has yielded the batch `given`."""
@@ -136,37 +127,6 @@ class BatchTracker:
             self._is_warned = True
             self.trained.warn_of_streams()
 
-    def warn_of_others(self, comm: Comm) -> None:
-        """Warn if no prepared loader was read, because each rank may then read all samples."""
-        if self.trained is None and comm.size("data") > 1 and comm.coord("job") == 0:
-            warnings.warn(
-                "no batch was read from a prepared DataLoader, so each rank must read different "
-                "samples, or each sample counts once per rank; give the DataLoader to run.prepare, "
-                "and iterate over the loader that it returns",
-                stacklevel=2,
-            )
-
-    def gather(self) -> None:
-        """Record that the loss of the current batch is over the rows of all ranks."""
-        if (batch := self.current) is not None:
-            batch.is_gathered = True
-
-    def warn_of_count(self, count: float, total: float, comm: Comm) -> None:
-        """Warn once if each rank gives the rows of the whole batch as its own count."""
-        batch = self.current
-        if batch is None or batch.is_gathered or self._is_count_reported:
-            return
-        is_whole = count == batch.num_rows > len(batch.rows) and count not in batch.sizes
-        if is_whole and total == count * comm.size("data") and comm.coord("job") == 0:
-            self._is_count_reported = True
-            warnings.warn(
-                f"backward: the count is {count:g} on every rank, the rows of the global batch, "
-                f"but this rank has {len(batch.rows)} of them; run.backward sums the counts over "
-                f"the ranks, so the mean would be over {total:g} rows; give the count of this "
-                "rank, such as len(y)",
-                stacklevel=4,
-            )
-
     def is_pass_over(self) -> bool:
         """Return whether a backward that starts now uses the last batch of a pass.
 
@@ -203,54 +163,3 @@ class BatchTracker:
         """Return the mask position of the current forward; None if no prepared loader is read."""
         batch = self.current
         return None if batch is None else MaskPosition(steps_done, batch.rows, batch.calls)
-
-
-class UnreducedResultsWatch:
-    """Detects passes whose results a script uses without a sum over the ranks.
-
-        for x, y in held_back:                             this rank's rows
-            right += (model(x).argmax(1) == y).sum()
-        run.print(right / len(held_back.dataset))          half of it on two ranks: no `run.sum`
-
-    Watched are passes that no backward has used, and training passes after which the script reads
-    the loader's dataset. If the script has summed nothing over the ranks since such a pass began,
-    it gets a warning. This is no error, because a script may sum by other means, or need the
-    forward only.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._is_watching = comm.size("data") > 1 and comm.is_first
-        self._seen: weakref.WeakKeyDictionary[RankLoader, tuple[int, int]] = (
-            weakref.WeakKeyDictionary()
-        )
-        """Loader -> number of its pass, and this rank's rows in the pass."""
-        self._reported: weakref.WeakSet[RankLoader] = weakref.WeakSet()
-
-    def note(self, loader: RankLoader) -> None:
-        """Record that `loader` has yielded a batch."""
-        if self._is_watching and loader not in self._reported:
-            number, num_rows = self._seen.get(loader, (loader.epoch, 0))
-            if number != loader.epoch:
-                num_rows = 0
-            loader.is_dataset_read = False
-            self._seen[loader] = loader.epoch, num_rows + len(loader.rows)
-
-    def add_up(self) -> None:
-        """Record that the script has summed over the ranks, or has read `MeanLoss.count`."""
-        self._seen.clear()
-
-    def warn(self) -> None:
-        """Warn about passes that have ended without a sum over the ranks."""
-        for loader, (number, num_rows) in list(self._seen.items()):
-            if loader.epoch == number:  # the pass has not ended, or was a peek at the first batch
-                continue
-            del self._seen[loader]
-            if loader.is_used and not loader.is_dataset_read:
-                continue
-            self._reported.add(loader)
-            warnings.warn(
-                f"a pass over a prepared loader has ended, in which this rank has read {num_rows} "
-                "rows, and nothing was summed over the ranks since it began: results that the "
-                "script has counted cover only these rows; use run.sum, run.mean or run.gather",
-                stacklevel=3,
-            )

@@ -3,22 +3,24 @@
     run = phalanx.init()                                   join the job, or run on one process
     model, optimizer, loader = run.prepare(...)            split the model and the batches
     for inputs, labels in loader:                          this rank's rows of the global batch
-        loss = cross_entropy(model(inputs), labels, reduction="sum")
-        run.backward(loss, len(labels))                    gradients of the global batch's mean
+        outputs, labels = run.gather(model(inputs), labels)      the rows of all ranks
+        loss = cross_entropy(outputs, labels)              the loss of the whole batch, as it stood
+        run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
-The loss is the sum of the losses over the global batch / the number of samples (or tokens) in it.
-`backward` sums counts and losses over the ranks before it divides, so neither uneven batches nor
-the number of ranks change a gradient. When the last `backward` of a step returns, the gradients are
-reduced, so code that reads them (clipping, a scheduler, any optimizer) needs no change.
+Every rank computes the loss of the whole batch from the gathered rows, so a loss of any form has
+the gradient that it has on one process. Gradients are averages over the ranks, so a penalty on
+parameters counts once. When the last `backward` of a step returns, the gradients are reduced, so
+code that reads them (clipping, a scheduler, any optimizer) needs no change. A loss of outputs that
+are too large to gather is named: `backward(mean_of_rows=loss, count=len(labels))`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.checks import check_arguments
 from phalanx.script.draws import draw_rows
 from phalanx.script.gather import own_number
-from phalanx.script.mean_loss import MeanLoss
+from phalanx.script.loss import loss_of_call
 from phalanx.script.prepare import Prepared
 from phalanx.script.saves import Saves
 from phalanx.script.step_state import State
@@ -47,21 +49,23 @@ class Run:
     """
 
     def __init__(
-        self, comm: Ranks, strategy: Strategy, accumulation: int, seed: int, name: str
+        self,
+        comm: Ranks,
+        strategy: Strategy,
+        accumulation: int,
+        seed: int,
+        name: str,
+        nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
-        self._prepared = Prepared(comm, strategy, accumulation, seed, name)
+        self._prepared = Prepared(comm, strategy, accumulation, seed, name, nonfinite)
         self._saves = Saves(self._prepared, str(strategy), self.print)
-        # torch.save stores the value of a loss as a call of `float`, which torch.load refuses
-        # unless it is registered as safe.
-        torch.serialization.add_safe_globals([float])
 
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of the job, which prints and writes for all ranks."""
-        self._prepared.own_rows.warn()
         return self.comm.is_first
 
     @property
@@ -80,6 +84,11 @@ class Run:
         return self._prepared.state is State.REDUCED
 
     @property
+    def loss_of_step(self) -> Tensor:
+        """The loss of the step so far, over all its calls of `backward`; 0-d, without a graph."""
+        return self._prepared.require_model("loss_of_step")[1].loss_of_step
+
+    @property
     def should_stop(self) -> bool:
         """Whether a signal asks the job to stop; all ranks must read this together.
 
@@ -93,7 +102,7 @@ class Run:
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
     ) -> None:
         """Print on the first rank only."""
-        if self.is_first:  # this property also warns about results that were not summed
+        if self.is_first:
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def prepare(
@@ -124,27 +133,44 @@ class Run:
         prepared = self._prepared.take(objects, batch_norm, roles)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def backward(self, loss_sum: Tensor, count: float | Tensor | None = None) -> MeanLoss:
-        """Compute and reduce the gradients of the global batch's loss; all ranks call this.
+    def backward(
+        self,
+        loss: Tensor | None = None,
+        *former: Any,
+        weights: Tensor | None = None,
+        mean_of_rows: Tensor | None = None,
+        sum_of_rows: Tensor | None = None,
+        count: float | Tensor | None = None,
+    ) -> Tensor:
+        """Add the gradients of the global batch's loss to each `.grad`; all ranks call this.
 
-        After the last call of a step each `.grad` is the gradient of the mean over the global
-        batch, or this rank's shard of it. The first call of a step clears the gradients.
+            run.backward(loss)                              of the whole batch, after run.gather
+            run.backward(mean_of_rows=loss, count=len(y))   of this rank's rows, mean or sum
+            run.backward(losses, weights=mask)              of this rank's rows, not reduced
+
+        Losses of own rows are added up over the ranks, and over the calls of a step, before they
+        are divided by the sum of the counts. After the last call of a step gradients are reduced;
+        under fsdp a `.grad` is this rank's shard.
 
         Args:
-            loss_sum: sum of the losses of this rank's samples, with its graph; 0-d.
-            count: number of samples (or tokens) of this rank in `loss_sum`; required.
+            loss: loss of the whole batch, 0-d, equal on every rank; or the losses of this rank's
+                rows or tokens, any shape.
+            *former: refused; a loss and its count must be given by name.
+            weights: weight of each of the losses, of their shape; 1 if None.
+            mean_of_rows: mean loss of `count` rows or tokens of this rank; 0-d.
+            sum_of_rows: sum of their losses; 0-d.
+            count: their number, or the sum of their weights.
 
         Returns:
-            The mean loss of this call over all ranks, 0-d, float64, without a graph. Its `count` is
-            the number of samples (or tokens), its `of_step` the mean over the step so far.
+            The loss of the whole batch, 0-d, without a graph.
 
         Raises:
-            ScriptError: the loss is a mean or has no graph, or the model has been changed.
+            ScriptError: the loss is of another form, is no loss of the whole batch, or has no
+                graph; a count is negative or not finite; or the model has been changed.
+            TrainingError: the loss is not finite and `nonfinite` is "stop".
         """
         step = self._prepared.trained_step()
-        loss = step.backward(loss_sum, count)
-        loss.on_count = self._prepared.own_rows.add_up
-        return loss
+        return step.backward(loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count))
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
@@ -175,27 +201,37 @@ class Run:
             count: number of these samples, or one number for each element of `value_sum`.
 
         Raises:
-            ScriptError: an argument is not a number, is a mean over all ranks already, or has
-                different shapes on different ranks.
+            ScriptError: an argument is not a number, has a graph, or has different shapes on
+                different ranks.
         """
         own = [own_number("mean", each, self.comm).double() for each in (value_sum, count)]
         total, counted = self._prepared.add_up("mean", *own)
         return total / counted
 
-    def gather(self, batch: Any, *, grad: bool = False) -> Any:
+    def gather(self, *batch: Any, dim: int | None = None, pad: float | None = None) -> Any:
         """Return the rows of all ranks, in the order of one process; all ranks call this.
 
+            out, y = run.gather(model(x), y)
+
+        Gradients flow back to the rank that each row came from. Indices of rows within a batch
+        must be drawn for the gathered rows: gathering does not renumber them.
+
         Args:
-            batch: a tensor, or mappings, lists or tuples of tensors, whose first dimension is this
-                rank's rows of a prepared loader's batch. Numbers of rows may differ between ranks.
-            grad: whether gradients flow back to the rank that each row came from, for a loss over
-                the rows of the whole batch, such as a contrastive loss. If True, each result is on
-                the device of its tensor, else on the CPU.
+            *batch: tensors, or mappings, lists, tuples and dataclasses of them, such as an output
+                of transformers. The dimension of the rows has the rows of a prepared loader's batch
+                or a multiple of them; their numbers may differ between ranks. Numbers, text and
+                None pass through; other objects, such as key-value caches, become None.
+            dim: dimension of the rows; the first if None.
+            pad: value that fills shorter rows at their end, up to the longest of all ranks.
+
+        Returns:
+            The same structure with the rows of all ranks, on the device of its tensors.
 
         Raises:
-            ScriptError: a tensor has no row dimension, or not the batch's number of rows.
+            ScriptError: a tensor has no rows or not the batch's number of rows, or rows have
+                different shapes.
         """
-        return self._prepared.gather(batch, grad)
+        return self._prepared.gather(batch[0] if len(batch) == 1 else batch, dim, pad)
 
     def draw(self, make: Callable[[int], Any]) -> Any:
         """Draw random numbers as one process does; return this rank's rows on `device`.

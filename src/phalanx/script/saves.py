@@ -37,7 +37,6 @@ class Saves:
     def save(self, folder: str | Path, keep: int | None) -> Path:
         """Save a checkpoint, see `Run.save`."""
         prepared = self._prepared
-        prepared.own_rows.warn()
         check_arguments("save", keep=keep)
         (model, step), wanted = prepared.require_model("save"), _folder_of("save", folder)
         # First, because later checks use collectives that a rank which skipped a step may not call.

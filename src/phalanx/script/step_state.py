@@ -100,11 +100,10 @@ class StepState:
         if not is_due and (self.state is State.REDUCED or not has_gradients):
             raise ScriptError(
                 "optimizer.step() without a run.backward since its last step; call "
-                "run.backward(loss_sum, count) before it"
+                "run.backward(loss) before it"
             )
         if not is_due:
             raise ScriptError(
                 "optimizer.step() with gradients of this rank alone: loss.backward() was called, "
-                "which adds nothing up over the ranks; call run.backward(loss_sum, count) in its "
-                "place"
+                "which adds nothing up over the ranks; call run.backward(loss) in its place"
             )

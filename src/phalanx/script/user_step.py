@@ -6,8 +6,9 @@ pass over the data. Module `step_state` defines the states of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.together import gather_objects
-from phalanx.errors import ScriptError
+from phalanx.errors import ScriptError, TrainingError
 from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
 from phalanx.models.attention import to_device
@@ -24,14 +25,23 @@ from phalanx.parallel.accumulate import Runner
 from phalanx.script.as_prepared import PreparedModelCheck, RecordedGradients, warn_of_buffers
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import AHEAD, BATCHES, STEPS
+from phalanx.script.gather import Gathers, own_terms
 from phalanx.script.hooks import ReducedGradientHooks
-from phalanx.script.loss import check_sum
-from phalanx.script.mean_loss import MeanLoss
+from phalanx.script.loss import FORMS, RowsLoss
 from phalanx.script.optimizer import warn_of_state
 from phalanx.script.reading import BatchTracker
-from phalanx.script.replicas import Replicas
+from phalanx.script.replicas import AsyncHostCopy, Replicas
 from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
+
+_NUM_SHARED: Final = 5
+"""Numbers of a call that the data ranks add up, see `UserStep._check`."""
+
+_MOST_SPREAD: Final = 1e-6
+"""Largest relative spread of a whole-batch loss over the ranks: rounding on unlike processors."""
+
+_LEAST_LOSS: Final = 1e-9
+"""Loss below which rounding may exceed `_MOST_SPREAD`."""
 
 
 class UserStep(StepState):
@@ -42,6 +52,8 @@ class UserStep(StepState):
         replicas: compares the state that must be equal on all ranks.
         parameters: parameters that optimizers update, by name; during a step, modules of FSDP2
             have gathered parameters instead.
+        gathers: gathers of rows, whose gradients `backward` scales.
+        loss_of_step: the step's loss so far, over all its calls.
     """
 
     def __init__(
@@ -49,10 +61,12 @@ class UserStep(StepState):
         model: nn.Module,
         runner: Runner,
         comm: Comm,
+        gathers: Gathers,
         accumulation: int,
         reading: BatchTracker,
         optimizers: Sequence[torch.optim.Optimizer],
         name: str,
+        nonfinite: Literal["stop", "skip"],
     ) -> None:
         super().__init__(accumulation)
         self._model = model
@@ -68,32 +82,52 @@ class UserStep(StepState):
         self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
         self._divisor = self._totals[1]
         self._num_begun = 0
-        self._are_batches_compared = False
-        self._has_unused = self._is_skipped = False
+        self._nonfinite = nonfinite
+        self._num_data = comm.size("data")
+        self.gathers = gathers
+        self.loss_of_step = self._totals[0]
+        self._found = self._totals
+        self._has_rows: bool | None = None
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._own_terms: dict[str, Tensor] = {}
+        self._is_skipped = False
         self._made = RecordedGradients()
 
-    def backward(self, loss_sum: Tensor, count: float | Tensor | None) -> MeanLoss:
+    def backward(self, loss: Tensor | RowsLoss) -> Tensor:
         """Compute and reduce the gradients of the global batch's loss, see `Run.backward`."""
-        check_sum(loss_sum, count)
         is_pass_over = self._reading.is_pass_over()
         self.draw_watch.look()
         if self.state is not State.ACCUMULATING:
-            self._begin(loss_sum.detach())
-        found = self._add_up(loss_sum.detach(), cast("float | Tensor", count))
-        if self.num_backwards == 0:
-            # In most steps each call has the same count, and `_end` has nothing to correct.
-            self._divisor = _nonzero(found[1] * self._accumulation)
+            self._begin()
+        self._refuse_mixed(isinstance(loss, RowsLoss))
+        given = loss.sum if isinstance(loss, RowsLoss) else loss
+        found = self._exchange(loss)
+        # A GPU has computed the loss when its copy arrives. So after the first steps the host first
+        # launches the backward, which needs no answer of another rank.
+        is_first = self._num_begun <= 2 or not given.is_cuda
+        if is_first:
+            self._check(loss, found.tolist())
+        if isinstance(loss, RowsLoss):
+            self._totals += self._found
+            if self.num_backwards == 0:
+                # In most steps each call has the same count, and `_end` has nothing to correct.
+                self._divisor = _nonzero(self._found[1] * self._accumulation)
+            divisor, mean = self._divisor, self._found[0] / _nonzero(self._found[1])
+        else:
+            divisor, mean = torch.tensor(float(self._num_data), device=given.device), given.detach()
+        self.loss_of_step = mean + (self.loss_of_step if self.num_backwards else 0.0)
         self.num_backwards += 1
         is_last = is_pass_over or self.is_full
-        own = self._own_counts(cast("float | Tensor", count))
-        if own and self.steps_done < 2:
-            self._reading.warn_of_count(float(own[0]), float(found[1]), self._comm)
-        reducer = self._reducer
-        wide = torch.promote_types(loss_sum.dtype, torch.float32)
+        reducer, gathers = self._reducer, self.gathers
+        wide = torch.promote_types(given.dtype, torch.float32)
+        is_own = isinstance(loss, RowsLoss)
         try:
             if reducer is not None:
                 reducer.before_backward(reducer.parameters if is_last else ())
-            (loss_sum.to(wide) / self._divisor.to(wide)).backward()
+            with gathers.summed() if is_own else gathers.scaled(self._num_data):
+                (given.to(wide) / divisor.to(wide)).backward()
+            if not is_first:
+                self._check(loss, found.tolist())
         except BaseException:  # a script may catch it, and repeat the step
             self.reset()
             if reducer is not None:
@@ -106,8 +140,7 @@ class UserStep(StepState):
                 reducer.finish()
             self._end()
         self.draw_watch.mark()
-        mean, of_step = (each[0] / _nonzero(each[1]) for each in (found, self._totals))
-        return MeanLoss.of(mean, of_step, found[1], own)
+        return mean
 
     @override
     def reset(self) -> None:
@@ -144,7 +177,14 @@ class UserStep(StepState):
             if self.state is not State.ACCUMULATING:
                 self.draw_watch.look()
             gradients = self.gradients()
+            if self._is_skipped:  # the loss was not finite
+                self._clear()
             self.refuse_step(own, has_gradients=bool(gradients))
+            if self._num_data > 1 and not (self._has_rows or self.gathers.num_reached):
+                raise ScriptError(
+                    "optimizer.step(): no loss since the last step is computed from rows that "
+                    f"run.gather returned, so ranks used their own rows or the same; {FORMS}"
+                )
             self.replicas.gradient_writes += self._made.num_changed(gradients)
 
         def after(own: torch.optim.Optimizer, *_: Any) -> None:
@@ -164,20 +204,27 @@ class UserStep(StepState):
         if self._reducer is not None:
             self._reducer.after_step()
 
-    def _begin(self, loss: Tensor) -> None:
-        """Start a step: make the checks between steps, and clear the old gradients."""
+    def _begin(self) -> None:
+        """Start a step: make the checks between steps, and set earlier gradients aside."""
         self._reading.check_stream(self.replicas.check_last_step())
-        if not self._are_batches_compared and self._reading.trained is None:
-            self._check_own_batches(float(loss))
         self._as_prepared.check("backward")
         self._hooks.take(self._accumulation)
         self._num_begun += 1
         if self._num_begun == 2:  # not steps_done, which may differ between ranks
             warn_of_buffers(self._model, self._comm)
-            self._reading.warn_of_others(self._comm)
-        self._look_at_unused()
+        if self._made.unrecorded(self.gradients()):
+            raise ScriptError(
+                "backward: there are gradients of this rank alone, as loss.backward() adds them; "
+                "call run.backward(loss) in its place"
+            )
+        # As loss.backward() does, run.backward adds to the gradients that zero_grad() has left.
+        kept = {p: p.grad for p in self.parameters.values() if p.grad is not None}
+        self._kept = {p: gradient.clone() for p, gradient in kept.items()}
         self._clear()
         self._totals = torch.zeros_like(self._totals)
+        self._has_rows, self._is_skipped = None, False
+        if self.is_used or self.steps_done == 0:
+            self.gathers.num_reached = 0
         self.begin()
         at_end(self._name, self._check_end)
         PULSE.stepping(self.steps_done)
@@ -185,39 +232,152 @@ class UserStep(StepState):
     def _check_end(self, where: str) -> None:
         self.replicas.check_end(where, self._name, self.steps_done)
 
-    def _add_up(self, loss: Tensor, count: float | Tensor) -> Tensor:
-        """Return the loss and count of this microbatch, summed over the data ranks."""
+    def _exchange(self, loss: Tensor | RowsLoss) -> AsyncHostCopy:
+        """Return numbers of this call, summed over the data ranks, see `_check`."""
         reading = self._reading
         num_ahead = reading.num_ahead if self._accumulation > 1 else 0
         counts = {STEPS: self.steps_done, BATCHES: reading.num_batches, AHEAD: num_ahead}
         words = self.replicas.words(counts, reading.seen)
-        found = torch.cat([words.new_zeros(3), words])
-        found[1] = to_device(count, found.device) if isinstance(count, Tensor) else count
-        # A mean over 0 rows, times 0 rows, is NaN.
-        found[0] = torch.where(found[1] > 0, loss.double(), 0.0)
-        if self._is_skipped:
-            found[2] = 1.0
+        found = torch.cat([words.new_zeros(_NUM_SHARED), words])
+        if isinstance(loss, RowsLoss):
+            count = loss.count
+            if isinstance(count, Tensor):
+                count = to_device(count, found.device).double()
+                found[3] = (~((count >= 0) & count.isfinite())).double()
+            found[1] = count
+            # A mean over 0 rows, times 0 rows, is NaN.
+            found[0] = torch.where(found[1] > 0, loss.sum.detach().double(), 0.0)
+        else:
+            value = loss.detach().double()
+            found[0], found[1], found[2] = value, value**2, 1.0
+            if self._num_data > 1 and self._num_begun <= 2:
+                self._own_terms = self._parameters_outside_gathers(loss)
+                found[4] = bool(self._own_terms)
         self._comm.all_reduce(found, "data")
-        self._comm.all_reduce(found[2:], "tp")
-        self._totals += found[:2]
-        self.replicas.store_sums(found[3:])
-        self._refuse_unused(found[2])
-        return found[:2]
+        self._comm.all_reduce(found[_NUM_SHARED:], "tp")
+        self.replicas.store_sums(found[_NUM_SHARED:])
+        self._found = found[:2]
+        return AsyncHostCopy(found[:_NUM_SHARED])
 
-    def _own_counts(self, count: float | Tensor) -> tuple[float | Tensor, ...]:
-        """Return this rank's counts that a script may mistake for the count of all ranks."""
-        if self._comm.size("data") == 1:
-            return ()
-        batch = self._reading.current
-        return (count,) if batch is None else (count, len(batch.rows))
+    def _check(self, loss: Tensor | RowsLoss, found: Sequence[float]) -> None:
+        """Refuse losses that are no loss of the whole batch; all ranks decide alike.
+
+        It prevents gradients of a part of the batch, and of terms that ranks compute differently.
+
+        Args:
+            loss: this rank's loss.
+            found: sums over the data ranks: of losses and their squares, or of sums of losses and
+                counts; of ranks that give a whole-batch loss, an illegal count, and terms that
+                reach parameters without passing a gather.
+        """
+        first, second, num_whole, num_illegal, num_own = found
+        value = loss.sum if isinstance(loss, RowsLoss) else loss
+        num_ranks = self._num_data
+        if 0 < num_whole < num_ranks:
+            raise ScriptError(
+                f"backward: {num_whole:g} of {num_ranks} data ranks give a loss of the whole batch "
+                "and the others a loss of their rows; write the same call on every rank"
+            )
+        if num_illegal or (isinstance(loss, RowsLoss) and second == 0):
+            counts = [*map(float, gather_objects(loss.count if isinstance(loss, RowsLoss) else 0))]
+            raise ScriptError(
+                f"backward: the counts of the ranks are {', '.join(f'{n:g}' for n in counts)}; "
+                "expected numbers of rows or tokens, finite and not negative, and one above 0"
+            )
+        if not (math.isfinite(first) and math.isfinite(second)):
+            if self._nonfinite == "stop":
+                raise TrainingError(
+                    f"step {self.steps_done + 1}: the loss is {float(value.detach()):g} on rank "
+                    f"{self._comm.rank}; this step has not changed the weights. Lower the learning "
+                    "rate, or skip such steps: phalanx.init(nonfinite='skip')"
+                )
+            self._is_skipped = True
+        elif not isinstance(loss, RowsLoss) and num_ranks > 1:
+            mean = first / num_ranks
+            spread = math.sqrt(max(second / num_ranks - mean**2, 0.0))
+            eps = torch.finfo(loss.dtype).eps
+            if spread > max(_MOST_SPREAD, 2 * eps) * abs(mean) + _LEAST_LOSS:
+                self._refuse_unequal(loss)
+            if num_own:
+                self._check_own_terms(loss)
+
+    def _refuse_unequal(self, loss: Tensor) -> None:
+        """Refuse a loss that differs between ranks, and name the cause; all ranks call this."""
+        values = gather_objects((float(loss.detach()), own_terms(loss)[0]))
+        other = max(range(len(values)), key=lambda rank: abs(values[rank][0] - values[0][0]))
+        (first, _), (last, _) = values[0], values[other]
+        what = (
+            f"backward: the loss is {first:.8g} on rank 0 and {last:.8g} on rank {other}; expected "
+            "the loss of the whole batch, equal on every rank"
+        )
+        if all(is_gathered for _, is_gathered in values):
+            raise ScriptError(
+                f"{what}: a part of it is computed from this rank's own rows, or from random "
+                "numbers that differ; compute every term from what run.gather returned, and draw "
+                "random numbers by run.draw, or from a torch.Generator with a seed"
+            )
+        raise ScriptError(f"{what}; {FORMS}")
+
+    def _parameters_outside_gathers(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return the parameters that a loss reaches on paths without a gather, by name."""
+        names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
+        return {names[leaf]: leaf for leaf in own_terms(loss)[1] if leaf in names}
+
+    def _check_own_terms(self, loss: Tensor) -> None:
+        """Refuse gradients from terms of a rank's own rows; all ranks call this together.
+
+        Terms of parameters alone, as a penalty, and of gathered rows have equal gradients on all
+        ranks. Such a loss may be equal on all ranks though a term is not, as `(p - p.detach())`.
+        """
+        gradients: dict[str, tuple[float, float]] = {}
+        if self._own_terms:
+            with self.gathers.cut():
+                found: Sequence[Tensor | None] = torch.autograd.grad(
+                    loss, [*self._own_terms.values()], retain_graph=True, allow_unused=True
+                )
+            for name, gradient in zip(self._own_terms, found, strict=True):
+                flat = torch.zeros(1) if gradient is None else local_shard(gradient).double()
+                flat = flat.reshape(-1)
+                signs = torch.arange(len(flat), device=flat.device).double().cos()
+                gradients[name] = float(flat.norm()), float(flat @ signs.to(flat.dtype))
+        comm = self._comm
+        place = tuple(comm.coord(axis) for axis in comm.axes if axis not in comm.axes_of("data"))
+        first: dict[Any, Any] = {}
+        for rank, (where, theirs) in enumerate(gather_objects((place, gradients))):
+            root, mine = first.setdefault(where, (rank, theirs))
+            for name in mine | theirs:
+                (a, b), (c, d) = (each.get(name, (0.0, 0.0)) for each in (mine, theirs))
+                if abs(a - c) + abs(b - d) > 1e-4 * max(abs(a), abs(c)) or not a + c < math.inf:
+                    raise ScriptError(
+                        f"backward: a term of the loss is computed from this rank's own rows: "
+                        f"without the gathered rows the gradient of {name} has the norm {a:.4g} on "
+                        f"rank {root} and {c:.4g} on rank {rank}; compute the term from rows that "
+                        "run.gather returned"
+                    )
+
+    def _refuse_mixed(self, has_rows: bool) -> None:
+        """Refuse to add losses of own rows and of the whole batch in one step."""
+        if self._has_rows not in (None, has_rows):
+            raise ScriptError(
+                "backward: a call of this step gave a loss of the whole batch, and another a loss "
+                "of own rows, which the step divides by the count of all its calls; give losses of "
+                "one kind"
+            )
+        self._has_rows = has_rows
 
     def _end(self) -> None:
         """Rescale the gradients to the step's total count, and call the script's hooks."""
-        if self._accumulation > 1:
-            factor = self._divisor / _nonzero(self._totals[1])
-            for gradient in self.gradients():
-                local_shard(gradient).mul_(factor)
+        if self._has_rows:
+            self.loss_of_step = self._totals[0] / _nonzero(self._totals[1])
+            if self._accumulation > 1:
+                factor = self._divisor / self._totals[1]
+                for gradient in self.gradients():
+                    local_shard(gradient).mul_(factor)
         self._hooks.call()
+        for parameter, kept in self._kept.items():
+            grad = parameter.grad
+            parameter.grad = kept if grad is None else grad + kept
+        self._kept = {}
         self.complete()
         self._made.note(self.gradients())
 
@@ -234,47 +394,6 @@ class UserStep(StepState):
     def _clear(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-
-    def _look_at_unused(self) -> None:
-        """Look for gradients that no optimizer step has used, before they are cleared.
-
-        A GradScaler skips a step on all ranks if a gradient of any rank is not finite. So whether
-        this is a mistake shows after the next sum over the ranks: only a rank whose optimizer has
-        not stepped looks here, and a collective would lack the others.
-        """
-        left = self.gradients()
-        if self.is_used:
-            left = self._made.unrecorded(left)
-        is_open = self.state is State.REDUCED and not self.is_used
-        self._is_skipped = is_open and not _are_finite(left)
-        self._has_unused = any(bool(local_shard(gradient).any()) for gradient in left)
-
-    def _refuse_unused(self, num_skipped: Tensor) -> None:
-        """Refuse unused gradients of this rank, unless `num_skipped` ranks have non-finite ones."""
-        has_unused, self._has_unused, self._is_skipped = self._has_unused, False, False
-        if has_unused and not num_skipped:
-            self.reset()
-            raise ScriptError(
-                "backward: there are gradients from an earlier run.backward or loss.backward() "
-                "that no optimizer.step() has used; give accumulation=N to phalanx.init for N "
-                "calls a step, sum the losses before one call, or call zero_grad() to discard the "
-                "gradients"
-            )
-
-    def _check_own_batches(self, loss: float) -> None:
-        """Refuse equal losses on all ranks if no prepared loader is read: batches are equal.
-
-        The first losses may be equal, if initial outputs are zeros, so the losses after the first
-        step decide. A rank may have skipped that step.
-        """
-        losses, steps = zip(*gather_objects((repr(loss), self.steps_done)), strict=True)
-        self._are_batches_compared = max(steps) > 0
-        if max(steps) == 1 and self._comm.size("data") > 1 and len({*losses}) == 1:
-            raise ScriptError(
-                f"backward: the loss is {loss:g} on every rank, to the last bit, so all ranks have "
-                "the same samples; give the DataLoader to run.prepare, which splits the batches "
-                "over the ranks"
-            )
 
 
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
