@@ -110,6 +110,9 @@ class GradientReducer:
         del compressor
         return False
 
+    def keep(self) -> None:
+        """Let the next backward, which only a check reads, neither reduce nor free anything."""
+
     def reset_step(self) -> None:
         """Reset after a backward that failed; the next backward begins a new step.
 
@@ -160,6 +163,10 @@ class WrappingReducer(GradientReducer):
     @override
     def compress(self, compressor: Compressor) -> bool:
         return self._inner.compress(compressor)
+
+    @override
+    def keep(self) -> None:
+        self._inner.keep()
 
     @override
     def reset_step(self) -> None:

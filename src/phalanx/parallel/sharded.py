@@ -349,6 +349,12 @@ class ShardedReducer(GradientReducer):
         self._used.clear()
         self._not_yet_last = set(self.parameters)
 
+    def keep(self) -> None:
+        """Let the next backward neither reduce gradients nor free gathered parameters."""
+        for module in self._own:
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+
     def reset_step(self) -> None:
         """Free the gathered parameters, and reset the step; the next forward ends the gathers."""
         self._used.clear()

@@ -321,7 +321,11 @@ class UserStep(StepState):
     def _parameters_outside_gathers(self, loss: Tensor) -> dict[str, Tensor]:
         """Return the parameters that a loss reaches on paths without a gather, by name."""
         names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
-        return {names[leaf]: leaf for leaf in own_terms(loss)[1] if leaf in names}
+        leaves = [leaf for leaf in own_terms(loss)[1] if isinstance(leaf, nn.Parameter)]
+        return {
+            names.get(leaf, f"parameter {number}, of shape {tuple(leaf.shape)},"): leaf
+            for number, leaf in enumerate(leaves)
+        }
 
     def _check_own_terms(self, loss: Tensor) -> None:
         """Refuse gradients from terms of a rank's own rows; all ranks call this together.
@@ -329,28 +333,33 @@ class UserStep(StepState):
         Terms of parameters alone, as a penalty, and of gathered rows have equal gradients on all
         ranks. Such a loss may be equal on all ranks though a term is not, as `(p - p.detach())`.
         """
+        comm = self._comm
+        place = tuple(comm.coord(axis) for axis in comm.axes if axis not in comm.axes_of("data"))
         gradients: dict[str, tuple[float, float]] = {}
-        if self._own_terms:
+        names = gather_objects([*self._own_terms])
+        if all(each == names[0] for each in names):  # else backwards would not match
+            if self._reducer is not None:
+                self._reducer.keep()
             with self.gathers.cut():
-                found: Sequence[Tensor | None] = torch.autograd.grad(
+                found: Any = torch.autograd.grad(
                     loss, [*self._own_terms.values()], retain_graph=True, allow_unused=True
                 )
             for name, gradient in zip(self._own_terms, found, strict=True):
-                flat = torch.zeros(1) if gradient is None else local_shard(gradient).double()
-                flat = flat.reshape(-1)
-                signs = torch.arange(len(flat), device=flat.device).double().cos()
-                gradients[name] = float(flat.norm()), float(flat @ signs.to(flat.dtype))
-        comm = self._comm
-        place = tuple(comm.coord(axis) for axis in comm.axes if axis not in comm.axes_of("data"))
-        first: dict[Any, Any] = {}
+                if gradient is not None:
+                    flat = local_shard(gradient).double().reshape(-1)
+                    signs = torch.arange(len(flat), device=flat.device).double().cos()
+                    gradients[name] = float(flat.norm()), float(flat.real @ signs)
+        else:
+            gradients = dict.fromkeys(self._own_terms, (math.nan, 0.0))
+        first: dict[Any, tuple[int, dict[str, tuple[float, float]]]] = {}
         for rank, (where, theirs) in enumerate(gather_objects((place, gradients))):
             root, mine = first.setdefault(where, (rank, theirs))
             for name in mine | theirs:
                 (a, b), (c, d) = (each.get(name, (0.0, 0.0)) for each in (mine, theirs))
-                if abs(a - c) + abs(b - d) > 1e-4 * max(abs(a), abs(c)) or not a + c < math.inf:
+                if not abs(a - c) + abs(b - d) <= 1e-4 * max(a, c):
                     raise ScriptError(
-                        f"backward: a term of the loss is computed from this rank's own rows: "
-                        f"without the gathered rows the gradient of {name} has the norm {a:.4g} on "
+                        "backward: a term of the loss is computed from this rank's own rows: "
+                        f"without gathered rows the gradient of {name} has the norm {a:.4g} on "
                         f"rank {root} and {c:.4g} on rank {rank}; compute the term from rows that "
                         "run.gather returned"
                     )
