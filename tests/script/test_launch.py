@@ -233,6 +233,7 @@ while not is_over:
     for (x,) in loader:
         run.backward(model(x).square().sum(), len(x))
         optimizer.step()
+        optimizer.zero_grad()
         if run.should_stop:
             is_over = True
             break
