@@ -424,17 +424,6 @@ def calls_compared_on_one_rank() -> None:
     phalanx.init("dp2", debug_comm=dist.get_rank() == 0)
 
 
-def loader_not_prepared() -> None:
-    run = phalanx.init("dp2")
-    torch.manual_seed(0)
-    plain = perceptron()
-    model, optimizer = run.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
-    for _ in range(2):  # the first losses may be alike
-        run.backward(sum_of_rows=model(torch.ones(4, 6)).sum(), count=4)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def a_batch_left_out_on_one_rank() -> None:
     script = Script()
     batches = iter(script.loader)
@@ -656,7 +645,6 @@ MISTAKES: dict[Callable[[], None], str] = {
     not_prepared: r"backward: no model is prepared",
     shared_memory_of_one_rank: r"differ in shared_memory \(True on rank 0, False on rank 1\)",
     calls_compared_on_one_rank: r"differ in debug_comm \(True on rank 0, False on rank 1\)",
-    loader_not_prepared: r"on every rank, to the last bit.*give the DataLoader to run.prepare",
     a_batch_left_out_on_one_rank: r"the ranks have read different numbers of batches",
     models_that_differ: r"rank 1 differs from rank 0's: weight is \(3, 2\) on rank 1 and \(2, 2\)",
     gathered_numbers: r"gather: a tensor has no rows, .* compute the number from the gathered rows",
