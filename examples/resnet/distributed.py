@@ -35,8 +35,7 @@ def main(
     model, optimizer, loader = prepared
     for _ in range(num_epochs):
         for number, (x, y) in enumerate(loader):
-            out, y = run.gather(model(x).logits, y)
-            loss = nn.functional.cross_entropy(out, y)
+            loss = nn.functional.cross_entropy(*run.gather(model(x).logits, y))
             optimizer.zero_grad()
             run.backward(loss)
             optimizer.step()
