@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import phalanx
@@ -110,13 +111,33 @@ def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
 
 
 def explain_shard_error(error: BaseException) -> ScriptError | None:
-    """Return a ScriptError for torch's error on mixing shards and tensors; None for others."""
+    """Return a ScriptError for torch's errors on shards and freed weights; None for others."""
+    if "setStorage" in str(error) and "out of bounds for storage of size 0" in str(error):
+        return ScriptError(
+            "backward reads weights of a block that fsdp has freed: the loss uses a tensor from "
+            "within the block that is not in its output, such as one that a forward hook keeps; "
+            "return that tensor from the forward of the block too, or use dp"
+        ).with_traceback(error.__traceback__)
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None
-    frames = traceback.extract_tb(error.__traceback__)
-    callers = [f.filename for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
+    frames = [each for each, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [
+        frame.f_code.co_filename
+        for frame in frames
+        if frame.f_code.co_name != "__torch_dispatch__"  # of modes that are on in the script
+        and not Path(frame.f_code.co_filename).is_relative_to(_TORCH)
+    ]
     if callers and Path(callers[-1]).is_relative_to(_OURS):  # raised in Phalanx, not in the script
         return None
+    within = [own for f in frames if isinstance(own := f.f_locals.get("self"), nn.Module)]
+    model = next((each for each in within if isinstance(each, FSDPModule)), None)
+    if isinstance(model, nn.Module):
+        name = next((name for name, each in model.named_modules() if each is within[-1]), "")
+        return ScriptError(
+            f"the forward of '{name or type(model).__name__.removeprefix('FSDP')}' reads a "
+            "parameter of a block outside the forward of the block, which alone gathers its "
+            "shards; read it in that forward, and return it or what is computed from it, or use dp"
+        ).with_traceback(error.__traceback__)
     if _ARITHMETIC.search(str(error)):
         return ScriptError(
             "a parameter, or its gradient, is a shard of this rank, and here it is added to, or "
