@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
@@ -188,7 +188,8 @@ def generators_of(plain: DataLoader[Any]) -> dict[str, torch.Generator]:
 class Fetcher:
     """Fetches this rank's samples, with as many workers and the settings of a plain loader."""
 
-    def __init__(self, plain: DataLoader[Any]) -> None:
+    def __init__(self, plain: DataLoader[Any], collate: Callable[[list[Any]], Any]) -> None:
+        """Fetch as `plain` does, and collate the samples of a batch by `collate`."""
         self._batches: Iterable[list[Any]] = ()
         self._generator = None if plain.generator is None else torch.Generator()
         has_workers = plain.num_workers > 0
@@ -196,7 +197,7 @@ class Fetcher:
             plain.dataset,
             batch_sampler=cast(Any, self),
             num_workers=plain.num_workers,
-            collate_fn=plain.collate_fn,
+            collate_fn=collate,
             pin_memory=plain.pin_memory,
             timeout=plain.timeout,
             worker_init_fn=plain.worker_init_fn,

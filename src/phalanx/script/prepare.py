@@ -15,7 +15,7 @@ from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.heartbeat import PULSE
-from phalanx.parallel.batch_norm import Statistics, require_statistics
+from phalanx.parallel.batch_norm import Statistics, batch_norms, require_statistics
 from phalanx.parallel.dropout import Masks, warn_of_first_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script.as_prepared import refuse_max_norm
@@ -23,7 +23,7 @@ from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import first_unequal_rank
 from phalanx.script.gather import add_up, gather_rows, gather_with_gradient
 from phalanx.script.hooks import refuse_lost_hooks
-from phalanx.script.loader import RankLoader
+from phalanx.script.loader import RankLoader, compute_spare_row
 from phalanx.script.optimizer import Names, check_schedules, rebind
 from phalanx.script.order import JobGenerator
 from phalanx.script.reading import BatchTracker, UnreducedResultsWatch
@@ -52,7 +52,7 @@ class Prepared:
         self._model: nn.Module | None = None
         self._step: UserStep | None = None
         self._before: Names = {}
-        self._is_announced = self._is_warned = False
+        self._is_announced = self._is_warned = self._has_spares = False
 
     @property
     def state(self) -> State:
@@ -241,6 +241,10 @@ class Prepared:
     def _note(self, loader: RankLoader, batch: Any) -> None:
         self.reading.note(loader, batch)
         self.own_rows.note(loader)
+        if loader.spares and self._model is not None and not self._has_spares:
+            self._has_spares = True
+            if not batch_norms(self._model):  # its statistics would count the row
+                compute_spare_row(self._model, lambda: self.reading.last)
         if self._step is not None and not self.reading.is_evaluation:
             self._step.draw_watch.mark()
 
