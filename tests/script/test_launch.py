@@ -299,6 +299,26 @@ def test_a_script_that_never_joins_is_told(tmp_path: Path) -> None:
         run_ranks(run_script, 2, str(script), [], None, threads=1)
 
 
+WITHOUT_PHALANX = """
+import torch
+import torch.distributed as dist
+if {is_init}:
+    dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.randn(3, 4)).sum().backward()
+"""
+
+
+def test_a_script_that_finds_the_process_group_may_divide_the_work_itself(tmp_path: Path) -> None:
+    """As the Trainer of transformers does; one that makes the group again is told."""
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_PHALANX.format(is_init=False))
+    run_ranks(run_script, 2, str(script), [], None, threads=1)
+    script.write_text(WITHOUT_PHALANX.format(is_init=True))
+    with pytest.raises(PhalanxError, match="start the script by torchrun --nproc-per-node 2"):
+        run_ranks(run_script, 2, str(script), [], None, threads=1)
+
+
 JOINS = """
 import os
 import runpy

@@ -403,7 +403,7 @@ def gathered_rows_of_unlike_lengths() -> None:
 
 def a_distributed_sampler() -> None:
     dataset = Numbers()
-    loader = DataLoader(dataset, 8, sampler=DistributedSampler(dataset, 2, 0))
+    loader = DataLoader(dataset, 8, sampler=DistributedSampler(dataset, 4, 0))
     phalanx.init("dp2").prepare(loader)
 
 
@@ -588,7 +588,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     gathered_numbers: r"gather: a tensor has no rows; give one number for each sample",
     gathered_rows_of_several_batches: r"gather: the tensors have \[8\] .*call it for each batch",
     gathered_rows_of_unlike_lengths: r"the rows have different shapes on .*pad them to one",
-    a_distributed_sampler: r"has a DistributedSampler, but run.prepare splits the batches",
+    a_distributed_sampler: r"has num_replicas=4, .*give num_replicas=2",
     small_batches: r"batch_size is 1, the global batch, which is split over 2 .*at least 2",
     no_batches: r"has batch_size=None",
     no_length: r"Endless, or the loader's sampler, has no length",

@@ -18,6 +18,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -496,6 +497,28 @@ def words_of_streams() -> list[int]:
 
 def test_a_stream_that_deals_itself_out_is_told() -> None:
     assert run_ranks(words_of_streams, 2, threads=1) == [[0, 1], [0, 0]]
+
+
+def batches_of_a_distributed_sampler() -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Return what a prepared and the plain loader of this rank yield, for some loaders."""
+    found: list[tuple[list[list[int]], list[list[int]]]] = []
+    for drop_last in (False, True):
+        run = phalanx.init()
+        sampler = DistributedSampler(Numbers(), drop_last=drop_last)
+        plain = DataLoader(Numbers(), 4, sampler=sampler, drop_last=drop_last)
+        loader = run.prepare(plain)
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            found.append(tuple(passes(each, lambda rows: rows, 1) for each in (loader, plain)))
+        assert len(loader) == len(plain)
+    return found
+
+
+def test_a_distributed_sampler_keeps_the_order_of_torch_on_each_rank() -> None:
+    for found in run_ranks(batches_of_a_distributed_sampler, 2, threads=1):
+        for batches, expected in found:
+            assert batches == expected
+        assert found[0] != found[1]
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

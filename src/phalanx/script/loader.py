@@ -9,6 +9,9 @@ its rows, as even as possible. With torch's default collate function a rank fetc
 Another `collate_fn` gets the whole batch on each rank, as on one process, because its result for a
 row may depend on the other rows: it may pad each row to the longest of the batch.
 
+A loader with a DistributedSampler yields on each rank what torch's loader yields there, and its
+batch_size counts rows of one rank.
+
 A rank without rows gets a batch of 0 rows, so that every rank takes the same steps and each row
 counts once. Many models fail on 0 rows, so the model computes a row of another rank instead, and
 its outputs lose that row (`compute_spare_row`).
@@ -23,7 +26,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +47,7 @@ from phalanx.script.order import (
     JobGenerator,
     PassDraws,
     PassOrder,
+    RankBatches,
     generators_of,
 )
 
@@ -153,7 +157,10 @@ class RankLoader:
         if self._fetcher is not None:
             # Persistent workers are seeded in the first pass only.
             stay = self.plain.persistent_workers and (self.epoch or self.num_begun)
-            drawing = PassDraws(self.plain, self._generator, not stay, states)
+            batches = cast(Any, self.plain.batch_sampler)
+            if isinstance(sampler := self.plain.sampler, DistributedSampler):
+                batches = RankBatches(sampler, batches)
+            drawing = PassDraws(self.plain, batches, self._generator, not stay, states)
             return self._pass(self._of_dataset(self._fetcher, drawing))
         if "draws" in states:
             self._generator.state = states["draws"]
@@ -412,11 +419,13 @@ def _check(plain: DataLoader[Any], num_ranks: int) -> None:
             "be split over the ranks; give it the global batch_size"
         )
     if isinstance(plain.sampler, DistributedSampler):
-        raise ConfigError(
-            "prepare: the DataLoader has a DistributedSampler, but run.prepare splits the batches "
-            "over the ranks itself; give DataLoader(..., shuffle=True) and the global batch_size"
-        )
-    if plain.batch_size is not None and plain.batch_size < num_ranks:
+        if plain.sampler.num_replicas != num_ranks:
+            raise ConfigError(
+                f"prepare: the DistributedSampler has num_replicas={plain.sampler.num_replicas}, "
+                f"and {num_ranks} data ranks share the samples; give num_replicas={num_ranks}, or "
+                "DataLoader(..., shuffle=True) and the global batch_size"
+            )
+    elif plain.batch_size is not None and plain.batch_size < num_ranks:
         raise ConfigError(
             f"prepare: batch_size is {plain.batch_size}, the global batch, which is split over "
             f"{num_ranks} data ranks, so some would never have a row; give at least {num_ranks}"

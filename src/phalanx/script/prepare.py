@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
@@ -230,7 +230,9 @@ class Prepared:
         self._is_announced = True
         plain = self.loaders[0].plain
         rows = ""
-        if plain.batch_size is not None:
+        if isinstance(plain.sampler, DistributedSampler):
+            rows = f"; {plain.batch_size} rows of a batch a rank"
+        elif plain.batch_size is not None:
             most = -(-plain.batch_size // self._comm.size("data"))
             rows = f"; {most} of the {plain.batch_size} rows of a batch a rank"
         if self._comm.is_first:

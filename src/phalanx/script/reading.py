@@ -61,13 +61,14 @@ class BatchTracker:
         trained: the loader of the last batch read with gradients enabled; None before the first.
         num_batches: batches read with gradients enabled.
         is_evaluation: whether the last batch was read with gradients disabled.
+        has_drawn_rows: whether the script has chosen its samples by `run.draw(make, rows=...)`.
     """
 
     def __init__(self) -> None:
         self.last: RankLoader | None = None
         self.trained: RankLoader | None = None
         self.num_batches = 0
-        self.is_evaluation = False
+        self.is_evaluation = self.has_drawn_rows = False
         self._ahead: deque[ReadBatch] = deque()
         self._used: ReadBatch | None = None
         self._step_start: ReadBatch | None = None
@@ -138,11 +139,13 @@ class BatchTracker:
 
     def warn_of_others(self, comm: Comm) -> None:
         """Warn if no prepared loader was read, because each rank may then read all samples."""
-        if self.trained is None and comm.size("data") > 1 and comm.coord("job") == 0:
+        is_split = self.trained is not None or self.has_drawn_rows
+        if not is_split and comm.size("data") > 1 and comm.coord("job") == 0:
             warnings.warn(
                 "no batch was read from a prepared DataLoader, so each rank must read different "
                 "samples, or each sample counts once per rank; give the DataLoader to run.prepare, "
-                "and iterate over the loader that it returns",
+                "and iterate over the loader that it returns; or choose samples by "
+                "run.draw(lambda rows: torch.randint(..., (rows,)), rows=batch_size)",
                 stacklevel=2,
             )
 

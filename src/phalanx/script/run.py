@@ -65,6 +65,16 @@ class Run:
         return self.comm.is_first
 
     @property
+    def rank(self) -> int:
+        """Number of this rank in the job, from 0."""
+        return self.comm.coord("job")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the job."""
+        return self.comm.size("job")
+
+    @property
     def device(self) -> torch.device:
         """Device that this rank computes on."""
         return self.comm.device
@@ -197,20 +207,25 @@ class Run:
         """
         return self._prepared.gather(batch, grad)
 
-    def draw(self, make: Callable[[int], Any]) -> Any:
+    def draw(self, make: Callable[[int], Any], *, rows: int | None = None) -> Any:
         """Draw random numbers as one process does; return this rank's rows on `device`.
 
             noise = run.draw(lambda rows: torch.randn(rows, 8))  # all ranks call this
 
         Args:
-            make: function of the global number of rows in the last batch, which draws on the CPU
-                and returns a tensor, or mappings, lists or tuples of tensors. Each rank calls it
-                with torch's generator in the state that it has on one process.
+            make: function of the global number of rows, which draws on the CPU and returns a
+                tensor, or mappings, lists or tuples of tensors. Each rank calls it with torch's
+                generator in the state that it has on one process.
+            rows: global number of rows, for a loop that chooses its samples without a DataLoader;
+                if None, the number in the last batch of a prepared loader.
 
         Raises:
-            ScriptError: no batch has been read, or a tensor has another number of rows.
+            ScriptError: no batch has been read and `rows` is None, or a tensor has another number
+                of rows.
         """
-        return draw_rows(make, self._prepared.generator, self._prepared.reading.last, self.device)
+        reading = self._prepared.reading
+        reading.has_drawn_rows |= rows is not None
+        return draw_rows(make, self._prepared.generator, reading.last, self.comm, rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the unsharded weights and buffers of the model on the CPU; all ranks call this.
