@@ -145,10 +145,10 @@ class Prepared:
         PULSE.handled_signal = stop or PULSE.handled_signal
         return stop > 0
 
-    def average(self, decay: float | None) -> WeightAverage:
+    def average(self, decay: float | None, **options: bool) -> WeightAverage:
         """Return an average of the weights, see `Run.average`."""
         model, step = self.require_model("average")
-        self.averages.append(WeightAverage(model, step.parameters, decay))
+        self.averages.append(WeightAverage(model, step.parameters, decay, **options))
         return self.averages[-1]
 
     def refuse_average(self, call: str) -> None:

@@ -252,15 +252,28 @@ class Run:
         """
         load_whole(self._prepared.require_model("load_state_dict")[0], state, self.comm)
 
-    def average(self, decay: float | None = 0.999, *, name: str = "average") -> WeightAverage:
+    def average(
+        self,
+        decay: float | None = 0.999,
+        *,
+        warmup: bool = False,
+        buffers: bool = False,
+        name: str = "average",
+    ) -> WeightAverage:
         """Return an average of the weights, which `save` and `resume` include under `name`.
 
-        With a `decay` it is an exponential average (EMA); None is the mean of all updates (SWA).
+        Args:
+            decay: of an exponential average (EMA); None is the mean of all updates (SWA).
+            warmup: whether the decay is at most (1 + t) / (10 + t) after t updates, so that the
+                first weights soon count little.
+            buffers: whether floating-point buffers are averaged too, such as statistics of
+                BatchNorm; else the model keeps its current buffers.
+            name: name in checkpoints.
 
         Raises:
             PhalanxError: no model is prepared, `decay` is not in [0, 1), or as for `register`.
         """
-        average = self._prepared.average(decay)
+        average = self._prepared.average(decay, warmup=warmup, buffers=buffers)
         self.register(name, average)
         return average
 

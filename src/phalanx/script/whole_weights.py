@@ -174,15 +174,29 @@ def read_whole_numbers() -> None:
 
     Without this torch returns this rank's partial value, so that `parameter.grad.norm().item()`
     would be the norm of a shard. All ranks must make the call, because it is a collective.
+
+    An initialization of a DTensor draws the whole tensor, as one process does. On a CPU torch
+    would draw equal numbers for the shards of all ranks.
     """
     # Private, and torch's only way to change an operation of DTensor;
     # tests/script/test_whole_weights.py pins it.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore
     handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
+    for name in ("normal_", "uniform_"):
+        handlers[getattr(torch.ops.aten, name).default] = _draw_whole
 
 
 def _whole_number(_op: Any, args: tuple[DTensor, ...], _kwargs: Any) -> float:
     return args[0].full_tensor().item()
+
+
+def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: Any) -> DTensor:
+    tensor, *rest = args
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    op(whole, *rest, **kwargs)
+    own = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local_shard(tensor).copy_(local_shard(own))
+    return tensor
 
 
 def _refuse_whole(
