@@ -144,7 +144,7 @@ class WeightAverage:
         combine(average, weights, torch.tensor(count, device=average[0].device))
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return what is averaged; a forward may have replaced a buffer."""
+        """Return the averaged weights and buffers; a forward may have replaced a buffer."""
         found: dict[str, Tensor] = dict(self._parameters)
         if self._has_buffers:
             buffers = self._model.named_buffers()

@@ -136,7 +136,7 @@ def explain_shard_error(error: BaseException) -> ScriptError | None:
         return ScriptError(
             f"the forward of '{name or type(model).__name__.removeprefix('FSDP')}' reads a "
             "parameter of a block outside the forward of the block, which alone gathers its "
-            "shards; read it in that forward, and return it or what is computed from it, or use dp"
+            "shards; read it in that forward, and return the result, or use dp"
         ).with_traceback(error.__traceback__)
     if _ARITHMETIC.search(str(error)):
         return ScriptError(

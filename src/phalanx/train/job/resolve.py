@@ -243,8 +243,9 @@ def words_of(job: Job) -> list[str]:
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
         f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
-        f"bytes in {_count(tokens.num_documents, 'document')}{skipped}, {tokens.train.num_tokens:,} tokens "
-        f"to train on and {held:,} to validate; {_count(job.num_steps, 'step')} "
+        f"bytes in {_count(tokens.num_documents, 'document')}{skipped}, "
+        f"{tokens.train.num_tokens:,} tokens to train on and {held:,} to validate; "
+        f"{_count(job.num_steps, 'step')} "
         f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}",
     ]
 
