@@ -399,7 +399,8 @@ def _begin_again_in_backward(module: nn.Module, *_: Any) -> None:
     """
     # Private; tests/parallel/test_sharded.py pins both states.
     state: Any = cast(FSDPModule, module)._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    if any(g._training_state == TrainingState.POST_BACKWARD for g in state._fsdp_param_groups):
+    group = state._fsdp_param_group
+    if group is not None and group._training_state == TrainingState.POST_BACKWARD:
         state._training_state = TrainingState.IDLE
 
 
