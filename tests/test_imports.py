@@ -186,6 +186,7 @@ def test_the_public_names() -> None:
         "decoder_of",
         "from_deepspeed",
         "init",
+        "run_ranks",
         "train_decoder",
         "verify_strategy",
     ]

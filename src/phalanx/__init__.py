@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     __version__: str
     from phalanx.config import TrainConfig as TrainConfig
     from phalanx.hugging_face.convert import decoder_of as decoder_of
+    from phalanx.launch.local import run_ranks as run_ranks
     from phalanx.script.average import DistributedOptimizer as DistributedOptimizer
     from phalanx.script.average import average_gradients as average_gradients
     from phalanx.script.deepspeed import from_deepspeed as from_deepspeed
@@ -41,6 +42,7 @@ __all__ = [
     "decoder_of",
     "from_deepspeed",
     "init",
+    "run_ranks",
     "train_decoder",
     "verify_strategy",
 ]
@@ -66,6 +68,7 @@ def __getattr__(name: str) -> Any:
         "Options": ("phalanx.script.trainer", "Options"),
         "Trainer": ("phalanx.script.trainer", "Trainer"),
         "init": ("phalanx.script.init", "init"),
+        "run_ranks": ("phalanx.launch.local", "run_ranks"),
         "train_decoder": ("phalanx.train.run", "train"),
         "verify_strategy": ("phalanx.verify.harness", "verify"),
     }

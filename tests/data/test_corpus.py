@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data.corpus import Document, documents
+from phalanx.data.corpus import Document, documents, left_out
 from phalanx.errors import DataError
 
 
@@ -36,6 +36,11 @@ def test_folder_is_read_through_in_sorted_order_with_relative_names(tmp_path: Pa
         Document("b/a.TXT", "ay\r\n"),
         Document("b/z.md", "zed"),
     ]
+    assert left_out(str(tmp_path)) == "1 .rst"
+    (tmp_path / "c.jsonl.gz").write_bytes(b"")
+    (tmp_path / "b" / "d.gz").write_bytes(b"")
+    assert left_out(str(tmp_path)) == "2 .gz, 1 .rst"
+    assert left_out(str(tmp_path / "a.py")) == left_out(None) == ""
 
 
 def test_glob_and_single_file(tmp_path: Path) -> None:
@@ -51,7 +56,11 @@ def test_glob_and_single_file(tmp_path: Path) -> None:
 def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "one \\u0000 \xc3\xa9"}\n\n{"id": 3, "text": "two\\nlines"}\n')
-    assert read(file) == [Document("a.jsonl:1", "one \0 é"), Document("a.jsonl:3", "two\nlines")]
+    expected = [Document("a.jsonl:1", "one \0 é"), Document("a.jsonl:3", "two\nlines")]
+    assert read(file) == expected
+    with file.open("a") as lines:
+        lines.write('{"text": null}\n')  # as a row of parquet without text
+    assert read(file) == expected
 
 
 def test_parquet_rows_are_documents(tmp_path: Path) -> None:

@@ -98,6 +98,14 @@ def test_bare_gpt2_checkpoint_with_its_old_buffers() -> None:
     assert all(torch.equal(taken[key], value) for key, value in ours.state_dict().items())
 
 
+def test_a_head_that_is_missing_names_the_setting_of_a_tied_one() -> None:
+    theirs, ours, _ = pair("llama")
+    state = theirs.state_dict()
+    del state["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing; .*to true in config"):
+        from_hf(state, ours.shape, "llama")
+
+
 def test_published_configs_give_the_presets() -> None:
     llama3_8b = {
         "model_type": "llama",

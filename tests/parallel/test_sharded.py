@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
@@ -30,6 +31,7 @@ from phalanx.parallel.groups import Group, Parameter, Place
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import StateBytes, Target
+from phalanx.script.whole_weights import explain_shard_error
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import AdamW, build_optimizer
@@ -384,3 +386,125 @@ def test_adamw_updates_shards_as_plain_tensors_to_the_bit_as_torchs() -> None:
 def test_another_kind_of_dp_beside_fsdp_is_refused() -> None:
     with pytest.raises(StrategyError, match="would be ignored; write 'dp2,fsdp2'"):
         Plan(Strategy.parse("dp2:naive,fsdp2"), Decoder(SHAPE))
+
+
+class Plain:
+    """An output that pytree does not know."""
+
+    def __init__(self, h: torch.Tensor, extra: torch.Tensor) -> None:
+        self.h, self.extra = h, extra
+
+
+class Slotted:
+    __slots__ = ("extra", "h")
+
+    def __init__(self, h: torch.Tensor, extra: torch.Tensor) -> None:
+        self.h, self.extra = h, [extra]
+
+
+class Late(torch.autograd.Function):
+    """Adds to the gradient of a block's bias once the block's gradients have been reduced."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        ctx.kept.pop().backward()
+        return grad, None
+
+
+class Layer(nn.Module):
+    def __init__(self, way: str, kept: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.way, self.kept = nn.Linear(6, 6), nn.Linear(6, 6), way, kept
+
+    def forward(self, h: torch.Tensor):
+        y = self.down(self.up(h).tanh())
+        self.kept[:] = [self.up.bias.sum() if self.way == "late" else y]
+        if self.way in ("plain", "slotted"):
+            return (Plain if self.way == "plain" else Slotted)(h + y, y.pow(2))
+        return h + y
+
+
+class Applied(nn.Module):
+    """Blocks that are recomputed twice, that return objects, or whose tensors are used outside."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.kept = way, list[torch.Tensor]()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Layer(way, self.kept) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, extra = self.first(x), 0.0
+        for _ in range(2 if self.way == "twice" else 1):
+            for number, block in enumerate(self.blocks):
+                if self.way == "twice":
+                    h = checkpoint(block, h, use_reentrant=True)
+                elif self.way in ("plain", "slotted"):
+                    out = block(h)
+                    (part,) = out.extra if self.way == "slotted" else (out.extra,)
+                    h, extra = out.h, extra + part
+                elif number == 0:
+                    h = block(Late.apply(h, self.kept) if self.way == "late" else h)
+                elif self.way == "kept":
+                    return self.kept[0].sum() + (0 * h).sum().detach()
+        if self.way == "outside":
+            h = nn.functional.linear(h, self.blocks[0].up.weight)
+        elif self.way == "part":
+            h = self.blocks[0].up(h)
+        return h.sum() + (extra if isinstance(extra, float) else extra.sum())
+
+
+def largest_error(text: str, way: str) -> float:
+    """Return the largest error of a gradient, relative to one process."""
+    torch.manual_seed(0)
+    alone, model = Applied(way).double(), Applied(way).double()
+    model.load_state_dict(alone.state_dict())
+    reducer = Plan(Strategy.parse(text), model).build(Ranks(Strategy.parse(text))).reducer
+    samples = torch.randn(dist.get_world_size(), 2, 3, 6, dtype=torch.float64)
+    for index in range(2):
+        loss = model(samples[dist.get_rank(), index])
+        reducer.before_backward(reducer.parameters if index == 1 else ())
+        loss.backward()
+    reducer.finish()
+    for part in samples.flatten(0, 1):
+        alone(part).backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(float((p.grad.full_tensor() / q.grad - 1).abs().max()) for p, q in pairs)
+
+
+def errors_of_applied(text: str) -> list[float]:
+    return [largest_error(text, way) for way in ("twice", "plain", "slotted")]
+
+
+@pytest.mark.parametrize(
+    "text", ["fsdp2", *map(by_hand, ("fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"))]
+)
+def test_each_gradient_of_a_block_is_reduced_whatever_applies_it(text: str) -> None:
+    """Also pins the states of FSDP2 that are read."""
+    for errors in run_ranks(errors_of_applied, Strategy.parse(text).num_ranks, text):
+        assert max(errors) < 1e-9
+
+
+def refusals() -> list[str]:
+    said: list[str] = []
+    for way in ("late", "kept", "outside", "part"):
+        try:
+            largest_error("fsdp2", way)
+        except (StrategyError, RuntimeError) as error:
+            said.append(str(explain_shard_error(error) or error))
+        else:
+            said.append(f"{way} ran")
+    return said
+
+
+def test_a_use_of_a_weight_outside_its_block_is_refused_in_one_sentence() -> None:
+    for late, kept, outside, part in run_ranks(refusals, 2):
+        assert "the gradient of 'blocks.0.up.bias' would lack a part" in late
+        assert "that is not in its output" in kept
+        assert outside.startswith("the forward of 'Applied' reads a parameter of a block outside")
+        assert part.startswith("the forward of 'blocks.0.up' reads a parameter of a block outside")

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from loops import Numbers
 from torch import Tensor, nn
@@ -60,3 +61,41 @@ def test_what_a_loop_draws_by_itself_is_named_once() -> None:
     first, other = run_ranks(numbers_of_warnings, 2, threads=1)
     assert first == [[1] * len(NAMED) + [0] * len(QUIET)] * 2
     assert other == [[0] * len(NAMED + QUIET)] * 2
+
+
+LENGTH = 5
+
+
+def losses_of_chosen_samples(strategy: str | None) -> list[float]:
+    """Train in the form of nanoGPT: each step draws where its samples begin in one long text."""
+    run = None if strategy is None else phalanx.init(strategy)
+    torch.manual_seed(0)
+    tokens = torch.arange(200) * 7 % 13
+    model = nn.Sequential(nn.Embedding(13, 8), nn.Tanh(), nn.Linear(8, 13)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    if run is not None:
+        model, optimizer = run.prepare(model, optimizer)
+    losses: list[float] = []
+
+    def starts(rows: int) -> Tensor:
+        return torch.randint(len(tokens) - LENGTH, (rows,))
+
+    for _ in range(3):
+        at = starts(7) if run is None else run.draw(starts, rows=7)
+        x, y = (torch.stack([tokens[i + k : i + k + LENGTH] for i in at]) for k in (0, 1))
+        loss = cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+        if run is None:
+            (loss / y.numel()).backward()
+            losses.append(loss.item() / y.numel())
+        else:
+            assert (run.rank, run.size) == (run.comm.coord("dp"), 2)
+            losses.append(float(run.backward(sum_of_rows=loss, count=y.numel())))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_samples_that_a_loop_chooses_are_those_of_one_process() -> None:
+    expected = losses_of_chosen_samples(None)
+    for losses in run_ranks(losses_of_chosen_samples, 2, "dp2"):
+        assert losses == pytest.approx(expected, rel=1e-12)

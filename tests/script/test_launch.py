@@ -105,7 +105,7 @@ run = phalanx.init()
 model = torch.nn.Linear(1, 1)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 for step in range(3):
-    run.backward(model(torch.full((1, 1), run.comm.coord("data") + 1.0)).sum(), 1)
+    run.backward(sum_of_rows=model(torch.full((1, 1), run.comm.coord("data") + 1.0)).sum(), count=1)
     optimizer.step()
     optimizer.zero_grad()
     if step == 1:
@@ -297,6 +297,26 @@ def test_a_script_that_never_joins_is_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("x = 1")
     with pytest.raises(PhalanxError, match=r"never called phalanx.init, so 2 processes each did"):
+        run_ranks(run_script, 2, str(script), [], None, threads=1)
+
+
+WITHOUT_PHALANX = """
+import torch
+import torch.distributed as dist
+if {is_init}:
+    dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.randn(3, 4)).sum().backward()
+"""
+
+
+def test_a_script_that_finds_the_process_group_may_divide_the_work_itself(tmp_path: Path) -> None:
+    """As the Trainer of transformers does; one that makes the group again is told."""
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_PHALANX.format(is_init=False))
+    run_ranks(run_script, 2, str(script), [], None, threads=1)
+    script.write_text(WITHOUT_PHALANX.format(is_init=True))
+    with pytest.raises(PhalanxError, match="start the script by torchrun --nproc-per-node 2"):
         run_ranks(run_script, 2, str(script), [], None, threads=1)
 
 

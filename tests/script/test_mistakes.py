@@ -456,7 +456,7 @@ def gathered_rows_of_unlike_lengths() -> None:
 
 def a_distributed_sampler() -> None:
     dataset = Numbers()
-    loader = DataLoader(dataset, 8, sampler=DistributedSampler(dataset, 2, 0))
+    loader = DataLoader(dataset, 8, sampler=DistributedSampler(dataset, 4, 0))
     phalanx.init("dp2").prepare(loader)
 
 
@@ -650,7 +650,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     gathered_numbers: r"gather: a tensor has no rows, .* compute the number from the gathered rows",
     gathered_rows_of_several_batches: r"has 8 entries .* has 4 rows; .*before .*concatenated",
     gathered_rows_of_unlike_lengths: r"the rows have different shapes .*run.gather\(out, pad=0\)",
-    a_distributed_sampler: r"has a DistributedSampler, but run.prepare splits the batches",
+    a_distributed_sampler: r"has num_replicas=4, .*give num_replicas=2",
     small_batches: r"batch_size is 1, the global batch, which is split over 2 .*at least 2",
     no_batches: r"has batch_size=None",
     no_length: r"Endless, or the loader's sampler, has no length",

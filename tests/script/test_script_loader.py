@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -500,3 +501,85 @@ def words_of_streams() -> list[int]:
 
 def test_a_stream_that_deals_itself_out_is_told() -> None:
     assert run_ranks(words_of_streams, 2, threads=1) == [[0, 1], [0, 0]]
+
+
+def batches_of_a_distributed_sampler() -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Return what a prepared and the plain loader of this rank yield, for some loaders."""
+    found: list[tuple[list[list[int]], list[list[int]]]] = []
+    for drop_last in (False, True):
+        run = phalanx.init()
+        sampler = DistributedSampler(Numbers(), drop_last=drop_last)
+        plain = DataLoader(Numbers(), 4, sampler=sampler, drop_last=drop_last)
+        loader = run.prepare(plain)
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            found.append(tuple(passes(each, lambda rows: rows, 1) for each in (loader, plain)))
+        assert len(loader) == len(plain)
+    return found
+
+
+def test_a_distributed_sampler_keeps_the_order_of_torch_on_each_rank() -> None:
+    for found in run_ranks(batches_of_a_distributed_sampler, 2, threads=1):
+        for batches, expected in found:
+            assert batches == expected
+        assert found[0] != found[1]
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    xs, ys = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(xs, batch_first=True), torch.stack(ys)
+
+
+class MeanOfPositions(nn.Module):
+    """Counts padding, and fails on 0 rows, as many models of libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh().mean(1)
+        return self.last(h.reshape(len(h), -1))
+
+
+def rows_of_many_lengths() -> DataLoader[Any]:
+    numbers = torch.Generator().manual_seed(0)
+    lengths = [1 + number * 7 % 11 for number in range(9)]  # the last of 3 batches has one row
+    rows = [torch.randn(n, 4, generator=numbers, dtype=torch.float64) for n in lengths]
+    return DataLoader([(x, x[0, :2]) for x in rows], 4, collate_fn=padded)
+
+
+def squares(output: Tensor, y: Tensor) -> Tensor:
+    return ((output - y) ** 2).sum()
+
+
+def losses_of_padded_rows(strategy: str | None) -> list[float]:
+    torch.manual_seed(0)
+    model, loader = MeanOfPositions().double(), rows_of_many_lengths()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = None if strategy is None else phalanx.init(strategy)
+    if run is not None:
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+    losses: list[float] = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = squares(model(x), y)
+        if run is None:
+            (loss / len(y)).backward()
+            losses.append(loss.item() / len(y))
+        else:
+            losses.append(float(run.backward(sum_of_rows=loss, count=len(y))))
+        optimizer.step()
+    total, count = torch.zeros(()), 0
+    with torch.no_grad():
+        for x, y in loader:
+            total, count = total + squares(model(x), y), count + len(y)
+    return [*losses, float(total / count if run is None else run.mean(total, count))]
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2"])
+def test_rows_are_padded_to_the_longest_of_the_whole_batch(strategy: str) -> None:
+    """And a model that fails on 0 rows trains and is evaluated where a rank has none."""
+    expected = losses_of_padded_rows(None)
+    for losses in run_ranks(losses_of_padded_rows, 2, strategy):
+        assert losses == pytest.approx(expected, rel=1e-12)

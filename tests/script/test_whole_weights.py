@@ -127,6 +127,56 @@ def test_an_average_is_that_of_torch_and_goes_on_under_another_strategy(
             assert found == pytest.approx(loss, rel=1e-9)
 
 
+def initialized_again(strategy: str | None) -> dict[str, Tensor]:
+    run = None if strategy is None else phalanx.init(strategy)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5)).double()
+    if run is not None:
+        model = run.prepare(model)
+    torch.manual_seed(3)
+    nn.init.xavier_normal_(model[0].weight)
+    nn.init.trunc_normal_(model[2].weight, std=0.1)
+    model[0].bias.data.uniform_(-1, 1)
+    nn.init.zeros_(model[2].bias)
+    return model.state_dict() if run is None else run.state_dict()
+
+
+def test_an_initialization_after_prepare_draws_the_numbers_of_one_process() -> None:
+    expected = initialized_again(None)
+    for state in run_ranks(initialized_again, 2, "fsdp2"):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=0)
+
+
+def average_by_hand(decay: float, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the usual EMA with a warm-up, of all floating-point weights and buffers."""
+    average = {n: v.clone() for n, v in states[0].items() if v.is_floating_point()}
+    for count, state in enumerate(states[1:], 1):
+        now = min(decay, (1 + count) / (10 + count))
+        average = {name: now * v + (1 - now) * state[name] for name, v in average.items()}
+    return average
+
+
+def with_a_warm_up() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    run = phalanx.init("fsdp2")
+    model, optimizer, loader = run.prepare(*parts(), batch_norm="global")
+    average, states = run.average(0.4, warmup=True, buffers=True), list[dict[str, Tensor]]()
+    for x, y in loader:
+        run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+        optimizer.step()
+        average.update()
+        states.append(run.state_dict())
+    with average.applied():
+        return run.state_dict(), states
+
+
+def test_an_average_with_a_warm_up_has_buffers_too() -> None:
+    for state, states in run_ranks(with_a_warm_up, 2, threads=1):
+        expected = average_by_hand(0.4, states)
+        assert len(states) > 3 and "2.running_var" in expected
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
 def copied(strategy: str, is_before: bool) -> dict[str, Tensor]:
     """Average by torch's own class, made before or after the model is prepared."""
     run = phalanx.init(strategy)

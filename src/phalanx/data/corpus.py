@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,20 @@ def sources(path: str | None) -> list[tuple[str, Path]]:
     if path is None:
         return _library_files()
     root, files = _find_files(path)
-    return [(file.relative_to(root).as_posix(), file) for file in files]
+    return [(file.relative_to(root).as_posix(), file) for file in _supported(files, path)]
+
+
+def left_out(path: str | None) -> str:
+    """Return the numbers of files that a corpus has and `documents` cannot read, by their suffix.
+
+    For example "2 .gz, 1 .json"; empty if there are none.
+    """
+    files = [] if path is None else _find_files(path)[1]
+    suffixes = [file.suffix.lower() or file.name for file in files]
+    counts = Counter(suffix for suffix in suffixes if suffix not in SUFFIXES)
+    words = [f"{count} {suffix}" for suffix, count in counts.most_common(8)]
+    more = sum(counts.values()) - sum(count for _, count in counts.most_common(8))
+    return ", ".join([*words, *([f"{more} others"] if more else [])])
 
 
 def _from_path(path: str) -> Iterator[Document]:
@@ -108,9 +122,9 @@ def _find_files(path: str) -> tuple[Path, list[Path]]:
     start = Path(os.path.expanduser(path))
     try:
         if start.is_dir():
-            return start, _supported(_walk(start), path)
+            return start, _walk(start)
         if start.exists():
-            return start.parent, _supported([start], path)
+            return start.parent, [start]
         if glob.has_magic(path):
             return _find_matches(start, path)
         raise DataError(f"{path} does not exist{hint_of_missing(start)}")
@@ -128,7 +142,7 @@ def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
     while glob.has_magic(str(fixed)):
         fixed = fixed.parent
     files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
-    return fixed, _supported(sorted(set(files)), path)
+    return fixed, sorted(set(files))
 
 
 def _glob(pattern: Path) -> Iterator[str]:
@@ -252,7 +266,13 @@ def _json_text(line: str, where: str) -> str:
 
 
 def _checked(value: object, where: str) -> str:
-    """Return `value` if it is a string that UTF-8 can encode, else raise DataError."""
+    """Return `value` if it is a string that UTF-8 can encode, and "" if it is null.
+
+    Raises:
+        DataError: it is another value.
+    """
+    if value is None:
+        return ""  # as a row without text, which is no document
     if not isinstance(value, str):
         raise DataError(f"{where}: '{FIELD}' is a {type(value).__name__}; expected a string")
     try:
@@ -293,8 +313,7 @@ def _read_parquet(file: Path, name: str) -> Iterator[Document]:
                     ) from error
                 for value in values:
                     row += 1
-                    if value is not None:
-                        yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
+                    yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
     except (OSError, arrow.ArrowException) as error:  # pyarrow raises OSError for bad content
         if isinstance(error, OSError) and error.errno is not None:
             raise _unreadable(file, error) from error

@@ -162,7 +162,13 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
         found = {link.theirs: link.theirs for link in links}
     for name in found.values():
         if name not in left:
-            raise CheckpointError(f"'{name}' is missing{nearest(name, left)}")
+            hint = nearest(name, left)
+            if name.endswith("lm_head.weight"):
+                hint = (
+                    "; if the output projection is the embedding, set tie_word_embeddings to true "
+                    "in config.json"
+                )
+            raise CheckpointError(f"'{name}' is missing{hint}")
     left -= set(found.values())
     if left:
         raise CheckpointError(

@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axes import SHARDS, axes_of, single_axis
@@ -59,7 +60,7 @@ from phalanx.parallel.reduce import (
 from phalanx.parallel.refusals import refuse_copy, refuse_second_derivative
 from phalanx.parallel.sparse import sparse_tables
 from phalanx.parallel.split import Shape, Split, StateBytes, Target, TensorKind, entries_of
-from phalanx.parallel.views import allow_views
+from phalanx.parallel.views import allow_outputs
 from phalanx.strategy import Strategy
 
 Kind = Literal["zero1", "zero2", "zero3"]
@@ -237,7 +238,8 @@ class ShardedReducer(GradientReducer):
         self._used: set[nn.Parameter] = set()
         self._not_yet_last = set(trained)
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._gathered: list[nn.Parameter] = []
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._gathered: dict[nn.Parameter, str] = {}
         self._adders: list[Node] = []
         self._own: dict[FSDPModule, frozenset[nn.Parameter]] = {}
         self._has_failed = False
@@ -259,7 +261,7 @@ class ShardedReducer(GradientReducer):
         # must use the same parameters.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        allow_views(module)
+        allow_outputs(module)
         self._watch(cast(nn.Module, module))
 
     def _watch(self, module: nn.Module) -> None:
@@ -284,12 +286,13 @@ class ShardedReducer(GradientReducer):
         ]
         self._places += places
         self._own[cast(FSDPModule, module)] = frozenset(parameter for *_, parameter in places)
+        module.register_forward_pre_hook(_begin_again_in_backward, prepend=True)
 
         def on_first_forward(*_: Any) -> None:
             handle.remove()
             for submodule, name, parameter in places:
                 gathered: nn.Parameter = getattr(submodule, name)
-                self._gathered.append(gathered)
+                self._gathered[gathered] = self._names[parameter]
                 note = functools.partial(self._note_used, parameter)
                 if gathered.requires_grad:  # else frozen since the split, which callers refuse
                     gathered.register_post_accumulate_grad_hook(note)
@@ -341,7 +344,18 @@ class ShardedReducer(GradientReducer):
             module.set_reshard_after_backward(is_done or self._kind == "zero3", recurse=False)
 
     def finish(self, phase: Phase = no_phase) -> None:
-        """Set to None the gradients (all zeros) of parameters that no rank used."""
+        """Set to None the gradients (all zeros) of parameters that no rank used.
+
+        Raises:
+            StrategyError: a gradient would be wrong, because a part of it is not reduced.
+        """
+        for gathered, name in self._gathered.items():
+            if gathered.grad is not None:
+                raise StrategyError(
+                    f"fsdp: the gradient of '{name}' would lack a part, which was computed after "
+                    "the gradients of its block had been reduced; use the parameter only in the "
+                    "forward of its block, or use dp"
+                )
         with phase("agree"):
             is_used = self.any_rank_used([parameter in self._used for parameter in self.parameters])
         for parameter in itertools.compress(self.parameters, map(operator.not_, is_used)):
@@ -380,6 +394,20 @@ class ShardedReducer(GradientReducer):
         """Free parameters that a forward without backward left gathered: they are now outdated."""
         for module in self._own:
             module.reshard()
+
+
+def _begin_again_in_backward(module: nn.Module, *_: Any) -> None:
+    """Let FSDP2 reduce a group again that reentrant checkpointing recomputes after its reduction.
+
+    FSDP2 takes a forward during backward for a recomputation within the block's own backward, which
+    ends with the reduction. A second recomputation in one backward, of a block that is applied
+    twice, would get no reduction of its own.
+    """
+    # Private; tests/parallel/test_sharded.py pins both states.
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    group = state._fsdp_param_group
+    if group is not None and group._training_state == TrainingState.POST_BACKWARD:
+        state._training_state = TrainingState.IDLE
 
 
 def _free_after_inference(model: nn.Module, *_: Any) -> None:

@@ -76,6 +76,7 @@ class _Arguments:
     max_norm: Annotated[float, Range(0, ends="(]")]
     p: Annotated[float, Range(0, ends="(]")]
     decay: Annotated[float | None, Range(0, 1)]
+    rows: Annotated[int, Range(1)]
 
 
 def check_arguments(call: str, **given: Any) -> None:

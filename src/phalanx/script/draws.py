@@ -20,6 +20,8 @@ from torch import Tensor
 from phalanx.comm.comm import Comm
 from phalanx.data.rows import map_batch
 from phalanx.errors import ScriptError
+from phalanx.script.checks import check_arguments
+from phalanx.script.deal import shard_rows
 from phalanx.script.loader import RankLoader
 from phalanx.script.order import JobGenerator
 
@@ -28,18 +30,25 @@ def draw_rows(
     make: Callable[[int], Any],
     generator: JobGenerator,
     loader: RankLoader | None,
-    device: torch.device,
+    comm: Comm,
+    num_rows: int | None,
 ) -> Any:
     """Return this rank's rows of the numbers that `make` draws for a batch, see `Run.draw`.
 
-    `loader` yielded the last batch; it is None before the first batch.
+    `loader` yielded the last batch; it is None before the first batch. `num_rows` are the rows of
+    all ranks, or None for the rows of the last batch.
     """
-    if loader is None:
+    if num_rows is not None:
+        check_arguments("draw", rows=num_rows)
+        (own,) = shard_rows(range(num_rows), comm.coord("data"), comm.size("data"), 1)
+    elif loader is None:
         raise ScriptError(
             "draw: no batch of a prepared DataLoader has been read, so the number of rows is "
-            "unknown; call run.draw inside the loop over batches"
+            "unknown; call run.draw inside the loop over batches, or give rows=, the rows of all "
+            "ranks"
         )
-    num_rows, own = loader.num_batch_rows, loader.own_rows
+    else:
+        num_rows, own = loader.num_batch_rows, loader.own_rows
     with generator.as_torch_generator():
         whole = make(num_rows)
 
@@ -56,7 +65,7 @@ def draw_rows(
                 f"{num_rows} rows, the number that is passed to it: the rows of the batch on all "
                 "ranks"
             )
-        return tensor[own.start : own.stop].to(device)
+        return tensor[own.start : own.stop].to(comm.device)
 
     return map_batch(whole, take)
 

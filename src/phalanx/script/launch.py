@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -17,11 +17,6 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.script.arguments import finding_modules
 from phalanx.script.init import STRATEGY
 from phalanx.script.loader import has_empty_batch
-
-_TWICE: Final = (
-    "phalanx has initialized the process group already: remove dist.init_process_group from the "
-    "script"
-)
 
 _EMPTY_BATCH: Final = (
     "The batch of this rank has no rows, because the global batch has fewer rows than there are "
@@ -41,13 +36,14 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
 
     Raises:
         ScriptError: it called `sys.exit` with a code other than 0, or several ranks ran it and it
-            never joined the job, as `phalanx.init` does.
+            neither joined the job, as `phalanx.init` does, nor called a collective.
     """
     if strategy is not None:
         os.environ[STRATEGY] = strategy
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).resolve().parent))
     PULSE.now("the script")
+    num_collectives = _num_collectives()
     no_ends()  # drop pending checks of earlier work in this process
     try:
         with finding_modules(path):
@@ -63,7 +59,13 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
         raise
     except Exception as error:
         if "default process group twice" in str(error):
-            error.add_note(_TWICE)
+            num_ranks = dist.get_world_size()
+            twice = ScriptError(
+                "dist.init_process_group: phalanx run has initialized the process group already; "
+                f"remove the call, or start the script by torchrun --nproc-per-node {num_ranks}"
+            ).with_traceback(error.__traceback__)
+            add_line(twice, path)
+            raise twice from None
         if isinstance(mistake := as_mistake(error), PhalanxError):
             add_line(mistake, path)
             raise mistake from None
@@ -71,9 +73,17 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
             error.add_note(_EMPTY_BATCH)
         raise
     check_end()
-    if dist.get_world_size() > 1 and not ATTACH_CALLED:
+    # A trainer of another library finds the process group, and divides the work itself.
+    is_alone = not ATTACH_CALLED and _num_collectives() == num_collectives
+    if dist.get_world_size() > 1 and is_alone:
         raise ScriptError(
             f"{path} never called phalanx.init, so {dist.get_world_size()} processes each did the "
             "same work; call phalanx.init, or start the script by python"
         )
     return PULSE.handled_signal, PULSE.resume_hint
+
+
+def _num_collectives() -> int:
+    """Return how many collectives of the job's process group have begun on this rank."""
+    world: Any = dist.group.WORLD  # private method; tests/script/test_launch.py pins it
+    return world._get_sequence_number_for_group() if dist.is_initialized() else 0

@@ -5,23 +5,32 @@
     rank 1 of 2                           2 0                                    6
 
 A batch of the plain loader is the global batch, for any number of ranks. Each rank takes a range of
-its rows, as even as possible, and fetches only these rows. A rank without rows gets a batch of 0
-rows, so that every rank takes the same steps and each row counts once.
+its rows, as even as possible. With torch's default collate function a rank fetches only these rows.
+Another `collate_fn` gets the whole batch on each rank, as on one process, because its result for a
+row may depend on the other rows: it may pad each row to the longest of the batch.
+
+A loader with a DistributedSampler yields on each rank what torch's loader yields there, and its
+batch_size counts rows of one rank.
+
+A rank without rows gets a batch of 0 rows, so that every rank takes the same steps and each row
+counts once. Many models fail on 0 rows, so the model computes a row of another rank instead, and
+its outputs lose that row (`compute_spare_row`).
 
 Module `order` defines the order of the samples, module `deal` the rows of each rank.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from phalanx.checkpoint.position import LoaderPosition
 from phalanx.comm.comm import Comm
@@ -38,6 +47,7 @@ from phalanx.script.order import (
     JobGenerator,
     PassDraws,
     PassOrder,
+    RankBatches,
     generators_of,
 )
 
@@ -73,6 +83,8 @@ class RankLoader:
         rows: positions of this rank's rows of the last batch in the order of all samples, counted
             over all passes; int64 on this rank's device.
         has_no_rows: whether the last batch has no row on this rank.
+        spares: tensors of the last batch, if it has no row on this rank, each with the tensor of
+            one row of another rank; empty else.
         is_used: whether a backward has used a batch of the current pass; set by `BatchTracker`.
         is_dataset_read: whether a script has read `dataset` between passes; reset by
             `UnreducedResultsWatch`.
@@ -105,6 +117,7 @@ class RankLoader:
         self.epoch = self.batches_done = 0
         self.is_last = self.is_used = self.has_no_rows = self.is_dataset_read = False
         self.rows = torch.zeros(0, dtype=torch.int64)
+        self.spares: list[tuple[Tensor, Tensor]] = []
         self.piece_sizes: list[int] = []
         self.num_batch_rows = 0
         self._has_spares = has_spares
@@ -118,8 +131,14 @@ class RankLoader:
         self._digest = ""
         self._fetcher = None
         _LOADERS.add(self)
+        self._is_whole = False
         if not isinstance(plain.dataset, IterableDataset):
-            self._fetcher = Fetcher(plain)
+            self._is_whole = comm.size("data") > 1 and plain.collate_fn is not default_collate
+            collate = plain.collate_fn
+            if self._is_whole:
+                place = (comm.coord("data"), comm.size("data"), pieces)
+                collate = CollateWhole(plain.collate_fn, *place)
+            self._fetcher = Fetcher(plain, collate)
 
     def __len__(self) -> int:
         return len(self.plain)
@@ -138,7 +157,10 @@ class RankLoader:
         if self._fetcher is not None:
             # Persistent workers are seeded in the first pass only.
             stay = self.plain.persistent_workers and (self.epoch or self.num_begun)
-            drawing = PassDraws(self.plain, self._generator, not stay, states)
+            batches = cast(Any, self.plain.batch_sampler)
+            if isinstance(sampler := self.plain.sampler, DistributedSampler):
+                batches = RankBatches(sampler, batches)
+            drawing = PassDraws(self.plain, batches, self._generator, not stay, states)
             return self._pass(self._of_dataset(self._fetcher, drawing))
         if "draws" in states:
             self._generator.state = states["draws"]
@@ -166,6 +188,10 @@ class RankLoader:
             self.rows = to_device(rows, self._comm.device)
             self.has_no_rows = not len(self.rows)
             given = map_tensors(batch, lambda t: t.to(self._comm.device, non_blocking=True))
+            self.spares = []
+            if self.has_no_rows and not self._has_spares:
+                spare, given = given, without_rows(given)
+                self.spares = list(zip(tensors_of(given), tensors_of(spare), strict=True))
             if self._on_batch is not None:
                 self._on_batch(self, given)
             try:
@@ -241,17 +267,19 @@ class RankLoader:
         self._num_rows = order.num_rows
         wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
         with JobGenerator(self._before["draws"]).as_torch_generator():
-            # Skipped draws give the workers of each data rank another seed.
-            skip = self._comm.coord("data")
+            # Skipped draws give the workers of each data rank another seed, unless they compute
+            # the same whole batches.
+            skip = 0 if self._is_whole else self._comm.coord("data")
             fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
             of_batch = order.rows(number)
             own = self._own(of_batch)
-            rows = rows if any(own) or self._has_spares else without_rows(rows)
             yield _Fetched(rows, own, number == len(order) - 1, len(of_batch))
 
     def _wanted(self, order: PassOrder, rows: range) -> list[Any]:
         """Return the samples to fetch for the batch with the rows `rows` of its pass."""
+        if self._is_whole:
+            return order.samples(rows)
         own = [sample for piece in self._own(rows) for sample in order.samples(piece)]
         # A rank without rows fetches one sample, which has the structure and dtypes of a batch.
         return own or order.samples(rows[-1:])
@@ -280,7 +308,7 @@ class RankLoader:
                 )
             if not is_skipped:
                 places = [at - begin for piece in own for at in piece]
-                here = torch.tensor(places or [0] * self._has_spares).long()
+                here = torch.tensor(places or [0]).long()
                 yield _Fetched(take_rows(batch, here), own, following is None, end - begin)
             batch = following
         self._num_rows = end
@@ -308,6 +336,73 @@ class RankLoader:
         return shard_rows(rows, self._comm.coord("data"), self._comm.size("data"), self._pieces)
 
 
+class CollateWhole:
+    """A collate function that collates the samples of all ranks, and returns this rank's rows.
+
+    Samples that collate to a batch without rows in the first dimension, such as a graph, cannot be
+    cut: of them this rank's are collated alone.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], rank: int, num_ranks: int, num_pieces: int
+    ) -> None:
+        self._collate = collate
+        self._place = (rank, num_ranks, num_pieces)
+        self._has_rows: bool | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return this rank's rows of the batch of `samples`, or one row if there is none."""
+        pieces = shard_rows(range(len(samples)), *self._place)
+        own = [at for piece in pieces for at in piece] or [len(samples) - 1]
+        if self._has_rows is None:  # one sample, because a first dimension of time has any size
+            with torch.random.fork_rng(devices=[]):
+                self._has_rows = _num_rows(self._collate(copy.deepcopy(samples[:1]))) == 1
+        if self._has_rows and _num_rows(batch := self._collate(samples)) == len(samples):
+            return take_rows(batch, torch.tensor(own))
+        return self._collate([samples[at] for at in own])
+
+
+def _num_rows(batch: Any) -> int:
+    """Return the number of rows of a batch, 0 if its tensors have different numbers or none."""
+    try:
+        return count_rows(batch)
+    except ConfigError:
+        return 0
+
+
+def compute_spare_row(model: nn.Module, last: Callable[[], RankLoader | None]) -> None:
+    """Let a model compute a row of another rank in place of 0 rows, and return 0 rows of it.
+
+    So each rank runs the same blocks, and a gradient gets nothing from the row. `last` returns the
+    loader of the last batch.
+    """
+    is_replaced = False
+
+    def row_of(tensor: Tensor) -> Tensor:
+        nonlocal is_replaced
+        if not tensor.ndim or len(tensor):
+            return tensor
+        is_replaced = True
+        spares = [] if (loader := last()) is None else loader.spares
+        known = (spare for given, spare in spares if given is tensor)
+        # Ones in place of what the script has made of the batch: an index, a mask that keeps all.
+        return next(known, tensor.new_ones((1, *tensor.shape[1:])))
+
+    def before(_model: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal is_replaced
+        is_replaced = False
+        given = map_tensors((args, kwargs), row_of)
+        return given if is_replaced else None
+
+    def after(_model: nn.Module, _args: Any, output: Any) -> Any:
+        if not is_replaced:
+            return output
+        return map_tensors(output, lambda t: t[:0] if t.ndim and len(t) == 1 else t)
+
+    model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    model.register_forward_hook(after, prepend=True)
+
+
 def _digest(batch: Any) -> str:
     return digest_of([] if batch is None else tensors_of(batch))
 
@@ -324,11 +419,13 @@ def _check(plain: DataLoader[Any], num_ranks: int) -> None:
             "be split over the ranks; give it the global batch_size"
         )
     if isinstance(plain.sampler, DistributedSampler):
-        raise ConfigError(
-            "prepare: the DataLoader has a DistributedSampler, but run.prepare splits the batches "
-            "over the ranks itself; give DataLoader(..., shuffle=True) and the global batch_size"
-        )
-    if plain.batch_size is not None and plain.batch_size < num_ranks:
+        if plain.sampler.num_replicas != num_ranks:
+            raise ConfigError(
+                f"prepare: the DistributedSampler has num_replicas={plain.sampler.num_replicas}, "
+                f"and {num_ranks} data ranks share the samples; give num_replicas={num_ranks}, or "
+                "DataLoader(..., shuffle=True) and the global batch_size"
+            )
+    elif plain.batch_size is not None and plain.batch_size < num_ranks:
         raise ConfigError(
             f"prepare: batch_size is {plain.batch_size}, the global batch, which is split over "
             f"{num_ranks} data ranks, so some would never have a row; give at least {num_ranks}"

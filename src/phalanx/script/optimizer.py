@@ -45,7 +45,9 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
                 raise ScriptError(
                     f"prepare: the {type(optimizer).__name__} updates a parameter of shape "
                     f"{tuple(parameter.shape)} in group {number} that the prepared model does not "
-                    "have; make the optimizer from the parameters of that model"
+                    "have; make the optimizer from the parameters of that model; if the loss has "
+                    "parameters, prepare one module with both, such as "
+                    "nn.ModuleDict({'model': model, 'loss': loss})"
                 )
         group["params"] = [p if p in ours else after[before[p]] for p in group["params"]]
     check_kind(optimizer, ours, "prepare")

@@ -11,16 +11,17 @@ model or a transform. The generator states at both moments determine a pass; che
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.errors import DataError
@@ -95,6 +96,27 @@ class PassOrder:
         return list(self._samples[rows.start : rows.stop])
 
 
+class RankBatches:
+    """The global batches of a DistributedSampler: the batches of all ranks, in rank order."""
+
+    def __init__(self, sampler: DistributedSampler[Any], of_rank: BatchSampler) -> None:
+        """`of_rank` makes the batches of one rank from `sampler`."""
+        self._sampler, self._of_rank = sampler, of_rank
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self._of_rank)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        of_ranks: list[Iterable[list[Any]]] = []
+        for rank in range(self._sampler.num_replicas):
+            sampler, batches = copy.copy(self._sampler), copy.copy(self._of_rank)
+            sampler.rank, batches.sampler = rank, sampler
+            of_ranks.append(batches)
+        for batches in zip(*of_ranks, strict=True):
+            yield [sample for batch in batches for sample in batch]
+
+
 class PassDraws:
     """The random draws of one pass over a DataLoader.
 
@@ -105,22 +127,23 @@ class PassDraws:
     def __init__(
         self,
         plain: DataLoader[Any],
+        batches: Any,
         generator: JobGenerator,
         is_seeded: bool,
         states: Mapping[str, Tensor],
     ) -> None:
         """Draw what the plain loader draws in `iter`, with the workers' seed if `is_seeded`.
 
+        `batches` iterates over the samples of each global batch, and has a length.
         `states` are the saved states of the pass to resume, else empty.
         """
         self.states = dict(states)
         self._plain = plain
         self._generator = JobGenerator(states["draws"]) if states else generator
         self._order: PassOrder | None = None
-        sampler = cast(Any, plain.batch_sampler)
         with self._moment(""):
-            self._length = len(sampler)
-            self._batches = iter(sampler)
+            self._length = len(batches)
+            self._batches = iter(batches)
             if is_seeded:
                 torch.empty((), dtype=torch.int64).random_(generator=plain.generator)
         if plain.num_workers:  # workers fetch the first batches at once
@@ -188,7 +211,8 @@ def generators_of(plain: DataLoader[Any]) -> dict[str, torch.Generator]:
 class Fetcher:
     """Fetches this rank's samples, with as many workers and the settings of a plain loader."""
 
-    def __init__(self, plain: DataLoader[Any]) -> None:
+    def __init__(self, plain: DataLoader[Any], collate: Callable[[list[Any]], Any]) -> None:
+        """Fetch as `plain` does, and collate the samples of a batch by `collate`."""
         self._batches: Iterable[list[Any]] = ()
         self._generator = None if plain.generator is None else torch.Generator()
         has_workers = plain.num_workers > 0
@@ -196,7 +220,7 @@ class Fetcher:
             plain.dataset,
             batch_sampler=cast(Any, self),
             num_workers=plain.num_workers,
-            collate_fn=plain.collate_fn,
+            collate_fn=collate,
             pin_memory=plain.pin_memory,
             timeout=plain.timeout,
             worker_init_fn=plain.worker_init_fn,

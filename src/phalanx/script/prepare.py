@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.heartbeat import PULSE
-from phalanx.parallel.batch_norm import Statistics, require_statistics
+from phalanx.parallel.batch_norm import Statistics, batch_norms, require_statistics
 from phalanx.parallel.dropout import Masks, warn_of_first_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script.as_prepared import refuse_max_norm
@@ -23,7 +23,7 @@ from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import first_unequal_rank
 from phalanx.script.gather import Gathers, add_up
 from phalanx.script.hooks import refuse_lost_hooks
-from phalanx.script.loader import RankLoader
+from phalanx.script.loader import RankLoader, compute_spare_row
 from phalanx.script.optimizer import Names, check_schedules, rebind
 from phalanx.script.order import JobGenerator
 from phalanx.script.reading import BatchTracker
@@ -59,7 +59,7 @@ class Prepared:
         self._model: nn.Module | None = None
         self._step: UserStep | None = None
         self._before: Names = {}
-        self._is_announced = self._is_warned = False
+        self._is_announced = self._is_warned = self._has_spares = False
 
     @property
     def state(self) -> State:
@@ -152,10 +152,10 @@ class Prepared:
         PULSE.handled_signal = stop or PULSE.handled_signal
         return stop > 0
 
-    def average(self, decay: float | None) -> WeightAverage:
+    def average(self, decay: float | None, **options: bool) -> WeightAverage:
         """Return an average of the weights, see `Run.average`."""
         model, step = self.require_model("average")
-        self.averages.append(WeightAverage(model, step.parameters, decay))
+        self.averages.append(WeightAverage(model, step.parameters, decay, **options))
         return self.averages[-1]
 
     def refuse_average(self, call: str) -> None:
@@ -238,7 +238,9 @@ class Prepared:
         self._is_announced = True
         plain = self.loaders[0].plain
         rows = ""
-        if plain.batch_size is not None:
+        if isinstance(plain.sampler, DistributedSampler):
+            rows = f"; {plain.batch_size} rows of a batch a rank"
+        elif plain.batch_size is not None:
             most = -(-plain.batch_size // self._comm.size("data"))
             rows = f"; {most} of the {plain.batch_size} rows of a batch a rank"
         if self._comm.is_first:
@@ -248,6 +250,10 @@ class Prepared:
 
     def _note(self, loader: RankLoader, batch: Any) -> None:
         self.reading.note(loader, batch)
+        if loader.spares and self._model is not None and not self._has_spares:
+            self._has_spares = True
+            if not batch_norms(self._model):  # its statistics would count the row
+                compute_spare_row(self._model, lambda: self.reading.last)
         if self._step is not None and not self.reading.is_evaluation:
             self._step.draw_watch.mark()
 

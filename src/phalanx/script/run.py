@@ -69,6 +69,16 @@ class Run:
         return self.comm.is_first
 
     @property
+    def rank(self) -> int:
+        """Number of this rank in the job, from 0."""
+        return self.comm.coord("job")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the job."""
+        return self.comm.size("job")
+
+    @property
     def device(self) -> torch.device:
         """Device that this rank computes on."""
         return self.comm.device
@@ -237,20 +247,24 @@ class Run:
         """
         return self._prepared.gather(batch[0] if len(batch) == 1 else batch, dim, pad, per_row)
 
-    def draw(self, make: Callable[[int], Any]) -> Any:
+    def draw(self, make: Callable[[int], Any], *, rows: int | None = None) -> Any:
         """Draw random numbers as one process does; return this rank's rows on `device`.
 
             noise = run.draw(lambda rows: torch.randn(rows, 8))  # all ranks call this
 
         Args:
-            make: function of the global number of rows in the last batch, which draws on the CPU
-                and returns a tensor, or mappings, lists or tuples of tensors. Each rank calls it
-                with torch's generator in the state that it has on one process.
+            make: function of the global number of rows, which draws on the CPU and returns a
+                tensor, or mappings, lists or tuples of tensors. Each rank calls it with torch's
+                generator in the state that it has on one process.
+            rows: global number of rows, for a loop that chooses its samples without a DataLoader;
+                if None, the number in the last batch of a prepared loader.
 
         Raises:
-            ScriptError: no batch has been read, or a tensor has another number of rows.
+            ScriptError: no batch has been read and `rows` is None, or a tensor has another number
+                of rows.
         """
-        return draw_rows(make, self._prepared.generator, self._prepared.reading.last, self.device)
+        reading = self._prepared.reading
+        return draw_rows(make, self._prepared.generator, reading.last, self.comm, rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the unsharded weights and buffers of the model on the CPU; all ranks call this.
@@ -277,15 +291,28 @@ class Run:
         """
         load_whole(self._prepared.require_model("load_state_dict")[0], state, self.comm)
 
-    def average(self, decay: float | None = 0.999, *, name: str = "average") -> WeightAverage:
+    def average(
+        self,
+        decay: float | None = 0.999,
+        *,
+        warmup: bool = False,
+        buffers: bool = False,
+        name: str = "average",
+    ) -> WeightAverage:
         """Return an average of the weights, which `save` and `resume` include under `name`.
 
-        With a `decay` it is an exponential average (EMA); None is the mean of all updates (SWA).
+        Args:
+            decay: of an exponential average (EMA); None is the mean of all updates (SWA).
+            warmup: whether the decay is at most (1 + t) / (10 + t) after t updates, so that the
+                first weights soon count little.
+            buffers: whether floating-point buffers are averaged too, such as statistics of
+                BatchNorm; else the model keeps its current buffers.
+            name: name in checkpoints.
 
         Raises:
             PhalanxError: no model is prepared, `decay` is not in [0, 1), or as for `register`.
         """
-        average = self._prepared.average(decay)
+        average = self._prepared.average(decay, warmup=warmup, buffers=buffers)
         self.register(name, average)
         return average
 

@@ -7,7 +7,7 @@
 
 It is `torch.optim.swa_utils.AveragedModel` for shards: each rank averages its shard of each
 parameter without communication, and checkpoints store the average as they store the weights.
-Buffers are not averaged.
+Buffers are averaged only if asked for; else the model keeps its current buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from phalanx.comm.comm import local_shard
-from phalanx.errors import ScriptError
+from phalanx.errors import ConfigError, ScriptError
 from phalanx.parallel.sharded import free_gathered
 from phalanx.script.checks import check_arguments
 
@@ -35,19 +35,30 @@ class WeightAverage:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], decay: float | None
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        decay: float | None,
+        *,
+        warmup: bool = False,
+        buffers: bool = False,
     ) -> None:
-        """Start with 0 updates; average the shards of the `parameters` with requires_grad."""
+        """Start with 0 updates; average the shards of the `parameters` with requires_grad.
+
+        See `Run.average`.
+        """
         check_arguments("average", decay=decay)
+        if warmup and decay is None:
+            raise ConfigError(
+                "average: warmup=True lowers the decay of the first updates, and decay is None, "
+                "the mean of all updates; give a decay, such as 0.999"
+            )
         self.num_updates = 0
         self.is_applied = False
         self._model = model
-        self._weights = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._average = {name: p.detach().clone() for name, p in self._weights.items()}
-        # Annotated, because torch's own type annotations are wider.
-        self._combine: Callable[..., None] = (
-            get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
-        )
+        self._decay, self._has_warmup, self._has_buffers = decay, warmup, buffers
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._average = {name: each.detach().clone() for name, each in self._weights().items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -67,8 +78,7 @@ class WeightAverage:
             for mine, weight in zip(average, weights, strict=True):
                 mine.copy_(weight)
         else:
-            count = torch.tensor(self.num_updates, device=average[0].device)
-            self._combine(average, weights, count)
+            self._combine(average, weights)
         self.num_updates += 1
 
     @contextmanager
@@ -123,7 +133,25 @@ class WeightAverage:
             weight.copy_(average)
             average.copy_(kept)
 
+    def _combine(self, average: list[Tensor], weights: list[Tensor]) -> None:
+        count, decay = self.num_updates, self._decay
+        if decay is not None and self._has_warmup:
+            decay = min(decay, (1 + count) / (10 + count))
+        # Annotated, because torch's own type annotations are wider.
+        combine: Callable[..., None] = (
+            get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
+        )
+        combine(average, weights, torch.tensor(count, device=average[0].device))
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the averaged weights and buffers; a forward may have replaced a buffer."""
+        found: dict[str, Tensor] = dict(self._parameters)
+        if self._has_buffers:
+            buffers = self._model.named_buffers()
+            found |= {name: each for name, each in buffers if each.is_floating_point()}
+        return found
+
     def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's shards of the average and of the weights, in one order."""
         average = [local_shard(each) for each in self._average.values()]
-        return average, [local_shard(weight.detach()) for weight in self._weights.values()]
+        return average, [local_shard(weight.detach()) for weight in self._weights().values()]

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import phalanx
@@ -110,13 +111,33 @@ def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
 
 
 def explain_shard_error(error: BaseException) -> ScriptError | None:
-    """Return a ScriptError for torch's error on mixing shards and tensors; None for others."""
+    """Return a ScriptError for torch's errors on shards and freed weights; None for others."""
+    if "setStorage" in str(error) and "out of bounds for storage of size 0" in str(error):
+        return ScriptError(
+            "backward reads weights of a block that fsdp has freed: the loss uses a tensor from "
+            "within the block that is not in its output, such as one that a forward hook keeps; "
+            "return that tensor from the forward of the block too, or use dp"
+        ).with_traceback(error.__traceback__)
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return None
-    frames = traceback.extract_tb(error.__traceback__)
-    callers = [f.filename for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
+    frames = [each for each, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [
+        frame.f_code.co_filename
+        for frame in frames
+        if frame.f_code.co_name != "__torch_dispatch__"  # of modes that are on in the script
+        and not Path(frame.f_code.co_filename).is_relative_to(_TORCH)
+    ]
     if callers and Path(callers[-1]).is_relative_to(_OURS):  # raised in Phalanx, not in the script
         return None
+    within = [own for f in frames if isinstance(own := f.f_locals.get("self"), nn.Module)]
+    model = next((each for each in within if isinstance(each, FSDPModule)), None)
+    if isinstance(model, nn.Module):
+        name = next((name for name, each in model.named_modules() if each is within[-1]), "")
+        return ScriptError(
+            f"the forward of '{name or type(model).__name__.removeprefix('FSDP')}' reads a "
+            "parameter of a block outside the forward of the block, which alone gathers its "
+            "shards; read it in that forward, and return the result, or use dp"
+        ).with_traceback(error.__traceback__)
     if _ARITHMETIC.search(str(error)):
         return ScriptError(
             "a parameter, or its gradient, is a shard of this rank, and here it is added to, or "
@@ -153,15 +174,29 @@ def read_whole_numbers() -> None:
 
     Without this torch returns this rank's partial value, so that `parameter.grad.norm().item()`
     would be the norm of a shard. All ranks must make the call, because it is a collective.
+
+    An initialization of a DTensor draws the whole tensor, as one process does. On a CPU torch
+    would draw equal numbers for the shards of all ranks.
     """
     # Private, and torch's only way to change an operation of DTensor;
     # tests/script/test_whole_weights.py pins it.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore
     handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
+    for name in ("normal_", "uniform_"):
+        handlers[getattr(torch.ops.aten, name).default] = _draw_whole
 
 
 def _whole_number(_op: Any, args: tuple[DTensor, ...], _kwargs: Any) -> float:
     return args[0].full_tensor().item()
+
+
+def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: Any) -> DTensor:
+    tensor, *rest = args
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    op(whole, *rest, **kwargs)
+    own = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local_shard(tensor).copy_(local_shard(own))
+    return tensor
 
 
 def _refuse_whole(

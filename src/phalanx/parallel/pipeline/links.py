@@ -172,10 +172,13 @@ def _around_the_list(model: nn.Module) -> list[list[str]]:
     blocks = [name for name, _ in blocks_of(model)]
     lists = {name.rpartition(".")[0] for name in blocks}
     if len(lists) != 1:
+        inner = {m for _, child in children(model) for m in child.modules() if m is not child}
+        outer = [name for name, child in children(model) if child not in inner]
         raise StrategyError(
             f"pp: {type(model).__name__} has {len(lists)} lists of blocks; expected one ModuleList "
             "of blocks that run one after another, an nn.Sequential, or the names of its modules "
-            "in their order as its `chain` (docs/strategies.md); layers that a skip connection "
+            f"in the order in which they run, as the last line of __init__: self.chain = {outer} "
+            "in that order (docs/strategies.md); layers that a skip connection "
             "bypasses, as in a U-Net, cannot be in separate stages: put them into one module, or "
             "use dp or fsdp"
         )

@@ -14,6 +14,7 @@ from phalanx.checkpoint.manifest import Manifest, incomplete_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.validate import check_warmup
+from phalanx.data.corpus import left_out
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
@@ -234,14 +235,17 @@ def words_of(job: Job) -> list[str]:
     tokens, weights = job.tokens, ""
     if job.origin is not None:
         weights = f" from {job.origin.folder}"
+    if skipped := left_out(job.config.data):
+        skipped = f" (left out: {skipped})"
     held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"
     return [
         *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
         f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
-        f"bytes in {_count(tokens.num_documents, 'document')}, {tokens.train.num_tokens:,} tokens "
-        f"to train on and {held:,} to validate; {_count(job.num_steps, 'step')} "
+        f"bytes in {_count(tokens.num_documents, 'document')}{skipped}, "
+        f"{tokens.train.num_tokens:,} tokens to train on and {held:,} to validate; "
+        f"{_count(job.num_steps, 'step')} "
         f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}",
     ]
 
