@@ -20,9 +20,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.server.heartbeats import BEAT_S
-from phalanx.server.message import PROTOCOL, WireError, WireMessage
+from phalanx.server.message import PROTOCOL, WireMessage
 from phalanx.server.placement import ranked
 from phalanx.server.role import Role, Settings
 from phalanx.server.tasks import LEASE_S
@@ -125,7 +125,8 @@ class Coordinator(Role):
     The map has `term`, `epoch`, `homes` (name -> weight of the first servers, on which chunks are
     placed), `addresses` by name, `incarnations` (name -> id of its process), `holders` (for each
     shard its primary, then its backup), `since` (for each shard the epoch in which its backup was
-    assigned), `scheduler` (its address), `protocol`, `job` and `ended`.
+    assigned), `scheduler` (its address), `protocol`, `job`, `ended` and `closed` (all members
+    know of the end).
     """
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
@@ -141,8 +142,13 @@ class Coordinator(Role):
             "holders": [], "since": [], "scheduler": "", "ended": False,
         }  # fmt: skip
         self.map |= {"term": self._journal.term, "protocol": PROTOCOL}
-        if self.map["job"] != job:
-            raise WireError(f"the journal belongs to job {self.map['job']}, but this is job {job}")
+        if self.map["job"] != job or self.map.get("closed"):
+            self._journal.close()
+            super().close()
+            why = "has ended" if self.map["job"] == job else f"is {self.map['job']}, not {job}"
+            raise ConfigError(
+                f"journal is {journal}, whose job {why}; give another --journal, or remove it"
+            )
         self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
         self._scheduler_s = self.clock.now_s  # time of its last heartbeat
         self._synced = set[tuple[int, str]]()
@@ -150,8 +156,6 @@ class Coordinator(Role):
         self._ended_s = 0.0
         self._told = set[str]()  # servers, and the scheduler's address, notified of the end
         self._change(f"term {self._journal.term} begins")
-        if self.map["ended"]:
-            self.log(f"the job of the journal {journal} has ended; a new job needs a new journal")
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
@@ -296,7 +300,9 @@ class Coordinator(Role):
             is_told = self._heard_s.keys() <= self._told.union(lost)
             if now_s - self._scheduler_s <= LEASE_S:
                 is_told &= self.map["scheduler"] in self._told.union([""])
-            self.is_over |= is_told and now_s - self._ended_s > 2 * BEAT_S
+            if is_told and now_s - self._ended_s > 2 * BEAT_S:
+                self.map["closed"] = self.is_over = True
+                self._change("all members know of the end")
         elif lost:
             self._lose(lost)
             self._change(f"{', '.join(lost)} lost")

@@ -15,6 +15,7 @@ from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.separate_jobs import Work, run_supervised
+from phalanx.server.address import check_address
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
 from phalanx.server.requests import JobAddress
 from phalanx.server.secret import Secret, read_secret
@@ -177,6 +178,7 @@ def _meeting(job: Job) -> JobAddress:
     """
     server = job.config.server
     assert server.coordinator is not None and server.secret, "they are checked with the settings"
+    check_address("server.coordinator", server.coordinator)
     return JobAddress(server.coordinator, read_secret(Path(server.secret)))
 
 
