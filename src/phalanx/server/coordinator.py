@@ -55,16 +55,24 @@ class JobJournal:
         term: term of this coordinator, the previous term plus 1.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the journal, and start a new term.
+    def __init__(self, path: Path, job: str) -> None:
+        """Open or create the journal of a job, and start a new term.
 
         Raises:
+            ConfigError: the journal belongs to another job, or its job has ended; it is unchanged.
             JournalError: the file cannot be read or written.
         """
         self._path = path
         with _naming(path):
             self._open()
             self._file.execute("BEGIN IMMEDIATE")
+            found = self.load()
+            if found is not None and (found["job"] != job or found.get("closed")):
+                self.close()
+                why = "has ended" if found["job"] == job else f"is {found['job']}, not {job}"
+                raise ConfigError(
+                    f"journal is {path}, whose job {why}; give another --journal, or remove it"
+                )
             self.term = int(self._read("term") or 0) + 1
             self._write("term", self.term)
             self._file.execute("COMMIT")
@@ -132,8 +140,8 @@ class Coordinator(Role):
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
         super().__init__("coordinator", *args, **more)
         try:
-            self._journal = JobJournal(journal)
-        except JournalError:
+            self._journal = JobJournal(journal, job)
+        except PhalanxError:
             super().close()
             raise
         self._num_servers = num_servers
@@ -142,13 +150,6 @@ class Coordinator(Role):
             "holders": [], "since": [], "scheduler": "", "ended": False,
         }  # fmt: skip
         self.map |= {"term": self._journal.term, "protocol": PROTOCOL}
-        if self.map["job"] != job or self.map.get("closed"):
-            self._journal.close()
-            super().close()
-            why = "has ended" if self.map["job"] == job else f"is {self.map['job']}, not {job}"
-            raise ConfigError(
-                f"journal is {journal}, whose job {why}; give another --journal, or remove it"
-            )
         self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
         self._scheduler_s = self.clock.now_s  # time of its last heartbeat
         self._synced = set[tuple[int, str]]()

@@ -22,6 +22,7 @@ from phalanx.server.secret import Secret, read_secret
 from phalanx.server.unanswered import JobEnded, JobStopped
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job
+from phalanx.train.job.run_folder import STARTED
 from phalanx.train.loop import Stopped, Watcher, take_steps
 from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
@@ -122,6 +123,7 @@ def train_worker(
             while int(client.ask_scheduler(**asked)["num_live"]) > 0:
                 time.sleep(LOOK_S)
         client.end()
+        (session.out / STARTED).unlink(missing_ok=True)
     else:
         try:
             with rank_log.kept(session.out, worker), session, PULSE.handling_stop():
