@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import zmq
 
 from namespaces import HOSTS
 from namespaces import switch as switch
@@ -45,19 +44,27 @@ def test_a_secret_is_its_owners_alone_and_is_not_overwritten(
         (["coordinator"], "--secret is missing; phalanx server coordinator needs it"),
         (["server", "--secret", "S"], "--address is missing"),
         (["server", "--secret", "S", "--address", "tcp://127.0.0.1:*"], "--coordinator is missing"),
-        (["coordinator", "--secret", "none.txt", "--address", "x"], "phalanx server secret"),
+        (
+            ["coordinator", "--secret", "none.txt", "--address", "tcp://127.0.0.1:*"],
+            "phalanx server secret",
+        ),
         (
             ["coordinator", "--secret", "S", "--address", "tcp://192.0.2.1:80"],
             "this host cannot listen",
         ),
         (["coordinator", "--secret", "S", "--address", "tcp://0.0.0.0:*"], "is any address of"),
+        (["coordinator", "--secret", "S", "--address", "ipc:///tmp/a"], "expected tcp://HOST:PORT"),
         (
-            ["coordinator", "--secret", "S", "--address", "tcp://lo:*"],
-            "a name for tcp://127.0.0.1:",
-        ),
-        (
-            ["server", "--secret", "S", "--address", "x", "--coordinator", "tcp://0.0.0.0:7000"],
-            "the address of the coordinator is tcp://0.0.0.0:7000",
+            [
+                "server",
+                "--secret",
+                "S",
+                "--address",
+                "tcp://127.0.0.1:*",
+                "--coordinator",
+                "tcp://0.0.0.0:7000",
+            ],
+            "coordinator is tcp://0.0.0.0:7000",
         ),
     ],
 )
@@ -151,7 +158,7 @@ def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> No
         for name, process in hosts.made.items():
             assert process.wait(300) == 0, hosts.text(name)
         assert "worker 1 is done; worker 0 has the summary" in hosts.text("worker1")
-        assert "refused: a connection that does not follow the" in hosts.text("coordinator")
+        assert "refused" not in hosts.text("coordinator")
         assert all("the job has ended" in hosts.text(name) for name in list(hosts.made)[:4])
         ours, alone = losses(tmp_path / "run0"), losses(tmp_path / "alone")
         torch.testing.assert_close(ours, alone, rtol=1e-10, atol=0)
@@ -160,35 +167,25 @@ def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_bytes_of_strangers_are_refused_and_logged_by_a_role_of_the_command(tmp_path: Path) -> None:
+def test_strangers_do_not_end_a_role_of_the_command_nor_fill_its_log(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path)
     secret = ("--secret", str(tmp_path / "secret"))
     assert main(["server", "secret", *secret]) == 0
     journal = ("--journal", str(tmp_path / "journal"))
-    log = tmp_path / "coordinator.log"
     command = [sys.executable, "-m", "phalanx", "server", "coordinator", *secret, *journal]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.setsockopt(zmq.LINGER, 0)
-    with log.open("ab") as file:
+    with (tmp_path / "coordinator.log").open("ab") as file:
         hosts.made["coordinator"] = subprocess.Popen(
             [*command, "--address", "tcp://127.0.0.1:*"], stdout=file, stderr=file
         )
     try:
         text = hosts.wait_for("coordinator", "at tcp://")
         port = int(re.findall(r"at tcp://127.0.0.1:(\d+)", text)[-1])
-        raw.connect(f"tcp://127.0.0.1:{port}")
-        for frames in ([b"\x80garbage"], [b"{}", b"x"], [b"x" * (1 << 21)]):
-            raw.send_multipart(frames)
-        with socket.create_connection(("127.0.0.1", port)) as plain:
-            plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 300)
-            hosts.wait_for("coordinator", "does not follow the protocol")
-        hosts.wait_for("coordinator", "a header that cannot be read")
-        hosts.wait_for("coordinator", "a header of 2097152 bytes")
+        for _ in range(1000):
+            with socket.create_connection(("127.0.0.1", port)) as plain:
+                plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
         hosts.made["coordinator"].terminate()
         assert hosts.made["coordinator"].wait(60) == 0
-        assert "ended by a signal" in hosts.text("coordinator")
+        text = hosts.text("coordinator")
+        assert "ended by a signal" in text and len(text.splitlines()) < 10
     finally:
-        raw.close()
-        context.destroy(linger=0)
         hosts.end()

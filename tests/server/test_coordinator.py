@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.errors import ConfigError
 from phalanx.server.coordinator import Coordinator, Fenced, JobJournal, JournalError
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
@@ -21,17 +22,17 @@ def listen(coordinator: Coordinator, now_s: list[float], for_s: float) -> None:
 
 
 def test_a_later_coordinator_ends_an_older_one(tmp_path: Path) -> None:
-    first = JobJournal(tmp_path / "journal")
-    first.save({"epoch": 1})
-    second = JobJournal(tmp_path / "journal")
-    assert second.term == first.term + 1 and second.load() == {"epoch": 1}
+    first = JobJournal(tmp_path / "journal", "job")
+    first.save({"job": "job", "epoch": 1})
+    second = JobJournal(tmp_path / "journal", "job")
+    assert second.term == first.term + 1 and second.load() == {"job": "job", "epoch": 1}
     with pytest.raises(Fenced):
         first.save({"epoch": 2})
-    second.save({"epoch": 3})
+    second.save({"job": "job", "epoch": 3})
     second.close()
     first.close()
-    third = JobJournal(tmp_path / "journal")
-    assert third.load() == {"epoch": 3}
+    third = JobJournal(tmp_path / "journal", "job")
+    assert third.load() == {"job": "job", "epoch": 3}
     third.close()
 
 
@@ -73,12 +74,12 @@ def test_a_journal_that_is_deleted_is_written_again(tmp_path: Path) -> None:
         (tmp_path / "journal").unlink()
         coordinator.tick()
         assert not coordinator.is_over
-        later = JobJournal(tmp_path / "journal")
+        later = JobJournal(tmp_path / "journal", "job")
         assert later.term == 2 and later.load() == coordinator.map
         later.close()
         for path in tmp_path.glob("journal*"):
             path.unlink()
-        JobJournal(tmp_path / "journal").close()  # a coordinator of another start
+        JobJournal(tmp_path / "journal", "job").close()  # a coordinator of another start
         coordinator._change("something happens")
         assert coordinator.is_over and "no longer writes the journal" in coordinator.refusal
     finally:
@@ -92,7 +93,7 @@ def test_a_journal_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
         with pytest.raises(JournalError, match="which cannot be read or written"):
             Coordinator(1, "job", tmp_path / name, *own)
     assert (tmp_path / "text").read_text() == "no journal " * 100
-    journal = JobJournal(tmp_path / "journal")
+    journal = JobJournal(tmp_path / "journal", "job")
     journal._file.execute("PRAGMA max_page_count = 3")  # SQLite says so of a full disk too
     with pytest.raises(JournalError, match="database or disk is full"):
         journal.save({"much": "x" * 100_000})
@@ -222,6 +223,9 @@ def test_a_coordinator_stays_until_servers_that_are_there_know_of_the_end(
         assert coordinator.is_over
     finally:
         coordinator.close()
+    for job, why in {"job": "has ended", "second": "is job, not second"}.items():
+        with pytest.raises(ConfigError, match=f"journal, whose job {why}; give another --journal"):
+            Coordinator(3, job, tmp_path / "journal", *own)
 
 
 def test_a_coordinator_stays_until_the_scheduler_knows_of_the_end(

@@ -24,7 +24,7 @@ from workers_in_threads import run_workers
 TABLES = [(97, 3), (40, 1)]
 RULE = {"name": "sgd", "tables": "sgd", "tables_rate": 1.0}
 
-CLOCKS = {"HELLO_S": 0.05, "AGAIN_S": 0.05, "LONGEST_AGAIN_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01}
+CLOCKS = {"AGAIN_S": 0.05, "LONGEST_AGAIN_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01}
 """Seconds of constants of the modules of a job, in these tests."""
 
 

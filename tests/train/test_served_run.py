@@ -262,6 +262,13 @@ def test_a_checkpoint_is_written_by_the_worker_that_replaces_the_one_lost_before
         job = resolve(small_run(tmp_path, out=str(tmp_path / name), **settings))
         found += run_ranks(lost_before_saves, 1, job, lost, threads=1)
     assert found[0] == found[1]
+    where = "tcp://127.0.0.1:9"
+    server = ServerConfig(coordinator=where, worker=0, secret="secret")
+    again = small_run(tmp_path, out=str(tmp_path / "again"), server=server, **settings)
+    with pytest.raises(ConfigError, match="checkpoints of another run"):  # its job has ended
+        resolve(again)
+    (tmp_path / "again" / ".served").write_text(where)
+    assert resolve(again).out == tmp_path / "again"
 
 
 @pytest.fixture(scope="module")

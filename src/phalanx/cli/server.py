@@ -35,7 +35,7 @@ class ServerRoleConfig:
     """File of the job's secret."""
     address: str | None = None
     """Where to listen, as others reach it, such as tcp://10.0.0.1:7000, or tcp://10.0.0.1:* for any
-    free port; bytes are encrypted unless it is 127.0.0.1."""
+    free port."""
     coordinator: str | None = None
     """Address of the coordinator; of a scheduler and a server."""
     name: str | None = None
@@ -100,10 +100,10 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     name = config.name or config.role or ""
     if config.role == "server" and config.name is None:
         name = f"{os.uname().nodename}-{secrets.token_hex(4)}"
+    coordinator = address if is_first else _given(config, "coordinator")
     check_address("address", address)
-    meeting = JobAddress(
-        address if is_first else _given(config, "coordinator"), read_secret(Path(secret))
-    )
+    check_address("coordinator", coordinator)
+    meeting = JobAddress(coordinator, read_secret(Path(secret)))
     roles = JobRoles(meeting.secret.job, meeting, Path(config.journal), config.num_servers)
     try:
         role = roles.make(config.role or "", name, address, note)

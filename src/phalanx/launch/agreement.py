@@ -8,7 +8,7 @@ of this package and of torch must be equal too, because messages between ranks m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,20 +92,24 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def check_same(facts: list[dict[str, Any]]) -> None:
-    """Raise ConfigError if ranks differ from rank 0; name these ranks and the differing facts."""
+def check_same(facts: list[dict[str, Any]], names: Sequence[str] = ()) -> None:
+    """Raise ConfigError if ranks differ from rank 0; name these ranks and the differing facts.
+
+    Messages call the ranks by `names`, or by their numbers.
+    """
     ours = facts[0]
     others = [rank for rank, theirs in enumerate(facts) if theirs != ours]
     if not others:
         return
     theirs = facts[others[0]]
     differing = [
-        f"{name} ({ours.get(name)} on rank 0, {theirs.get(name)} on rank {others[0]})"
+        f"{name} ({ours.get(name)} on {named([0], names)}, {theirs.get(name)} on "
+        f"{named(others[:1], names)})"
         for name in ours | theirs
         if ours.get(name) != theirs.get(name)
     ]
     raise ConfigError(
-        f"{named(others)} would run a different job than rank 0: they differ in "
-        f"{'; '.join(differing)}; give all hosts the same settings, data, packages and Python "
+        f"{named(others, names)} would run a different job than {named([0], names)}: they differ "
+        f"in {'; '.join(differing)}; give all hosts the same settings, data, packages and Python "
         "(whose standard library is the default data)"
     )

@@ -1,4 +1,4 @@
-"""Checks of addresses: whether an address is local to a host, and whether others can connect."""
+"""Checks of addresses that others connect to."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ MOST_PORT: Final = 65_535
 """Largest port number."""
 
 
-def is_local(address: str) -> bool:
-    """Return whether an address can be reached only from its own host.
-
-    A host name, such as localhost, is resolved on this host.
-    """
-    if not address.startswith("tcp://"):
-        return address.startswith(("ipc://", "inproc://"))
-    number = _number_of(address)
-    return number is not None and number.is_loopback
-
-
 def check_address(option: str, address: str) -> None:
     """Check that others can connect to an address, which is sent to them unchanged.
 
     Raises:
-        ConfigError: the host is 0.0.0.0, [::] or *, or the port is too large.
+        ConfigError: it is no TCP address, the only kind that is encrypted; its host is 0.0.0.0,
+            [::] or *; or the port is too large.
     """
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"{option} is {address}; expected tcp://HOST:PORT")
     port = address.rpartition(":")[2]
     if port.isdecimal() and (len(port) > 5 or int(port) > MOST_PORT):
         raise ConfigError(

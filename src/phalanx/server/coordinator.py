@@ -20,9 +20,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.server.heartbeats import BEAT_S
-from phalanx.server.message import PROTOCOL, WireError, WireMessage
+from phalanx.server.message import PROTOCOL, WireMessage
 from phalanx.server.placement import ranked
 from phalanx.server.role import Role, Settings
 from phalanx.server.tasks import LEASE_S
@@ -55,16 +55,24 @@ class JobJournal:
         term: term of this coordinator, the previous term plus 1.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the journal, and start a new term.
+    def __init__(self, path: Path, job: str) -> None:
+        """Open or create the journal of a job, and start a new term.
 
         Raises:
+            ConfigError: the journal belongs to another job, or its job has ended; it is unchanged.
             JournalError: the file cannot be read or written.
         """
         self._path = path
         with _naming(path):
             self._open()
             self._file.execute("BEGIN IMMEDIATE")
+            found = self.load()
+            if found is not None and (found["job"] != job or found.get("closed")):
+                self.close()
+                why = "has ended" if found["job"] == job else f"is {found['job']}, not {job}"
+                raise ConfigError(
+                    f"journal is {path}, whose job {why}; give another --journal, or remove it"
+                )
             self.term = int(self._read("term") or 0) + 1
             self._write("term", self.term)
             self._file.execute("COMMIT")
@@ -125,14 +133,15 @@ class Coordinator(Role):
     The map has `term`, `epoch`, `homes` (name -> weight of the first servers, on which chunks are
     placed), `addresses` by name, `incarnations` (name -> id of its process), `holders` (for each
     shard its primary, then its backup), `since` (for each shard the epoch in which its backup was
-    assigned), `scheduler` (its address), `protocol`, `job` and `ended`.
+    assigned), `scheduler` (its address), `protocol`, `job`, `ended` and `closed` (all members
+    know of the end).
     """
 
     def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
         super().__init__("coordinator", *args, **more)
         try:
-            self._journal = JobJournal(journal)
-        except JournalError:
+            self._journal = JobJournal(journal, job)
+        except PhalanxError:
             super().close()
             raise
         self._num_servers = num_servers
@@ -141,8 +150,6 @@ class Coordinator(Role):
             "holders": [], "since": [], "scheduler": "", "ended": False,
         }  # fmt: skip
         self.map |= {"term": self._journal.term, "protocol": PROTOCOL}
-        if self.map["job"] != job:
-            raise WireError(f"the journal belongs to job {self.map['job']}, but this is job {job}")
         self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
         self._scheduler_s = self.clock.now_s  # time of its last heartbeat
         self._synced = set[tuple[int, str]]()
@@ -150,8 +157,6 @@ class Coordinator(Role):
         self._ended_s = 0.0
         self._told = set[str]()  # servers, and the scheduler's address, notified of the end
         self._change(f"term {self._journal.term} begins")
-        if self.map["ended"]:
-            self.log(f"the job of the journal {journal} has ended; a new job needs a new journal")
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
@@ -296,7 +301,9 @@ class Coordinator(Role):
             is_told = self._heard_s.keys() <= self._told.union(lost)
             if now_s - self._scheduler_s <= LEASE_S:
                 is_told &= self.map["scheduler"] in self._told.union([""])
-            self.is_over |= is_told and now_s - self._ended_s > 2 * BEAT_S
+            if is_told and now_s - self._ended_s > 2 * BEAT_S:
+                self.map["closed"] = self.is_over = True
+                self._change("all members know of the end")
         elif lost:
             self._lose(lost)
             self._change(f"{', '.join(lost)} lost")

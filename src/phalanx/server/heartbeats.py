@@ -57,7 +57,7 @@ class HeartbeatThread:
                 for answer in links[address].receive():
                     self._hear(answer)
                 links[address].send(self._message)
-                pause_s = BEAT_S if links[address].is_welcome else TICK_S
+                pause_s = BEAT_S if links[address].is_open else TICK_S
         for link in links.values():
             link.close()
         context.destroy(linger=0)

@@ -1,6 +1,6 @@
 """The message format: a JSON frame, then the frames of each tensor, whose bytes are not copied.
 
-A tensor has one frame, or more if it is larger than `MOST_FRAME_BYTES`; the receiver joins them.
+A tensor has one frame, or more if it is larger than `FRAME_BYTES`; the receiver joins them.
 Nothing is pickled, and a message in any other format is refused before it is processed.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from phalanx.errors import PhalanxError
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """Version of the messages. The coordinator refuses members of another version, and a worker that
 joins refuses such a coordinator."""
 
 MOST_HEADER_BYTES: Final = 1 << 20
 MOST_FRAMES: Final = 1 << 14
-MOST_FRAME_BYTES: Final = 1 << 28
 
 FRAME_BYTES: Final = 1 << 20
-"""Bytes per frame of weights, small so that encrypting one frame overlaps sending the previous."""
+"""Most bytes of a frame: few, so that a connection without the secret cannot fill the memory, and
+encrypting one frame overlaps sending the previous."""
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float64": torch.float64,
@@ -128,7 +128,7 @@ def decode(frames: Sequence[Any]) -> WireMessage:
 
 def _num_parts(num_bytes: int) -> int:
     """Return the number of frames of a tensor."""
-    return max(1, -(-num_bytes // MOST_FRAME_BYTES))
+    return max(1, -(-num_bytes // FRAME_BYTES))
 
 
 def _frames_of(tensor: Tensor) -> list[memoryview]:
@@ -136,7 +136,7 @@ def _frames_of(tensor: Tensor) -> list[memoryview]:
         return [memoryview(b"")]
     raw: Any = tensor.detach().view(torch.uint8).numpy()
     view = memoryview(raw)
-    return [view[at : at + MOST_FRAME_BYTES] for at in range(0, len(view), MOST_FRAME_BYTES)]
+    return [view[at : at + FRAME_BYTES] for at in range(0, len(view), FRAME_BYTES)]
 
 
 def _tensor_of(views: Sequence[memoryview], dtype: torch.dtype) -> Tensor:

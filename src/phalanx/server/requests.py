@@ -21,7 +21,6 @@ import zmq
 
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
-from phalanx.server.address import check_address
 from phalanx.server.consistency import Consistency
 from phalanx.server.heartbeats import HeartbeatThread
 from phalanx.server.loop_clock import LoopClock
@@ -64,9 +63,6 @@ class JobAddress:
     coordinator: str
     secret: Secret
     faults: Faults | None = None
-
-    def __post_init__(self) -> None:
-        check_address("the address of the coordinator", self.coordinator)
 
     @property
     def is_on_one_host(self) -> bool:

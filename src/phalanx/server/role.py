@@ -9,7 +9,6 @@ from typing import Any, Final
 import zmq
 from typing_extensions import override
 
-from phalanx.errors import ConfigError
 from phalanx.server.heartbeats import BEAT_S
 from phalanx.server.loop_clock import TICK_S, LoopClock
 from phalanx.server.message import WireError, WireMessage
@@ -18,6 +17,9 @@ from phalanx.server.wire import Connection, Faults, Listener, Log
 
 SILENT_S: Final = 10.0
 """Silence of the coordinator before it is reported, and between two reports, in seconds."""
+
+MEET_S: Final = 600.0
+"""Time after which a role exits that has never heard of its coordinator, in seconds."""
 
 MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError, OverflowError)
 """Exceptions that handling a malformed message may raise."""
@@ -28,8 +30,8 @@ Settings = dict[str, Any]
 def no_answer(address: str) -> str:
     """Return a message that the coordinator is silent, with possible reasons."""
     return (
-        f"the coordinator at {address} does not answer: it may not be running, or may have a "
-        "different secret or another kind of address (127.0.0.1 is not encrypted, all others are)"
+        f"the coordinator at {address} does not answer: it may not be running, its job may have "
+        "ended, or it may have a different secret"
     )
 
 
@@ -57,7 +59,7 @@ class Role:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self.listener = Listener(self.context, secret, address, log, faults)
-        except (zmq.ZMQError, ConfigError):  # nothing can listen at the address
+        except zmq.ZMQError:  # nothing can listen at the address
             self.context.destroy(linger=0)
             raise
         self.is_over, self.refusal = False, ""
@@ -199,6 +201,9 @@ class Member(Role):
             if self.clock.now_s - self._silent_s > SILENT_S:
                 self._silent_s = self.clock.now_s
                 self.log(no_answer(self._coordinator.address))
+            if self.map["term"] == 0 and self.clock.now_s > MEET_S:
+                self.refusal = no_answer(self._coordinator.address)
+                self.is_over = True
             fields = {"name": self.name, "role": self.kind, "address": self.address}
             fields |= {name: self.map[name] for name in ("term", "epoch")}
             more = {"incarnation": self.incarnation, **self.facts()}

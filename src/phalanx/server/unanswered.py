@@ -33,10 +33,16 @@ def report_late(worker: int, clocks: Mapping[int, int], for_s: float) -> None:
 
 def lost(known: Settings, shard: int) -> TrainingError:
     """Return the error for a shard that was lost with its last copy."""
+    has_backups = len(known["holders"]) > 1
     return TrainingError(
-        f"{known['holders'][shard][0]} was lost with its part of the weights, and no other server "
-        "had a full copy; resume from the last checkpoint; with --server.num-servers 2 or more, "
-        "another server keeps a copy"
+        f"{known['holders'][shard][0]} was lost with its part of the weights, and "
+        + (
+            "the server with a copy was lost, too, or had not received all of it yet; resume from "
+            "the last checkpoint"
+            if has_backups
+            else "no other server had a full copy; resume from the last checkpoint; with "
+            "--server.num-servers 2 or more, another server keeps a copy"
+        )
     )
 
 

@@ -15,12 +15,14 @@ from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.separate_jobs import Work, run_supervised
+from phalanx.server.address import check_address
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
 from phalanx.server.requests import JobAddress
 from phalanx.server.secret import Secret, read_secret
 from phalanx.server.unanswered import JobEnded, JobStopped
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job
+from phalanx.train.job.run_folder import STARTED
 from phalanx.train.loop import Stopped, Watcher, take_steps
 from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
@@ -121,6 +123,7 @@ def train_worker(
             while int(client.ask_scheduler(**asked)["num_live"]) > 0:
                 time.sleep(LOOK_S)
         client.end()
+        (session.out / STARTED).unlink(missing_ok=True)
     else:
         try:
             with rank_log.kept(session.out, worker), session, PULSE.handling_stop():
@@ -177,6 +180,7 @@ def _meeting(job: Job) -> JobAddress:
     """
     server = job.config.server
     assert server.coordinator is not None and server.secret, "they are checked with the settings"
+    check_address("server.coordinator", server.coordinator)
     return JobAddress(server.coordinator, read_secret(Path(server.secret)))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -27,15 +26,13 @@ from phalanx.server.consistency import Consistency
 from phalanx.server.requests import JobAddress
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job, facts_of
+from phalanx.train.job.run_folder import STARTED, check_unused, continues_served
 from phalanx.train.local_step import LocalStep
 from phalanx.train.served_step import AsyncStep, ClockedStep, ServedStep
 from phalanx.train.text import TextSession, loader_of
 
 MOST_AGES: Final = 12
 """Most gradient ages (staleness, in versions) that the summary shows."""
-
-STARTED: Final = ".served"
-"""File in the run folder that worker 0 writes at its start, with the coordinator's address."""
 
 
 def consistency_of(job: Job) -> Consistency:
@@ -84,12 +81,15 @@ class ServedSession(TextSession):
         self.client = Client(meeting, worker, self.consistency, clocks, job.config.timeout_s)
         facts = facts_of(job)
         first: dict[str, Any] = self.client.ask_scheduler("agree", facts=facts)["facts"]
-        check_same([first, json.loads(json.dumps(facts))])
+        names = ("the job, to which a lost worker returns without --resume", f"worker {worker}")
+        check_same([first, json.loads(json.dumps(facts))], names)
         self.model.embedding.sparse = job.config.server.table_rule is not None
         self._loaders: dict[int, Loader] = {}
         if self.consistency.kind != "local":
             self.step.batch_of = self._batch_of
         self.step.join(self.client, job.config.server, is_first=self.is_first)
+        if self.is_first and max(complete_checkpoints(self.out), default=0) > self.step.steps_done:
+            check_unused(self.out, job.start)  # the servers are of another job than the folder
         self.loader.consumed = self._consumed(self.step.steps_done)
 
     @property
@@ -112,7 +112,7 @@ class ServedSession(TextSession):
         self.data_rank = self.worker
         if not self.is_first:
             self.saver = cast(Saver, NoSaver())
-        elif self._is_restarted(job.out / STARTED):  # restarted after worker 0 was lost
+        elif continues_served(job.out, self._meeting.coordinator):  # after worker 0 was lost
             self.saver = Saver(job.out, keep=job.config.keep_checkpoints)
         else:
             super()._claim(job)
@@ -122,9 +122,6 @@ class ServedSession(TextSession):
         if self.is_first:
             super()._keep_origin()
             (self.out / STARTED).write_text(self._meeting.coordinator)
-
-    def _is_restarted(self, mark: Path) -> bool:
-        return mark.exists() and mark.read_text() == self._meeting.coordinator
 
     def _consumed(self, steps: int) -> int:
         """Return the position in the sample stream after `steps` steps of the run."""

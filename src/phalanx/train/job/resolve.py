@@ -36,6 +36,7 @@ from phalanx.train.job.run_folder import (
     check_unused,
     check_writable,
     checkpoint_bytes,
+    continues_served,
     count_checkpoints,
     out_folder,
 )
@@ -96,7 +97,8 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     precision = _precision_of(config, request.device)
     _check_split(request)
     out = out_folder(config, request.strategy, request.name)
-    check_unused(out, start)
+    if not continues_served(out, config.server.coordinator):
+        check_unused(out, start)
     check_writable(out)
     tokens = prepare(
         config.data,

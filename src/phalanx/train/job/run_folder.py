@@ -154,6 +154,16 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
         )
 
 
+STARTED: Final = ".served"
+"""File in a run folder: the address of the coordinator whose job is not over; by worker 0."""
+
+
+def continues_served(out: Path, coordinator: str | None) -> bool:
+    """Return whether `out` is the folder of the job of a coordinator that worker 0 has begun."""
+    mark = out / STARTED
+    return coordinator is not None and mark.exists() and mark.read_text() == coordinator
+
+
 def check_writable(out: Path) -> None:
     """Check that the folder can be created and written to, by a temporary file that is removed.
 
