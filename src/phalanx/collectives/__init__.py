@@ -126,13 +126,17 @@ class _Message(Transfer):
         call: str,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
+        assert work is not None, "this rank is in the group"
         super().__init__([work], finish)
-        self._named = group, [peer], call
+        self._work, self._named = work, (group, [peer], call)
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None:  # the caller's own limit, whose error is torch's
+            self._work.wait(timeout)
+            self._works = []  # gloo would wait for another message
         with lost_peer_named(*self._named):
-            return super().wait(timeout)
+            return super().wait()
 
 
 def broadcast(tensor: Tensor, root: int = 0, **how: Unpack[How]) -> Collective | None:
