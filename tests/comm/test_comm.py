@@ -67,15 +67,17 @@ def run_all(comm: Comm, axis: str, name: str) -> list[Tensor]:
         comm.all_to_all(numbers(2 * n, 3), axis, 0, 1),
         comm.broadcast(numbers(2, 3, dtype=torch.bfloat16).T, name),
         comm.broadcast(numbers(0), name),
+        comm.all_reduce(numbers(4, 2)[:, 1], name),
+        comm.broadcast(numbers(4, 2)[:, 1], name),
         comm.broadcast_start(numbers(5), axis, n - 1).wait(),
         # All but the target hold nothing of use.
         comm.reduce_start(numbers(5), axis, 1).wait() * (coord == 1),
     ]
 
 
-def results(axes: dict[str, int], axis: str, name: str) -> list[list[Tensor]]:
+def results(axes: dict[str, int], axis: str, name: str, shares_memory: bool) -> list[list[Tensor]]:
     """Return what each of the job's ranks has, and check that `CountingComm` notes what is sent."""
-    comm = Ranks(axes)
+    comm = Ranks(axes, shares_memory=shares_memory)
     with Ledger(comm) as ledger, ledger.phase("forward"):
         found = run_all(comm, axis, name)
     counting = CountingComm(axes, {axis: comm.coord(axis) for axis in axes})
@@ -90,18 +92,18 @@ def results(axes: dict[str, int], axis: str, name: str) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "axes, axis, name",
+    "axes, axis, name, shares_memory",
     [
-        ({"dp": 2}, "dp", "data"),
-        ({"fsdp": 3}, "fsdp", "fsdp"),
-        ({"dp": 2, "fsdp": 2}, "fsdp", "data"),
+        ({"dp": 2}, "dp", "data", True),
+        ({"fsdp": 3}, "fsdp", "fsdp", False),
+        ({"dp": 2, "fsdp": 2}, "fsdp", "data", True),
     ],
 )
 def test_collectives_give_what_they_say_and_are_counted(
-    axes: dict[str, int], axis: str, name: str
+    axes: dict[str, int], axis: str, name: str, shares_memory: bool
 ) -> None:
     num_ranks = torch.Size(axes.values()).numel()
-    everyone = run_ranks(results, num_ranks, axes, axis, name)[0]
+    everyone = run_ranks(results, num_ranks, axes, axis, name, shares_memory)[0]
     n = axes[axis]
     for rank, found in enumerate(everyone):
         group = range(rank - rank % n, rank - rank % n + n)  # the axis is the innermost
@@ -120,6 +122,8 @@ def test_collectives_give_what_they_say_and_are_counted(
             torch.cat([of(r, 2 * n, 3).chunk(n)[rank % n] for r in group], 1),
             of(0, 2, 3).T.bfloat16(),
             torch.zeros(0),
+            sum((of(r, 4, 2)[:, 1] for r in whole), torch.zeros(4)),
+            of(0, 4, 2)[:, 1],
             of(group[-1], 5),
             sum((of(r, 5) for r in group), torch.zeros(5)) * (rank % n == 1),
         ]

@@ -482,5 +482,5 @@ def call_another() -> str:
 def test_another_collective_of_a_rank_is_an_error_on_all() -> None:
     first, second = run_ranks(call_another, 2)
     assert "rank 0 calls all_reduce max of 4 float32, but rank 1 all_gather of 3 float32" in first
-    assert "rank 1 calls all_gather of 3 float32, but rank 0 all_reduce max of 4 float32" in second
+    assert second == first
     assert "under fsdp run the same modules, also experts without rows" in first

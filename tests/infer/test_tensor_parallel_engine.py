@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.ranks import with_engine
 from phalanx.infer.served import Served
 from phalanx.infer.texts import TextEngine
+from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 
@@ -72,6 +74,21 @@ def test_tokens_equal_generate(
     assert (num_found > 0) is has_prefix_cache
     if budget > 7:
         assert (num_preemptions > 0) is not is_ample
+
+
+def rest(served: Served, texts: TextEngine) -> None:
+    time.sleep(1.5)  # at least one heartbeat
+
+
+def test_the_ranks_of_an_idle_server_are_not_stalled_but_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = list[tuple[str, bool]]()
+    monkeypatch.setattr(
+        HeartbeatMonitor, "record", lambda _, rank, beat: beats.append((beat.doing, beat.waits))
+    )
+    with_engine(published(tmp_path), EngineConfig(strategy="tp2", precision="float32"), rest)
+    assert ("waiting for requests", True) in beats
 
 
 def opened_apart(run: Path, found: list[list[int]]) -> str:

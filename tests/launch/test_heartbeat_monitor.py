@@ -27,7 +27,7 @@ def test_ranks_that_stand_still_are_told_once() -> None:
         "    for 21 s at data.py:3 in wait",
         "  rank 1: data of step 5",
     ]
-    assert "start again with --debug-comm" in told
+    assert "phalanx train and verify --debug-comm" in told
     assert stall(STILL_S + 5) is None
     assert stall(0) is None
     assert stall(STILL_S + 5) is None  # steps of this job are slow

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from marks import by_hand
 from phalanx.bench.scaling import ScalingConfig, measure_scaling
+from phalanx.comm.comm import Ranks
 from phalanx.errors import (
     ConfigError,
     Interrupted,
@@ -166,18 +167,30 @@ def test_only_the_first_failure_is_told(capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr().err == ""
 
 
-def return_on_rank_one() -> None:
+def return_on_rank_one(shares_memory: bool | None) -> None:
+    comm = None if shares_memory is None else Ranks({"dp": 3}, shares_memory=shares_memory)
     if dist.get_rank() != 1:
-        dist.all_reduce(torch.zeros(1))
+        if comm is None:
+            dist.all_reduce(torch.zeros(1))
+        else:
+            comm.all_reduce(torch.zeros(1), "dp")
 
 
+@pytest.mark.parametrize("shares_memory", [None, True, False])  # None: a call of torch alone
 def test_a_rank_that_returns_early_is_blamed_in_seconds(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, shares_memory: bool | None
 ) -> None:
     monkeypatch.setattr(heartbeat_monitor, "UNEVEN_S", 0.5)
     with pytest.raises(TrainingError, match=r"^rank 1 returned, so the collectives") as raised:
-        run_ranks(return_on_rank_one, 3)  # those that wait would do so for 600 s
+        run_ranks(return_on_rank_one, 3, shares_memory, timeout_s=60)
     assert re.search(r"ranks 0, 2: .*\n.* in return_on_rank_one", str(raised.value))
+
+
+def test_a_rank_that_has_returned_is_named_at_the_timeout() -> None:
+    with pytest.raises(TrainingError, match=r"^rank 1 returned, and rank [02] has") as raised:
+        run_ranks(return_on_rank_one, 3, True, timeout_s=3.0)
+    assert re.search(r"for \d s at .* in return_on_rank_one", str(raised.value))
+    assert "answered" not in str(raised.value)
 
 
 def return_late_on_rank_one() -> int:

@@ -1,13 +1,17 @@
-"""Encode a shared-memory collective as a number that ranks compare to detect mismatched calls."""
+"""Detect mismatched calls by a description of each call, which all ranks compare.
+
+It is a number for shared memory (posted_calls.py), and words for messages (algorithms/running.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from phalanx.comm.reductions import REDUCTIONS
-from phalanx.errors import ConfigError
+from phalanx.errors import CollectiveMismatch, ConfigError, named
 
 OPS: Final = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
@@ -51,3 +55,16 @@ def describe(what: int, num_bytes: int) -> str:
     option = f" {[*REDUCTIONS][number]}" if op == "all_reduce" else ""
     root = f" with root {number}" if op in ("broadcast", "reduce") else ""
     return f"{op}{option} of {num_bytes // dtype_of(what).itemsize} {dtype}{root}"
+
+
+def mismatch(calls: Mapping[str, Sequence[int]]) -> CollectiveMismatch:
+    """Return the error for different calls: words of a call -> global ranks that make it."""
+    (call, ranks), *others = sorted(calls.items(), key=lambda side: min(side[1]))
+    found = [f"{named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}"]
+    found += [f"{named(ranks)} {call}" for call, ranks in others]
+    return CollectiveMismatch(
+        f"{', but '.join(found)}; each rank must make the same calls, and under fsdp run the same "
+        "modules, also experts without rows; --debug-comm, or phalanx.init(debug_comm=True), "
+        "reports the place of each call",
+        min(ranks),
+    )

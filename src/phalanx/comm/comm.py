@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,11 +35,11 @@ from typing_extensions import override
 
 from phalanx.comm.axes import axes_of, flattened
 from phalanx.comm.exchange import ProcessGroupEngine
+from phalanx.comm.fork import refuse_in_fork
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
 from phalanx.comm.transfer import CommEngine
-from phalanx.errors import ScriptError
 from phalanx.strategy import Strategy, check_ranks
 
 Reduction = Literal["sum", "max", "min"]
@@ -209,7 +208,7 @@ class Comm(ABC):
         """Overwrite `tensor` on every rank with the first rank's tensor."""
         for axis in self._axes_with_peers(name) if tensor.numel() else ():
             # Sent as bytes because gloo lacks some dtypes. A non-contiguous tensor is copied.
-            flat = tensor.detach().reshape(-1)
+            flat = tensor.detach().contiguous().view(-1)
             self.broadcast_start(flat.view(torch.uint8), axis, 0).wait()
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view_as(tensor))
@@ -323,7 +322,6 @@ class Ranks(Comm):
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
         super().__init__(split, coords, torch.device(here))
-        self._process = os.getpid()
         self._engines = self._job.engines
         self._one_way = self._job.one_way
 
@@ -362,11 +360,7 @@ class Ranks(Comm):
         self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
         is_spent: bool = False,
     ) -> Pending:  # fmt: skip
-        if os.getpid() != self._process:  # peers would take its messages for the rank's messages
-            raise ScriptError(
-                f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and "
-                "not a rank; run communication with other ranks in the script's own process"
-            )
+        refuse_in_fork(op)
         name, engine = f"{op} {axis}", self._engines[axis]
         if op in ("send", "recv"):
             engine, option = self._message_engine(axis, option, is_send=op == "send")

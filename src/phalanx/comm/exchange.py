@@ -144,6 +144,12 @@ class ProcessGroupEngine(CommEngine):
     ) -> dist.Work | None:
         group = self.group
         match op:
+            case "all_reduce" if not out.is_contiguous():  # gloo refuses a strided vector
+                total = out.contiguous()
+                if (work := self.begin(op, total, total, option)) is not None:
+                    work.wait()
+                out.copy_(total)
+                return None
             case "all_reduce":
                 return dist.all_reduce(out, _REDUCTIONS[option], group=group, async_op=True)
             case "broadcast":

@@ -15,11 +15,36 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.errors import ScriptError
 
 WAIT_S = 0.2
 """Most time a fork waits for other threads, in seconds; OpenMP threads spin as long after work."""
 
 _POLL_S = 0.0005
+
+_inherited: Any = None
+"""In a fork of a rank, the rank's group: peers would take the fork's messages for the rank's."""
+
+
+def _inherit() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD if dist.is_initialized() else None
+
+
+os.register_at_fork(after_in_child=_inherit)
+
+
+def refuse_in_fork(op: str) -> None:
+    """Raise ScriptError if this process is a fork of a rank, and has not joined a job itself."""
+    if _inherited is not None and _inherited is dist.group.WORLD:
+        raise ScriptError(
+            f"{op}: this process is a fork of a rank, such as a worker of a DataLoader, and not a "
+            "rank; run communication with other ranks in the script's own process"
+        )
 
 
 @functools.cache

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.comm.call_number import describe, dtype_of, number_of
+from phalanx.comm.call_number import describe, dtype_of, mismatch, number_of
 from phalanx.comm.channels import SLOTS, AwaitedWord, Channels, Post
 from phalanx.comm.gather_buffers import GatherBuffers
 from phalanx.comm.heap import Block, Heap, errors_if_full
 from phalanx.comm.shared_transfer import Steps
-from phalanx.errors import CollectiveMismatch, named
 
 
 class PostedCall(NamedTuple):
@@ -102,13 +101,8 @@ class PostedCalls:
         post = self._channels.read(peer, call.channel, call.number)
         if (post.num_bytes, post.what) != (call.num_bytes, call.what):
             ranks = [self._channels.members[coord].rank for coord in (self._coord, peer)]
-            raise CollectiveMismatch(
-                f"{named(ranks[:1])} calls {describe(call.what, call.num_bytes)}, but "
-                f"{named(ranks[1:])} {describe(post.what, post.num_bytes)}; each rank must make "
-                "the same calls, and under fsdp run the same modules, also experts without rows; "
-                "--debug-comm, or phalanx.init(debug_comm=True), reports the place of each call",
-                min(ranks),
-            )
+            words = describe(call.what, call.num_bytes), describe(post.what, post.num_bytes)
+            raise mismatch({words[0]: ranks[:1], words[1]: ranks[1:]})
         is_common = post.offset < 0
         memory = self._channels.members[0 if is_common else peer].memory
         offset = ~post.offset if is_common else post.offset

@@ -133,8 +133,8 @@ class SharedMemory(CommEngine):
         if op in ("all_gather", "reduce_scatter"):
             steps: Steps = getattr(self, f"_{op}")(out, given, is_spent)
             return SharedTransfer(steps, self._channels)
-        flat = out.reshape(-1)  # a copy where `out` is not contiguous, such as channels_last
-        steps = getattr(self, f"_{op}")(flat, given.reshape(-1), option, is_spent)
+        flat, sent = out.contiguous().view(-1), given.contiguous().view(-1)
+        steps = getattr(self, f"_{op}")(flat, sent, option, is_spent)
         if not out.is_contiguous():
             steps = _and_copied(steps, flat, out)
         return SharedTransfer(steps, self._channels)

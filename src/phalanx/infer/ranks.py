@@ -33,6 +33,7 @@ from phalanx.infer.paged import FlatStep
 from phalanx.infer.runner import WEIGHTS_KEPT, ModelRunner
 from phalanx.infer.served import Served, fill_from, open_served
 from phalanx.infer.texts import TextEngine
+from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.tensor.apply import layout_of
@@ -140,7 +141,11 @@ def _open_together(folder: Path) -> Served:
 
 def _follow(runner: ModelRunner) -> None:
     """Run the steps and loads that the first rank broadcasts, until it broadcasts None."""
-    while (order := broadcast_object(None)) is not None:
+    while True:
+        with PULSE.waiting("waiting for requests"):  # an idle server is not stalled
+            order = broadcast_object(None)
+        if order is None:
+            return
         if isinstance(order, Path):
             with suppress(CheckpointError):  # the first rank raises it too
                 _load(runner, order)

@@ -3,6 +3,9 @@
 The main thread records the step and the phase, which costs two assignments. A second thread samples
 the main thread about once a second and sends a `Beat` to the watcher of the job: the parent process
 on one host, the job's store under torchrun.
+
+Code that waits for other ranks declares the wait (comm/waits.py), and the sample reads how long the
+wait lasts. Only for other code, such as torch's own collectives, is the stack compared.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+
+from phalanx.comm.waits import Wait, current_wait, declared
 
 BEAT_S = 1.0
 """Interval between two heartbeats of a rank to its parent process, in seconds."""
@@ -37,7 +42,7 @@ class Beat:
         is_stepping: whether the rank takes steps, in which no rank is stalled for long.
         resume_hint: last checkpoint and how to resume from it, if this rank reports them.
         waits: whether the rank waits for other ranks without a time limit.
-        in_collective: whether `place` is within a collective, which other ranks must call too.
+        in_collective: whether the rank waits in a collective, which other ranks must call too.
         log: path of the rank's log file; empty if it has none.
         process: process id.
         host: host name.
@@ -83,7 +88,6 @@ class Pulse:
         self.advice: Callable[[], str] = lambda: self.resume_hint
         self.on_change: Callable[[], None] = lambda: None
         self._doing = "starting"
-        self._waits = False
         self._place: tuple[_Mark, int, str] | None = None
         self._since_s = time.monotonic()
 
@@ -99,12 +103,8 @@ class Pulse:
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:
         """Record that the main thread waits for other ranks inside, without a time limit."""
-        self._waits = True
-        try:
-            with self.doing(what):
-                yield
-        finally:
-            self._waits = False
+        with self.doing(what), declared(is_limited=False):
+            yield
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -145,7 +145,8 @@ class Pulse:
 
     def beat(self) -> Beat:
         """Return a heartbeat with the current state of the main thread."""
-        still_s, where, in_collective = self._look()
+        wait = current_wait(threading.main_thread().ident or 0)
+        still_s, where, in_collective = self._look(wait)
         return Beat(
             doing=self._doing,
             seconds_at_place=still_s,
@@ -153,16 +154,16 @@ class Pulse:
             handles_stop=self.handles_stop,
             is_stepping=self.is_stepping,
             resume_hint=self.resume_hint,
-            waits=self._waits,
+            waits=wait is not None and not wait.is_limited,
             in_collective=in_collective,
             log=self.log,
         )
 
-    def _look(self) -> tuple[float, str, bool]:
+    def _look(self, wait: Wait | None) -> tuple[float, str, bool]:
         """Sample the main thread: time at one place, that place, whether it is a collective.
 
-        The place is empty, and the last value False, until the time exceeds BEAT_S. A collective
-        is a call of comm or of torch.distributed.
+        The place is empty, and the last value False, until the time exceeds BEAT_S. A declared
+        `wait` is one place. A collective is a wait with a limit, or a call of torch.distributed.
 
         A reference to a frame keeps alive the local variables, tensors included, of the frame and
         its callers, also after they return. So this method keeps no frame, and does not bind the
@@ -174,16 +175,20 @@ class Pulse:
         thread = threading.main_thread().ident or 0
         # The name is private, but the function is documented.
         frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-        at = None if frame is None else _place_of(frame)
-        # A loop that sleeps in each step is always sampled at the sleep, so `_doing` counts too.
-        place = None if at is None else (*at, self._doing)
         now_s = time.monotonic()
-        if place is None or place != self._place:
-            self._place, self._since_s = place, now_s
+        if wait is not None:
+            self._place, self._since_s = None, wait.since_s
+        else:
+            at = None if frame is None else _place_of(frame)
+            # A loop that sleeps in each step is always sampled at the sleep, so `_doing` counts.
+            place = None if at is None else (*at, self._doing)
+            if place is None or place != self._place:
+                self._place, self._since_s = place, now_s
         still_s = now_s - self._since_s
         if frame is None or still_s <= BEAT_S:
             return still_s, "", False
-        return still_s, ", called from ".join(find_places(frame)[0]), is_collective(frame)
+        in_collective = is_collective(frame) if wait is None else wait.is_limited
+        return still_s, ", called from ".join(find_places(frame)[0]), in_collective
 
 
 class _Mark:

@@ -209,10 +209,12 @@ class HeartbeatMonitor:
         )
 
     def in_vain(self, rank: int, silent: Sequence[int]) -> str:
-        """Return a message that `rank` waited in vain, for the `silent` ranks if there are any."""
+        """Return a message that `rank` waited in vain, for `silent` or returned ranks if any."""
         waited = f"{self._named([rank])} has waited in vain for another rank"
         if silent:
             return f"{self.why(silent)}; {waited}"
+        if self._returned:
+            waited = f"{self._named(sorted(self._returned))} returned, and {waited}"
         return self.described(f"{waited}; all ranks were at:")
 
     def stall(self) -> str | None:
@@ -234,8 +236,8 @@ class HeartbeatMonitor:
             f"{self._named(still)} at the same place in the code for {longest_s:.0f} s:"
         )
         return (
-            f"{places}\nUnless this step is expected to be slow, end the job and start again with "
-            "--debug-comm, which compares the calls of the ranks"
+            f"{places}\nUnless this is expected to be slow, end the job; phalanx train and verify "
+            "--debug-comm, and phalanx.init(debug_comm=True), compare the calls of the ranks"
         )
 
     def described(self, heading: str) -> str:

@@ -366,7 +366,8 @@ class Supervisor:
             return first.as_error()
         silent = self._monitor.silent(SILENT_PEER_S, self.running.values())
         words = self._monitor.in_vain(first.rank, silent)
-        return TrainingError(words if silent else f"{words}\n{first.text.rstrip()}")
+        is_named = silent or self._results  # else only the error names the awaited rank
+        return TrainingError(words if is_named else f"{words}\n{first.text.rstrip()}")
 
     def _advised(self, error: PhalanxError) -> PhalanxError:
         """Add a note on the last checkpoint and how to resume from it, if a rank reported them."""

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import zmq
 
+from phalanx.comm.waits import declared
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
 from phalanx.server.consistency import Consistency
@@ -219,6 +220,7 @@ class Requests:
             link.close()
         self._context.destroy(linger=200)
 
+    @declared(is_limited=True)
     def ask(
         self, asked: Mapping[int, WireMessage], idle: Callable[[], None] | None = None
     ) -> dict[int, WireMessage]:
@@ -353,6 +355,7 @@ class Requests:
             self._poller.unregister(link.socket)
             link.close()
 
+    @declared(is_limited=True)
     def _wait_for(self, is_so: Callable[[], bool], whom: str, asked: WireMessage = ASK_MAP) -> None:
         """Send `asked` to the coordinator, which answers with its map, until `is_so()`."""
         reported_s = self._clock.now_s

@@ -224,7 +224,8 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
     comm = Ranks({"dp": num_ranks})
     cells = [_cells(output)]
     with Ledger(comm) as ledger:
-        work = Collective(steps, held, comm.mesh.get_group("dp")).begin()
+        call = f"{collective} by {algorithm}"
+        work = Collective(call, steps, held, comm.mesh.get_group("dp")).begin()
         cells += [_cells(output) for _ in work.remaining()]
         work.wait()
     entries = ledger.entries()

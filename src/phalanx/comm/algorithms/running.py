@@ -7,14 +7,21 @@ steps.
 [Note: Order] NCCL has no tags and matches the messages of two ranks only by their order, and a rank
 that waits for one collective runs no steps of another. So the collectives of a rank run one after
 another in the order of their calls, across all groups: waiting for a collective first completes the
-collectives before it. A collective called with `async_op` starts its first step at once if no other
-is running, and runs the remaining steps when it, or a later one, is waited for, as in MPI.
+collectives before it. A collective called with `async_op` sends its header at once if no other is
+running, and runs its steps when it, or a later one, is waited for, as in MPI.
+
+[Note: Headers] Ranks that make different calls would reduce to wrong numbers or be aborted by gloo.
+So each rank first sends all others a header, its call in words, and begins no step before it has
+all headers. A rank whose arguments are invalid sends the reason in place of its call. So all ranks
+raise an error at the same call, and no message is left that a later collective would receive.
+Headers take one round of 256 bytes, which dispatch modes such as the ledger do not see.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -26,11 +33,23 @@ from typing_extensions import override
 
 from phalanx.comm import reductions
 from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps, cut
+from phalanx.comm.call_number import mismatch
 from phalanx.comm.join import connect
-from phalanx.errors import ConfigError, nearest
+from phalanx.comm.shared_transfer import unwatched
+from phalanx.comm.together import reason_of
+from phalanx.comm.waits import waiting
+from phalanx.errors import ConfigError, PeerLost, named, nearest
 
 TAG: Final = 2**30 - 1
 """Tag of the collectives' messages over gloo, which must not be used for a user's messages."""
+
+HEADER_TAG: Final = TAG - 1
+"""Tag of the headers over gloo, which must not be used for a user's messages."""
+
+HEADER_BYTES: Final = 256
+
+REFUSED: Final = "refused: "
+"""Begin of the header of a rank whose call has invalid arguments; the reason follows."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 
@@ -111,39 +130,65 @@ class Collective(dist.Work):
 
     def __init__(
         self,
+        call: str,
         steps: Steps,
         held: Chunks,
         group: dist.ProcessGroup,
         combine: Combine = torch.add,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare a collective on the chunks `held`; `finish` is called after the last step."""
+        """Prepare a collective on the chunks `held`; `finish` is called after the last step.
+
+        `call` describes the call in words that must be equal on all ranks, see [Note: Headers].
+        """
         super().__init__()
         self.steps = steps
         self.num_done = 0
+        self._call = call
         self._held, self._group, self._combine, self._finish = held, group, combine, finish
+        self._headers: list[Tensor] = []
+        self._has_agreed = group.size() == 1
         self._messages: list[tuple[Move, Tensor]] = []
         self._works: list[dist.Work] = []
+        self._peers: list[int] = []
+        self._error: Exception | None = None
 
     def begin(self) -> Collective:
-        """Enqueue this collective, and start its first step if no other is running."""
+        """Enqueue this collective, and send its header if no other is running.
+
+        Raises:
+            PeerLost: another rank has ended, or has timed out, while the ranks connected.
+        """
         if self._group not in _CONNECTED:
+            with lost_peer_named(self._group, self._others(), self._call), waiting():
+                connect(self._group, fully=True)
             _CONNECTED.add(self._group)
-            connect(self._group, fully=True)
+        if not _UNDER_WAY:
+            self._send_header()
         _UNDER_WAY.append(self)
-        if _UNDER_WAY[0] is self:
-            self._begin_step()
         return self
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete this collective and all before it; the timeout is the group's."""
-        while self in _UNDER_WAY:
-            first = _UNDER_WAY[0]
-            for _ in first.remaining():
-                pass
-            first._finish()
-            _UNDER_WAY.popleft()
+        """Complete this collective and all before it; the timeout is the group's.
+
+        Raises:
+            CollectiveMismatch: the ranks have made different calls.
+            PeerLost: another rank has ended, has timed out or has refused its call.
+        """
+        with waiting():
+            while self in _UNDER_WAY:
+                first = _UNDER_WAY[0]
+                try:
+                    for _ in first.remaining():
+                        pass
+                    first._finish()
+                except Exception as error:  # for the `wait` of `first`: the others can complete
+                    first._error = error
+                finally:
+                    _UNDER_WAY.popleft()
+        if self._error is not None:
+            raise self._error
         return True
 
     @override
@@ -152,24 +197,57 @@ class Collective(dist.Work):
 
     def remaining(self) -> Iterator[CollectiveStep]:
         """Run the remaining steps one at a time, and yield each when it is complete."""
+        if not self._has_agreed:
+            self._agree()
         while self.num_done < len(self.steps):
-            if not self._works:
-                self._begin_step()
-            for work in self._works:
-                work.wait()
+            self._begin_step()
+            self._complete_messages()
             for move, incoming in self._messages:
                 mine = self._held[move.chunks]
                 mine.copy_(self._combine(mine, incoming) if move.is_reduced else incoming)
-            self._messages, self._works = [], []
+            self._messages = []
             self.num_done += 1
             yield self.steps[self.num_done - 1]
 
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+
+    def _send_header(self) -> None:
+        """Start to send this rank's header, and to receive those of the others."""
+        if self._has_agreed:
+            return
+        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+        text = bytearray(self._call.encode()[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"))
+        mine = torch.frombuffer(text, dtype=torch.uint8).to(device)
+        self._headers = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self._headers[self._group.rank()] = mine
+        sends = [(dist.isend, mine, peer) for peer in self._others()]
+        receives = [(dist.irecv, self._headers[peer], peer) for peer in self._others()]
+        with unwatched():
+            self._begin_messages([*sends, *receives], HEADER_TAG)
+
+    def _agree(self) -> None:
+        """Wait for the headers of all ranks, and compare them, see [Note: Headers]."""
+        if not self._headers:
+            self._send_header()
+        self._complete_messages()
+        self._has_agreed = True
+        if self._call.startswith(REFUSED):  # this rank has raised the reason
+            return
+        ranks = dist.get_process_group_ranks(self._group)
+        calls: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, header in zip(ranks, self._headers, strict=True):
+            text = bytes(header.tolist()).rstrip(b"\0").decode(errors="replace")
+            if text.startswith(REFUSED):
+                raise PeerLost(f"{named([rank])} has {text}; so no rank runs {self._call}")
+            calls[text].append(rank)
+        if len(calls) > 1:
+            raise mismatch(calls)
+
     def _begin_step(self) -> None:
         """Start this rank's sends and receives of the next step."""
-        if self.num_done == len(self.steps):
-            return
-        rank, group = self._group.rank(), self._group
-        operations: list[dist.P2POp] = []
+        rank = self._group.rank()
+        operations: list[tuple[Any, Tensor, int]] = []
         for move in self.steps[self.num_done].moves:
             if rank not in (move.source, move.target):
                 continue
@@ -177,15 +255,50 @@ class Collective(dist.Work):
             if not mine.numel():
                 continue
             if move.source == rank:
-                operation: Any = dist.isend, mine, move.target
+                operations.append((dist.isend, mine, move.target))
             else:
                 incoming = torch.empty_like(mine)
                 self._messages.append((move, incoming))
-                operation = dist.irecv, incoming, move.source
-            function, tensor, peer = operation
-            operations.append(dist.P2POp(function, tensor, None, group, TAG, peer))
-        if operations:
-            self._works = dist.batch_isend_irecv(operations)
+                operations.append((dist.irecv, incoming, move.source))
+        self._begin_messages(operations, TAG)
+
+    def _begin_messages(self, operations: Sequence[tuple[Any, Tensor, int]], tag: int) -> None:
+        group, self._peers = self._group, [peer for _, _, peer in operations]
+        batch = [
+            dist.P2POp(run, tensor, None, group, tag, peer) for run, tensor, peer in operations
+        ]
+        with lost_peer_named(group, self._peers, self._call):
+            self._works = dist.batch_isend_irecv(batch) if batch else []
+
+    def _complete_messages(self) -> None:
+        is_one_each = len(self._works) == len(self._peers)  # with NCCL one work is for all
+        for number, work in enumerate(self._works):
+            peers = self._peers[number : number + 1] if is_one_each else self._peers
+            with lost_peer_named(self._group, peers, self._call):
+                work.wait()
+        self._works = []
+
+
+@contextmanager
+def lost_peer_named(group: dist.ProcessGroup, peers: Sequence[int], call: str) -> Generator[None]:
+    """Raise PeerLost, which names the group ranks `peers`, for an error of gloo or NCCL."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks, others = dist.get_process_group_ranks(group), sorted({*peers})
+        who = named([ranks[peer] for peer in others])
+        lost = "has not answered within the timeout" if "imed out" in str(error) else "has ended"
+        raise PeerLost(
+            f"{'one of ' if len(others) > 1 else ''}{who} {lost}; {named([ranks[group.rank()]])} "
+            f"has waited in vain for another rank in {call}"
+        ) from error
+
+
+def refuse(group: dist.ProcessGroup, error: Exception) -> None:
+    """Send the other ranks, which make the same call, the reason why this rank does not."""
+    refusal = Collective(f"{REFUSED}{reason_of(error)}", (), FlatChunks(torch.empty(0), 1), group)
+    with suppress(PeerLost):
+        refusal.begin()
 
 
 def drain() -> None:
