@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -99,14 +99,7 @@ class Gathers:
         if not self._has_own_groups:
             # Backward within `summed` has no fixed order relative to the sums of gradients.
             self._comm, self._has_own_groups = self._comm.with_separate_groups("data"), True
-        comm = self._comm
-        every = gather_objects((comm.coord("data"), forms, is_check_due))
-        for rank, (_, theirs, _) in enumerate(every):
-            if isinstance(theirs, str):
-                raise ScriptError(theirs if theirs == forms else f"rank {rank}: {theirs}")
-        # Ranks with equal data coordinates, such as tp ranks, have the same rows: use one of them.
-        by_coord = {coord: theirs for coord, theirs, _ in every}
-        of_ranks = [by_coord[coord] for coord in sorted(by_coord)]
+        of_ranks, is_due = self._forms_of_ranks(forms, is_check_due, is_first_step)
         if len(numbers := {len(theirs) for theirs in of_ranks}) > 1:
             raise ScriptError(
                 f"gather: the ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give "
@@ -120,7 +113,37 @@ class Gathers:
             wholes.append(whole.movedim(0, dim) if dim else whole)
         found = iter(wholes)
         whole = map_tensors(_without_caches(batch), lambda _: next(found))
-        return whole, any(is_due for *_, is_due in every)
+        return whole, is_due
+
+    def _forms_of_ranks(
+        self, forms: Any, is_check_due: bool, is_first_step: bool
+    ) -> tuple[list[list[_Form]], bool]:
+        """Return the forms that each data rank gathers, and whether any rank needs a check.
+
+        In most calls they differ in lengths alone, so numbers suffice. In the first step, or if a
+        rank has an error, objects are exchanged, which takes several times as long.
+        """
+        comm, coord = self._comm, self._comm.coord("data")
+        is_short = not isinstance(forms, str) and len(forms) <= _MOST_LENGTHS and not is_first_step
+        alike = zlib.crc32(repr([form[2:] for form in forms] if is_short else "").encode())
+        # Ranks with equal data coordinates, such as tp ranks, have the same rows.
+        table = torch.zeros((comm.size("data"), 3 + _MOST_LENGTHS), dtype=torch.int64)
+        own = [not is_short, is_check_due, alike, *(form[1] for form in forms if is_short)]
+        table[coord, : len(own)] = torch.tensor(own)
+        table = comm.all_reduce(table.to(comm.device), "job", "max").tolist()
+        is_due = any(row[1] for row in table)
+        if is_short and all(row[0] == 0 and row[2] == alike for row in table):
+            own_forms: list[_Form] = forms
+            return [
+                [(0, n, form[2], form[3]) for n, form in zip(row[3:], own_forms, strict=False)]
+                for row in table
+            ], is_due
+        every = gather_objects((coord, forms))
+        for rank, (_, theirs) in enumerate(every):
+            if isinstance(theirs, str):
+                raise ScriptError(theirs if theirs == forms else f"rank {rank}: {theirs}")
+        by_coord: dict[int, Any] = dict(every)
+        return [by_coord[coord] for coord in sorted(by_coord)], is_due
 
     def _gathered(
         self, own: Tensor, shape: tuple[int, ...], counts: Sequence[int], pad: float | None
@@ -246,17 +269,20 @@ def _rows_first(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor.movedim(dim, 0) if dim else tensor
 
 
-_Form = tuple[int, int, tuple[int, ...]]
-"""Rows of this rank's batch (0 if unknown), its entries in a tensor, and the shape of an entry."""
+_Form = tuple[int, int, tuple[int, ...], str]
+"""Rows of this rank's batch (0 if unknown), entries of a tensor, shape of an entry, and dtype."""
+
+_MOST_LENGTHS: Final = 13
+"""Tensors whose lengths ranks exchange as numbers."""
 
 
 def _form(tensor: Tensor, num_rows: Collection[int], per_row: int) -> _Form:
     """Return the form of a tensor; refuse one whose first dimension is no rows of a batch."""
-    length, shape = len(tensor), tuple(tensor.shape[1:])
+    length, shape, dtype = len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)
     if not num_rows or length in num_rows:
-        return length if num_rows else 0, length, shape
+        return length if num_rows else 0, length, shape, dtype
     if length % per_row == 0 and length // per_row in num_rows:
-        return length // per_row, length, shape
+        return length // per_row, length, shape, dtype
     has = " or ".join(map(str, sorted(num_rows)))
     raise ScriptError(
         f"gather: a tensor of shape {tuple(tensor.shape)} has {length} entries in its first "
@@ -270,6 +296,11 @@ def _form(tensor: Tensor, num_rows: Collection[int], per_row: int) -> _Form:
 def _common_shape(forms: Sequence[_Form], pad: float | None) -> tuple[int, ...]:
     """Return the shape of a row on all ranks, the largest if rows are padded."""
     filled = [form for form in forms if form[1]] or forms[:1]
+    if len(dtypes := {form[3] for form in forms}) > 1:
+        raise ScriptError(
+            f"gather: a tensor is {' and '.join(sorted(dtypes))} on different ranks; give the same "
+            "type on every rank"
+        )
     shapes = {form[2] for form in filled}
     if len(shapes) > 1 and (pad is None or len({len(shape) for shape in shapes}) > 1):
         raise ScriptError(
@@ -281,7 +312,7 @@ def _common_shape(forms: Sequence[_Form], pad: float | None) -> tuple[int, ...]:
 
 def _refuse_ambiguous(forms: Sequence[_Form]) -> None:
     """Refuse a tensor with two dimensions that may be its rows."""
-    rows, _, shape = forms[0]
+    rows, _, shape, _ = forms[0]
     if rows > 1 and len({form[0] for form in forms}) == 1 < len(forms) and rows in shape:
         raise ScriptError(
             f"gather: a tensor of shape {(rows, *shape)} has two dimensions of {rows}, the rows of "
