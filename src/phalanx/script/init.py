@@ -25,8 +25,8 @@ STRATEGY: Final = "PHALANX_STRATEGY"
 
 _NUMBERS = itertools.count()
 
-VERIFY_OVERRIDES: Final[list[tuple[Strategy, Callable[[Run], None]]]] = []
-"""Overrides set by `phalanx verify`: the strategy to use, and a function called with each run."""
+OVERRIDES: Final[list[tuple[Strategy | None, Callable[[Run], None]]]] = []
+"""Set by a proof: the strategy to use, None for the script's, and a function called with each run."""
 
 
 def init(
@@ -61,7 +61,7 @@ def init(
             pp or cp, which need a trainer's loop; or the job is incomplete, or ranks disagree.
     """
     report_in_one_message(explain_shard_error)
-    parsed = VERIFY_OVERRIDES[-1][0] if VERIFY_OVERRIDES else _strategy(strategy)
+    parsed = (OVERRIDES and OVERRIDES[-1][0]) or _strategy(strategy)
     known = {"accumulation": accumulation, "seed": seed, "nonfinite": nonfinite}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     facts = {"strategy": parsed and str(parsed), **known}
@@ -79,8 +79,8 @@ def init(
     run = Run(comm, parsed, accumulation, seed, name, nonfinite)
     if debug_comm:
         CollectiveCheck(comm).__enter__()  # until the process ends
-    if VERIFY_OVERRIDES:
-        VERIFY_OVERRIDES[-1][1](run)
+    if OVERRIDES:
+        OVERRIDES[-1][1](run)
     return run
 
 

@@ -46,7 +46,10 @@ class Run:
         comm: process groups of the job.
         strategy: parallelism strategy.
         accumulation: calls of `backward` per optimizer step.
+        is_mute: whether this process only checks the ranks of a job, see `loop_proof`.
     """
+
+    is_mute = False
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Run:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of the job, which prints and writes for all ranks."""
-        return self.comm.is_first
+        return self.comm.is_first and not self.is_mute
 
     @property
     def device(self) -> torch.device:
