@@ -149,7 +149,7 @@ def main() -> None:
         )
 
         def backward(loss: torch.Tensor, count: int) -> None:
-            run.backward(loss * count, count)
+            run.backward(mean_of_rows=loss, count=count)
     elif args.wrap == "accelerate":
         from accelerate import Accelerator
 

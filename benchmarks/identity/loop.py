@@ -31,7 +31,7 @@ def main(out: str, steps: str, folder: str, *options: str) -> None:
     losses, norms, done = [], [], 0
     while done < int(steps):
         for x, y in loader:
-            loss = run.backward(cross_entropy(net(x), y, reduction="sum"), len(y))
+            loss = run.backward(sum_of_rows=cross_entropy(net(x), y, reduction="sum"), count=len(y))
             losses.append(loss.item())
             if not run.is_step_end:
                 continue

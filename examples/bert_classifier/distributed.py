@@ -37,7 +37,7 @@ def main(num_epochs: int = 3, num_rows: int | None = None, dropout: float = 0.1)
         model.train()
         for x, y in loader:
             loss = model(x, attention_mask=(x > 0).long(), labels=y).loss
-            run.backward(loss * len(y), len(y))
+            run.backward(mean_of_rows=loss, count=len(y))
             optimizer.step()
             optimizer.zero_grad()
         right = run.sum(count_right(model, held_back))

@@ -34,7 +34,7 @@ def main(num_epochs: int = 1, num_rows: int = 1000, length: int = 64) -> nn.Modu
         for number, (x,) in enumerate(loader):
             logits = model(x).logits[:, :-1].flatten(0, 1)
             loss = nn.functional.cross_entropy(logits, x[:, 1:].flatten())
-            loss = run.backward(loss * len(logits), len(logits))
+            loss = run.backward(mean_of_rows=loss, count=len(logits))
             optimizer.step()
             optimizer.zero_grad()
             if number % 10 == 0:

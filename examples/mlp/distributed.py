@@ -20,11 +20,12 @@ def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
     for epoch in range(num_epochs):
         total = 0.0
         for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y)
-            loss = run.backward(loss * len(y), len(y))
+            out, y = run.gather(model(x), y)
+            loss = nn.functional.mse_loss(out, y)
+            run.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            total += loss.item() * loss.count
+            total += loss.item() * len(y)
         run.print(f"epoch {epoch}: loss {total / num_rows:.4f}")
     return model
 

@@ -20,7 +20,8 @@ def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
     for epoch in range(num_epochs):
         total = 0.0
         for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y)
+            out = model(x)
+            loss = nn.functional.mse_loss(out, y)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

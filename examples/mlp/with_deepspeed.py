@@ -25,7 +25,8 @@ def main(num_epochs: int = 3, num_rows: int = 1000) -> nn.Module:
         total = torch.zeros((), device=model.device)
         sampler.set_epoch(epoch)
         for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y)
+            out = model(x)
+            loss = nn.functional.mse_loss(out, y)
             model.backward(loss)
             model.step()
             total += loss.detach() * len(y)

@@ -35,9 +35,10 @@ def main(
     model, optimizer, loader = prepared
     for _ in range(num_epochs):
         for number, (x, y) in enumerate(loader):
-            loss = nn.functional.cross_entropy(model(x).logits, y)
+            out, y = run.gather(model(x).logits, y)
+            loss = nn.functional.cross_entropy(out, y)
             optimizer.zero_grad()
-            loss = run.backward(loss * len(y), len(y))
+            run.backward(loss)
             optimizer.step()
             run.print(f"batch {number}: loss {loss.item():.4f}")
     return model

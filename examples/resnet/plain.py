@@ -31,7 +31,8 @@ def main(
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     for _ in range(num_epochs):
         for number, (x, y) in enumerate(loader):
-            loss = nn.functional.cross_entropy(model(x).logits, y)
+            out = model(x).logits
+            loss = nn.functional.cross_entropy(out, y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -28,8 +28,8 @@ def main(num_epochs: int = 3, num_rows: int = 200) -> nn.Module:
     for epoch in range(num_epochs):
         for x, y in loader:
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss = run.backward(loss * len(y), len(y))
+            loss = nn.functional.mse_loss(*run.gather(model(x), y))
+            run.backward(loss)
             optimizer.step()
         run.print(f"epoch {epoch}: loss {loss.item():.4f}")
     return model

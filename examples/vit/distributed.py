@@ -34,7 +34,7 @@ def main(num_epochs: int = 5, num_rows: int = 1497) -> nn.Module:
     for epoch in range(num_epochs):
         for x, y in loader:
             loss = model(x, labels=y).loss
-            run.backward(loss * len(y), len(y))
+            run.backward(mean_of_rows=loss, count=len(y))
             optimizer.step()
             optimizer.zero_grad()
         right = run.sum(count_right(model, held_back))

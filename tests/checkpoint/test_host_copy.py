@@ -138,8 +138,9 @@ def save_by_a_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cuda:
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = run.prepare(model, optimizer)
     for _ in range(3):
-        run.backward(model(torch.ones(2, 8)).sum(), 2)
+        run.backward(sum_of_rows=model(torch.ones(2, 8)).sum(), count=2)
         optimizer.step()
+        optimizer.zero_grad()
         run.save(folder)
     return cuda
 

@@ -135,7 +135,9 @@ def fail(run: Any, model: Any, loss: Any) -> None:
         run.backward(model(torch.zeros(1, 4)).sum())
     if way == "a mean":
         for rows in (2, 3):
-            run.backward(mse_loss(model(torch.ones(rows, 4)), torch.zeros(rows, 1)), rows)
+            run.backward(
+                sum_of_rows=mse_loss(model(torch.ones(rows, 4)), torch.zeros(rows, 1)), count=rows
+            )
     if way == "a model prepared twice":
         run.prepare(model)
     if way == "a loss that is no number":
@@ -175,7 +177,7 @@ def main() -> None:
     for _ in range(2):
         loss: Any = None
         for x, y in loader:
-            loss = run.backward(mse_loss(model(x), y, reduction="sum"), len(y))
+            loss = run.backward(sum_of_rows=mse_loss(model(x), y, reduction="sum"), count=len(y))
             optimizer.step()
             optimizer.zero_grad()
         if loss is None:

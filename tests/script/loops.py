@@ -187,10 +187,12 @@ class Distributed:
         """Take all steps, or the next few."""
         run, case = self.run, self.case
         while self.loader.epoch < case.num_epochs:
-            taken, loss = 0, None
+            taken = 0
             for batch in self.loader:
                 x, y = pair_of(batch)
-                loss = run.backward(cross_entropy(self.model(x), y, reduction="sum"), len(y))
+                run.backward(
+                    sum_of_rows=cross_entropy(self.model(x), y, reduction="sum"), count=len(y)
+                )
                 taken += 1
                 if taken % case.accumulation and not self.loader.is_last:
                     continue
@@ -201,7 +203,7 @@ class Distributed:
                 self.optimizer.zero_grad()
                 if self.scheduler is not None:
                     self.scheduler.step()
-                self.losses.append(float(loss.of_step))
+                self.losses.append(float(self.run.loss_of_step))
                 if len(self.losses) == num_steps:
                     return
 

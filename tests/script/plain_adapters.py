@@ -62,13 +62,19 @@ class Plain:
         self.losses.append(float(loss.detach()))
         return loss.detach()
 
+    def whole(self, loss: Tensor) -> Tensor:
+        """Add the gradients of a loss over the whole batch."""
+        loss.backward()
+        self.losses.append(float(loss.detach()))
+        return loss.detach()
+
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def sum(self, value: Tensor) -> Tensor:
         return value
 
-    def gather(self, rows: Any, *, grad: bool = False) -> Any:
+    def gather(self, rows: Any) -> Any:
         return rows
 
     def draw(self, make: Callable[[int], Any], num_rows: int) -> Any:
@@ -102,7 +108,10 @@ class OnRanks(Plain):
         return self.run.prepare(*objects, **options)
 
     def backward(self, loss_sum: Tensor, count: Any) -> Tensor:
-        return self.run.backward(loss_sum, count)
+        return self.run.backward(sum_of_rows=loss_sum, count=count)
+
+    def whole(self, loss: Tensor) -> Tensor:
+        return self.run.backward(loss)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         return self.run.clip(max_norm)
@@ -110,8 +119,8 @@ class OnRanks(Plain):
     def sum(self, value: Tensor) -> Tensor:
         return self.run.sum(value)
 
-    def gather(self, rows: Any, *, grad: bool = False) -> Any:
-        return self.run.gather(rows, grad=grad)
+    def gather(self, rows: Any) -> Any:
+        return self.run.gather(rows)
 
     def draw(self, make: Callable[[int], Any], num_rows: int) -> Any:
         return self.run.draw(make)

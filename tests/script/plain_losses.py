@@ -67,12 +67,12 @@ def contrastive(on: Plain) -> None:
     for _ in range(2):
         for x, _ in loader:
             views = F.normalize(model(x + 0.1), dim=1), F.normalize(model(x.flip(1)), dim=1)
-            a, b = on.gather(views, grad=True)
+            a, b = on.gather(views)
             similarities = torch.cat([a, b]) @ torch.cat([a, b]).T / 0.5
             similarities = similarities.masked_fill(torch.eye(2 * len(a)).bool(), -1e9)
             wanted = torch.arange(2 * len(a)).roll(len(a))
             loss = F.cross_entropy(similarities, wanted)
-            on.print(on.backward(loss * len(x), len(x)))
+            on.print(on.whole(loss))
             step(optimizer)
 
 
@@ -82,13 +82,13 @@ def hardest_triplets(on: Plain) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer, loader = on.prepare(model, optimizer, DataLoader(rows_of(6), 12, True))
     for x, y in loader:
-        z, y = on.gather((model(x), y), grad=True)
+        z, y = on.gather((model(x), y))
         apart = (z[:, None] - z[None]).square().sum(2)
         is_same = y[:, None] == y[None]
         farthest = torch.where(is_same, apart, -1e9).amax(1)
         nearest = torch.where(is_same, 1e9, apart).amin(1)
         loss = F.relu(farthest - nearest + 1).mean()
-        on.print(on.backward(loss * len(x), len(x)))
+        on.print(on.whole(loss))
         step(optimizer)
 
 

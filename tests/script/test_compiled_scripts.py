@@ -68,7 +68,7 @@ def numbers_and_graphs(strategy: str, build: Any, what: str) -> tuple[list[float
     graphs: list[int] = []
     for x, y in loader:
         before = num_run
-        loss = run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+        loss = run.backward(sum_of_rows=cross_entropy(model(x), y, reduction="sum"), count=len(y))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))

@@ -46,8 +46,9 @@ def loop(draw: Draw, is_after: bool) -> int:
                 if now == is_after:
                     draw(run, model, x)
                 if not now:
-                    run.backward(loss, len(y))
+                    run.backward(sum_of_rows=loss, count=len(y))
             optimizer.step()
+            optimizer.zero_grad()
     return sum("run.draw(lambda rows" in str(each.message) for each in caught)
 
 

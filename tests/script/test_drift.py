@@ -79,7 +79,7 @@ class Loop:
                 return
             loss = cross_entropy(self.model(x.to(self.dtype)), y, reduction="sum")
             self.own_loss = float(loss.detach()) / max(len(y), 1)
-            self.run.backward(loss, len(y))
+            self.run.backward(sum_of_rows=loss, count=len(y))
             self.is_skipped = False
             mistake(self, number)
             if self.run.is_step_end:

@@ -130,9 +130,12 @@ def losses_read_ahead(strategy: str, is_recomputed: bool, use_reentrant: bool) -
     parts = [(loop.model(x), y) for x, y in itertools.islice(batches, 2)]
     for x, y in batches:  # read before the backward of those before it
         sums = [cross_entropy(logits, of, reduction="sum") for logits, of in parts]
-        loss = loop.run.backward(torch.stack(sums).sum(), sum(len(of) for _, of in parts))
+        loss = loop.run.backward(
+            sum_of_rows=torch.stack(sums).sum(), count=sum(len(of) for _, of in parts)
+        )
         losses.append(float(loss))
         loop.optimizer.step()
+        loop.optimizer.zero_grad()
         parts = [(loop.model(x), y)]
     return losses
 

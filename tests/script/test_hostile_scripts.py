@@ -53,8 +53,9 @@ class _Loop:
         while num_steps:
             for x, y in self.loader:
                 summed = nn.functional.cross_entropy(self.model(x), y, reduction="sum")
-                loss = self.run.backward(summed, len(y))
+                loss = self.run.backward(sum_of_rows=summed, count=len(y))
                 self.optimizer.step()
+                self.optimizer.zero_grad()
                 self.scheduler.step()
                 num_steps -= 1
                 if not num_steps:

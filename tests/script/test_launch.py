@@ -231,8 +231,9 @@ model, optimizer, loader = run.prepare(model, optimizer, loader)
 is_over = False
 while not is_over:
     for (x,) in loader:
-        run.backward(model(x).square().sum(), len(x))
+        run.backward(sum_of_rows=model(x).square().sum(), count=len(x))
         optimizer.step()
+        optimizer.zero_grad()
         if run.should_stop:
             is_over = True
             break

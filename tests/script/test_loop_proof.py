@@ -33,9 +33,10 @@ if run.resume(folder):
     raise SystemExit("resumed")
 for _ in range(9):
     for x, y in loader:
-        loss = run.backward((model(x) - y).square().sum(), len(y))
+        loss = run.backward(sum_of_rows=(model(x) - y).square().sum(), count=len(y))
         run.clip(0.5)
         optimizer.step()
+        optimizer.zero_grad()
         run.save(folder)
         run.print(float(loss))
 """

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,17 +38,76 @@ class Script:
         return cross_entropy(self.model(self.x), self.y, reduction=reduction)
 
     def backward(self) -> None:
-        self.run.backward(self.loss(), len(self.y))
+        self.run.backward(sum_of_rows=self.loss(), count=len(self.y))
 
 
-def a_mean() -> None:
+def a_mean_of_own_rows() -> None:
     script = Script()
-    script.run.backward(script.loss("mean"), len(script.y))
+    script.run.backward(script.loss("mean"))
 
 
-def a_vector() -> None:
+def a_loss_and_its_count() -> None:
     script = Script()
-    script.run.backward(script.loss("none"), len(script.y))
+    cast(Any, script.run.backward)(script.loss(), len(script.y))
+
+
+def a_mean_and_its_count() -> None:
+    script = Script()
+    script.run.backward(script.loss("mean"), count=len(script.y))
+
+
+def a_vector_as_a_sum() -> None:
+    script = Script()
+    script.run.backward(sum_of_rows=script.loss("none"), count=len(script.y))
+
+
+def weights_of_another_shape() -> None:
+    script = Script()
+    script.run.backward(script.loss("none"), weights=torch.ones(1))
+
+
+def a_count_below_0() -> None:
+    script = Script()
+    script.run.backward(sum_of_rows=script.loss(), count=torch.tensor(-3.0))
+
+
+def a_term_of_own_rows_without_a_value() -> None:
+    """A surrogate loss, whose value is 0 on every rank."""
+    script = Script()
+    out, y = script.run.gather(script.model(script.x), script.y)
+    own = script.loss()
+    script.run.backward(cross_entropy(out, y) + own - own.detach())
+
+
+def a_term_of_own_rows() -> None:
+    script = Script()
+    out, y = script.run.gather(script.model(script.x), script.y)
+    script.run.backward(cross_entropy(out, y) + 0.1 * script.loss())
+
+
+def the_same_rows_on_all_ranks() -> None:
+    script = Script()
+    script.run.backward(script.model(torch.ones(4, 6).double()).sum())
+    script.optimizer.step()
+
+
+def losses_of_two_kinds() -> None:
+    script = Script(accumulation=2)
+    script.backward()
+    out, y = script.run.gather(script.model(script.x), script.y)
+    script.run.backward(cross_entropy(out, y))
+
+
+def a_loss_that_is_not_finite() -> None:
+    script = Script()
+    out, y = script.run.gather(script.model(script.x), script.y)
+    script.run.backward(cross_entropy(out, y) * float("nan"))
+    script.optimizer.step()
+
+
+def a_sum_of_losses() -> None:
+    script = Script()
+    script.run.sum(script.loss())
 
 
 def no_graph() -> None:
@@ -57,14 +116,9 @@ def no_graph() -> None:
         script.backward()
 
 
-def no_count() -> None:
-    script = Script()
-    script.run.backward(script.loss())
-
-
 def a_count_of_each() -> None:
     script = Script()
-    script.run.backward(script.loss(), torch.ones(4))
+    script.run.backward(sum_of_rows=script.loss(), count=torch.ones(4))
 
 
 def forgotten_backward() -> None:
@@ -75,13 +129,16 @@ def two_steps() -> None:
     script = Script()
     script.backward()
     script.optimizer.step()
+    script.optimizer.zero_grad()
     script.optimizer.step()
+    script.optimizer.zero_grad()
 
 
 def a_backward_of_torch() -> None:
     script = Script()
     script.loss().backward()
     script.optimizer.step()
+    script.optimizer.zero_grad()
 
 
 def zeroed_too_early() -> None:
@@ -89,12 +146,6 @@ def zeroed_too_early() -> None:
     script.backward()
     script.optimizer.zero_grad()
     script.optimizer.step()
-
-
-def two_backwards() -> None:
-    script = Script()
-    script.backward()
-    script.backward()
 
 
 def a_loss_beside() -> None:
@@ -133,7 +184,7 @@ def a_second_step_of_one_rank() -> None:
     plain = perceptron()
     model, optimizer = run.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
     for number in range(4):
-        run.backward(model(torch.ones(4, 6) + run.comm.coord("dp")).sum(), 4)
+        run.backward(sum_of_rows=model(torch.ones(4, 6) + run.comm.coord("dp")).sum(), count=4)
         if number != 1 or run.is_first:
             optimizer.step()
         optimizer.zero_grad()
@@ -162,6 +213,7 @@ def gradients_clipped_on_one_rank() -> None:
     if script.run.is_first:
         nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
     script.optimizer.step()
+    script.optimizer.zero_grad()
     script.run.state_dict()
 
 
@@ -171,6 +223,7 @@ def weights_loaded_on_one_rank() -> None:
         script.model.load_state_dict(perceptron().state_dict())
     script.backward()
     script.optimizer.step()
+    script.optimizer.zero_grad()
     with torch.no_grad():
         for x, _ in script.run.prepare(DataLoader(Numbers(), 8)):
             script.run.sum(len(x))
@@ -180,7 +233,9 @@ def a_pass_left_within_a_step() -> None:
     script = Script(accumulation=3)
     for _ in range(2):
         for x, y in script.loader:
-            script.run.backward(cross_entropy(script.model(x), y, reduction="sum"), len(y))
+            script.run.backward(
+                sum_of_rows=cross_entropy(script.model(x), y, reduction="sum"), count=len(y)
+            )
             break
 
 
@@ -189,9 +244,12 @@ def a_zip_that_the_second_ends() -> None:
     short = script.run.prepare(DataLoader(range(16), 4))
     for _ in range(2):
         for (x, y), _ in zip(script.loader, short, strict=False):
-            script.run.backward(cross_entropy(script.model(x), y, reduction="sum"), len(y))
+            script.run.backward(
+                sum_of_rows=cross_entropy(script.model(x), y, reduction="sum"), count=len(y)
+            )
             if script.run.is_step_end:
                 script.optimizer.step()
+                script.optimizer.zero_grad()
 
 
 def saved_within_a_step() -> None:
@@ -205,6 +263,7 @@ def saved_after_a_step_of_one_rank() -> None:
     script.backward()
     if script.run.is_first:
         script.optimizer.step()
+        script.optimizer.zero_grad()
     script.run.save("runs/nowhere")
 
 
@@ -229,7 +288,7 @@ def a_dropout_that_is_recomputed_with_other_draws() -> None:
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbers(), 8))
     x, y = next(iter(loader))
     logits = checkpoint(model, x, use_reentrant=False, preserve_rng_state=False)
-    run.backward(cross_entropy(logits, y, reduction="sum"), len(y))
+    run.backward(sum_of_rows=cross_entropy(logits, y, reduction="sum"), count=len(y))
 
 
 def a_device_that_is_not_the_jobs() -> None:
@@ -240,6 +299,7 @@ def a_step_within_an_accumulation() -> None:
     script = Script(accumulation=3)
     script.backward()
     script.optimizer.step()
+    script.optimizer.zero_grad()
 
 
 def clipped_too_early() -> None:
@@ -252,8 +312,9 @@ def optimizer_not_prepared() -> None:
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     model, loader = run.prepare(plain, DataLoader(TensorDataset(torch.randn(8, 6)), 4))
     (x,) = next(iter(loader))
-    run.backward(model(x).sum(), len(x))
+    run.backward(sum_of_rows=model(x).sum(), count=len(x))
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def optimizer_of_another_model() -> None:
@@ -271,7 +332,7 @@ def cast_afterwards() -> None:
 def a_penalty_on_shards() -> None:
     script = Script("fsdp2")
     penalty = sum(parameter.abs().sum() for parameter in script.model.parameters())
-    script.run.backward(script.loss() + 0.01 * penalty, len(script.y))
+    script.run.backward(sum_of_rows=script.loss() + 0.01 * penalty, count=len(script.y))
 
 
 def frozen_afterwards() -> None:
@@ -308,6 +369,7 @@ def weights_put_in_place() -> None:
     script = Script()
     script.backward()
     script.optimizer.step()
+    script.optimizer.zero_grad()
     script.model.load_state_dict(perceptron().double().state_dict(), assign=True)
     script.run.save("runs/nowhere")
 
@@ -351,7 +413,7 @@ def a_function() -> None:
 
 def not_prepared() -> None:
     run = phalanx.init("dp2")
-    run.backward(perceptron()(torch.ones(1, 6)).sum(), 1)
+    run.backward(sum_of_rows=perceptron()(torch.ones(1, 6)).sum(), count=1)
 
 
 def shared_memory_of_one_rank() -> None:
@@ -362,16 +424,6 @@ def calls_compared_on_one_rank() -> None:
     phalanx.init("dp2", debug_comm=dist.get_rank() == 0)
 
 
-def loader_not_prepared() -> None:
-    run = phalanx.init("dp2")
-    torch.manual_seed(0)
-    plain = perceptron()
-    model, optimizer = run.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
-    for _ in range(2):  # the first losses may be alike
-        run.backward(model(torch.ones(4, 6)).sum(), 4)
-        optimizer.step()
-
-
 def a_batch_left_out_on_one_rank() -> None:
     script = Script()
     batches = iter(script.loader)
@@ -380,6 +432,7 @@ def a_batch_left_out_on_one_rank() -> None:
     for _ in range(2):
         script.backward()
         script.optimizer.step()
+        script.optimizer.zero_grad()
 
 
 def models_that_differ() -> None:
@@ -492,7 +545,7 @@ def a_negative_power() -> None:
 
 def a_count_that_is_none() -> None:
     script = Script()
-    script.run.backward(script.loss(), float("nan"))
+    script.run.backward(sum_of_rows=script.loss(), count=float("nan"))
 
 
 def an_optimizer_again() -> None:
@@ -535,17 +588,27 @@ def a_mean_of_unlike_shapes() -> None:
 
 
 MISTAKES: dict[Callable[[], None], str] = {
-    a_mean: r"the loss is a mean \(NllLoss, reduction='mean'\).*give the sum.*loss \* len",
-    a_vector: r"the loss is a tensor of shape \(4,\); expected one number, the sum",
+    a_mean_of_own_rows: r"the loss is 1.\d+ on rank 0 and 1.\d+ on rank 1; expected the loss of "
+    r"the whole batch, .*; write .* run.gather.*run.backward\(mean_of_rows=loss, count=len\(y\)\)",
+    a_loss_and_its_count: r"expected one loss, and a count with a loss of rows; write the loss of",
+    a_mean_and_its_count: r"expected one loss, and a count with a loss of rows; write the loss of",
+    a_vector_as_a_sum: r"backward: the loss is a tensor of shape \(4,\); expected one number",
+    weights_of_another_shape: r"losses have the shape \(4,\) and the weights \(1,\); expected",
+    a_count_below_0: r"the counts of the ranks are -3, -3; expected .* finite and not negative",
+    a_term_of_own_rows_without_a_value: r"a term of the loss is computed from this rank's own rows"
+    r": without gathered rows the gradient of \S+ has the norm",
+    a_term_of_own_rows: r"the loss is .* on rank 0 and .*: a part of it is computed from this",
+    the_same_rows_on_all_ranks: r"optimizer.step\(\): no loss .* is computed from rows that run.",
+    losses_of_two_kinds: r"a loss of the whole batch, and another a loss of own rows, .*one kind",
+    a_loss_that_is_not_finite: r"step 1: the loss is not finite \(nan on rank .*nonfinite='skip'",
+    a_sum_of_losses: r"sum: the number has a graph, .*run.gather.*run.sum\(value.detach\(\)\)",
     no_graph: r"the loss has no graph.*outside torch.no_grad",
-    no_count: r"the count is None; expected how many samples or tokens.*len\(labels\)",
     a_count_of_each: r"the count is a tensor of shape \(4,\)",
     forgotten_backward: r"optimizer.step\(\) without a run.backward",
     two_steps: r"optimizer.step\(\) without a run.backward since its last step",
     a_backward_of_torch: r"gradients of this rank alone: loss.backward\(\) was called",
     zeroed_too_early: r"zero_grad\(\) came between run.backward and the step",
-    two_backwards: r"gradients from an earlier .* no optimizer.step\(\) has used.*accumulation=N",
-    a_loss_beside: r"gradients from an earlier .* no optimizer.step\(\) has used",
+    a_loss_beside: r"gradients of this rank alone, as loss.backward\(\) adds them; call run.backw",
     a_step_of_one_rank: r"rank 0 has taken \d steps and rank 1 has taken \d, so their weights",
     a_second_step_of_one_rank: r"rank 0 has taken 2 steps and rank 1 has taken 1, so their",
     a_rate_of_one_rank: r"save: lr of group 0 of SGD is 0.1 on rank 0 and 1.1 on rank 1; step",
@@ -582,12 +645,11 @@ MISTAKES: dict[Callable[[], None], str] = {
     not_prepared: r"backward: no model is prepared",
     shared_memory_of_one_rank: r"differ in shared_memory \(True on rank 0, False on rank 1\)",
     calls_compared_on_one_rank: r"differ in debug_comm \(True on rank 0, False on rank 1\)",
-    loader_not_prepared: r"on every rank, to the last bit.*give the DataLoader to run.prepare",
     a_batch_left_out_on_one_rank: r"the ranks have read different numbers of batches",
     models_that_differ: r"rank 1 differs from rank 0's: weight is \(3, 2\) on rank 1 and \(2, 2\)",
-    gathered_numbers: r"gather: a tensor has no rows; give one number for each sample",
-    gathered_rows_of_several_batches: r"gather: the tensors have \[8\] .*call it for each batch",
-    gathered_rows_of_unlike_lengths: r"the rows have different shapes on .*pad them to one",
+    gathered_numbers: r"gather: a tensor has no rows, .* compute the number from the gathered rows",
+    gathered_rows_of_several_batches: r"has 8 entries .* has 4 rows; .*before .*concatenated",
+    gathered_rows_of_unlike_lengths: r"the rows have different shapes .*run.gather\(out, pad=0\)",
     a_distributed_sampler: r"has a DistributedSampler, but run.prepare splits the batches",
     small_batches: r"batch_size is 1, the global batch, which is split over 2 .*at least 2",
     no_batches: r"has batch_size=None",
@@ -651,7 +713,7 @@ def loss_of_no_rows() -> str:
     for number, (_, y) in enumerate(loader):
         if number == 1:
             with pytest.raises(PhalanxError) as raised:
-                run.backward(torch.zeros(()), len(y))
+                run.backward(sum_of_rows=torch.zeros(()), count=len(y))
             said = str(raised.value)
     return said
 
@@ -673,6 +735,7 @@ def saved_without_its_schedule(folder: str, is_registered: bool) -> list[str]:
         for _ in range(2):
             script.backward()
             script.optimizer.step()
+            script.optimizer.zero_grad()
             scheduler.step()
             script.run.save(folder)
     return [str(each.message) for each in caught if "schedule" in str(each.message)]
@@ -686,46 +749,6 @@ def test_a_schedule_that_no_checkpoint_has_is_told_once(tmp_path: Path) -> None:
     assert other == []
     args = str(tmp_path / "registered"), True
     assert run_ranks(saved_without_its_schedule, 2, *args, threads=1) == [[], []]
-
-
-COUNTS: dict[str, Callable[[phalanx.Run, torch.Tensor], Any]] = {
-    "own": lambda run, z: len(z),
-    "whole": lambda run, z: 8,
-    "summed": lambda run, z: run.sum(len(z)),
-    "one rank's": lambda run, z: 8 if run.is_first else 7,
-    "of pairs": lambda run, z: z.numel(),
-    "of gathered rows": lambda run, z: len(run.gather(z, grad=True)),
-}
-"""What a script may take for the count of a batch of 8 rows, of which each rank has 4."""
-
-
-def warned_of_counts() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, count in COUNTS.items():
-        run, plain = phalanx.init("dp2"), nn.Linear(6, 2 if name == "of pairs" else 3)
-        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-        rows = TensorDataset(torch.ones(16, 6), torch.ones(16, plain.out_features))
-        model, optimizer, loader = run.prepare(plain, optimizer, DataLoader(rows, 8))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for x, y in loader:
-                z = model(x)
-                run.backward((z - y).square().sum(), count(run, z))
-                optimizer.step()
-        found[name] = [str(each.message) for each in caught]
-    return found
-
-
-def test_a_count_of_the_whole_batch_is_told_once() -> None:
-    first, other = run_ranks(warned_of_counts, 2, threads=1)
-    words = (
-        r"backward: the count is 8 on every rank, .* but this rank has 4 of them; .* over 16 rows; "
-        r"give the count of this rank"
-    )
-    for name, found in first.items():
-        assert len(found) == (name in ("whole", "summed")), (name, found)
-        assert all(re.match(words, each) for each in found)
-    assert not any(other.values())
 
 
 def test_a_strategy_for_many_ranks_names_the_command_on_one_process() -> None:

@@ -66,11 +66,14 @@ class Loop:
     def train(self) -> None:
         """Make one pass over the data."""
         for number, (x, y) in enumerate(self.loader):
-            self.run.backward(cross_entropy(self.model(x), y, reduction="sum"), len(y))
+            self.run.backward(
+                sum_of_rows=cross_entropy(self.model(x), y, reduction="sum"), count=len(y)
+            )
             if not self.run.is_step_end:
                 continue
             self.run.clip(0.5, p=2 if number % 4 == 1 else float("inf"))
             self.optimizer.step()
+            self.optimizer.zero_grad()
             self.scheduler.step()
             self.average.update()
             assert not self.run.should_stop
@@ -92,12 +95,12 @@ class Loop:
     def contrast(self) -> None:
         """Take a step of a loss over the rows of the whole batch."""
         for x, _ in self.loader:
-            rows = self.run.gather(self.model(x), grad=True)
-            loss = (rows @ rows.T).logsumexp(1).sum()
-            self.run.backward(loss / self.run.comm.size("data"), len(x))
+            rows = self.run.gather(self.model(x))
+            self.run.backward((rows @ rows.T).logsumexp(1).mean())
             if self.run.is_step_end:
                 break
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def own_loop(strategy: str, following: str, folder: Path) -> tuple[float, float]:

@@ -146,9 +146,10 @@ def losses_of_small_counts() -> list[tuple[float, float]]:
     for (rows,) in loader:
         weights = torch.full_like(rows, 0.05)
         loss = (model(rows).square() * weights).sum() / weights.sum() * weights.sum()
-        mean = run.backward(loss, weights.sum())
+        mean = run.backward(sum_of_rows=loss, count=weights.sum())
         found.append((float(mean), float(model.weight.grad.sum())))
         optimizer.step()
+        optimizer.zero_grad()
     return found
 
 
@@ -204,7 +205,7 @@ def weights_after_an_error(strategy: str, *, is_failing: bool) -> dict[str, torc
                 logits = loop.model(x)
         else:
             logits = loop.model(x)
-        loop.run.backward(cross_entropy(logits, y, reduction="sum"), len(y))
+        loop.run.backward(sum_of_rows=cross_entropy(logits, y, reduction="sum"), count=len(y))
 
     for number_failing in (1, 2) if is_failing else ():
         if number_failing == 2:
@@ -214,6 +215,7 @@ def weights_after_an_error(strategy: str, *, is_failing: bool) -> dict[str, torc
     for _ in range(2):
         backward()
     loop.optimizer.step()
+    loop.optimizer.zero_grad()
     return loop.weights()
 
 
@@ -274,12 +276,16 @@ def scaled_losses(strategy: str, folder: Path) -> tuple[list[float], list[float]
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     losses: list[float] = []
     scales: list[float] = []
-    for number, (x, y) in enumerate(loader):  # run.backward clears the gradients
+    for number, (x, y) in enumerate(loader):
         factor = 1e308 if number == 2 else 1.0
         loss_sum = factor * cross_entropy(model(x), y, reduction="sum")
-        losses.append(float(run.backward(scaler.scale(loss_sum), len(y))) / scaler.get_scale())
+        losses.append(
+            float(run.backward(sum_of_rows=scaler.scale(loss_sum), count=len(y)))
+            / scaler.get_scale()
+        )
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
         scales.append(scaler.get_scale())
         run.save(folder)  # after a step that was left out too
     return losses, scales
@@ -296,17 +302,20 @@ def test_a_scaler_skips_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
 
 
 def leave_a_step_out(strategy: str) -> None:
-    """Leave out the second optimizer step on rank 1, and keep its gradients."""
+    """Leave out the second optimizer step on rank 1."""
     loop = loops.Distributed(Case(), strategy)
     for number, (x, y) in enumerate(loop.loader):
-        loop.run.backward(cross_entropy(loop.model(x), y, reduction="sum"), len(y))
+        loop.run.backward(
+            sum_of_rows=cross_entropy(loop.model(x), y, reduction="sum"), count=len(y)
+        )
         if number != 1 or loop.run.is_first:
             loop.optimizer.step()
+            loop.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", by_hand("dp2")])
-def test_a_rank_whose_gradients_no_step_has_used_names_them(strategy: str) -> None:
-    with pytest.raises(PhalanxError, match=r"no optimizer.step\(\) has used; give accumulation=N"):
+def test_a_step_that_one_rank_leaves_out_is_named(strategy: str) -> None:
+    with pytest.raises(PhalanxError, match="rank 0 has taken 2 steps and rank 1 has"):
         run_ranks(leave_a_step_out, 2, strategy, threads=1)
 
 
@@ -327,7 +336,7 @@ def two_models(strategy: str | None) -> list[float]:
             (loss_sum / count).backward()
             loss = float(loss_sum.detach() / count)
         else:
-            loss = float(run.backward(loss_sum, count))
+            loss = float(run.backward(sum_of_rows=loss_sum, count=count))
         optimizer.step()
         both.zero_grad()
         return loss
@@ -358,10 +367,15 @@ def autocast_losses(strategy: str) -> list[float]:
             logits = model(x.float())
         assert logits.dtype == torch.bfloat16
         losses.append(
-            float(run.backward(cross_entropy(logits.float(), y, reduction="sum"), len(y)))
+            float(
+                run.backward(
+                    sum_of_rows=cross_entropy(logits.float(), y, reduction="sum"), count=len(y)
+                )
+            )
         )
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
         optimizer.step()
+        optimizer.zero_grad()
     return losses
 
 
@@ -401,7 +415,7 @@ def with_a_closure(strategy: str | None) -> float:
             optimizer.zero_grad()
             loss_sum = cross_entropy(model(x), y, reduction="sum")
             if run is not None:
-                return float(run.backward(loss_sum, len(y)))
+                return float(run.backward(sum_of_rows=loss_sum, count=len(y)))
             (loss_sum / len(y)).backward()
             return float(loss_sum.detach()) / len(y)
 
@@ -424,9 +438,10 @@ def steps_of_passes() -> list[int]:
     steps: list[int] = []
     for _ in range(2):
         for number, (x, y) in enumerate(loader):
-            run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+            run.backward(sum_of_rows=cross_entropy(model(x), y, reduction="sum"), count=len(y))
             if run.is_step_end:
                 optimizer.step()
+                optimizer.zero_grad()
             if number == 3:
                 assert [len(model(x)) for x, _ in held_back]  # outside torch.no_grad
         steps.append(run.steps_done)
@@ -461,8 +476,9 @@ def with_buffers(batch_norm: str | None) -> tuple[list[str], list[float]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for x, y in loader:
-            run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+            run.backward(sum_of_rows=cross_entropy(model(x), y, reduction="sum"), count=len(y))
             optimizer.step()
+            optimizer.zero_grad()
     words = [str(each.message) for each in caught if "buffers" in str(each.message)]
     return words, [float(b.sum()) for b in model.buffers() if b.is_floating_point()]
 
@@ -503,10 +519,13 @@ def losses_ahead(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Any:
     loop = loops.Distributed(Case(accumulation=3), "dp2")
     for _ in range(2):
         for x, y in read(loop.loader):
-            loss = loop.run.backward(cross_entropy(loop.model(x), y, reduction="sum"), len(y))
+            loop.run.backward(
+                sum_of_rows=cross_entropy(loop.model(x), y, reduction="sum"), count=len(y)
+            )
             if loop.run.is_step_end:
                 loop.optimizer.step()
-                loop.losses.append(float(loss.of_step))
+                loop.optimizer.zero_grad()
+                loop.losses.append(float(loop.run.loss_of_step))
     return loop.losses, loop.weights()
 
 
@@ -529,10 +548,13 @@ def step_ends_without(left_out: Sequence[int]) -> list[bool]:
     for _ in range(2):
         for number, (x, y) in enumerate(loop.loader):
             if number not in left_out:
-                loop.run.backward(cross_entropy(loop.model(x), y, reduction="sum"), len(y))
+                loop.run.backward(
+                    sum_of_rows=cross_entropy(loop.model(x), y, reduction="sum"), count=len(y)
+                )
                 ends.append(loop.run.is_step_end)
                 if ends[-1]:
                     loop.optimizer.step()
+                    loop.optimizer.zero_grad()
     return ends
 
 
@@ -561,10 +583,11 @@ def step_ends_of_cycles(left_out: Sequence[int]) -> list[bool]:
             if not loop.run.is_first:
                 gc.collect()
             loss_sum = cross_entropy(loop.model(batch.x), batch.y, reduction="sum")
-            loop.run.backward(loss_sum, len(y))
+            loop.run.backward(sum_of_rows=loss_sum, count=len(y))
             ends.append(loop.run.is_step_end)
             if ends[-1]:
                 loop.optimizer.step()
+                loop.optimizer.zero_grad()
     finally:
         gc.enable()
     return ends
@@ -584,10 +607,11 @@ def stops_of_an_accumulation() -> list[bool]:
     PULSE.stop_signal = 0 if run.is_first else signal.SIGTERM
     stops: list[bool] = []
     for x, y in loader:
-        run.backward(cross_entropy(model(x.float()), y, reduction="sum"), len(y))
+        run.backward(sum_of_rows=cross_entropy(model(x.float()), y, reduction="sum"), count=len(y))
         stops.append(run.should_stop)
         if run.is_step_end:
             optimizer.step()
+            optimizer.zero_grad()
     return stops
 
 
@@ -627,8 +651,9 @@ def profiled(folder: Path) -> set[str]:
     model, optimizer, loader = run.prepare(plain, optimizer, rows)
     with torch.profiler.profile() as profile:
         for x, y in loader:
-            run.backward((model(x) - y).square().sum(), len(y))
+            run.backward(sum_of_rows=(model(x) - y).square().sum(), count=len(y))
             optimizer.step()
+            optimizer.zero_grad()
     path = folder / f"trace-{torch.distributed.get_rank()}.json"
     profile.export_chrome_trace(str(path))
     return {event["name"] for event in json.loads(path.read_text())["traceEvents"]}

@@ -53,7 +53,7 @@ def trained(strategy: str | None) -> tuple[list[float], dict[str, torch.Tensor]]
             loss = loss_sum / count
             loss.backward()
         else:
-            loss = run.backward(loss_sum, count)
+            loss = run.backward(sum_of_rows=loss_sum, count=count)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

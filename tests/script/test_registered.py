@@ -46,8 +46,9 @@ def prepared(strategy: str) -> tuple[phalanx.Run, nn.Module, Any, Any]:
 
 def take_step(run: phalanx.Run, model: nn.Module, optimizer: Any, loader: Any) -> None:
     x, y = next(iter(loader))
-    run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+    run.backward(sum_of_rows=cross_entropy(model(x), y, reduction="sum"), count=len(y))
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def full_state() -> dict[str, Any]:

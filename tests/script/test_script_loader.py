@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import random
@@ -124,7 +125,7 @@ def dealt_out() -> dict[str, Any]:
         for _ in range(2):
             for batch in loader:
                 torch.rand(3)
-                batches.append(run.gather(rows_of(batch)).tolist())
+                batches.append(run.gather(rows_of(batch), dim=0).tolist())
                 positions += run.gather(loader.rows).tolist()
                 lasts.append(loader.is_last)
                 assert len(rows_of(batch)) == len(loader.rows)
@@ -158,7 +159,7 @@ def gone_on(num_done: int | None) -> dict[str, list[list[int]]]:
         state, draws = loader.state(), run._prepared.generator.state
         while loader.epoch < (1 if num_done is None else 2) and len(batches) != num_done:
             for batch in loader:
-                batches.append(run.gather(rows_of(batch)).tolist())
+                batches.append(run.gather(rows_of(batch), dim=0).tolist())
                 state, draws = loader.state(), run._prepared.generator.state
                 if len(batches) == num_done:
                     break
@@ -189,7 +190,7 @@ def after_a_break() -> list[list[int]]:
     loader = run.prepare(DataLoader(Numbers(), 4, shuffle=True))
     for _batch in loader:
         break
-    return passes(loader, run.gather, 1)
+    return passes(loader, functools.partial(run.gather, dim=0), 1)
 
 
 def test_a_pass_that_is_broken_off_is_followed_by_a_whole_one() -> None:
@@ -283,7 +284,7 @@ def kinds_of_samples() -> list[tuple[int, bool]]:
     run = phalanx.init()
     batches = Mixed(RandomSampler(range(NUM_ROWS)), 4, False)
     loader = run.prepare(DataLoader(Kinds(), batch_sampler=batches))
-    return [tuple(row) for batch in loader for row in run.gather(batch).tolist()]
+    return [tuple(row) for batch in loader for row in run.gather(batch, dim=0).tolist()]
 
 
 def test_a_dataset_is_asked_for_what_the_sampler_gives() -> None:
@@ -314,7 +315,7 @@ def rows_of_prepared_zips() -> list[list[int]]:
     def used(rows: Tensor) -> Tensor:
         for loader in loaders:
             loader.is_used = True  # no look, then
-        return run.gather(rows)
+        return run.gather(rows, dim=0)
 
     rows = rows_of_a_zip(loaders, run.gather) + rows_of_a_zip(loaders, used, 2)
     states, draws = [loader.state() for loader in loaders], run._prepared.generator.state
@@ -358,8 +359,9 @@ def after_a_look(is_resumed: bool, folder: str) -> list[int]:
     if is_resumed:
         batches = iter(loader)
         next(batches)
-        run.backward(model(torch.ones(1, 1)).sum() * (1 + dist.get_rank()), 1)
+        run.backward(sum_of_rows=model(torch.ones(1, 1)).sum() * (1 + dist.get_rank()), count=1)
         optimizer.step()
+        optimizer.zero_grad()
         run.save(folder)
         run.resume(folder)
     next(iter(loader))
@@ -384,9 +386,10 @@ def of_accumulated_passes() -> tuple[list[int], list[str]]:
 
     def train(passes: Iterable[Any], most: int = 100) -> None:
         for x, *_ in itertools.islice(passes, most):
-            run.backward(model(x).sum(), len(x))
+            run.backward(sum_of_rows=model(x).sum(), count=len(x))
             if run.is_step_end:
                 optimizer.step()
+                optimizer.zero_grad()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -455,8 +458,9 @@ def shuffled_rows(folder: str, num_before: int) -> list[int]:
             for batch in loader:
                 torch.rand(len(batch))  # of which ranks have unlike numbers
                 rows += run.gather(batch).tolist()
-                run.backward(model(batch[:, None].float()).sum(), len(batch))
+                run.backward(sum_of_rows=model(batch[:, None].float()).sum(), count=len(batch))
                 optimizer.step()
+                optimizer.zero_grad()
                 if len(rows) == num_before and not is_again:
                     run.save(folder)
                     break

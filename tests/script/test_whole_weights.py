@@ -95,7 +95,7 @@ def averaged(folder: Path, strategy: str, num_epochs: int) -> tuple[dict[str, Te
     run.resume(folder)
     while loader.epoch < num_epochs:
         for x, y in loader:
-            run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+            run.backward(sum_of_rows=cross_entropy(model(x), y, reduction="sum"), count=len(y))
             optimizer.step()
             optimizer.zero_grad()
             average.update()
@@ -136,8 +136,9 @@ def copied(strategy: str, is_before: bool) -> dict[str, Tensor]:
     average = average or AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     run.register("ema", average)
     for x, y in loader:
-        run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+        run.backward(sum_of_rows=cross_entropy(model(x), y, reduction="sum"), count=len(y))
         optimizer.step()
+        optimizer.zero_grad()
         average.update_parameters(model)
     return average.module.state_dict()
 
@@ -210,8 +211,9 @@ def restored(strategy: str, folder: Path) -> list[bool]:
     ):
         for (x,) in loader:
             loss = cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="sum")
-            run.backward(loss, x.numel())
+            run.backward(sum_of_rows=loss, count=x.numel())
             optimizer.step()
+            optimizer.zero_grad()
         model.steps += 1
         moved = run.state_dict()
         average.load_state_dict({**average.state_dict(), "num_updates": 1})
@@ -272,8 +274,9 @@ def counts(strategy: str, folder: Path) -> list[int]:
     found: list[int] = []
     whole: Any = None
     for (x,) in loader:
-        run.backward(model(x).sum(), len(x))
+        run.backward(sum_of_rows=model(x).sum(), count=len(x))
         optimizer.step()
+        optimizer.zero_grad()
         found.append(model[0].seen)
         if whole is None:
             whole = run.state_dict()
@@ -321,7 +324,7 @@ def mistakes_of_weights(folder: Path) -> list[str]:
         lambda: run.average(0.9),
         lambda: within(average.update),
         lambda: within(lambda: within(lambda: None)),
-        lambda: within(lambda: run.backward(loss, len(y))),
+        lambda: within(lambda: run.backward(sum_of_rows=loss, count=len(y))),
         lambda: within(lambda: run.save(folder)),
     ):
         try:

@@ -80,6 +80,7 @@ class Gathers:
         *,
         dim: int | None,
         pad: float | None,
+        per_row: int,
         is_first_step: bool,
         is_check_due: bool,
     ) -> tuple[Any, bool]:
@@ -92,7 +93,7 @@ class Gathers:
         forms: Any = None
         try:
             own = [_rows_first(each, dim) for each in tensors_of(_without_caches(batch))]
-            forms = [_form(each, num_rows) for each in own]
+            forms = [_form(each, num_rows, per_row) for each in own]
         except PhalanxError as error:  # all ranks raise it: none waits for the others
             forms = str(error)
         if not self._has_own_groups:
@@ -127,7 +128,7 @@ class Gathers:
         """Return the rows of all ranks; `counts` are their numbers, `shape` the shape of a row."""
         own = own[: counts[self._comm.coord("data")]]  # without spare rows of a rank without rows
         if not len(own):  # may have another length than the others
-            own = own.new_zeros((0, *shape))
+            own = own.reshape(0, *shape)
         elif tuple(own.shape[1:]) != shape:
             missing = [n - m for n, m in zip(shape, own.shape[1:], strict=True)]
             own = pad_tensor(own, [w for n in reversed(missing) for w in (0, n)], value=pad)
@@ -245,39 +246,31 @@ def _rows_first(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor.movedim(dim, 0) if dim else tensor
 
 
-_Form = tuple[int, int, int, tuple[int, ...]]
-"""Rows of this rank's batch, its entries in a tensor, entries for each row, and a row's shape."""
+_Form = tuple[int, int, tuple[int, ...]]
+"""Rows of this rank's batch (0 if unknown), its entries in a tensor, and the shape of an entry."""
 
 
-def _form(tensor: Tensor, num_rows: Collection[int]) -> _Form:
+def _form(tensor: Tensor, num_rows: Collection[int], per_row: int) -> _Form:
     """Return the form of a tensor; refuse one whose first dimension is no rows of a batch."""
     length, shape = len(tensor), tuple(tensor.shape[1:])
     if not num_rows or length in num_rows:
-        return length if num_rows else 0, length, 1, shape
-    for rows in sorted(num_rows, reverse=True):
-        if rows and length % rows == 0:
-            return rows, length, length // rows, shape
-        if not rows and length <= 1:  # the spare row of a rank without rows
-            return 0, 0, 1, shape
+        return length if num_rows else 0, length, shape
+    if length % per_row == 0 and length // per_row in num_rows:
+        return length // per_row, length, shape
     has = " or ".join(map(str, sorted(num_rows)))
     raise ScriptError(
         f"gather: a tensor of shape {tuple(tensor.shape)} has {length} entries in its first "
-        f"dimension, but the last batch that this rank has read has {has} rows; call it for each "
-        "batch, which keeps the order of one process, or name the dimension of the rows, as in "
-        "run.gather(out, dim=1)"
+        f"dimension, but the last batch that this rank has read has {has} rows; gather each batch "
+        "before tensors are concatenated, which keeps the order of one process; or name the "
+        "dimension of the rows, as in run.gather(out, dim=1), or the number of consecutive entries "
+        "of a row, as in run.gather(out, per_row=128)"
     )
 
 
 def _common_shape(forms: Sequence[_Form], pad: float | None) -> tuple[int, ...]:
     """Return the shape of a row on all ranks, the largest if rows are padded."""
     filled = [form for form in forms if form[1]] or forms[:1]
-    if len(times := {form[2] for form in filled}) > 1:
-        raise ScriptError(
-            f"gather: a tensor has {' and '.join(map(str, sorted(times)))} entries for each row of "
-            "the batch on different ranks, so its first dimension is not the rows; name their "
-            "dimension, as in run.gather(out, dim=1)"
-        )
-    shapes = {form[3] for form in filled}
+    shapes = {form[2] for form in filled}
     if len(shapes) > 1 and (pad is None or len({len(shape) for shape in shapes}) > 1):
         raise ScriptError(
             f"gather: the rows have different shapes on different ranks, {sorted(shapes)}; pad "
@@ -288,7 +281,7 @@ def _common_shape(forms: Sequence[_Form], pad: float | None) -> tuple[int, ...]:
 
 def _refuse_ambiguous(forms: Sequence[_Form]) -> None:
     """Refuse a tensor with two dimensions that may be its rows."""
-    rows, _, _, shape = forms[0]
+    rows, _, shape = forms[0]
     if rows > 1 and len({form[0] for form in forms}) == 1 < len(forms) and rows in shape:
         raise ScriptError(
             f"gather: a tensor of shape {(rows, *shape)} has two dimensions of {rows}, the rows of "

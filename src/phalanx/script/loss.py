@@ -87,12 +87,8 @@ def loss_of_call(
             raise ScriptError(
                 f"backward: weights belong to unreduced losses, not to a sum; {FORMS}"
             )
-        name = "mean_of_rows" if sum_of_rows is None else "sum_of_rows"
-        total = check_loss(rows, f"backward({name}=...)")
-        number = _checked_count(count)
-        # A mean over 0 rows is NaN.
-        scaled = total * number if sum_of_rows is None else total
-        return RowsLoss(scaled, number)
+        total, number = check_loss(rows, "backward"), _checked_count(count)
+        return RowsLoss(total * number if sum_of_rows is None else total, number)
     if not isinstance(loss, Tensor) or (loss.ndim == 0 and weights is None):
         return check_loss(loss, "backward", f"one number, or the losses of rows or tokens; {FORMS}")
     if loss.ndim == 0 or (weights is not None and getattr(weights, "shape", None) != loss.shape):

@@ -121,7 +121,7 @@ class Prepared:
             self.check_replicas(call)
         return total
 
-    def gather(self, batch: Any, dim: int | None, pad: float | None) -> Any:
+    def gather(self, batch: Any, dim: int | None, pad: float | None, per_row: int) -> Any:
         """Return the rows of all ranks, see `Run.gather`; every rank calls this together."""
         if self._step is not None:
             self._step.draw_watch.look()  # what is drawn for gathered rows is equal on all ranks
@@ -130,6 +130,7 @@ class Prepared:
             {len(each.rows) for each in self.loaders if each.num_begun},
             dim=dim,
             pad=pad,
+            per_row=per_row,
             is_first_step=self.steps_done == 0,
             is_check_due=self._is_check_due(),
         )

@@ -211,7 +211,9 @@ class Run:
         total, counted = self._prepared.add_up("mean", *own)
         return total / counted
 
-    def gather(self, *batch: Any, dim: int | None = None, pad: float | None = None) -> Any:
+    def gather(
+        self, *batch: Any, dim: int | None = None, pad: float | None = None, per_row: int = 1
+    ) -> Any:
         """Return the rows of all ranks, in the order of one process; all ranks call this.
 
             out, y = run.gather(model(x), y)
@@ -221,10 +223,12 @@ class Run:
 
         Args:
             *batch: tensors, or mappings, lists, tuples and dataclasses of them, such as an output
-                of transformers. The dimension of the rows has the rows of a prepared loader's batch
-                or a multiple of them; their numbers may differ between ranks. Numbers, text and
-                None pass through; other objects, such as key-value caches, become None.
+                of transformers. The dimension of the rows has the rows of a prepared loader's
+                batch; their numbers may differ between ranks. Numbers, text and None pass through;
+                other objects, such as key-value caches, become None.
             dim: dimension of the rows; the first if None.
+            per_row: consecutive entries that belong to one row in tensors that have more entries
+                than rows, such as logits of shape [rows x tokens, vocabulary].
             pad: value that fills shorter rows at their end, up to the longest of all ranks.
 
         Returns:
@@ -234,7 +238,7 @@ class Run:
             ScriptError: a tensor has no rows or not the batch's number of rows, or rows have
                 different shapes.
         """
-        return self._prepared.gather(batch[0] if len(batch) == 1 else batch, dim, pad)
+        return self._prepared.gather(batch[0] if len(batch) == 1 else batch, dim, pad, per_row)
 
     def draw(self, make: Callable[[int], Any]) -> Any:
         """Draw random numbers as one process does; return this rank's rows on `device`.

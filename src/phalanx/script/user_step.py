@@ -90,7 +90,7 @@ class UserStep(StepState):
         self._has_rows: bool | None = None
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._own_terms: dict[str, Tensor] = {}
-        self._is_skipped = False
+        self._odd_loss: Tensor | None = None
         self._made = RecordedGradients()
 
     def backward(self, loss: Tensor | RowsLoss) -> Tensor:
@@ -177,8 +177,8 @@ class UserStep(StepState):
             if self.state is not State.ACCUMULATING:
                 self.draw_watch.look()
             gradients = self.gradients()
-            if self._is_skipped:  # the loss was not finite
-                self._clear()
+            if self._odd_loss is not None:
+                self._refuse_odd_loss(float(self._odd_loss.detach()))
             self.refuse_step(own, has_gradients=bool(gradients))
             if self._num_data > 1 and not (self._has_rows or self.gathers.num_reached):
                 raise ScriptError(
@@ -192,6 +192,16 @@ class UserStep(StepState):
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
+
+    def _refuse_odd_loss(self, loss: float) -> None:
+        """Refuse a step with a loss that is not finite, or drop its gradients if told to skip."""
+        if self._nonfinite == "stop":
+            raise TrainingError(
+                f"step {self.steps_done + 1}: the loss is not finite ({loss:g} on rank "
+                f"{self._comm.rank}); this step has not changed the weights. Lower the learning "
+                "rate, or skip such steps: phalanx.init(nonfinite='skip')"
+            )
+        self._clear()
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the step, and prepare the checks that follow it."""
@@ -222,7 +232,7 @@ class UserStep(StepState):
         self._kept = {p: gradient.clone() for p, gradient in kept.items()}
         self._clear()
         self._totals = torch.zeros_like(self._totals)
-        self._has_rows, self._is_skipped = None, False
+        self._has_rows = self._odd_loss = None
         if self.is_used or self.steps_done == 0:
             self.gathers.num_reached = 0
         self.begin()
@@ -285,13 +295,7 @@ class UserStep(StepState):
                 "expected numbers of rows or tokens, finite and not negative, and one above 0"
             )
         if not (math.isfinite(first) and math.isfinite(second)):
-            if self._nonfinite == "stop":
-                raise TrainingError(
-                    f"step {self.steps_done + 1}: the loss is {float(value.detach()):g} on rank "
-                    f"{self._comm.rank}; this step has not changed the weights. Lower the learning "
-                    "rate, or skip such steps: phalanx.init(nonfinite='skip')"
-                )
-            self._is_skipped = True
+            self._odd_loss = value  # a GradScaler may skip the step
         elif not isinstance(loss, RowsLoss) and num_ranks > 1:
             mean = first / num_ranks
             spread = math.sqrt(max(second / num_ranks - mean**2, 0.0))
