@@ -56,10 +56,12 @@ def run(argv: list[str]) -> int:
             "phalanx run starts its own processes, but this process is already a rank, as under "
             f"torchrun; start the script with torchrun directly: torchrun ... {path}"
         )
+    from phalanx.launch.local import prepare_server, run_ranks
+
+    prepare_server("phalanx.script.loop_proof")
     from phalanx import __version__
     from phalanx.data.cache import cache_folder, fingerprint
     from phalanx.launch.failure import report
-    from phalanx.launch.local import prepare_server, run_ranks
     from phalanx.script.arguments import check_python
     from phalanx.script.init import refuse_in_own_loop
     from phalanx.script.launch import run_script
@@ -67,7 +69,6 @@ def run(argv: list[str]) -> int:
     from phalanx.train.job.request import choose
 
     check_python(path)
-    prepare_server()
     strategy, device = choose(config.strategy, config.nproc, config.device)
     refuse_in_own_loop(strategy)
     options: dict[str, Any] = {"device": device, "threads": config.threads}

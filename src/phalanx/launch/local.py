@@ -144,10 +144,13 @@ def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
         )
 
 
-def prepare_server() -> ForkServerContext:
-    """Start the forkserver if it is not running; it imports torch while the caller continues."""
+def prepare_server(*modules: str) -> ForkServerContext:
+    """Start the forkserver if it is not running; it imports torch while the caller continues.
+
+    It also imports `modules`, which the ranks then need not import.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["phalanx.launch.preload"])
+    context.set_forkserver_preload(["phalanx.launch.preload", *modules])
     try:
         with ignored_by_children():
             forkserver.ensure_running()

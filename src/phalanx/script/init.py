@@ -26,7 +26,7 @@ STRATEGY: Final = "PHALANX_STRATEGY"
 _NUMBERS = itertools.count()
 
 OVERRIDES: Final[list[tuple[Strategy | None, Callable[[Run], None]]]] = []
-"""Set by a proof: the strategy to use, None for the script's, and a function called with each run."""
+"""Set by a proof: the strategy, None for the script's; and a function to call with each run."""
 
 
 def init(

@@ -95,11 +95,11 @@ class _Step(NamedTuple):
 
     step: int
     place: str
-    numbers: dict[str, dict[str, float]] = {}
-    shards: dict[str, Shards] = {}
-    bits: dict[BitsKey, str] = {}
-    rows: dict[int, str] = {}
-    states: dict[str, str] = {}
+    numbers: dict[str, dict[str, float]]
+    shards: dict[str, Shards]
+    bits: dict[BitsKey, str]
+    rows: dict[int, str]
+    states: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,7 +442,7 @@ class _Recorder:
         numbers: dict[str, dict[str, float]],
         held: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        bits: dict[BitsKey, str] = {}
+        bits: dict[BitsKey, str]
         for quantity, tensors in held.items():
             bits.update(bits_of(quantity, tensors))
         shards = {what: shards_to_send(each, self._run.comm) for what, each in held.items()}
