@@ -442,7 +442,7 @@ class _Recorder:
         numbers: dict[str, dict[str, float]],
         held: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        bits: dict[BitsKey, str]
+        bits: dict[BitsKey, str] = {}
         for quantity, tensors in held.items():
             bits.update(bits_of(quantity, tensors))
         shards = {what: shards_to_send(each, self._run.comm) for what, each in held.items()}
@@ -458,7 +458,6 @@ class _Judge:
     def __init__(self, proof: _Proof) -> None:
         self._proof = proof
         self._number = 0
-        self._rows: dict[int, str] = {}
         self._first: tuple[_Step, _Step] | None = None
         self.differences: list[Difference] = []
 
@@ -534,16 +533,15 @@ class _Judge:
                 equal = verdict_of(str(self._proof.strategy), self.differences, [], [])
                 why = "" if self.differences else "the script ends before its first step"
                 self._proof.conclude(equal if self.differences else None, why)
-            what = f"rank {rank} comes to its {theirs.place} where one process comes to its {mine.place}"
+            what = f"rank {rank} is at its {theirs.place}, where one process is at its {mine.place}"
             return [Place(None, what, mine.step, rank)]
-        self._rows = {at: row for rank in ranks for at, row in rank.rows.items()}
-        if mine.rows and self._rows and self._rows.keys() != mine.rows.keys():
-            odd = sorted(self._rows.keys() ^ mine.rows.keys())
+        used = {at for rank in ranks for at in rank.rows}
+        if used and mine.rows and (odd := sorted(used ^ mine.rows.keys())):
             what = (
-                f"the ranks use {len(self._rows)} rows of the data and one process {len(mine.rows)}"
+                f"the ranks read {len(used)} rows in this step, one process reads {len(mine.rows)}"
             )
             return [
-                Place(None, f"{what}; the first that only one side uses is {odd[0]}", mine.step)
+                Place(None, f"{what}; the first that only one side reads is {odd[0]}", mine.step)
             ]
         return []
 
