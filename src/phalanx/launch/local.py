@@ -320,6 +320,8 @@ class Supervisor:
     def _receive_beside(self) -> None:
         """Drop what the process beside the ranks says, and call its function if it has ended."""
         assert self._beside is not None and self._process_beside is not None
+        process: ForkServerProcess
+        line: Any
         process, line = self._process_beside
         if wait([process.sentinel], 0):
             process.join()

@@ -62,7 +62,7 @@ def init(
             pp or cp, which need a trainer's loop; or the job is incomplete, or ranks disagree.
     """
     report_in_one_message(explain_shard_error)
-    parsed = (OVERRIDES and OVERRIDES[-1][0]) or _strategy(strategy)
+    parsed = (OVERRIDES[-1][0] if OVERRIDES else None) or _strategy(strategy)
     known = {"accumulation": accumulation, "seed": seed, "nonfinite": nonfinite}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     facts = {"strategy": parsed and str(parsed), **known}

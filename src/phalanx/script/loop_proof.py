@@ -318,7 +318,7 @@ class _Recorder:
             self._note, self._run._prepared.reading.note
         )
         if self.proof.is_wide:
-            self._run.resume = lambda folder: False
+            self._run.resume = _unresumed
         if self.is_alone:
             run.is_mute = True
 
@@ -568,6 +568,11 @@ class _Judge:
                 "the data have other values on one process than on the ranks; draw augmentations "
                 "from a generator that the sample's index seeds, to compare them",
             )
+
+
+def _unresumed(folder: str | Path) -> bool:
+    del folder
+    return False
 
 
 def _values(mine: str, theirs: str) -> bool:
