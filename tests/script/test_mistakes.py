@@ -666,7 +666,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     turned_round: r"clip: max_norm is -1.0; expected more than 0",
     clipped_by_no_number: r"clip: max_norm is nan; expected more than 0",
     a_negative_power: r"clip: p is -1; expected more than 0",
-    a_count_that_is_none: r"the count is nan; expected how many samples or tokens",
+    a_count_that_is_none: r"the count is nan; expected how many rows or tokens",
     an_optimizer_again: r"this SGD is prepared already; give it once",
     saved_nowhere: r"save: the folder is None; expected a path",
     kept_none: r"save: keep is -1; expected at least 1; the nearest is 1",

@@ -222,7 +222,9 @@ class UserStep(StepState):
         self._num_begun += 1
         if self._num_begun == 2:  # not steps_done, which may differ between ranks
             warn_of_buffers(self._model, self._comm)
-        if self._made.unrecorded(self.gradients()):
+        unrecorded = self._made.unrecorded(self.gradients())
+        # Under fsdp torch.autograd.grad leaves gradients of zeros.
+        if any(bool(local_shard(gradient).any()) for gradient in unrecorded):
             raise ScriptError(
                 "backward: there are gradients of this rank alone, as loss.backward() adds them; "
                 "call run.backward(loss) in its place"
