@@ -56,19 +56,20 @@ def run(argv: list[str]) -> int:
             "phalanx run starts its own processes, but this process is already a rank, as under "
             f"torchrun; start the script with torchrun directly: torchrun ... {path}"
         )
+    from phalanx.script.arguments import check_python
+
+    check_python(path)
     from phalanx.launch.local import prepare_server, run_ranks
 
     prepare_server("phalanx.script.loop_proof")
     from phalanx import __version__
     from phalanx.data.cache import cache_folder, fingerprint
     from phalanx.launch.failure import report
-    from phalanx.script.arguments import check_python
     from phalanx.script.init import refuse_in_own_loop
     from phalanx.script.launch import run_script
     from phalanx.script.loop_proof import run_proved
     from phalanx.train.job.request import choose
 
-    check_python(path)
     strategy, device = choose(config.strategy, config.nproc, config.device)
     refuse_in_own_loop(strategy)
     options: dict[str, Any] = {"device": device, "threads": config.threads}
