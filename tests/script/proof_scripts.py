@@ -194,7 +194,8 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "shifted labels": {"body": "y = y.roll(1)\n" + PARTS["body"]},
     "seed of the data by rank": {
-        "after": "torch.manual_seed(rank)\nx = torch.randn(101, 8)\ndata = TensorDataset(x, data.tensors[1])"
+        "after": "torch.manual_seed(rank)\n"
+        "data = TensorDataset(torch.randn(101, 8), data.tensors[1])"
     },
     "noise of each rank": {"body": "x = x + torch.randn_like(x)\n" + PARTS["body"]},
     "noise by rank's seed": {
