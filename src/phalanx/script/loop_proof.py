@@ -76,7 +76,9 @@ _LEAST_LOSS: Final = 1e-2
 _COPIES: Final = 8
 """Copies of its weights that one process needs: gradients, optimizer states, and records."""
 
-_VERDICT = "verdict"
+_WITHOUT: Final = "phalanx run --no-proof runs the script without this comparison"
+
+_VERDICT: Final = "verdict"
 
 
 class _Step(NamedTuple):
@@ -188,7 +190,8 @@ def run_proved(
         def ended(code: int | None) -> None:
             verdict, why = proof.verdict(code)
             if verdict is not None and not verdict.is_equal:
-                raise TrainingError("\n".join([verdict.headline(), *_lines(verdict)]))
+                told = [verdict.headline(), *verdict.replicas[:1], _WITHOUT]
+                raise TrainingError("\n".join(told))
             is_proved.append(verdict is not None)
             report(_sentence(verdict) if verdict is not None else f"not proved: {why}")
 
@@ -205,16 +208,6 @@ def _sentence(verdict: Verdict) -> str:
     steps = 1 + max(row.step for row in verdict.differences)
     found = ", ".join(f"{what} {errors[what]:.0e}" for what in ("loss", "gradient", "weight"))
     return f"{steps} step{'s' * (steps > 1)} agree with one process, relative errors: {found}"
-
-
-def _lines(verdict: Verdict) -> list[str]:
-    known = [] if verdict.place is None else [f"where: {verdict.place}"]
-    ranks = [f"ranks: {line}" for line in verdict.replicas[:1]]
-    return [
-        *known,
-        *ranks,
-        "nothing was saved; phalanx run --no-proof runs without this comparison",
-    ]
 
 
 def _run_recorded(path: str, words: list[str], given: str | None, proof: _Proof) -> tuple[int, str]:
