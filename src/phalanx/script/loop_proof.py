@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -243,7 +243,8 @@ def _run_alone(path: str, words: list[str], given: str | None, proof: _Proof) ->
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silence, stream)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # this process ends first if memory ends
+    with suppress(OSError):  # if memory ends, this process ends first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     judge = _Judge(proof)
     recorder = _Recorder(
         proof, Whereabouts(), judge.compare, lambda number: proof.put(f"save {number}", None)
@@ -383,11 +384,8 @@ class _Recorder:
             )
 
     def _note_dtype(self, _module: nn.Module, _args: object, output: Any) -> None:
-        for tensor in (
-            tensors_of(output) if isinstance(output, Tensor | list | tuple | dict) else ()
-        ):
-            if tensor.dtype in _LIMITS and _LIMITS[tensor.dtype] > _LIMITS[self.dtype]:
-                self.dtype = tensor.dtype
+        if isinstance(output, Tensor) and output.dtype in _LIMITS:
+            self.dtype = max(self.dtype, output.dtype, key=_LIMITS.__getitem__)
 
     def _backward(self, backward: Any, *args: Any, **kwargs: Any) -> Any:
         if self._step == self.proof.steps:
