@@ -31,12 +31,10 @@ def main(
     loader = DataLoader(TensorDataset(*load(num_rows, size)), batch_size=32)
     model = build(sizes)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
-    prepared = run.prepare(model, optimizer, loader, batch_norm="global")
-    model, optimizer, loader = prepared
+    model, optimizer, loader = run.prepare(model, optimizer, loader, batch_norm="global")
     for _ in range(num_epochs):
         for number, (x, y) in enumerate(loader):
-            out, y = run.gather(model(x).logits, y)
-            loss = nn.functional.cross_entropy(out, y)
+            loss = nn.functional.cross_entropy(*run.gather(model(x).logits, y))
             optimizer.zero_grad()
             run.backward(loss)
             optimizer.step()

@@ -31,8 +31,7 @@ def main(
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     for _ in range(num_epochs):
         for number, (x, y) in enumerate(loader):
-            out = model(x).logits
-            loss = nn.functional.cross_entropy(out, y)
+            loss = nn.functional.cross_entropy(model(x).logits, y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -124,7 +124,7 @@ class Prepared:
     def gather(self, batch: Any, dim: int | None, pad: float | None, per_row: int) -> Any:
         """Return the rows of all ranks, see `Run.gather`; every rank calls this together."""
         if self._step is not None:
-            self._step.draw_watch.look()  # what is drawn for gathered rows is equal on all ranks
+            self._step.draw_watch.look()  # draws for gathered rows are equal on all ranks
         rows, is_due = self._gathers.gather(
             batch,
             {len(each.rows) for each in self.loaders if each.num_begun},

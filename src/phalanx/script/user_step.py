@@ -194,7 +194,7 @@ class UserStep(StepState):
         optimizer.register_step_post_hook(after)
 
     def _refuse_odd_loss(self, loss: float) -> None:
-        """Refuse a step with a loss that is not finite, or drop its gradients if told to skip."""
+        """Refuse a step with a loss that is not finite, or drop its gradients."""
         if self._nonfinite == "stop":
             raise TrainingError(
                 f"step {self.steps_done + 1}: the loss is not finite ({loss:g} on rank "
