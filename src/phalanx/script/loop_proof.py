@@ -306,8 +306,7 @@ class _Recorder:
         self._run: Any = run
         self._run.backward = functools.partial(self._backward, run.backward)
         self._run.prepare = functools.partial(self._prepare, run.prepare)
-        self._run.save = functools.partial(self._save, run.save)
-        self._run.state_dict = functools.partial(self._state_dict, run.state_dict)
+        run.may_save = self._may_save
         self._run._prepared.reading.note = functools.partial(
             self._note, self._run._prepared.reading.note
         )
@@ -321,19 +320,11 @@ class _Recorder:
         if self._is_on:
             self._send("end", {}, {})
 
-    def _save(self, save: Any, folder: str | Path, *, keep: int | None = None) -> Path:
-        self._reach()
-        is_mute = self.is_alone or self.proof.is_wide
-        return Path(folder) if is_mute else save(folder, keep=keep)
-
-    def _state_dict(self, state_dict: Any) -> Any:
-        self._reach()
-        return state_dict()
-
-    def _reach(self) -> None:
+    def _may_save(self) -> bool:
         self._num_saves += 1
         if not self.proof.is_wide:
             self._reach_save(self._num_saves)
+        return not (self.is_alone or self.proof.is_wide)
 
     def _note(self, note: Any, loader: RankLoader, given: Any) -> None:
         note(loader, given)
