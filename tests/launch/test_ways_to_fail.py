@@ -276,7 +276,7 @@ def test_torchrun_ends_by_1_and_its_summary_has_the_code_of_the_script(
 @pytest.mark.parametrize("which", ["all", "one"])
 def test_a_script_by_phalanx_run(which: str, tmp_path: Path) -> None:
     ways = ALONE if which == "all" else ON_ONE_RANK
-    options = ["--nproc", "2", "--threads", "1", "--"]
+    options = ["--nproc", "2", "--threads", "1", "--no-proof", "--"]
     codes = {
         way: {main(["run", SCRIPT, *options, way, which, str(tmp_path / way)])} for way in ways
     }

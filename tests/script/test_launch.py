@@ -53,7 +53,7 @@ def test_one_process_prints_what_the_plain_script_does(printed: str) -> None:
 
 @pytest.mark.slow
 def test_processes_of_the_command_print_it_once(printed: str) -> None:
-    command = ["-m", "phalanx", "run", str(TOY / "distributed.py"), "--threads", "1"]
+    command = ["-m", "phalanx", "run", str(TOY / "distributed.py"), "--threads", "1", "--no-proof"]
     assert forked(run_script_alone(*command, "--strategy", "fsdp3:zero1"))[0] == printed
 
 
@@ -251,7 +251,18 @@ def test_a_script_that_asks_saves_when_a_signal_comes(tmp_path: Path) -> None:
     command = "import os, sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]"
     command += " + ['--', sys.argv[2].replace('script.py', 'run'), str(os.getpid())]))"
     words, told = output_of(
-        *(sys.executable, "-c", command, "run", str(script), "--nproc", "2", "--threads", "1"),
+        *(
+            sys.executable,
+            "-c",
+            command,
+            "run",
+            str(script),
+            "--nproc",
+            "2",
+            "--threads",
+            "1",
+            "--no-proof",
+        ),
         code=143,
     )
     assert "saved" in words

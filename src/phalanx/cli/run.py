@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
@@ -31,6 +31,8 @@ class ScriptRunConfig:
     """CPU threads of each process; unset: the cores shared evenly."""
     timeout_s: Annotated[float, TIMEOUT_S] = 600.0
     """Longest wait of one process for another, in seconds."""
+    proof: bool = True
+    """Compare the first steps of a new script, or of a changed one, with one process."""
 
 
 def run(argv: list[str]) -> int:
@@ -54,20 +56,42 @@ def run(argv: list[str]) -> int:
             "phalanx run starts its own processes, but this process is already a rank, as under "
             f"torchrun; start the script with torchrun directly: torchrun ... {path}"
         )
-    from phalanx.launch.local import prepare_server, run_ranks
     from phalanx.script.arguments import check_python
-    from phalanx.script.init import refuse_in_own_loop
-    from phalanx.script.launch import run_script
-    from phalanx.train.job.request import choose
 
     check_python(path)
-    prepare_server()
+    from phalanx.launch.local import prepare_server, run_ranks
+
+    prepare_server("phalanx.script.loop_proof")
+    from phalanx import __version__
+    from phalanx.data.cache import cache_folder, fingerprint
+    from phalanx.launch.failure import report
+    from phalanx.script.init import refuse_in_own_loop
+    from phalanx.script.launch import run_script
+    from phalanx.script.loop_proof import run_proved
+    from phalanx.train.job.request import choose
+
     strategy, device = choose(config.strategy, config.nproc, config.device)
     refuse_in_own_loop(strategy)
-    ends: list[tuple[int, str]] = run_ranks(
-        run_script, strategy.num_ranks, str(path), own, config.strategy,
-        device=device, threads=config.threads, timeout_s=config.timeout_s,
-    )  # fmt: skip
+    options: dict[str, Any] = {"device": device, "threads": config.threads}
+    options["timeout_s"] = config.timeout_s
+    text = path.read_bytes()
+    # A script that does not name phalanx trains by other means, each time at full length.
+    is_due = config.proof and strategy.num_ranks > 1 and b"phalanx" in text
+    proved = cache_folder(None) / "proved" / fingerprint(text, strategy, __version__)
+    if is_due and device != "cpu":
+        report(
+            "not proved: one process would need a GPU of its own; compare on CPUs by: "
+            f"phalanx verify {strategy} --script {path}"
+        )
+    ends: list[tuple[int, str]]
+    if is_due and device == "cpu" and not proved.exists():
+        ends, is_proved = run_proved(str(path), own, strategy, config.strategy, **options)
+        if is_proved:
+            proved.parent.mkdir(parents=True, exist_ok=True)
+            proved.touch()
+    else:
+        told = (str(path), own, config.strategy)
+        ends = run_ranks(run_script, strategy.num_ranks, *told, **options)
     if any(signum for signum, _ in ends):
         raise Interrupted(*max(ends))
     return 0

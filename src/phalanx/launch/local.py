@@ -26,7 +26,7 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, TrainingError
 from phalanx.launch.by_value import ByValue
@@ -52,6 +52,21 @@ TICK_S: Final = 0.25
 SILENT_PEER_S: Final = 2.0
 """Shortest silence, in seconds, for which a rank is named as one that others waited for in vain."""
 
+
+class Beside(NamedTuple):
+    """A process that runs beside the ranks of a job, as a job of its own with one rank.
+
+    Attributes:
+        function: function importable by name, which ends the process itself.
+        args: its arguments; picklable.
+        ended: called with the exit code when it has ended; an error that it raises ends the job.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    ended: Callable[[int | None], object]
+
+
 LEAVING_S = 2.0
 """Time that ranks have to exit by themselves before they are killed, in seconds."""
 
@@ -64,6 +79,7 @@ def run_ranks(
     threads: int | None = None,
     timeout_s: float = 600.0,
     say_starting: Callable[[], None] | None = None,
+    beside: Beside | None = None,
 ) -> list[Any]:
     """Run `function(*args)` on each of `num_ranks` new processes that have joined one job.
 
@@ -78,6 +94,7 @@ def run_ranks(
         threads: CPU threads of each rank; if None, an equal part of the cores.
         timeout_s: longest wait for another rank in one collective, in seconds.
         say_starting: called once if the ranks have not started after STARTING_S.
+        beside: a process to start with the ranks; the job ends when it has ended too.
 
     Returns:
         The result of each rank, in the order of the ranks.
@@ -101,8 +118,10 @@ def run_ranks(
     with ended_ranks() as (ranks, late):
         info = RankInfo(0, num_ranks, 0, device, threads, timeout_s, socket_folder())
         start_ranks(ranks, info, function, args)
+        if beside is not None:
+            start_ranks(ranks, replace(info, num_ranks=1), beside.function, beside.args)
         with collected() as signals:
-            supervisor = Supervisor(ranks, signals, timeout_s, say_starting)
+            supervisor = Supervisor(ranks, signals, timeout_s, say_starting, beside=beside)
             results = supervisor.watch()
     supervisor.raise_unheeded(late)
     return results
@@ -125,10 +144,13 @@ def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
         )
 
 
-def prepare_server() -> ForkServerContext:
-    """Start the forkserver if it is not running; it imports torch while the caller continues."""
+def prepare_server(*modules: str) -> ForkServerContext:
+    """Start the forkserver if it is not running; it imports torch while the caller continues.
+
+    It also imports `modules`, which the ranks then need not import.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["phalanx.launch.preload"])
+    context.set_forkserver_preload(["phalanx.launch.preload", *modules])
     try:
         with ignored_by_children():
             forkserver.ensure_running()
@@ -238,11 +260,16 @@ class Supervisor:
         timeout_s: float,
         say_starting: Callable[[], None] | None = None,
         names: Sequence[str] = (),
+        beside: Beside | None = None,
     ) -> None:
         """Prepare to watch `ranks`; the signals that arrive are appended to `signals`.
 
-        `names` has what messages call each rank; empty: "rank N".
+        `names` has what messages call each rank; empty: "rank N". With `beside`, the last of
+        `ranks` is its process.
         """
+        self._beside = beside
+        self._process_beside = ranks[-1] if beside is not None else None
+        ranks = ranks if beside is None else ranks[:-1]
         self.ranks = ranks
         self._signals = signals
         self._names = names
@@ -256,7 +283,7 @@ class Supervisor:
 
     def watch(self) -> list[Any]:
         """Return the result of each rank, or raise the errors of `run_ranks`."""
-        while self.is_awaited() and not self._failures:
+        while (self.is_awaited() or self._process_beside) and not self._failures:
             self._receive(TICK_S)
             if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
                 if not self._monitor.has_begun(len(self.ranks)):
@@ -284,8 +311,25 @@ class Supervisor:
         # Drain the pipes: a signal must be judged by the latest heartbeats, on a busy host too.
         while ready := self._ready(limit_s):
             for line in ready:
-                self._handle_message(line)
+                if line is None:
+                    self._receive_beside()
+                else:
+                    self._handle_message(line)
             limit_s = 0
+
+    def _receive_beside(self) -> None:
+        """Drop what the process beside the ranks says, and call its function if it has ended."""
+        assert self._beside is not None and self._process_beside is not None
+        process: ForkServerProcess
+        line: Any
+        process, line = self._process_beside
+        if wait([process.sentinel], 0):
+            process.join()
+            self._process_beside = None
+            self._beside.ended(process.exitcode)
+        elif wait([line], 0):
+            with suppress(EOFError, ConnectionResetError):
+                line.receive()
 
     def _ready(self, limit_s: float) -> set[Any]:
         """Wait up to `limit_s`; return the pipes that can be read or whose processes have ended.
@@ -294,6 +338,9 @@ class Supervisor:
         """
         lines: dict[Any, Any] = {line: line for line in self.running}
         lines |= {self.ranks[rank][0].sentinel: line for line, rank in self.running.items()}
+        if self._process_beside is not None:
+            process, line = self._process_beside
+            lines |= {process.sentinel: None, line: None}
         return {lines[ready] for ready in wait(lines, limit_s)}
 
     def _handle_message(self, line: Any) -> None:

@@ -133,7 +133,7 @@ class Gathers:
         table = comm.all_reduce(table.to(comm.device), "job", "max").tolist()
         is_due = any(row[1] for row in table)
         if is_short and all(row[0] == 0 and row[2] == alike for row in table):
-            own_forms: list[_Form] = forms
+            own_forms = cast("list[_Form]", forms)
             return [
                 [(0, n, form[2], form[3]) for n, form in zip(row[3:], own_forms, strict=False)]
                 for row in table

@@ -15,6 +15,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
+from phalanx.launch.failure import report
 from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
 from phalanx.script.whole_weights import explain_shard_error
@@ -25,8 +26,8 @@ STRATEGY: Final = "PHALANX_STRATEGY"
 
 _NUMBERS = itertools.count()
 
-VERIFY_OVERRIDES: Final[list[tuple[Strategy, Callable[[Run], None]]]] = []
-"""Overrides set by `phalanx verify`: the strategy to use, and a function called with each run."""
+OVERRIDES: Final[list[tuple[Strategy | None, Callable[[Run], None]]]] = []
+"""Set by a proof: the strategy, None for the script's; and a function to call with each run."""
 
 
 def init(
@@ -61,11 +62,12 @@ def init(
             pp or cp, which need a trainer's loop; or the job is incomplete, or ranks disagree.
     """
     report_in_one_message(explain_shard_error)
-    parsed = VERIFY_OVERRIDES[-1][0] if VERIFY_OVERRIDES else _strategy(strategy)
+    parsed = (OVERRIDES[-1][0] if OVERRIDES else None) or _strategy(strategy)
     known = {"accumulation": accumulation, "seed": seed, "nonfinite": nonfinite}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     facts = {"strategy": parsed and str(parsed), **known}
     facts |= {"shared_memory": shared_memory, "debug_comm": debug_comm}
+    is_new = not dist.is_initialized()  # else `phalanx run` has started this rank
     kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
     parsed = parsed or Strategy.parse(f"dp{num_ranks}")
     if parsed.num_ranks != num_ranks == 1:
@@ -77,10 +79,15 @@ def init(
     check_end(f"{name} of the script begins")  # checks of earlier runs, which are over
     comm = Ranks(parsed, kind, shares_memory=shared_memory)
     run = Run(comm, parsed, accumulation, seed, name, nonfinite)
+    if is_new and num_ranks > 1 and comm.is_first:
+        report(
+            "torchrun and Slurm start no process to compare with; compare on one host by: "
+            f"phalanx verify {parsed} --script {sys.argv[0]}"
+        )
     if debug_comm:
         CollectiveCheck(comm).__enter__()  # until the process ends
-    if VERIFY_OVERRIDES:
-        VERIFY_OVERRIDES[-1][1](run)
+    if OVERRIDES:
+        OVERRIDES[-1][1](run)
     return run
 
 

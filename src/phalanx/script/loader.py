@@ -59,6 +59,7 @@ class _Fetched(NamedTuple):
     own: list[range]
     is_last: bool
     num_rows: int
+    begin: int
 
 
 _LOADERS: weakref.WeakSet[RankLoader] = weakref.WeakSet()
@@ -125,7 +126,8 @@ class RankLoader:
         self._generator = generator
         self._on_batch = on_batch
         self._pieces = pieces
-        self._first_row = self._num_rows = 0
+        self._first_row = self._num_rows = self._begin = 0
+        self._last_own: list[range] = []
         self._before: dict[str, Tensor] = {}
         self._skip = self.num_begun = 0
         self._digest = ""
@@ -175,7 +177,7 @@ class RankLoader:
         self.batches_done, self._skip, self.is_used = skip, 0, False
         self.num_begun += 1
         number = self.num_begun
-        for batch, own, is_last, self.num_batch_rows in batches:
+        for batch, own, is_last, self.num_batch_rows, self._begin in batches:
             if number != self.num_begun:
                 raise ScriptError(
                     "a pass over the loader continues after another pass over it has begun; "
@@ -183,6 +185,7 @@ class RankLoader:
                 )
             self.is_last = is_last
             self.batches_done += 1
+            self._last_own = own
             self.piece_sizes = [len(piece) for piece in own]
             rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
             self.rows = to_device(rows, self._comm.device)
@@ -209,7 +212,8 @@ class RankLoader:
     @property
     def own_rows(self) -> range:
         """This rank's rows of the last batch, as positions in the batch; needs one piece."""
-        return self._own(range(self.num_batch_rows))[0]
+        (own,) = self._last_own
+        return range(own.start - self._begin, own.stop - self._begin)
 
     @property
     def stream_digest(self) -> str:
@@ -274,7 +278,7 @@ class RankLoader:
         for number, rows in enumerate(fetched, first):
             of_batch = order.rows(number)
             own = self._own(of_batch)
-            yield _Fetched(rows, own, number == len(order) - 1, len(of_batch))
+            yield _Fetched(rows, own, number == len(order) - 1, len(of_batch), of_batch.start)
 
     def _wanted(self, order: PassOrder, rows: range) -> list[Any]:
         """Return the samples to fetch for the batch with the rows `rows` of its pass."""
@@ -309,7 +313,8 @@ class RankLoader:
             if not is_skipped:
                 places = [at - begin for piece in own for at in piece]
                 here = torch.tensor(places or [0]).long()
-                yield _Fetched(take_rows(batch, here), own, following is None, end - begin)
+                rows = take_rows(batch, here)
+                yield _Fetched(rows, own, following is None, end - begin, begin)
             batch = following
         self._num_rows = end
 
@@ -333,7 +338,11 @@ class RankLoader:
 
     def _own(self, rows: range) -> list[range]:
         """Return this rank's rows of each piece of the batch with the rows `rows`."""
-        return shard_rows(rows, self._comm.coord("data"), self._comm.size("data"), self._pieces)
+        at = self._first_row + rows.start
+        is_second = self._on_batch is not None and at == (self.plain.batch_size or len(rows)) > 0
+        is_second = is_second and not self._is_whole  # workers cut such batches, by their length
+        ranks = self._comm.coord("data"), self._comm.size("data")
+        return shard_rows(rows, *ranks, self._pieces, is_uneven=is_second)
 
 
 class CollateWhole:

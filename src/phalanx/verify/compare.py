@@ -98,15 +98,19 @@ def compare_step(
     reference: StepRecord,
     moved: Sequence[StepRecord] = (),
     dtype: torch.dtype = torch.float64,
+    noise: float = 0.0,
 ) -> list[Difference]:
     """Compare all quantities of one step with the reference.
 
     `moved` are the records of perturbed references, which set the limits; empty in float64.
+    `noise` is for `compare_values`.
     """
     rows: list[Difference] = []
     for quantity, expected in reference.items():
         others = [each[quantity] for each in moved]
-        rows += compare_values(step, quantity, ours.get(quantity, {}), expected, others, dtype)
+        rows += compare_values(
+            step, quantity, ours.get(quantity, {}), expected, others, dtype, noise
+        )
     return rows
 
 
@@ -129,8 +133,12 @@ def compare_values(
     reference: Values,
     moved: Sequence[Values] = (),
     dtype: torch.dtype = torch.float64,
+    noise: float = 0.0,
 ) -> list[Difference]:
     """Compare one quantity, gradients in the order of backward: the last parameters first.
+
+    `noise` is the smallest divisor of a gradient's error, as a fraction of the largest gradient, if
+    it is above FLOOR. In float32 the rounding of a gradient that cancels is above FLOOR.
 
     Equal non-finite elements of both sides count as equal, and are reported in `Difference.both`.
     """
@@ -145,6 +153,7 @@ def compare_values(
             continue
         both, is_finite = _kind(b), b.isfinite()
         floor = FLOOR["first moment"] if quantity.startswith(STATE) else FLOOR.get(quantity, 0.0)
+        floor = max(floor, noise) if quantity == "gradient" else floor
         scale = max(size_of(b), floor * largest) or 1.0
         error = size_of(a - b) / scale
         others = [_wide(values[name]) for values in moved if name in values]

@@ -38,7 +38,13 @@ def judge(title: str, ranks: Sequence[History], expected: History) -> Verdict:
     if all(row.passes for row in differences):
         found, unequal = _compare(ranks, expected)
         differences += found
-    problems = list(_problems(title, ranks, expected))
+    return verdict_of(title, differences, list(_problems(title, ranks, expected)), unequal)
+
+
+def verdict_of(
+    title: str, differences: list[Difference], problems: Sequence[Place], unequal: Sequence[Place]
+) -> Verdict:
+    """Return the verdict on differences, on other faults of the run, and on unequal replicas."""
     replicas = [problem.what for problem in problems]
     replicas += [f"step {each.step}: {each.what}" for each in unequal]
     place = next(iter(problems), None)
@@ -135,8 +141,7 @@ def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
     """Return differences between ranks in values that must be equal, roughly in order of a step."""
     return [
         *_unequal_numbers(step, "the loss", [rank.numbers["loss"][""] for rank in facts]),
-        *_lacking(step, facts),
-        *_unequal_bits(step, facts),
+        *unequal_replicas(step, facts),
         *(
             place
             for p in facts[0].numbers.get("norm", {})
@@ -145,6 +150,11 @@ def unequal_ranks(step: int, facts: Sequence[RankFacts]) -> list[Place]:
             )
         ),
     ]
+
+
+def unequal_replicas(step: int, facts: Sequence[RankFacts]) -> list[Place]:
+    """Return the gradients that a rank lacks, and the tensors that differ from their replicas."""
+    return [*_lacking(step, facts), *_unequal_bits(step, facts)]
 
 
 def _unequal_numbers(step: int, what: str, numbers: Sequence[float]) -> list[Place]:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -288,7 +288,16 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
 
     Rank 0 has the gathered shards of all ranks in memory together with the full tensors.
     """
-    parts: dict[str, Any] = {}  # full shape, dtype, slices of the shard, bytes of the shard
+    return assembled(gather_on_first(shards_to_send(tensors, comm)))
+
+
+Shards = dict[str, tuple[tuple[int, ...], torch.dtype, tuple[slice, ...], bytes]]
+"""Shards of a rank by name: shape and dtype of the full tensor, place and bytes of the shard."""
+
+
+def shards_to_send(tensors: Mapping[str, Tensor], comm: Comm) -> Shards:
+    """Return the shards of which this rank holds the first replica."""
+    parts: Shards = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         if isinstance(tensor, DTensor) and (is_fused(tensor) or not tensor.is_floating_point()):
@@ -298,8 +307,13 @@ def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]
             ends = zip(offset, shard.shape, strict=True)
             place = tuple(slice(i, i + size) for i, size in ends)
             parts[name] = tuple(tensor.shape), shard.dtype, place, _bytes_of(shard)
+    return parts
+
+
+def assembled(ranks: Iterable[Shards]) -> dict[str, Tensor]:
+    """Return the full tensors, on the CPU, from the shards of all ranks."""
     full: dict[str, Tensor] = {}
-    for of_rank in gather_on_first(parts):
+    for of_rank in ranks:
         for name, (shape, dtype, place, data) in of_rank.items():
             if name not in full:
                 # Elements that no rank sends stay NaN, so that a comparison fails.

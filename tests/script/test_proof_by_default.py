@@ -1,0 +1,67 @@
+"""`phalanx run` compares the first steps of a script with one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from proof_scripts import RIGHT, WRONG, script
+
+from phalanx.cli.main import main
+
+SAVING = """
+run.print("printed")
+if run.is_first:
+    open("effects", "a").write("once ")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def ran(text: str, strategy: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run a script; return the exit code and what was printed on standard error."""
+    Path("script.py").write_text(text)
+    code = main(["run", "script.py", "--strategy", strategy])
+    return code, capfd.readouterr().err
+
+
+def test_a_script_is_compared_once(capfd: pytest.CaptureFixture[str]) -> None:
+    text = script(model="mlp(nn.Dropout(0.3))") + SAVING
+    code, said = ran(text, "dp2", capfd)
+    assert code == 0 and "4 steps agree with one process" in said
+    assert Path("effects").read_text() == "once "
+    assert len(list(Path("checkpoints").rglob("step-*"))) == 1
+    code, said = ran(text, "dp2", capfd)
+    assert code == 0 and "agree" not in said
+
+
+def test_a_mean_of_means_is_stopped_before_the_save(capfd: pytest.CaptureFixture[str]) -> None:
+    code, said = ran(script(**WRONG["dropped count"]), "dp2", capfd)
+    assert code == 1 and "first at step 1, gradient of 2.bias" in said
+    assert not Path("checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_raises_no_alarm(
+    name: str, strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, said = ran(script(**RIGHT[name]), strategy, capfd)
+    assert code == 0, said
+    assert ("agree" in said) != ("not proved" in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_stops_the_job(
+    name: str, strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, said = ran(script(**WRONG[name]), strategy, capfd)
+    assert code != 0, said
+    assert not Path("checkpoints").exists()
