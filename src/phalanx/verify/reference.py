@@ -104,7 +104,8 @@ class ReferenceRun:
             share = loss_sum / max(1, num_valid)
             share.backward()
             loss += share.detach().cpu()
-        gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        named = self.model.named_parameters()
+        gradients = dense({n: p.grad for n, p in named if p.grad is not None})
         return {
             "loss": {"": float(loss)},
             "buffer": _copied(dict(self.model.named_buffers())),
@@ -212,6 +213,11 @@ def evaluating(model: nn.Module) -> Generator[None]:
     yield
     for module, is_training in modes.items():
         module.training = is_training
+
+
+def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, sparse ones (gradients of `nn.Embedding(sparse=True)`) as dense ones."""
+    return {name: t.to_dense() if t.is_sparse else t for name, t in tensors.items()}
 
 
 def norm_of(tensors: list[Tensor], p: float) -> float:
