@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from phalanx.data.rows import map_tensors
-from phalanx.errors import ConfigError, RankFailed
+from phalanx.errors import ConfigError, RankFailed, ScriptError
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.script.init import VERIFY_OVERRIDES, refuse_in_own_loop
@@ -31,7 +31,7 @@ from phalanx.strategy import Strategy
 from phalanx.verify.judge import judge
 from phalanx.verify.record import Witness, state_of
 from phalanx.verify.reference import History
-from phalanx.verify.verdict import Verdict, Whereabouts, failed
+from phalanx.verify.verdict import Place, Verdict, Whereabouts, failed
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
@@ -44,11 +44,16 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
     refuse_in_own_loop(strategy)
     (alone,) = run_ranks(record_script, 1, path, list(words), Strategy(), steps)
     if not alone.records:
-        raise ConfigError(f"{path} takes no step on one rank, so there is nothing to compare")
+        raise ConfigError(
+            f"{path} takes no step of phalanx.init's run on one rank, so there is nothing to "
+            "compare; verify sees the steps that follow run.backward"
+        )
     try:
         ranks = run_ranks(record_script, strategy.num_ranks, path, list(words), strategy, steps)
     except RankFailed as failure:
         return failed(str(strategy), failure)
+    except ScriptError as error:  # one rank ran, so this is a difference
+        return Verdict(str(strategy), [], place=Place(None, str(error)), failure=str(error))
     return judge(str(strategy), ranks, alone)
 
 

@@ -168,7 +168,7 @@ class ReferenceRun:
         for name, parameter in self.model.named_parameters():
             if name in state.get("first moment", {}):
                 moments = {
-                    key: torch.as_tensor(state[quantity][name]).to(parameter)
+                    key: torch.as_tensor(state[quantity][name]).to(parameter, copy=True)
                     for quantity, key in MOMENTS.items()
                 }
                 steps = torch.as_tensor(state["step counter"][name]).clone()
@@ -180,7 +180,9 @@ class ReferenceRun:
         """Replace the gradients of the model by `gradients`, for the next update."""
         for name, parameter in self.model.named_parameters():
             given = gradients.get(name)
-            parameter.grad = None if given is None else torch.as_tensor(given).to(parameter)
+            parameter.grad = (
+                None if given is None else torch.as_tensor(given).to(parameter, copy=True)
+            )
 
     def _clip(self, norm: float, limit: float) -> None:
         for parameter in self.model.parameters() if 0 < limit < norm else ():
