@@ -31,7 +31,7 @@ from phalanx.strategy import Strategy
 from phalanx.verify.judge import judge
 from phalanx.verify.record import Witness, state_of
 from phalanx.verify.reference import History
-from phalanx.verify.verdict import Place, Verdict, Whereabouts, failed
+from phalanx.verify.verdict import Verdict, Whereabouts, failed
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
@@ -53,7 +53,7 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
     except RankFailed as failure:
         return failed(str(strategy), failure)
     except ScriptError as error:  # one rank ran, so this is a difference
-        return Verdict(str(strategy), [], place=Place(None, str(error)), failure=str(error))
+        return Verdict(str(strategy), [], failure=str(error))
     return judge(str(strategy), ranks, alone)
 
 
