@@ -252,13 +252,16 @@ class Reused(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm, with statistics over all rows of the batch; x[B, D] to y[B, 1]."""
+    """BatchNorm, with statistics over all rows of the batch; x[B, D] to y[B, 1].
+
+    The forward calls the modules in the reverse of the order in which they are registered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm = nn.BatchNorm1d(WIDTH)
         self.last = nn.Linear(WIDTH, 1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the first map, BatchNorm, tanh and the last map."""
