@@ -11,6 +11,14 @@ from phalanx.infer.pool import BlockPool, BlockTable
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
+Prefix = tuple[int, ...]
+
+
+def prefixes(tokens: list[int]) -> list[Prefix]:
+    """Return what each position holds: keys and values depend on all tokens up to it."""
+    return [tuple(tokens[: at + 1]) for at in range(len(tokens))]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Sequences that begin, grow, fork and end, beside a memory that has what each one wrote."""
 
@@ -18,7 +26,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(7, 2)
         self.sequences: list[tuple[BlockTable, list[int]]] = []
-        self.memory: list[list[int | None]] = [[None, None] for _ in range(7)]
+        self.memory: list[list[Prefix | None]] = [[None, None] for _ in range(7)]
 
     def write(self, table: BlockTable, tokens: list[int], start: int) -> bool:
         """Reserve and write the tokens from `start`; return whether there was room."""
@@ -28,7 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
         for source, target in copies:
             self.memory[target] = list(self.memory[source])
         for at in range(start, len(tokens)):
-            self.memory[table.blocks[at // 2]][at % 2] = tokens[at]
+            self.memory[table.blocks[at // 2]][at % 2] = tuple(tokens[: at + 1])
         self.pool.publish(table, tokens)
         return True
 
@@ -37,8 +45,10 @@ class PoolMachine(RuleBasedStateMachine):
         table = self.pool.match(tokens)
         num_found = 2 * len(table.blocks)
         assert num_found < len(tokens)
-        found = [token for block in table.blocks for token in self.memory[block]]
-        assert found == tokens[:num_found], "a block has another content than it was found by"
+        found = [prefix for block in table.blocks for prefix in self.memory[block]]
+        if not (is_right := found == prefixes(tokens[:num_found])):
+            self.pool.free(table)
+        assert is_right, "a block was computed after other tokens"
         if self.write(table, tokens, num_found):
             self.sequences.append((table, tokens))
         else:
@@ -89,8 +99,8 @@ class PoolMachine(RuleBasedStateMachine):
     def each_sequence_reads_what_it_wrote(self) -> None:
         for table, tokens in self.sequences:
             assert len(table.blocks) == -(-len(tokens) // 2)
-            read = [token for block in table.blocks for token in self.memory[block]]
-            assert read[: len(tokens)] == tokens
+            read = [prefix for block in table.blocks for prefix in self.memory[block]]
+            assert read[: len(tokens)] == prefixes(tokens)
 
     def teardown(self) -> None:
         for table, _ in self.sequences:
@@ -132,6 +142,15 @@ def test_the_longest_unused_content_is_evicted_first_and_the_begin_of_a_prompt_l
         table = pool.match(tokens)
         assert len(table.blocks) == num_found
         pool.free(table)
+
+
+def test_a_block_is_found_only_after_the_same_prefix() -> None:
+    pool, table = BlockPool(4, 2), BlockTable()
+    tokens = [1, 2, 3, 4, 9]
+    assert pool.reserve(table, 0, 5) == []
+    pool.publish(table, tokens)
+    for prompt, num_found in (([3, 4, 7], 0), ([3, 4, 3, 4, 7], 0), ([1, 2, 3, 4, 7], 2)):
+        assert len(pool.match(prompt).blocks) == num_found
 
 
 def test_equal_hashes_are_no_equal_contents() -> None:

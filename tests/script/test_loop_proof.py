@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.errors import ScriptError
+from phalanx.script import loop_proof
+from phalanx.verify.reference import History
 
 SCRIPT = """
 import sys
@@ -68,6 +71,22 @@ def test_a_loop_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert code == 1
     assert verdict["first_difference"].startswith("step 0, the loss: relative error")
     assert verdict["place"]["step"] == 0
+
+
+def test_a_script_that_is_refused_on_several_ranks_alone_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(_function: Any, num_ranks: int, *_: Any) -> list[History]:
+        if num_ranks > 1:
+            raise ScriptError("0.weight differs on rank 1")
+        return [History(records={0: {}})]
+
+    script = tmp_path / "own.py"
+    script.write_text("")
+    monkeypatch.setattr(loop_proof, "run_ranks", run_ranks)
+    assert main(["verify", "dp2", "--no-three", "--script", str(script)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed == "dp2 does not finish, but one process does 0.weight differs on rank 1"
 
 
 def test_a_narrow_type_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

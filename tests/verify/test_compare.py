@@ -1,11 +1,12 @@
+import copy
 import dataclasses
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.verify.compare import StepwiseReference
+from phalanx.verify.compare import StepwiseReference, compare_update, compare_values
 from phalanx.verify.record import Case
-from phalanx.verify.reference import ReferenceRun, StepRecord, Training
+from phalanx.verify.reference import MOMENTS, ReferenceRun, StepRecord, Training
 
 
 class SumOfSquares:
@@ -40,3 +41,26 @@ def test_sums_that_bfloat16_loses_are_no_fault_of_the_split() -> None:
 
 def test_a_gradient_of_twice_the_size_still_differs_in_bfloat16() -> None:
     assert not any(passing(2.0))
+
+
+def test_terms_that_cancel_in_a_moment_set_its_limit() -> None:
+    """A moment of -1/4 and a change of 1/4, each rounded, add up to nearly nothing in bfloat16."""
+    begin: StepRecord = {"first moment": {"bias": torch.tensor([-0.25])}}
+    right: StepRecord = {"first moment": {"bias": torch.tensor([0.01])}}
+    for error, passes in ((0.005, True), (0.05, False)):
+        ours: StepRecord = {"first moment": {"bias": torch.tensor([0.01 + error])}}
+        (row,) = compare_update(0, ours, right, begin, torch.bfloat16)
+        assert row.passes == passes
+
+
+def test_an_update_leaves_the_state_it_began_from() -> None:
+    run = ReferenceRun(Case(build, SumOfSquares(), [torch.ones(4, 16)] * 2), torch.device("cpu"))
+    made = run.compute(0)
+    begin: StepRecord = {**run.update(0, made), "buffer": {}, "gradient": made["gradient"]}
+    begin = {**begin, "step counter": dict.fromkeys(begin["weight"], torch.tensor(1.0))}
+    kept = copy.deepcopy(begin)
+    run.begin_from(begin)
+    run.take_gradients(begin["gradient"])
+    run.update(1, made)
+    assert all(not compare_values(0, what, begin[what], kept[what])[0].error for what in MOMENTS)
+    assert not compare_values(0, "gradient", begin["gradient"], kept["gradient"])[0].error

@@ -68,6 +68,9 @@ class ScriptVerifyConfig:
     """Steps to take; a job is saved in the middle, and another run resumes from there."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Data type of weights and arithmetic."""
+    three: bool = False
+    """If nothing differs, also run with three ranks on an axis that has two; not in a job of
+    torchrun."""
     json: bool = False
     """Make the last line of standard output one JSON document."""
 
@@ -137,11 +140,13 @@ def verify(argv: list[str]) -> int:
     return run_verb(lambda: _job_verifier(argv), lambda job: _verify(*job))
 
 
-def _job_verifier(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], Verdict]]:
+def _job_verifier(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], list[Verdict]]]:
     """Return the settings, and a function that verifies the job or script."""
+    from phalanx.launch.rank_env import is_under_torchrun
     from phalanx.script.loop_proof import prove_script
     from phalanx.script.trainer import trainer_of
     from phalanx.strategy import Strategy, refuse_servers
+    from phalanx.verify.cases import with_three
 
     at = argv.index("--") if "--" in argv else len(argv)
     config = _read(argv[:at], ScriptVerifyConfig, prog="phalanx verify --script")
@@ -155,13 +160,22 @@ def _job_verifier(argv: list[str]) -> tuple[ScriptVerifyConfig, Callable[[], Ver
             f"dtype is {config.dtype}, but {script} has a loop of its own, which is verified in "
             "float64; leave dtype out, or give FILE:JOB"
         )
-    if has_loop:
-        return config, lambda: prove_script(script, argv[at + 1 :], strategy, config.steps)
-    trainer = trainer_of(script)
-    return config, lambda: trainer.verify(strategy, steps=config.steps, dtype=config.dtype)
+    trainer = None if has_loop else trainer_of(script)
+
+    def prove(each: Strategy) -> Verdict:
+        if trainer is None:
+            return prove_script(script, argv[at + 1 :], each, config.steps)
+        return trainer.verify(each, steps=config.steps, dtype=config.dtype)
+
+    def judge() -> list[Verdict]:
+        verdicts = [prove(strategy)]
+        wider = with_three(strategy) if config.three and not is_under_torchrun() else None
+        return [*verdicts, prove(wider)] if verdicts[0].is_equal and wider else verdicts
+
+    return config, judge
 
 
-def _verify(config: ScriptVerifyConfig, judge: Callable[[], Verdict]) -> int:
+def _verify(config: ScriptVerifyConfig, judge: Callable[[], list[Verdict]]) -> int:
     import torch.distributed as dist
 
     from phalanx.cli.verify import print_verdicts, show_verdicts
@@ -169,11 +183,11 @@ def _verify(config: ScriptVerifyConfig, judge: Callable[[], Verdict]) -> int:
     from phalanx.script.arguments import not_ending
 
     with not_ending(config.script):
-        verdict = judge()
+        verdicts = judge()
     if os.environ.get("RANK", "0") == "0":
-        show_verdicts([verdict], screen())
+        show_verdicts(verdicts, screen())
         if config.json:
-            print_verdicts([verdict])
+            print_verdicts(verdicts)
     if dist.is_initialized():  # wait: torchrun kills all ranks when one exits with 1
         barrier()
-    return 0 if verdict.is_equal else 1
+    return 0 if all(verdict.is_equal for verdict in verdicts) else 1

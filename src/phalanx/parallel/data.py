@@ -36,7 +36,6 @@ from phalanx.comm.ranges import named
 from phalanx.errors import TrainingError
 from phalanx.parallel.compression.compressor import Compressor
 from phalanx.parallel.reduce import (
-    BUCKET_BYTES,
     GradientReducer,
     Parameters,
     broadcast_parameters,
@@ -178,7 +177,7 @@ class BucketedReducer(GradientReducer):
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], comm: Comm, bucket_bytes: int = BUCKET_BYTES
+        self, parameters: list[nn.Parameter], comm: Comm, bucket_bytes: int | None = None
     ) -> None:
         super().__init__([], comm)
         self._bucket_bytes = bucket_bytes

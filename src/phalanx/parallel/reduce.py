@@ -41,8 +41,10 @@ BUCKET_BYTES = 25 * 1024 * 1024
 Parameters = Collection[nn.Parameter]
 
 
-def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+def buckets(parameter_sizes: Sequence[int], bucket_bytes: int | None = None) -> list[list[int]]:
     """Group parameters into buckets of at least `bucket_bytes`, last parameters first.
+
+    If `bucket_bytes` is None, BUCKET_BYTES holds.
 
     The order follows backward, which makes the gradients of the last layers first. The last bucket
     may be smaller.
@@ -51,7 +53,7 @@ def buckets(parameter_sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) ->
         For each bucket, the indices into `parameter_sizes`.
     """
     result: list[list[int]] = []
-    filled = bucket_bytes
+    filled = bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     for index in reversed(range(len(parameter_sizes))):
         if filled >= bucket_bytes:
             result.append([])

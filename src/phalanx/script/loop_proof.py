@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.account.host import free_memory_bytes
 from phalanx.data.rows import map_tensors, tensors_of
-from phalanx.errors import ConfigError, RankFailed, TrainingError
+from phalanx.errors import ConfigError, RankFailed, ScriptError, TrainingError
 from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import Beside, run_ranks
@@ -164,6 +164,8 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
             run_ranks(_run_recorded, strategy.num_ranks, *given, beside=beside)
         except RankFailed as failure:
             return failed(str(strategy), failure)
+        except ScriptError as error:  # one rank ran, so this is a difference
+            return Verdict(str(strategy), [], failure=str(error))
         verdict, why = proof.verdict()
     if verdict is None:
         raise ConfigError(why)
@@ -471,7 +473,7 @@ class _Judge:
             self._refuse_irreproducible(mine, ranks, recorder)
             self._proof.conclude(verdict_of(title, [*self.differences, *rows], problems, unequal))
         if mine.place == "end":
-            why = "" if self.differences else "the script takes no step by run.backward"
+            why = "" if self.differences else "the script takes no step that follows run.backward"
             self._proof.conclude(verdict if self.differences else None, why)
         if mine.place == "gradients" and recorder.model is not None:
             for name, p in recorder.model.named_parameters():

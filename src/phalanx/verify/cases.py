@@ -50,11 +50,11 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
     llama = ModelShape(
         vocab_size=67, num_layers=num_layers, hidden=6 * unit, num_heads=2 * unit,
         num_kv_heads=unit, head_dim=4, ffn=11 * unit, max_seq_len=32, qk_norm=True, tied=True,
-        dropout=0.1,
+        dropout=0.1, window=12, full_every=2,  # more positions than a rank of cp holds
     )  # fmt: skip
     gpt2 = dataclasses.replace(
         llama, num_kv_heads=2 * unit, norm="layer", position="learned", mlp="gelu", bias=True,
-        qk_norm=False, tied=False, dropout=0.2,
+        qk_norm=False, tied=False, dropout=0.2, window=None, full_every=None,
     )  # fmt: skip
     windowed = dataclasses.replace(
         llama, norm="rms+1", norm_at="both", window=5, full_every=2, window_theta=100.0,
@@ -142,6 +142,10 @@ def configured_cases(strategy: Strategy, config: VerifyConfig) -> dict[str, Case
     shapes = shapes_to_verify(config, strategy)
     cases = {name: configured_case(shape, strategy, config) for name, shape in shapes.items()}
     if config.model is None:
+        if strategy.pp.degree > 1 and config.accumulation is None:
+            # A schedule is built for a multiple of the ranks, and cut: one case needs all of it.
+            full = dataclasses.replace(config, accumulation=2 * strategy.pp.degree)
+            cases["gpt2"] = configured_case(shapes["gpt2"], strategy, full)
         accumulation, num_rows = _sizes(strategy, config)
         cases |= module_cases(strategy, config, num_rows, accumulation)
     return cases
@@ -248,13 +252,16 @@ class Reused(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm, with statistics over all rows of the batch; x[B, D] to y[B, 1]."""
+    """BatchNorm, with statistics over all rows of the batch; x[B, D] to y[B, 1].
+
+    The forward calls the modules in the reverse of the order in which they are registered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm = nn.BatchNorm1d(WIDTH)
         self.last = nn.Linear(WIDTH, 1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the first map, BatchNorm, tanh and the last map."""

@@ -115,14 +115,21 @@ def compare_step(
 
 
 def compare_update(
-    step: int, ours: StepRecord, reference: StepRecord, dtype: torch.dtype
+    step: int, ours: StepRecord, reference: StepRecord, begin: StepRecord, dtype: torch.dtype
 ) -> list[Difference]:
-    """Compare an optimizer update in a narrow type, given equal inputs on both sides."""
+    """Compare an optimizer update in a narrow type, given equal inputs on both sides.
+
+    An update adds a change to the value in `begin`. Rounding is relative to these terms, which may
+    cancel, as a moment and a gradient of opposite sign do. No term exceeds the sum of the old
+    and the new value, so the larger of the two divides the error.
+    """
     limit = UPDATE_EPSILONS * torch.finfo(dtype).eps
     return [
         dataclasses.replace(row, limit=limit, ratio=row.ratio if row.error > limit else None)
         for quantity, expected in reference.items()
-        for row in compare_values(step, quantity, ours[quantity], expected)
+        for row in compare_values(
+            step, quantity, ours[quantity], expected, before=begin.get(quantity, {})
+        )
     ]
 
 
@@ -134,11 +141,13 @@ def compare_values(
     moved: Sequence[Values] = (),
     dtype: torch.dtype = torch.float64,
     noise: float = 0.0,
+    before: Values | None = None,
 ) -> list[Difference]:
     """Compare one quantity, gradients in the order of backward: the last parameters first.
 
     `noise` is the smallest divisor of a gradient's error, as a fraction of the largest gradient, if
     it is above FLOOR. In float32 the rounding of a gradient that cancels is above FLOOR.
+    The largest element of a tensor in `before` divides the error if it exceeds the reference's.
 
     Equal non-finite elements of both sides count as equal, and are reported in `Difference.both`.
     """
@@ -154,7 +163,8 @@ def compare_values(
         both, is_finite = _kind(b), b.isfinite()
         floor = FLOOR["first moment"] if quantity.startswith(STATE) else FLOOR.get(quantity, 0.0)
         floor = max(floor, noise) if quantity == "gradient" else floor
-        scale = max(size_of(b), floor * largest) or 1.0
+        old = _wide((before or {}).get(name, 0.0))
+        scale = max(size_of(b), size_of(old), floor * largest) or 1.0
         error = size_of(a - b) / scale
         others = [_wide(values[name]) for values in moved if name in values]
         limit = limit_of(b, others, dtype, scale) / scale if others else EXACT
@@ -268,7 +278,9 @@ class StepwiseReference:
         found = self._beside_wider(step, ours, compare_step(step, ours, made, moved, self._dtype))
         self._run.begin_from(self.begin)
         self._run.take_gradients(ours["gradient"])
-        return found + compare_update(step, ours, self._run.update(step, ours), self._dtype)
+        return found + compare_update(
+            step, ours, self._run.update(step, ours), self.begin, self._dtype
+        )
 
     def evaluated(self) -> tuple[Tensor, list[Tensor]]:
         """Return the output on the last batch in `eval()`, and the outputs of perturbed models."""

@@ -11,14 +11,15 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.comm import reductions, shared_memory
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.comm.together import broadcast_object, gather_objects, gather_on_first
@@ -29,6 +30,7 @@ from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.models.decoder import Decoder
+from phalanx.parallel import reduce
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import copied_on_meta
@@ -164,6 +166,26 @@ def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
     return dataclasses.replace(verdict, causes=[*verdict.causes, words])
 
 
+_SMALL = (
+    (reduce, "BUCKET_BYTES", 64),
+    (shared_memory, "SMALL_BYTES", 64),
+    (reductions, "_PIECE", 8),
+)
+
+
+@contextmanager
+def small_pieces() -> Generator[None]:
+    """Cut tensors at such sizes that small tensors take the paths of large ones, in this block."""
+    before = [getattr(module, name) for module, name, _ in _SMALL]
+    for module, name, size in _SMALL:
+        setattr(module, name, size)
+    try:
+        yield
+    finally:
+        for (module, name, _), size in zip(_SMALL, before, strict=True):
+            setattr(module, name, size)
+
+
 def verify_on_ranks(
     cases: Mapping[str, Case],
     strategy: Strategy,
@@ -175,7 +197,8 @@ def verify_on_ranks(
     verdicts: list[Verdict] = []
     for name, case in cases.items():
         start_s = time.monotonic()
-        with Whereabouts(name) as at, CollectiveCheck(comm) if debug_comm else nullcontext():
+        check = CollectiveCheck(comm) if debug_comm else nullcontext()
+        with small_pieces(), Whereabouts(name) as at, check:
             verdict = verify_case(case, strategy, comm, at)
         verdicts.append(dataclasses.replace(verdict, case=name))
         if report is not None and comm.is_first:

@@ -37,6 +37,7 @@ from phalanx.verify.reference import (
     RankFacts,
     StepRecord,
     Training,
+    dense,
     evaluating,
     in_training,
     kept_by,
@@ -101,13 +102,14 @@ class Witness:
         """Add quantities of a step to the history: tensors (`held`) and numbers."""
         facts = self.history.facts.setdefault(step, RankFacts())
         record = self.history.records.setdefault(step, {})
-        for quantity, tensors in held.items():
+        for quantity, given in held.items():
+            tensors = dense(given)
             facts.bits.update(bits_of(quantity, tensors))
             record.setdefault(quantity, {}).update(full_tensors(tensors, self._comm))
         for quantity, values in numbers.items():
             facts.numbers.setdefault(quantity, {}).update(values)
             record.setdefault(quantity, {}).update(values)
-        gradients = held.get("gradient", {}).items()
+        gradients = dense(held.get("gradient", {})).items()
         facts.nonfinite.extend(n for n, g in gradients if not local_shard(g).isfinite().all())
 
 

@@ -104,7 +104,8 @@ class ReferenceRun:
             share = loss_sum / max(1, num_valid)
             share.backward()
             loss += share.detach().cpu()
-        gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        named = self.model.named_parameters()
+        gradients = dense({n: p.grad for n, p in named if p.grad is not None})
         return {
             "loss": {"": float(loss)},
             "buffer": _copied(dict(self.model.named_buffers())),
@@ -167,7 +168,7 @@ class ReferenceRun:
         for name, parameter in self.model.named_parameters():
             if name in state.get("first moment", {}):
                 moments = {
-                    key: torch.as_tensor(state[quantity][name]).to(parameter)
+                    key: torch.as_tensor(state[quantity][name]).to(parameter, copy=True)
                     for quantity, key in MOMENTS.items()
                 }
                 steps = torch.as_tensor(state["step counter"][name]).clone()
@@ -179,7 +180,9 @@ class ReferenceRun:
         """Replace the gradients of the model by `gradients`, for the next update."""
         for name, parameter in self.model.named_parameters():
             given = gradients.get(name)
-            parameter.grad = None if given is None else torch.as_tensor(given).to(parameter)
+            parameter.grad = (
+                None if given is None else torch.as_tensor(given).to(parameter, copy=True)
+            )
 
     def _clip(self, norm: float, limit: float) -> None:
         for parameter in self.model.parameters() if 0 < limit < norm else ():
@@ -212,6 +215,11 @@ def evaluating(model: nn.Module) -> Generator[None]:
     yield
     for module, is_training in modes.items():
         module.training = is_training
+
+
+def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, sparse ones (gradients of `nn.Embedding(sparse=True)`) as dense ones."""
+    return {name: t.to_dense() if t.is_sparse else t for name, t in tensors.items()}
 
 
 def norm_of(tensors: list[Tensor], p: float) -> float:

@@ -72,7 +72,7 @@ class VerifyConfig:
     """Sequences in one step; if unset, data ranks have uneven shares, and the second step more."""
     accumulation: Annotated[int | None, Range(1)] = None
     """Microbatches that each rank cuts its rows into; 3 if unset, or one more than there are
-    ranks on pp."""
+    ranks on pp, and for gpt2 twice the ranks on pp."""
     seq_len: Annotated[int, Range(1)] = SEQ_LEN
     """Tokens of a sequence."""
     seed: Annotated[int, Range(0, 2**63 - 1, "[]")] = 0
