@@ -5,14 +5,14 @@ The text and the JSON of `phalanx plan` both use these values.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from phalanx.errors import time_text
+from phalanx.errors import StrategyError, time_text
+from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.recipe import RING
@@ -147,11 +147,13 @@ def sizes(question: Question, planned: PlannedStep) -> list[int]:
             strategy, **{axis: of_axis if degree > 1 else getattr(Strategy, axis)}
         )
         fewer = dataclasses.replace(planned, strategy=split, accumulation=rows // degree)
-        return not isinstance(fits(question, fewer), Inequality)
+        try:
+            check_schedule(split, rows // degree)
+            return not isinstance(fits(question, fewer), Inequality)
+        except StrategyError:  # fewer ranks cannot split a part of the model
+            return False
 
-    # Bisection is valid because, with fewer replicas, each holds the same bytes or more.
-    least = bisect.bisect_left(degrees, True, key=can_resume)
-    return [inner * degree for degree in degrees[least:]]
+    return [inner * degree for degree in degrees if can_resume(degree)]
 
 
 def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequality]:

@@ -18,14 +18,13 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
 from phalanx.account.activations import Activations, activations, peak_on_rank
 from phalanx.measure.memory import Kind
-from phalanx.parallel.pipeline.schedule import Schedule
-from phalanx.parallel.plan import Plan
+from phalanx.models.shape import ModelShape
 from phalanx.parallel.reduce import BUCKET_BYTES
 from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
@@ -125,9 +124,14 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     of_one, uncast = (_activations(planned, where, software, casts) for casts in (None, False))
     schedule = plan.schedule(microbatches_for_peak(planned.strategy, planned.accumulation))
     found: list[StageMemory] = []
-    alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
+    alike: dict[tuple[tuple[int, bool, bool], ...], int] = {}
+    last = shape.num_layers + 1
     for pp_rank in range(strategy.pp.degree):
-        held = _held(plan, planned, schedule, pp_rank, alike)
+        stages = schedule.stages_of(pp_rank) if schedule is not None else ()
+        cuts = [plan.cut[stage] for stage in stages] if plan.cut is not None else []
+        parts = tuple((len(links), 0 in links, last in links) for links in cuts)
+        like = alike.setdefault(parts, pp_rank)  # ranks with equal stages hold as much
+        held = _held(strategy, shape, planned.precision, planned.accumulation > 1, like)
         at = shape.num_layers, plan.cut, schedule, pp_rank
         most, without_casts, without_logits = (
             peak_on_rank(of, *at)
@@ -201,22 +205,13 @@ def _head_cast_bytes(planned: PlannedStep) -> int:
     return shape.vocab_size * shape.hidden * dtype.itemsize // tp if dtype.itemsize < 4 else 0
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _held(
-    plan: Plan[Any],
-    planned: PlannedStep,
-    schedule: Schedule | None,
-    pp_rank: int,
-    alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes],
+    strategy: Strategy, shape: ModelShape, precision: str, is_accumulated: bool, pp_rank: int
 ) -> StateBytes:
-    """Return the trained state's bytes on a rank; ranks with equal stages share one count."""
-    if plan.cut is None or schedule is None:
-        return plan.holds(planned.accumulation)
-    last = planned.shape.num_layers + 1
-    cuts = [plan.cut[stage] for stage in schedule.stages_of(pp_rank)]
-    key = tuple((len(links), 0 in links, last in links) for links in cuts)
-    if key not in alike:
-        alike[key] = plan.for_pp_rank(pp_rank).holds(planned.accumulation)
-    return alike[key]
+    """Return the trained state's bytes on a rank; they do not depend on the microbatch."""
+    planned = PlannedStep(shape, strategy, 1, 1, 1 + is_accumulated, precision)
+    return plan_of(planned).for_pp_rank(pp_rank).holds(planned.accumulation)
 
 
 def heaviest(stages: list[StageMemory]) -> StageMemory:
