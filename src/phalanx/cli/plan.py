@@ -27,7 +27,7 @@ from phalanx.planner.perfetto import write_trace
 from phalanx.planner.price import timeline
 from phalanx.planner.recipe import PURE, PURE_BYTES, STATE_BYTES
 from phalanx.planner.search import Candidate, Inequality, Question, search
-from phalanx.planner.several import BestPlan, best_on, numbers_of, scaled
+from phalanx.planner.several import BestPlan, best_on, fits_on, numbers_of, scaled
 from phalanx.planner.software import software
 from phalanx.strategy import Strategy, refuse_servers
 
@@ -166,6 +166,8 @@ def question_of(config: PlanConfig) -> Question:
         )
     _check_precision(config, shape)
     cluster = hardware.cluster(config.cluster)
+    if config.scale is not None:  # its numbers replace the number of --cluster
+        cluster = hardware.CLUSTERS.get(cluster.name, cluster)
     return Question(
         *(shape, cluster, software(config.software), config.sequence, config.global_batch),
         precision=config.precision,
@@ -209,6 +211,8 @@ def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
     name = None if best is None else str(best.planned.strategy)
     document = _answer(question, found.candidates, explain.neighbours(name, found.rejected))
     document |= {"recipe": [asdict(each) for each in departures(question, best)]}
+    if best is None:
+        document |= {"fits_on": fits_on(question)}
     return document | {"num_legal": found.num_legal, "num_priced": found.num_priced}
 
 
@@ -267,7 +271,8 @@ def _several(
             found.append(best_on(question, cluster))
     else:
         numbers = numbers_of(config.scale or "")
-        question.cluster.of(max(numbers))  # raises if there are too few devices
+        num_devices = max(numbers)
+        question.cluster.of(num_devices)  # raises if there are too few devices
         for best in scaled(question, numbers):
             found.append(best)
             report(f" after {best.num_devices:,} devices")

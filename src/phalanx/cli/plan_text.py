@@ -35,6 +35,13 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
         _show_best(console, candidates, "rows" if is_module else "tokens")
     else:
         _say(console, "no strategy fits", "bold")
+        if (larger := document.get("fits_on")) is not None:
+            best = larger.figures
+            _say(
+                console,
+                f"  {larger.num_devices:,} devices hold the job: {best.strategy}, "
+                f"{time_text(best.step_time_s)} a step",
+            )
     if rate := document.get("loader_rows_per_s"):
         _say(console, f"  the job's loader yields {_rate(rate)} rows a second here, in one process")
     if document["rejected"]:
@@ -106,12 +113,12 @@ def _memory(of: Figures) -> str:
 def table(rows: Iterable[Figures], unit: str = "tokens") -> Table:
     """Return a table of strategies, at most WIDTH columns wide."""
     rate = f"{unit}/s\na device"
-    heads = ("strategy", "batch", "step", rate, _MFU, "", "memory")
+    heads = ("strategy", "batch", "step", rate, _MFU, "memory")
     return _drawn(heads, [(each.strategy, *cells(each)) for each in rows])
 
 
 def cells(of: Figures) -> tuple[str, ...]:
-    """Return the cells of a strategy: batch, step time, rate, MFU, grade and memory."""
+    """Return the cells of a strategy: batch, step time, rate, MFU and memory."""
     part = of.memory_bytes / of.usable_bytes
     full = round(BAR * part)
     return (
@@ -119,7 +126,6 @@ def cells(of: Figures) -> tuple[str, ...]:
         time_text(of.step_time_s),
         f"{of.tokens_per_s_per_device:,.0f}",
         f"{100 * of.mfu_causal:.1f} / {100 * of.mfu_full:.1f}",
-        of.grade,
         f"{'#' * full}{'.' * (BAR - full)} {part:.0%}",
     )
 
@@ -142,7 +148,7 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join([*shown[:4], "...", *shown[-4:]] if len(shown) > 9 else shown)
 
 
-def _show_question(console: Console, asked: dict[str, Any]) -> None:
+def _show_question(console: Console, asked: dict[str, Any], devices: str = "") -> None:
     of_module = asked["sequence"] is None
     unit = "rows" if of_module else f"sequences of {asked['sequence']:,} tokens"
     batch = f"{asked['global_batch']:,} {unit}"
@@ -150,7 +156,7 @@ def _show_question(console: Console, asked: dict[str, Any]) -> None:
     _say(
         console,
         f"{asked['model']}, {_count(asked['parameters'])} parameters, on "
-        f"{asked['num_devices']:,} x {asked['device']}{of}, {batch} a step, "
+        f"{devices or format(asked['num_devices'], ',')} x {asked['device']}{of}, {batch} a step, "
         f"by {asked['software']}",
         "bold",
     )
@@ -167,11 +173,12 @@ def _count(number: int) -> str:
 
 def show_several(console: Console, document: dict[str, Any]) -> None:
     """Print the best strategies of several clusters, or of several numbers of devices."""
-    _show_question(console, document["question"])
     several: list[BestPlan] = document.get("compare") or document["scale"]
     is_scale = "scale" in document
+    ends = f"{several[0].num_devices:,} to {several[-1].num_devices:,}"
+    _show_question(console, document["question"], ends if is_scale else "")
     heads = ["devices"] if is_scale else ["cluster"]
-    heads += ["strategy", "batch", "step", "tokens/s\na device", _MFU, ""]
+    heads += ["strategy", "batch", "step", "tokens/s\na device", _MFU]
     heads += ["speed-up /\nefficiency" if is_scale else "memory"]
     rows: list[Sequence[str]] = []
     for each in several:
@@ -199,7 +206,7 @@ def _drawn(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table; break the strategies to the width that the other columns leave."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in heads:
-        is_left = head in ("cluster", "strategy", "", "memory")
+        is_left = head in ("cluster", "strategy", "memory")
         drawn.add_column(head, justify="left" if is_left else "right", no_wrap=True)
     at, gaps = heads.index("strategy"), 2 * (len(heads) - 1)
     widths = [max(map(len, "\n".join(of).split("\n"))) for of in zip(heads, *rows, strict=True)]

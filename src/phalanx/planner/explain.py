@@ -19,9 +19,6 @@ from phalanx.planner.recipe import RING
 from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.strategy import Axis, Recompute, Strategy
 
-GRADES: Final = ((0.4, "excellent"), (0.3, "good"))
-"""Pairs of a threshold and the grade of an MFU above it; the grade below all is `low`."""
-
 NUM_REJECTED: Final = 8
 """Number of rejected strategies that are reported: the nearest to the best."""
 
@@ -55,7 +52,6 @@ class Figures:
     samples_per_s: float
     mfu_causal: float
     mfu_full: float
-    grade: str
     causes_s: Mapping[str, float]
     sent_s: float
     stage: int
@@ -65,11 +61,6 @@ class Figures:
     usable_bytes: float
     mesh: str
     devices: Sequence[int]
-
-
-def grade(mfu: float) -> str:
-    """Return the grade of an MFU of a large model."""
-    return next((word for least, word in GRADES if mfu > least), "low")
 
 
 def figures(question: Question, candidate: Candidate) -> Figures:
@@ -87,7 +78,6 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         samples_per_s=planned.num_sequences / cost.step_s,
         mfu_causal=cost.mfu,
         mfu_full=cost.mfu_full,
-        grade=grade(cost.mfu),
         causes_s=causes_s(candidate),
         sent_s=cost.sent_s,
         stage=candidate.memory.stage,

@@ -4,8 +4,9 @@
     pruned       by divisibility, and by memory, with the inequality that failed
     priced       the others, until the next bound exceeds the price of the last wanted candidate
 
-Microbatches are the divisors of a rank's rows, up to the largest that fits. The bound includes products, recomputation, the pipeline bubble and the largest messages. Because
-the bound is never above the price, the search finds the fastest of all candidates.
+Microbatches are the divisors of a rank's rows, up to the largest that fits. The bound includes
+products, recomputation, the pipeline bubble and the largest messages. Because the bound is never
+above the price, the search finds the fastest of all candidates.
 """
 
 from __future__ import annotations
@@ -176,10 +177,11 @@ def that_fit(
 ) -> tuple[Sequence[PlannedStep], Inequality | None]:
     """Return the steps that fit, and why the smallest of the others does not.
 
-    Memory rises with the microbatch. A single microbatch may hold fewer gradients, because they are
-    reduced as soon as backward makes them, so it is tried if all gradients of a stage might suffice.
+    Memory rises with the microbatch. Only a single microbatch may hold fewer gradients, because
+    backward reduces them at once, so it is tried wherever the gradients of a stage could suffice.
 
     Args:
+        question: the job and the cluster.
         steps: steps of one strategy, in rising order of their microbatches.
 
     Raises:
