@@ -52,6 +52,19 @@ def test_the_table_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> No
         assert abs(printed.get(name, 0.0) - num_bytes / 2**30) < 0.1
 
 
+def test_the_arithmetic_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """700 GB of weights of GPT-3, at 4 bytes; 63 GiB of a feed-forward tensor of Llama 3 405B."""
+    words = "--sequence {} --global-batch 1 --strategy dp1 --cluster h100:1 --arithmetic"
+    text, gpt = planned(capsys, f"--model gpt3-175b {words.format(2048)}")
+    weights, _, of_16_bits, of_32_bits, *_ = gpt["arithmetic"]["rows"]
+    assert weights[2] / 1e9 == pytest.approx(700, rel=0.005)
+    assert of_32_bits[2] == 2 * of_16_bits[2] == 4 * weights[2]
+    assert f"{weights[2] / 1e9:,.1f}" in text
+    _, llama = planned(capsys, f"--model llama3-405b {words.format(4096)}")
+    of_4h, own = (num_bytes / 2**30 for *_, num_bytes in llama["arithmetic"]["rows"][-2:])
+    assert (of_4h, own) == pytest.approx((63.0, 51.2), rel=0.001)
+
+
 def test_figures_of_a_candidate_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = planned(capsys, ON_TWO)
     for each in found["candidates"]:

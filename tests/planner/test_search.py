@@ -11,7 +11,7 @@ from phalanx.models.registry import shape_of
 from phalanx.planner import search as searching
 from phalanx.planner.departure import at_largest_microbatch, departs, departures
 from phalanx.planner.given import priced_strategy
-from phalanx.planner.hardware import CLUSTERS, cluster
+from phalanx.planner.hardware import cluster
 from phalanx.planner.price import price
 from phalanx.planner.search import Candidate, Found, Inequality, Question, fits, search
 from phalanx.planner.software import SOFTWARE
@@ -79,17 +79,6 @@ def test_what_fits_depends_on_the_program() -> None:
     ours, theirs = fits(SMALL, planned), fits(others, planned)
     assert not isinstance(ours, Inequality) and not isinstance(theirs, Inequality)
     assert theirs.logits > 2 * ours.logits and theirs.total > ours.total
-
-
-def test_shards_of_hsdp_stay_within_a_unit() -> None:
-    asked = question("llama3-8b", "h100-llama3:16384", 8192, 16384)
-    pod = next(one.devices for one in CLUSTERS["h100-llama3"].levels if one.name == "pod")
-    groups = {
-        planned.strategy.fsdp.degree * planned.strategy.sample_shards * planned.strategy.tp.degree
-        for planned in searching.legal_steps(asked)
-        if planned.strategy.dp.degree > 1 and planned.strategy.fsdp.degree > 1
-    }
-    assert groups and all(group == 8 or pod % group == 0 for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from rich.text import Text
 
 from phalanx.account.parameters import num_parameters
-from phalanx.cli.plan_text import show_answer, show_several
+from phalanx.cli.plan_text import show_answer, show_arithmetic, show_several
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import ShapeConfig
 from phalanx.config.command_line import read_command_line
@@ -62,6 +62,8 @@ class PlanConfig:
     """Draw speed-up and efficiency of --scale into this file."""
     trace: str | None = None
     """Write the timeline of the fastest pipeline into this JSON file, which Perfetto opens."""
+    arithmetic: bool = False
+    """Print the arithmetic of memory without any split: weights, 8 and 16 bytes a parameter."""
     software: str = "phalanx"
     """The training program whose constants are used."""
     precision: str = "bfloat16"
@@ -104,10 +106,17 @@ def run(argv: list[str]) -> int:
         else:
             document = _given(config, question) if config.strategy else _found(config, question)
     document["question"]["model"] = config.model
+    if config.arithmetic:
+        shape, num = question.shape, num_parameters(question.shape).total
+        sizes = {"N": num, "L": shape.num_layers, "T": question.seq_len}
+        sizes |= {"h": shape.hidden, "F": shape.ffn}
+        document["arithmetic"] = {"sizes": sizes, "rows": explain.arithmetic(question)}
     if config.compare or config.scale:
         show_several(console, document)
     else:
         show_answer(console, document)
+    if config.arithmetic:
+        show_arithmetic(console, **document["arithmetic"])
     for path in (config.svg, config.trace):
         if path is not None:
             console.print(Text(f"wrote {path}"), soft_wrap=True)

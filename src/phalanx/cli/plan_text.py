@@ -58,6 +58,21 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
             _show_rule(console, each)
 
 
+def show_arithmetic(
+    console: Console, sizes: dict[str, int], rows: Sequence[tuple[str, str, int]]
+) -> None:
+    """Print what memory holds without any split: formula, GB (10^9 bytes) and GiB (2^30 bytes)."""
+    named = ", ".join(f"{name} = {size:,}" for name, size in sizes.items())
+    _say(console, "\narithmetic of memory, without any split", "bold")
+    _say(console, f"  {named}\n")
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in ("bytes of", "formula", "GB", "GiB"):
+        drawn.add_column(head, justify="right" if head.startswith("G") else "left")
+    for what, formula, num_bytes in rows:
+        drawn.add_row(what, formula, f"{num_bytes / 1e9:,.1f}", f"{num_bytes / 2**30:,.1f}")
+    console.print(drawn)
+
+
 def _show_rule(console: Console, of: dict[str, Any]) -> None:
     """Print a rule, the strategy it chooses, and how the search result differs."""
     _say(console, f"  {of['kind']}, {of['rule']}: {of['why']}")

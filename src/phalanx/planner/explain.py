@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from phalanx.account.parameters import num_parameters
 from phalanx.errors import StrategyError, time_text
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
-from phalanx.planner.recipe import RING
+from phalanx.planner.recipe import PURE_BYTES, RING, STATE_BYTES
 from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.strategy import Axis, Recompute, Strategy
 
@@ -88,6 +89,27 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         mesh=mesh(question, planned.strategy),
         devices=sizes(question, planned),
     )
+
+
+def arithmetic(question: Question) -> list[tuple[str, str, int]]:
+    """Return what memory holds without any split, as (what, formula, bytes).
+
+    N is the number of parameters, L the blocks, T the tokens of one sequence, h the width of the
+    residual, and F the inner width of the feed-forward layers.
+    """
+    shape, tokens = question.shape, question.seq_len
+    num = num_parameters(shape).total
+    whole = "weights, gradients and the two moments of AdamW"
+    rows = [
+        ("weights, 32 bits", "4 N", 4 * num),
+        ("weights, 16 bits", "2 N", 2 * num),
+        (f"{whole}, 16 bits", f"{PURE_BYTES} N", PURE_BYTES * num),
+        (f"{whole}, 32 bits, as train", f"{STATE_BYTES} N", STATE_BYTES * num),
+    ]
+    for name, width in (("4 h", 4 * shape.hidden), ("F", shape.ffn)):
+        what = f"a feed-forward activation of width {name}, 16 bits, all blocks, one sequence"
+        rows.append((what, f"2 L T {name}", 2 * shape.num_layers * tokens * width))
+    return rows
 
 
 def causes_s(candidate: Candidate) -> dict[str, float]:

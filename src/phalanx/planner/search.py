@@ -27,9 +27,9 @@ from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
-from phalanx.planner.recipe import shard_groups, units_of
 from phalanx.planner.software import Software
 from phalanx.strategy import AXES, Axis, Recompute, Strategy
+from phalanx.strategy.kinds import KINDS
 
 RECOMPUTE: Final = ("none", "selective", "full")
 _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
@@ -334,7 +334,7 @@ def _strategies(
     pp = base.pp.degree
     kinds = _PIPELINES if pp > 1 else ((Strategy.pp.kind, None),)
     for (kind, chunks), (dp, fsdp), policy in itertools.product(
-        kinds, of_data(question, replicas, base.num_ranks // pp), RECOMPUTE
+        kinds, of_data(replicas), RECOMPUTE
     ):
         if chunks is not None and (pp * chunks > question.shape.num_layers or accumulation % pp):
             continue
@@ -343,17 +343,12 @@ def _strategies(
         yield question.step(strategy, microbatch, accumulation)
 
 
-def of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Axis, Axis]]:
-    """Yield (dp, fsdp) axes: one of the two alone, or fsdp within a unit and dp between units."""
+def of_data(replicas: int) -> Iterator[tuple[Axis, Axis]]:
+    """Yield (dp, fsdp) axes of `replicas` data ranks: dp alone, and each degree of fsdp."""
     dp, fsdp = Strategy.dp, Strategy.fsdp
-    if replicas == 1:
-        yield dp, fsdp
-        return
     yield dataclasses.replace(dp, degree=replicas), fsdp
-    for kind in ("zero1", "zero2", "zero3"):
-        yield dp, Axis(replicas, kind)
-    for size in shard_groups(units_of(question.cluster), inner, replicas):
-        yield dataclasses.replace(dp, degree=replicas // size), Axis(size, "zero3")
+    for size, kind in itertools.product(_divisors(replicas)[1:], KINDS["fsdp"]):
+        yield dataclasses.replace(dp, degree=replicas // size), Axis(size, kind)
 
 
 @functools.lru_cache(maxsize=1 << 10)
