@@ -106,17 +106,17 @@ def run(argv: list[str]) -> int:
         else:
             document = _given(config, question) if config.strategy else _found(config, question)
     document["question"]["model"] = config.model
-    if config.arithmetic:
-        shape, num = question.shape, num_parameters(question.shape).total
-        sizes = {"N": num, "L": shape.num_layers, "T": question.seq_len}
-        sizes |= {"h": shape.hidden, "F": shape.ffn}
-        document["arithmetic"] = {"sizes": sizes, "rows": explain.arithmetic(question)}
     if config.compare or config.scale:
         show_several(console, document)
     else:
         show_answer(console, document)
     if config.arithmetic:
-        show_arithmetic(console, **document["arithmetic"])
+        shape, num = question.shape, num_parameters(question.shape).total
+        sizes = {"N": num, "L": shape.num_layers, "T": question.seq_len}
+        sizes |= {"h": shape.hidden, "F": shape.ffn}
+        rows = explain.arithmetic(question)
+        show_arithmetic(console, sizes, rows)
+        document["arithmetic"] = {"sizes": sizes, "rows": rows}
     for path in (config.svg, config.trace):
         if path is not None:
             console.print(Text(f"wrote {path}"), soft_wrap=True)
