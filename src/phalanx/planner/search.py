@@ -27,6 +27,7 @@ from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
+from phalanx.planner.recipe import RING
 from phalanx.planner.software import Software
 from phalanx.strategy import AXES, Axis, Recompute, Strategy
 from phalanx.strategy.kinds import KINDS
@@ -318,7 +319,9 @@ def _splits(question: Question) -> Iterator[Strategy]:
         if shape.num_heads % tp or shape.num_kv_heads % tp:
             continue
         if question.seq_len % length_unit(strategy) == 0:
-            yield strategy
+            ring: Axis = getattr(strategy, RING)
+            for kind in KINDS[RING] if ring.degree > 1 else [ring.kind]:
+                yield dataclasses.replace(strategy, **{RING: Axis(ring.degree, kind)})
 
 
 def length_unit(strategy: Strategy) -> int:
