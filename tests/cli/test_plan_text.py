@@ -25,7 +25,6 @@ def figures(strategy: str, **others: Any) -> Figures:
         "samples_per_s": 10.0,
         "mfu_causal": 0.45,
         "mfu_full": 0.52,
-        "grade": "excellent",
         "causes_s": {},
         "sent_s": 0.0,
         "stage": 0,
@@ -65,9 +64,9 @@ def test_a_table_is_whole_in_100_columns(rows: tuple[Figures, ...], unit: str) -
 
 
 def test_a_strategy_breaks_where_the_line_ends() -> None:
-    first, second = (printed(plan_text.table([each])) for each in (ROWS[0], ROWS[2]))
+    first, second = (printed(plan_text.table([each])) for each in (ROWS[1], ROWS[2]))
     assert len(first.splitlines()) == 4 and len(second.splitlines()) == 3
-    assert first.splitlines()[2].startswith("pp8,dp16,fsdp8,tp8,  8 x 128")
+    assert first.splitlines()[2].startswith("pp8:interleaved/4,dp16,fsdp128:zero3,  8 x 128")
 
 
 @pytest.mark.parametrize("question", ["compare", "scale"])

@@ -37,6 +37,18 @@ def file_of(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
+def test_pipelines_with_zero2_reduce_once_a_step() -> None:
+    """As published pipelines do: Megatron-LM, and MegaScale (Jiang et al. 2024)."""
+
+    def seconds(stage: int, **degrees: int) -> float:
+        return published.seconds(
+            published.read(RUN | {"parallel": degrees | {"zero_stage": stage}})
+        )
+
+    assert seconds(2, dp=2, pp=4) == seconds(1, dp=2, pp=4)
+    assert seconds(2, dp=8) > seconds(1, dp=8)
+
+
 def test_each_run_has_its_answer_or_why_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,16 @@
+from __future__ import annotations
+
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.errors import StrategyError
+from phalanx.models.registry import shape_of
+from phalanx.planner.explain import sizes
+from phalanx.planner.hardware import cluster
+from phalanx.planner.planned import plan_of
+from phalanx.planner.search import Question
+from phalanx.planner.software import SOFTWARE
+from phalanx.strategy import Strategy
 
 
 def test_the_bubble_of_a_given_batch_is_not_said_to_need_more_microbatches(
@@ -11,3 +21,19 @@ def test_the_bubble_of_a_given_batch_is_not_said_to_need_more_microbatches(
     assert main([*words, "--global-batch", "16"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "a larger batch with more microbatches lowers this part" in said
+
+
+def test_a_run_does_not_resume_on_devices_that_cannot_split_the_model() -> None:
+    """A vocabulary of 50,257 rows over tp4 leaves uneven parts, which few degrees of fsdp split."""
+    shape = shape_of("gpt2-124m")
+    asked = Question(shape, cluster("h100:32"), SOFTWARE["phalanx"], 1024, 48)
+    legal: list[int] = []
+    for degree in (1, 2, 3, 4, 6, 8):
+        strategy = Strategy.parse("tp4").with_degree("fsdp", degree)
+        try:
+            plan_of(asked.step(strategy, 1, 48 // degree))
+        except StrategyError:
+            continue
+        legal.append(4 * degree)
+    assert 24 not in legal and legal[-1] == 32  # legality is not monotonic
+    assert sizes(asked, asked.step(Strategy.parse("fsdp8,tp4"), 1, 6)) == legal

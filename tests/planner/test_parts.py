@@ -9,7 +9,7 @@ from phalanx.planner import parts
 from phalanx.planner.hardware import cluster
 from phalanx.planner.parts import ring_slowdown
 from phalanx.planner.planned import PlannedStep
-from phalanx.planner.software import DEFAULT
+from phalanx.planner.software import DEFAULT, software
 from phalanx.strategy import Strategy
 
 
@@ -37,3 +37,24 @@ def test_attention_of_a_ring_is_priced_with_it(monkeypatch: pytest.MonkeyPatch) 
     )
     parts._of_case.cache_clear()
     assert ring_s == pytest.approx(7 * heads_s, rel=0.1)
+
+
+def test_a_ring_on_a_gpu_is_priced_in_plain_operators() -> None:
+    """Ulysses attends to as many pairs, in a fused kernel, as the rings of other programs do."""
+    device, shape = cluster("h100").device, shape_of("llama3-1b")
+    ring, heads, fused = (
+        parts.part_seconds(
+            PlannedStep(shape, Strategy.parse(text), 8192, 1, 1), device, software(name), None
+        )
+        for text, name in (
+            ("cp4", "phalanx"),
+            ("cp4:ulysses", "phalanx"),
+            ("cp4", "compiled"),
+        )
+    )
+    # Half of 8192^2 scores of 32 heads, on 4 ranks: 48 bytes each forward and 86 backward.
+    scores = 32 * 8192**2 / 2 / 4
+    assert ring.attention > scores * (48 + 86) / device.bandwidth > 4 * heads.attention
+    assert fused.attention == pytest.approx(heads.attention, rel=0.1)
+    # 9 pairs of chunks of 1,024 positions, each in 4 blocks of queries.
+    assert ring.block.host - heads.block.host == pytest.approx(36 * 28 * DEFAULT.launch_s, rel=0.1)

@@ -11,7 +11,7 @@ from phalanx.models.registry import shape_of
 from phalanx.planner import search as searching
 from phalanx.planner.departure import at_largest_microbatch, departs, departures
 from phalanx.planner.given import priced_strategy
-from phalanx.planner.hardware import CLUSTERS, cluster
+from phalanx.planner.hardware import cluster
 from phalanx.planner.price import price
 from phalanx.planner.search import Candidate, Found, Inequality, Question, fits, search
 from phalanx.planner.software import SOFTWARE
@@ -25,9 +25,7 @@ def question(
     return Question(shape, cluster(cluster_text), SOFTWARE["phalanx"], seq_len, num_sequences)
 
 
-SMALL = dataclasses.replace(
-    question("llama3-1b", "h100:4", 2048, 16, num_layers=4), microbatches=(1, 4)
-)
+SMALL = question("llama3-1b", "h100:4", 2048, 16, num_layers=4)
 TIGHT = question("llama3-8b", "h100:8", 8192, 16)
 
 
@@ -36,21 +34,23 @@ def check_rejected(asked: Question, found: Found) -> None:
     for failed in found.rejected:
         assert failed.left > failed.right == asked.cluster.device.usable_bytes
         strategy = Strategy.parse(failed.strategy)
-        sizes = [n for n in searching.MICROBATCHES if f"with {n} x" in failed.what] or [1]
         rows = asked.num_sequences // strategy.data_ranks
+        sizes = [n for n in asked.microbatches(strategy, rows) if f"with {n} x" in failed.what]
+        sizes = sizes or [1]
         again = fits(asked, asked.step(strategy, sizes[0], rows // sizes[0]))
         assert again == failed, failed
 
 
 def test_the_best_is_the_best_of_all() -> None:
     found = search(SMALL, wanted=3)
-    everything = [
-        price(planned, SMALL.cluster, SMALL.software).step_s
-        for planned in searching.legal_steps(SMALL)
-        if not isinstance(fits(SMALL, planned), Inequality)
-    ]
+    fastest: dict[str, float] = {}
+    for planned in searching.legal_steps(SMALL):
+        if not isinstance(fits(SMALL, planned), Inequality):
+            step_s = price(planned, SMALL.cluster, SMALL.software).step_s
+            name = str(planned.strategy)
+            fastest[name] = min(step_s, fastest.get(name, step_s))
     prices = [each.price.step_s for each in found.candidates]
-    assert prices == pytest.approx(sorted(everything)[:3])
+    assert prices == pytest.approx(sorted(fastest.values())[:3])
     assert found.num_legal == len(list(searching.legal_steps(SMALL)))
 
 
@@ -63,11 +63,13 @@ def test_each_inequality_is_true_when_evaluated_again() -> None:
 def test_of_equally_fast_strategies_the_simplest_is_first() -> None:
     asked = question("llama3-1b", "h100:1", 2048, 8, num_layers=2)
     best = search(asked, wanted=1).candidates[0]
-    order = searching.order
     plain = dataclasses.replace(best, planned=asked.step(Strategy(), 1, 8))
     full = dataclasses.replace(best, planned=asked.step(Strategy.parse("recompute:full"), 1, 8))
     two = dataclasses.replace(best, planned=asked.step(Strategy.parse("dp2,tp2"), 1, 4))
-    assert sorted([two, full, plain], key=order) == [plain, full, two]
+    in_order = sorted(
+        [two, full, plain], key=lambda each: searching.order(each.planned, each.price)
+    )
+    assert in_order == [plain, full, two]
 
 
 def test_what_fits_depends_on_the_program() -> None:
@@ -77,17 +79,6 @@ def test_what_fits_depends_on_the_program() -> None:
     ours, theirs = fits(SMALL, planned), fits(others, planned)
     assert not isinstance(ours, Inequality) and not isinstance(theirs, Inequality)
     assert theirs.logits > 2 * ours.logits and theirs.total > ours.total
-
-
-def test_shards_of_hsdp_stay_within_a_unit() -> None:
-    asked = question("llama3-8b", "h100-llama3:16384", 8192, 16384)
-    pod = next(one.devices for one in CLUSTERS["h100-llama3"].levels if one.name == "pod")
-    groups = {
-        planned.strategy.fsdp.degree * planned.strategy.sample_shards * planned.strategy.tp.degree
-        for planned in searching.legal_steps(asked)
-        if planned.strategy.dp.degree > 1 and planned.strategy.fsdp.degree > 1
-    }
-    assert groups and all(group == 8 or pod % group == 0 for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from rich.text import Text
 
 from phalanx.account.parameters import num_parameters
-from phalanx.cli.plan_text import show_answer, show_several
+from phalanx.cli.plan_text import show_answer, show_arithmetic, show_several
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import ShapeConfig
 from phalanx.config.command_line import read_command_line
@@ -27,7 +27,7 @@ from phalanx.planner.perfetto import write_trace
 from phalanx.planner.price import timeline
 from phalanx.planner.recipe import PURE, PURE_BYTES, STATE_BYTES
 from phalanx.planner.search import Candidate, Inequality, Question, search
-from phalanx.planner.several import BestPlan, best_on, numbers_of, scaled
+from phalanx.planner.several import BestPlan, best_on, fits_on, numbers_of, scaled
 from phalanx.planner.software import software
 from phalanx.strategy import Strategy, refuse_servers
 
@@ -53,7 +53,7 @@ class PlanConfig:
     strategy: str | None = None
     """Price this strategy alone."""
     microbatch: Annotated[int | None, Range(1, 2**40, "[]")] = None
-    """Its sequences in one forward pass of a rank; the fastest of 1, 2, 4, 8 if unset."""
+    """Its sequences in one forward pass of a rank; the fastest that fits if unset."""
     compare: str | None = None
     """Clusters, joined by commas, such as a100,h100: the best on each, with --cluster's number."""
     scale: str | None = None
@@ -62,6 +62,8 @@ class PlanConfig:
     """Draw speed-up and efficiency of --scale into this file."""
     trace: str | None = None
     """Write the timeline of the fastest pipeline into this JSON file, which Perfetto opens."""
+    arithmetic: bool = False
+    """Print the arithmetic of memory without any split: weights, 8 and 16 bytes a parameter."""
     software: str = "phalanx"
     """The training program whose constants are used."""
     precision: str = "bfloat16"
@@ -108,6 +110,13 @@ def run(argv: list[str]) -> int:
         show_several(console, document)
     else:
         show_answer(console, document)
+    if config.arithmetic:
+        shape, num = question.shape, num_parameters(question.shape).total
+        sizes = {"N": num, "L": shape.num_layers, "T": question.seq_len}
+        sizes |= {"h": shape.hidden, "F": shape.ffn}
+        rows = explain.arithmetic(question)
+        show_arithmetic(console, sizes, rows)
+        document["arithmetic"] = {"sizes": sizes, "rows": rows}
     for path in (config.svg, config.trace):
         if path is not None:
             console.print(Text(f"wrote {path}"), soft_wrap=True)
@@ -166,6 +175,8 @@ def question_of(config: PlanConfig) -> Question:
         )
     _check_precision(config, shape)
     cluster = hardware.cluster(config.cluster)
+    if config.scale is not None:  # its numbers replace the number of --cluster
+        cluster = hardware.CLUSTERS.get(cluster.name, cluster)
     return Question(
         *(shape, cluster, software(config.software), config.sequence, config.global_batch),
         precision=config.precision,
@@ -209,6 +220,8 @@ def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
     name = None if best is None else str(best.planned.strategy)
     document = _answer(question, found.candidates, explain.neighbours(name, found.rejected))
     document |= {"recipe": [asdict(each) for each in departures(question, best)]}
+    if best is None:
+        document |= {"fits_on": fits_on(question)}
     return document | {"num_legal": found.num_legal, "num_priced": found.num_priced}
 
 
@@ -267,7 +280,8 @@ def _several(
             found.append(best_on(question, cluster))
     else:
         numbers = numbers_of(config.scale or "")
-        question.cluster.of(max(numbers))  # raises if there are too few devices
+        num_devices = max(numbers)
+        question.cluster.of(num_devices)  # raises if there are too few devices
         for best in scaled(question, numbers):
             found.append(best)
             report(f" after {best.num_devices:,} devices")

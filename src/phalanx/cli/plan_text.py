@@ -35,6 +35,13 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
         _show_best(console, candidates, "rows" if is_module else "tokens")
     else:
         _say(console, "no strategy fits", "bold")
+        if (larger := document.get("fits_on")) is not None:
+            best = larger.figures
+            _say(
+                console,
+                f"  {larger.num_devices:,} devices hold the job: {best.strategy}, "
+                f"{time_text(best.step_time_s)} a step",
+            )
     if rate := document.get("loader_rows_per_s"):
         _say(console, f"  the job's loader yields {_rate(rate)} rows a second here, in one process")
     if document["rejected"]:
@@ -49,6 +56,21 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
         _say(console, "\nrules from practice", "bold")
         for each in document["recipe"]:
             _show_rule(console, each)
+
+
+def show_arithmetic(
+    console: Console, sizes: dict[str, int], rows: Sequence[tuple[str, str, int]]
+) -> None:
+    """Print what memory holds without any split: formula, GB (10^9 bytes) and GiB (2^30 bytes)."""
+    named = ", ".join(f"{name} = {size:,}" for name, size in sizes.items())
+    _say(console, "\narithmetic of memory, without any split", "bold")
+    _say(console, f"  {named}\n")
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in ("bytes of", "formula", "GB", "GiB"):
+        drawn.add_column(head, justify="right" if head.startswith("G") else "left")
+    for what, formula, num_bytes in rows:
+        drawn.add_row(what, formula, f"{num_bytes / 1e9:,.1f}", f"{num_bytes / 2**30:,.1f}")
+    console.print(drawn)
 
 
 def _show_rule(console: Console, of: dict[str, Any]) -> None:
@@ -106,12 +128,12 @@ def _memory(of: Figures) -> str:
 def table(rows: Iterable[Figures], unit: str = "tokens") -> Table:
     """Return a table of strategies, at most WIDTH columns wide."""
     rate = f"{unit}/s\na device"
-    heads = ("strategy", "batch", "step", rate, _MFU, "", "memory")
+    heads = ("strategy", "batch", "step", rate, _MFU, "memory")
     return _drawn(heads, [(each.strategy, *cells(each)) for each in rows])
 
 
 def cells(of: Figures) -> tuple[str, ...]:
-    """Return the cells of a strategy: batch, step time, rate, MFU, grade and memory."""
+    """Return the cells of a strategy: batch, step time, rate, MFU and memory."""
     part = of.memory_bytes / of.usable_bytes
     full = round(BAR * part)
     return (
@@ -119,7 +141,6 @@ def cells(of: Figures) -> tuple[str, ...]:
         time_text(of.step_time_s),
         f"{of.tokens_per_s_per_device:,.0f}",
         f"{100 * of.mfu_causal:.1f} / {100 * of.mfu_full:.1f}",
-        of.grade,
         f"{'#' * full}{'.' * (BAR - full)} {part:.0%}",
     )
 
@@ -142,7 +163,7 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join([*shown[:4], "...", *shown[-4:]] if len(shown) > 9 else shown)
 
 
-def _show_question(console: Console, asked: dict[str, Any]) -> None:
+def _show_question(console: Console, asked: dict[str, Any], devices: str = "") -> None:
     of_module = asked["sequence"] is None
     unit = "rows" if of_module else f"sequences of {asked['sequence']:,} tokens"
     batch = f"{asked['global_batch']:,} {unit}"
@@ -150,7 +171,7 @@ def _show_question(console: Console, asked: dict[str, Any]) -> None:
     _say(
         console,
         f"{asked['model']}, {_count(asked['parameters'])} parameters, on "
-        f"{asked['num_devices']:,} x {asked['device']}{of}, {batch} a step, "
+        f"{devices or format(asked['num_devices'], ',')} x {asked['device']}{of}, {batch} a step, "
         f"by {asked['software']}",
         "bold",
     )
@@ -167,11 +188,12 @@ def _count(number: int) -> str:
 
 def show_several(console: Console, document: dict[str, Any]) -> None:
     """Print the best strategies of several clusters, or of several numbers of devices."""
-    _show_question(console, document["question"])
     several: list[BestPlan] = document.get("compare") or document["scale"]
     is_scale = "scale" in document
+    ends = f"{several[0].num_devices:,} to {several[-1].num_devices:,}"
+    _show_question(console, document["question"], ends if is_scale else "")
     heads = ["devices"] if is_scale else ["cluster"]
-    heads += ["strategy", "batch", "step", "tokens/s\na device", _MFU, ""]
+    heads += ["strategy", "batch", "step", "tokens/s\na device", _MFU]
     heads += ["speed-up /\nefficiency" if is_scale else "memory"]
     rows: list[Sequence[str]] = []
     for each in several:
@@ -199,7 +221,7 @@ def _drawn(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table; break the strategies to the width that the other columns leave."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in heads:
-        is_left = head in ("cluster", "strategy", "", "memory")
+        is_left = head in ("cluster", "strategy", "memory")
         drawn.add_column(head, justify="left" if is_left else "right", no_wrap=True)
     at, gaps = heads.index("strategy"), 2 * (len(heads) - 1)
     widths = [max(map(len, "\n".join(of).split("\n"))) for of in zip(heads, *rows, strict=True)]

@@ -276,7 +276,7 @@ def _steps(question: Question, module: AnyModule, accumulation: int) -> Iterator
         stages = Strategy(pp=Axis(pp, Strategy.pp.kind)) if pp > 1 else Strategy()
         if pp > 1 and num_stages(stages) > len(links):
             continue
-        for (dp, fsdp), policy in itertools.product(of_data(question, replicas, pp), policies):
+        for (dp, fsdp), policy in itertools.product(of_data(replicas), policies):
             recompute = Recompute(cast(Any, policy))
             strategy = dataclasses.replace(stages, dp=dp, fsdp=fsdp, recompute=recompute)
             yield PlannedModule(module, strategy, microbatch, accumulation)

@@ -47,6 +47,14 @@ def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float
     Raises:
         StrategyError: the strategy cannot split the model.
     """
+    pipeline_s, blocks = _pipeline(planned.with_one_data_axis, cluster, software)
+    sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
+    return pipeline_s + max(sent_s - overlap * pipeline_s, 0.5 * (1 - overlap) * sent_s)
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _pipeline(planned: PlannedStep, cluster: Cluster, software: Software) -> tuple[float, int]:
+    """Return the bound without dp and fsdp, in seconds, and the blocks of the first rank."""
     ranks = _of_ranks(planned.strategy.pp, planned.strategy.cut, planned.shape)
     seconds, num = _seconds(planned, cluster, software), planned.accumulation
     pipeline_s = max(
@@ -54,9 +62,7 @@ def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float
         + sum(of * seconds[part] for part, of in rank.before.items())
         for rank in ranks
     )
-    blocks = sum(of for part, of in ranks[0].own.items() if not isinstance(part, str))
-    sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
-    return pipeline_s + max(sent_s - overlap * pipeline_s, 0.5 * (1 - overlap) * sent_s)
+    return pipeline_s, sum(of for part, of in ranks[0].own.items() if not isinstance(part, str))
 
 
 class _OfRank(NamedTuple):
@@ -136,25 +142,36 @@ def _message_s(planned: PlannedStep, cluster: Cluster, software: Software) -> fl
 def _sent_s(planned: PlannedStep, blocks: int, cluster: Cluster, software: Software) -> float:
     """Return a lower bound of dp and fsdp communication for the blocks of the first rank.
 
-    zero3 gathers twice and reduces once for each microbatch; zero2 gathers once a step.
+    zero3 gathers twice and reduces once for each microbatch; zero2 gathers once a step. Each block
+    is a call of its own; the last may stay gathered for backward.
     """
     strategy, count = planned.strategy, num_parameters(planned.shape)
     of_block = (count.attention + count.mlp) / planned.shape.num_layers
     weights = _ITEM_BYTES * of_block * blocks / strategy.tp.degree
-    times = {"zero3": 3 * planned.accumulation, "zero2": 1 + planned.accumulation}
-    least_s = 0.0
+    num = planned.accumulation
+    times = {"zero3": 3 * num, "zero2": 1 + num}.get(strategy.fsdp.kind, 2)
+    least_s, reductions = 0.0, 1
     if strategy.fsdp.degree > 1:
-        sent = times.get(strategy.fsdp.kind, 2) * (weights - weights / strategy.num_shards)
-        least_s = _least_s(planned, AXIS_SETS[SHARDS], sent, cluster, software)
+        sent = times * (weights - weights / strategy.num_shards)
+        calls = times * blocks - (num if strategy.fsdp.kind == "zero3" else 0)
+        of = "all_gather", AXIS_SETS[SHARDS], sent, calls
+        least_s, reductions = _least_s(planned, *of, cluster, software), blocks
     replicated = 2 * weights / strategy.num_shards * (1 - 1 / strategy.dp.degree)
-    return least_s + _least_s(planned, ("dp",), replicated, cluster, software)
+    of = "all_reduce", ("dp",), replicated, reductions
+    return least_s + _least_s(planned, *of, cluster, software)
 
 
 def _least_s(
-    planned: PlannedStep, names: tuple[str, ...], sent: float, cluster: Cluster, software: Software
+    planned: PlannedStep,
+    op: str,
+    names: tuple[str, ...],
+    sent: float,
+    calls: int,
+    cluster: Cluster,
+    software: Software,
 ) -> float:
     group = network.group_of(planned.strategy.mesh_axes(), names)
-    if group.size == 1:
-        return 0.0
     measured = [cost.bandwidth for level in cluster.levels for cost in level.link.measured.values()]
-    return sent / max(network.reach(group, cluster, software).bandwidth, *measured, 0.0)
+    if group.size > 1 and measured:
+        return sent / max(network.reach(group, cluster, software).bandwidth, *measured)
+    return network.seconds(op, group, sent, calls, cluster, software)

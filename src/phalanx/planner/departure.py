@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from phalanx.errors import ConfigError, time_text
 from phalanx.planner import explain, recipe
-from phalanx.planner.given import priced_strategy
-from phalanx.planner.search import MICROBATCHES, RECOMPUTE, Candidate, Inequality, Question
+from phalanx.planner.given import price_microbatches
+from phalanx.planner.search import RECOMPUTE, Candidate, Inequality, Question
 from phalanx.strategy import Recompute, Strategy
 from phalanx.strategy.value import text_of
 
@@ -69,17 +69,20 @@ def at_largest_microbatch(
     A pipeline takes the fastest microbatch instead, because a large microbatch leaves too few for
     its stages. The least recomputation with which a microbatch fits is used.
     """
-    answer: Candidate | Inequality | ConfigError | None = None
+    answer: Inequality | ConfigError | None = None
     for policy in RECOMPUTE:
         with_policy = dataclasses.replace(strategy, recompute=Recompute(policy))
-        for microbatch in reversed(MICROBATCHES) if strategy.pp.degree == 1 else [None]:
-            try:
-                answer = priced_strategy(question, with_policy, microbatch)
-            except ConfigError as error:  # the microbatch, or the ranks, do not divide the batch
-                answer = answer or error
-                continue
-            if isinstance(answer, Candidate):
-                return answer
+        try:
+            found = price_microbatches(question, with_policy)
+        except ConfigError as error:  # the ranks do not divide the batch, or a part of the model
+            answer = answer or error
+            continue
+        fitting = [each for each in found if isinstance(each, Candidate)]
+        if fitting and strategy.pp.degree == 1:
+            return fitting[-1]
+        if fitting:
+            return min(fitting, key=lambda each: each.price.step_s)
+        answer = next((each for each in found if isinstance(each, Inequality)), answer)
     assert answer is not None, "there are microbatches"
     return answer
 

@@ -5,22 +5,20 @@ The text and the JSON of `phalanx plan` both use these values.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from phalanx.errors import time_text
+from phalanx.account.parameters import num_parameters
+from phalanx.errors import StrategyError, time_text
+from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
 from phalanx.planner.planned import PlannedStep
-from phalanx.planner.recipe import RING
+from phalanx.planner.recipe import PURE_BYTES, RING, STATE_BYTES
 from phalanx.planner.search import Candidate, Inequality, Question, fits
 from phalanx.strategy import Axis, Recompute, Strategy
-
-GRADES: Final = ((0.4, "excellent"), (0.3, "good"))
-"""Pairs of a threshold and the grade of an MFU above it; the grade below all is `low`."""
 
 NUM_REJECTED: Final = 8
 """Number of rejected strategies that are reported: the nearest to the best."""
@@ -55,7 +53,6 @@ class Figures:
     samples_per_s: float
     mfu_causal: float
     mfu_full: float
-    grade: str
     causes_s: Mapping[str, float]
     sent_s: float
     stage: int
@@ -65,11 +62,6 @@ class Figures:
     usable_bytes: float
     mesh: str
     devices: Sequence[int]
-
-
-def grade(mfu: float) -> str:
-    """Return the grade of an MFU of a large model."""
-    return next((word for least, word in GRADES if mfu > least), "low")
 
 
 def figures(question: Question, candidate: Candidate) -> Figures:
@@ -87,7 +79,6 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         samples_per_s=planned.num_sequences / cost.step_s,
         mfu_causal=cost.mfu,
         mfu_full=cost.mfu_full,
-        grade=grade(cost.mfu),
         causes_s=causes_s(candidate),
         sent_s=cost.sent_s,
         stage=candidate.memory.stage,
@@ -98,6 +89,27 @@ def figures(question: Question, candidate: Candidate) -> Figures:
         mesh=mesh(question, planned.strategy),
         devices=sizes(question, planned),
     )
+
+
+def arithmetic(question: Question) -> list[tuple[str, str, int]]:
+    """Return what memory holds without any split, as (what, formula, bytes).
+
+    N is the number of parameters, L the blocks, T the tokens of one sequence, h the width of the
+    residual, and F the inner width of the feed-forward layers.
+    """
+    shape, tokens = question.shape, question.seq_len
+    num = num_parameters(shape).total
+    whole = "weights, gradients and the two moments of AdamW"
+    rows = [
+        ("weights, 32 bits", "4 N", 4 * num),
+        ("weights, 16 bits", "2 N", 2 * num),
+        (f"{whole}, 16 bits", f"{PURE_BYTES} N", PURE_BYTES * num),
+        (f"{whole}, 32 bits, as train", f"{STATE_BYTES} N", STATE_BYTES * num),
+    ]
+    for name, width in (("4 h", 4 * shape.hidden), ("F", shape.ffn)):
+        what = f"a feed-forward activation of width {name}, 16 bits, all blocks, one sequence"
+        rows.append((what, f"2 L T {name}", 2 * shape.num_layers * tokens * width))
+    return rows
 
 
 def causes_s(candidate: Candidate) -> dict[str, float]:
@@ -147,11 +159,13 @@ def sizes(question: Question, planned: PlannedStep) -> list[int]:
             strategy, **{axis: of_axis if degree > 1 else getattr(Strategy, axis)}
         )
         fewer = dataclasses.replace(planned, strategy=split, accumulation=rows // degree)
-        return not isinstance(fits(question, fewer), Inequality)
+        try:
+            check_schedule(split, rows // degree)
+            return not isinstance(fits(question, fewer), Inequality)
+        except StrategyError:  # fewer ranks cannot split a part of the model
+            return False
 
-    # Bisection is valid because, with fewer replicas, each holds the same bytes or more.
-    least = bisect.bisect_left(degrees, True, key=can_resume)
-    return [inner * degree for degree in degrees[least:]]
+    return [inner * degree for degree in degrees if can_resume(degree)]
 
 
 def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequality]:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 from phalanx.errors import BatchError, StrategyError
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner.planned import plan_of
 from phalanx.planner.price import price
-from phalanx.planner.search import Candidate, Inequality, Question, check, fits, length_unit
+from phalanx.planner.search import (
+    Candidate,
+    Inequality,
+    Question,
+    check,
+    fits,
+    length_unit,
+    that_fit,
+)
 from phalanx.strategy import Strategy, require_built
 
 
@@ -19,14 +29,15 @@ def priced_strategy(
         PhalanxError: see `price_microbatches`.
     """
     found = price_microbatches(question, strategy, microbatch)
-    fitting = [each for each in found if isinstance(each, Candidate)]
-    return min(fitting, key=lambda each: each.price.step_s) if fitting else found[0]
+    return min(
+        found, key=lambda each: each.price.step_s if isinstance(each, Candidate) else math.inf
+    )
 
 
 def price_microbatches(
     question: Question, strategy: Strategy, microbatch: int | None = None
 ) -> list[Candidate | Inequality]:
-    """Return the priced strategy, or why it does not fit, for each microbatch.
+    """Return the priced strategy for each microbatch that fits, and why the next does not.
 
     Raises:
         ConfigError: the batch or the sequence length is below 1.
@@ -47,10 +58,18 @@ def price_microbatches(
             f"{strategy.data_ranks} data ranks = {unit}; the nearest batch is {legal}"
         )
     assert not rest, "the unit is a multiple of the data ranks"
-    sizes = [microbatch] if microbatch else [n for n in question.microbatches if rows % n == 0]
-    check_schedule(strategy, rows // max(sizes))
+    sizes = [microbatch] if microbatch else question.microbatches(strategy, rows)
+    check_schedule(strategy, rows // max(sizes, default=rows))
     legal_sizes = [size for size in sizes if _has_schedule(strategy, rows // size)]
-    return [_priced(question, strategy, size, rows // size) for size in legal_sizes]
+    steps = [question.step(strategy, size, rows // size) for size in legal_sizes]
+    fitting, failed = that_fit(question, steps)
+    found: list[Candidate | Inequality] = [] if failed is None else [failed]
+    for planned in fitting:
+        held = fits(question, planned)
+        assert not isinstance(held, Inequality), "what does not fit is not priced"
+        cost = price(planned, question.cluster, question.software)
+        found.append(Candidate(planned, cost, held))
+    return found
 
 
 def _has_schedule(strategy: Strategy, accumulation: int) -> bool:
@@ -70,13 +89,3 @@ def _check_length(question: Question, strategy: Strategy) -> None:
             f"{strategy} needs a sequence length that is a multiple of {unit} tokens, not "
             f"{question.seq_len}; the nearest is {legal}"
         )
-
-
-def _priced(
-    question: Question, strategy: Strategy, microbatch: int, accumulation: int
-) -> Candidate | Inequality:
-    planned = question.step(strategy, microbatch, accumulation)
-    held = fits(question, planned)
-    if isinstance(held, Inequality):
-        return held
-    return Candidate(planned, price(planned, question.cluster, question.software), held)

@@ -102,7 +102,9 @@ def _gpu(
     )
 
 
-def _tpu(name: str, title: str, year: int, tera: float, gib: float, bandwidth: float) -> Device:
+def _tpu(
+    name: str, title: str, year: int, tera: float, gib: float, bandwidth: float, note: str = ""
+) -> Device:
     return Device(
         name=name,
         title=title,
@@ -114,7 +116,7 @@ def _tpu(name: str, title: str, year: int, tera: float, gib: float, bandwidth: f
         bandwidth=bandwidth,
         matmul_efficiency=0.9,
         efficiency_source="assumed: no published measurement of large products was found",
-        source=f"Google Cloud TPU documentation, {title}; {_TPU_BOOK}",
+        source=f"Google Cloud TPU documentation, {title}{note}; {_TPU_BOOK}",
         date="2025-08",
     )
 
@@ -146,7 +148,7 @@ _DEVICES = (
          _MAMF, "2025-06", _CDNA4),
     _tpu("tpu-v4", "TPU v4", 2021, 275, 32, 1.2e12),
     _tpu("tpu-v5e", "TPU v5e", 2023, 197, 16, 0.82e12),
-    _tpu("tpu-v5p", "TPU v5p", 2023, 459, 95, 2.765e12),
+    _tpu("tpu-v5p", "TPU v5p", 2023, 459, 95, 2.765e12, ", 95 GB (the book and courses: 96)"),
     _tpu("tpu-v6e", "TPU v6e", 2024, 918, 32, 1.64e12),
     Device(
         name="trainium2",

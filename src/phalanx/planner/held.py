@@ -18,14 +18,14 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
 from phalanx.account.activations import Activations, activations, peak_on_rank
 from phalanx.measure.memory import Kind
-from phalanx.parallel.pipeline.schedule import Schedule
-from phalanx.parallel.plan import Plan
+from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.parallel.reduce import BUCKET_BYTES
 from phalanx.parallel.split import StateBytes
 from phalanx.planner.machine import Device
@@ -119,35 +119,64 @@ def memory(planned: PlannedStep, device: Device, software: Software = DEFAULT) -
     Raises:
         StrategyError: the strategy cannot split the model.
     """
-    strategy, shape = planned.strategy, planned.shape
-    plan = plan_of(planned)
+    strategy, is_accumulated = planned.strategy, planned.accumulation > 1
+    plan_of(planned)  # raises StrategyError
     where = "cpu" if device.kind == "cpu" else "cuda"
-    of_one, uncast = (_activations(planned, where, software, casts) for casts in (None, False))
-    schedule = plan.schedule(microbatches_for_peak(planned.strategy, planned.accumulation))
     found: list[StageMemory] = []
-    alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes] = {}
+    for pp_rank, passing in enumerate(_passing(planned.with_one_data_axis, where, software)):
+        held = _held(strategy, planned.shape, planned.precision, is_accumulated, passing.like)
+        causes = {
+            "weights": held.parameter_bytes,
+            "gathered": held.gathered_bytes,
+            "gradients": _gradient_bytes(planned, held),
+            "optimizer": held.optimizer_bytes,
+            "casts": passing.casts,
+            "activations": passing.activations,
+            "logits": passing.logits,
+        }
+        beside = margin(strategy, sum(causes.values())) if device.kind == "gpu" else 0
+        early = early_bytes(strategy, planned.accumulation, causes["gradients"])
+        found.append(StageMemory(stage=pp_rank, margin=beside, early_gradients=early, **causes))
+    return found
+
+
+class _Passing(NamedTuple):
+    """Bytes of a rank that a backward frees, and the first rank with equal stages."""
+
+    casts: int
+    activations: int
+    logits: int
+    like: int
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _passing(
+    planned: PlannedStep, where: Literal["cpu", "cuda"], software: Software
+) -> list[_Passing]:
+    """Return the bytes at each pp coordinate; they do not depend on how fsdp shards."""
+    strategy, shape = planned.strategy, planned.shape
+    of_one, uncast = (_activations(planned, where, software, casts) for casts in (None, False))
+    cut = schedule = None
+    if strategy.pp.degree > 1:  # of the strategy, since a plan with one data axis may be illegal
+        cut = cut_of(strategy, shape)
+        schedule = schedule_of(strategy, microbatches_for_peak(strategy, planned.accumulation))
+    found: list[_Passing] = []
+    alike: dict[tuple[tuple[int, bool, bool], ...], int] = {}
+    last = shape.num_layers + 1
     for pp_rank in range(strategy.pp.degree):
-        held = _held(plan, planned, schedule, pp_rank, alike)
-        at = shape.num_layers, plan.cut, schedule, pp_rank
+        stages = schedule.stages_of(pp_rank) if schedule is not None else ()
+        cuts = [cut[stage] for stage in stages] if cut is not None else []
+        parts = tuple((len(links), 0 in links, last in links) for links in cuts)
+        at = shape.num_layers, cut, schedule, pp_rank
         most, without_casts, without_logits = (
             peak_on_rank(of, *at)
             for of in (of_one, uncast, dataclasses.replace(uncast, head_peak=uncast.head))
         )
         logits = without_casts - without_logits
         of_head = min(logits, _head_cast_bytes(planned))
-        casts_in_backward = of_one.block_peak - uncast.block_peak
-        causes = {
-            "weights": held.parameter_bytes,
-            "gathered": held.gathered_bytes,
-            "gradients": _gradient_bytes(planned, held),
-            "optimizer": held.optimizer_bytes,
-            "casts": max(most - without_casts + of_head, casts_in_backward),
-            "activations": without_logits,
-            "logits": logits - of_head,
-        }
-        beside = margin(strategy, sum(causes.values())) if device.kind == "gpu" else 0
-        early = early_bytes(strategy, planned.accumulation, causes["gradients"])
-        found.append(StageMemory(stage=pp_rank, margin=beside, early_gradients=early, **causes))
+        casts = max(most - without_casts + of_head, of_one.block_peak - uncast.block_peak)
+        like = alike.setdefault(parts, pp_rank)
+        found.append(_Passing(casts, without_logits, logits - of_head, like))
     return found
 
 
@@ -201,22 +230,13 @@ def _head_cast_bytes(planned: PlannedStep) -> int:
     return shape.vocab_size * shape.hidden * dtype.itemsize // tp if dtype.itemsize < 4 else 0
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _held(
-    plan: Plan[Any],
-    planned: PlannedStep,
-    schedule: Schedule | None,
-    pp_rank: int,
-    alike: dict[tuple[tuple[int, bool, bool], ...], StateBytes],
+    strategy: Strategy, shape: ModelShape, precision: str, is_accumulated: bool, pp_rank: int
 ) -> StateBytes:
-    """Return the trained state's bytes on a rank; ranks with equal stages share one count."""
-    if plan.cut is None or schedule is None:
-        return plan.holds(planned.accumulation)
-    last = planned.shape.num_layers + 1
-    cuts = [plan.cut[stage] for stage in schedule.stages_of(pp_rank)]
-    key = tuple((len(links), 0 in links, last in links) for links in cuts)
-    if key not in alike:
-        alike[key] = plan.for_pp_rank(pp_rank).holds(planned.accumulation)
-    return alike[key]
+    """Return the trained state's bytes on a rank; they do not depend on the microbatch."""
+    planned = PlannedStep(shape, strategy, 1, 1, 1 + is_accumulated, precision)
+    return plan_of(planned).for_pp_rank(pp_rank).holds(planned.accumulation)
 
 
 def heaviest(stages: list[StageMemory]) -> StageMemory:

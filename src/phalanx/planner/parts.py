@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from phalanx.account.count import Case, one_block_shape
@@ -79,17 +81,27 @@ def part_seconds(
 @functools.lru_cache(maxsize=1 << 14)
 def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     work = work_of(case)
+    ranks = ring_ranks(case.strategy)
     if device.core is not None:
         slowdown = ring_slowdown(case.strategy, case.seq_len, case.precision)
         work = Work(*(tuple(_slowed(each, slowdown) for each in part) for part in work))
+    is_plain = ranks > 1 and device.core is None and software.has_plain_ring
+
+    def seconds(part: Iterable[Operation]) -> DeviceHostSeconds:
+        fused = [each for each in part if not (is_plain and each.scores)]
+        spent = [roofline.seconds(fused, device, software, case.precision)]
+        if is_plain:
+            chunk = max(1, case.seq_len // (2 * ranks))
+            num_blocks = case.num_sequences * (2 * ranks + 1) * math.ceil(chunk / _MOST_QUERIES)
+            spent += [
+                roofline.plain_ring(each, num_blocks, device, software, case.precision)
+                for each in part
+                if each.scores
+            ]
+        return DeviceHostSeconds(*map(sum, zip(*spent, strict=True)))
+
     attention = [each for part in work for each in part if each.scores]
-    return PartSeconds(
-        *(
-            DeviceHostSeconds(*roofline.seconds(part, device, software, case.precision))
-            for part in work
-        ),
-        attention=roofline.seconds(attention, device, software, case.precision)[0],
-    )
+    return PartSeconds(*map(seconds, work), attention=seconds(attention).device)
 
 
 _PLAIN, _FLASH = (1.25, 150.0), (1.0, 12.0)
@@ -98,10 +110,18 @@ _RING_COST: Final = {"float16": _PLAIN, "bfloat16": _PLAIN, "float32": _FLASH, "
 / (positions of a chunk) times as long; `benchmarks/context/ring.py` measures it."""
 
 
+_MOST_QUERIES: Final = 256
+"""Queries in a block of a ring's plain operators (parallel/context/partial.py)."""
+
+
+def ring_ranks(strategy: Strategy) -> int:
+    """Return the number of ranks of a strategy's ring; 1 without one."""
+    return max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
+
+
 def ring_slowdown(strategy: Strategy, seq_len: int, precision: str) -> float:
     """Return the time of a ring's attention on a CPU / (attention to a full row / ranks)."""
-    ranks = max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
-    if ranks == 1:
+    if (ranks := ring_ranks(strategy)) == 1:
         return 1.0
     factor, positions = _RING_COST[precision]
     return factor + positions / max(1, seq_len // (2 * ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from phalanx.account.parameters import num_parameters
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan, plan_decoder
 from phalanx.planner.recipe import STATE_BYTES
-from phalanx.strategy import Strategy
+from phalanx.strategy import Axis, Strategy
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,17 @@ class PlannedStep:
     accumulation: int
     precision: str = "bfloat16"
     has_documents: bool = False
+
+    @property
+    def with_one_data_axis(self) -> PlannedStep:
+        """The step with dp in fsdp, if the strategy has fsdp: its operations are the same."""
+        strategy = self.strategy
+        if strategy.fsdp.degree == 1:
+            return self
+        fsdp = Axis(strategy.data_ranks, Strategy.fsdp.kind)
+        return dataclasses.replace(
+            self, strategy=dataclasses.replace(strategy, dp=Strategy.dp, fsdp=fsdp)
+        )
 
     @property
     def num_sequences(self) -> int:

@@ -222,6 +222,8 @@ def _strategy(row: Mapping[str, Any]) -> str:
     parallel = row["parallel"]
     degree = {name: parallel.get(name) or 1 for name in (*AXES, "vpp") if name != "fsdp"}
     stage = parallel.get("zero_stage") or (3 if parallel.get("fsdp") else 0)
+    if stage == 2 and degree["pp"] > 1:  # such pipelines add up gradients and reduce once a step
+        stage = 1
     parts: list[str] = []
     if degree["pp"] > 1:
         is_split = "ZB" in (parallel.get("schedule") or "")

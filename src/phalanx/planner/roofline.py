@@ -63,6 +63,29 @@ def seconds(
     return of_device, software.launch_s * len(operations)
 
 
+_RING: Final = {False: (28, 48), True: (27, 86)}
+"""Operators of a block of queries of a ring's plain attention, and bytes that they read and write
+for each score, in forward (False) and in backward (True), as parallel/context/partial.py runs."""
+
+
+def plain_ring(
+    of: Operation, num_blocks: int, device: Device, software: Software, precision: str
+) -> tuple[float, float]:
+    """Return the device and host seconds of a ring's attention in plain operators on a GPU.
+
+    Args:
+        of: the attention of this rank's queries to a whole row; half of its scores are masked.
+        num_blocks: blocks of queries, each with the keys of one chunk.
+        device: the GPU.
+        software: constants of the training program.
+        precision: data type of the products.
+    """
+    operators, score_bytes = _RING["backward" in of.name]
+    peak = device.peak(precision) * on_device(software, device)[0] * _BATCHED
+    in_memory_s = score_bytes * of.scores / 2 / (device.bandwidth * MEMORY)
+    return of.flops / peak + in_memory_s, software.launch_s * operators * num_blocks
+
+
 def _on_cores(
     operations: Sequence[Operation],
     device: Device,

@@ -4,16 +4,18 @@
     pruned       by divisibility, and by memory, with the inequality that failed
     priced       the others, until the next bound exceeds the price of the last wanted candidate
 
-The bound includes products, recomputation, the pipeline bubble and the largest messages. Because
-the bound is never above the price, the search finds the fastest of all candidates.
+Microbatches are the divisors of a rank's rows, up to the largest that fits. The bound includes
+products, recomputation, the pipeline bubble and the largest messages. Because the bound is never
+above the price, the search finds the fastest of all candidates.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -25,11 +27,11 @@ from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
-from phalanx.planner.recipe import shard_groups, units_of
+from phalanx.planner.recipe import RING
 from phalanx.planner.software import Software
 from phalanx.strategy import AXES, Axis, Recompute, Strategy
+from phalanx.strategy.kinds import KINDS
 
-MICROBATCHES: Final = (1, 2, 4, 8)
 RECOMPUTE: Final = ("none", "selective", "full")
 _PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
 _MOST_TP: Final = 64
@@ -44,7 +46,7 @@ class Question:
 
     Attributes:
         num_sequences: sequences of the global batch.
-        microbatches: allowed microbatch sizes.
+        microbatch: the only microbatch size allowed; None for all divisors of a rank's rows.
         without: axes that must not be used.
         has_documents: whether a sequence packs several documents.
     """
@@ -55,9 +57,21 @@ class Question:
     seq_len: int
     num_sequences: int
     precision: str = "bfloat16"
-    microbatches: tuple[int, ...] = MICROBATCHES
+    microbatch: int | None = None
     without: tuple[str, ...] = ()
     has_documents: bool = False
+
+    def microbatches(self, strategy: Strategy, rows: int) -> Sequence[int]:
+        """Return the rising microbatch sizes that divide the `rows` of a data rank.
+
+        Larger ones are left out if the inputs of the blocks, 16 bits each, fill a device.
+        """
+        if self.microbatch is not None:
+            return [] if rows % self.microbatch else [self.microbatch]
+        inputs = 2 * self.seq_len * self.shape.hidden * self.shape.num_layers
+        shards = strategy.pp.degree * strategy.sample_shards * strategy.tp.degree
+        most = self.cluster.device.usable_bytes * shards // inputs
+        return [size for size in _divisors(rows) if size <= max(1, most)]
 
     def step(self, strategy: Strategy, microbatch: int, accumulation: int) -> PlannedStep:
         """Return the planned step of a strategy."""
@@ -98,7 +112,7 @@ class Found:
     """The result of a search.
 
     Attributes:
-        candidates: strategies that fit, fastest first.
+        candidates: strategies that fit, each at its fastest microbatch, fastest first.
         rejected: strategies that fit with no microbatch, each with one inequality that failed.
         num_legal: number of legal combinations of strategy and microbatch.
         num_priced: number of combinations that were priced.
@@ -125,47 +139,82 @@ def search(question: Question, wanted: int = 10) -> Found:
             f"no strategy splits {num} sequences of {question.seq_len} tokens over {num_devices} "
             f"devices; the nearest batch that data parallelism splits is {legal}"
         )
-    found: list[Candidate] = []
+    of_strategy: dict[str, list[PlannedStep]] = {}
+    for _, planned in sorted(steps, key=lambda each: each[1].microbatch):
+        of_strategy.setdefault(str(planned.strategy), []).append(planned)
+    fitting: dict[str, Sequence[PlannedStep]] = {}
     rejected: dict[str, Inequality] = {}
-    num_priced = 0
-    of_size = sorted((planned for _, planned in steps), key=lambda each: -each.microbatch)
-    smallest = {str(each.strategy): each for each in of_size}
+    found: dict[str, tuple[PlannedStep, Price]] = {}
+    limit_s, num_priced = math.inf, 0
     for least_s, planned in steps:
-        limit_s = found[wanted - 1].price.step_s if len(found) >= wanted else math.inf
         name = str(planned.strategy)
-        if (failed := too_large(planned, question.cluster.device)) is not None:
-            rejected.setdefault(name, failed)
-            continue
         if least_s > limit_s:
             break
         try:
-            num_priced += 1
-            check_schedule(planned.strategy, planned.accumulation)
-            cost = price(planned, question.cluster, question.software)
-            if cost.step_s > limit_s:  # too slow, whether it fits or not
+            if name not in fitting:
+                fitting[name] = ()
+                fitting[name], failed = that_fit(question, of_strategy[name])
+                if failed is not None and not fitting[name]:
+                    rejected[name] = failed
+            if not any(planned is each for each in fitting[name]):
                 continue
-            held = fits(question, planned)
+            num_priced += 1
+            priced = planned, price(planned, question.cluster, question.software)
         except StrategyError:  # the strategy cannot split a part of the model
             continue
-        if isinstance(held, Inequality):
-            nearest = held if name in rejected else fits(question, smallest[name])
-            if isinstance(nearest, Inequality):  # else the strategy fits with a smaller microbatch
-                rejected.setdefault(name, min(held, nearest, key=lambda each: each.left))
-            continue
-        found.append(Candidate(planned, cost, held))
-        found.sort(key=order)
-    names = {str(each.planned.strategy) for each in found}
-    kept = tuple(each for name, each in rejected.items() if name not in names)
-    return Found(tuple(found[:wanted]), kept, len(steps), num_priced)
+        found[name] = min(found.get(name, priced), priced, key=lambda each: order(*each))
+        if len(found) >= wanted:
+            limit_s = sorted(cost.step_s for _, cost in found.values())[wanted - 1]
+    candidates: list[Candidate] = []
+    for each, cost in sorted(found.values(), key=lambda each: order(*each))[:wanted]:
+        held = fits(question, each)
+        assert not isinstance(held, Inequality), "what does not fit is not priced"
+        candidates.append(Candidate(each, cost, held))
+    return Found(tuple(candidates), tuple(rejected.values()), len(steps), num_priced)
 
 
-def order(candidate: Candidate) -> tuple[float, float, int, str]:
-    """Return the sort key of a candidate: step time, then simplicity of the strategy."""
-    strategy = candidate.planned.strategy
+def that_fit(
+    question: Question, steps: Sequence[PlannedStep]
+) -> tuple[Sequence[PlannedStep], Inequality | None]:
+    """Return the steps that fit, and why the smallest of the others does not.
+
+    Memory rises with the microbatch. Only a single microbatch may hold fewer gradients, because
+    backward reduces them at once, so it is tried wherever the gradients of a stage could suffice.
+
+    Args:
+        question: the job and the cluster.
+        steps: steps of one strategy, in rising order of their microbatches.
+
+    Raises:
+        StrategyError: the strategy cannot split the model.
+    """
+    failed: list[Inequality] = []
+
+    def is_rejected(planned: PlannedStep) -> bool:
+        held = fits(question, planned)
+        failed.extend([held] if isinstance(held, Inequality) else [])
+        return isinstance(held, Inequality)
+
+    alone = [each for each in steps if each.accumulation == 1]
+    several = steps[: len(steps) - len(alone)]
+    # Upward, because small microbatches are counted for many strategies at once.
+    fit = [*itertools.takewhile(lambda each: not is_rejected(each), several)]
+    room = question.cluster.device.usable_bytes
+    for each in alone:
+        stages = each.strategy.tp.degree * each.strategy.pp.degree
+        fewer = 2 * 4 * each.num_parameters / stages  # a stage has at most twice the mean
+        if (not failed or failed[0].left - fewer <= room) and not is_rejected(each):
+            fit.append(each)
+    return fit, min(failed, key=lambda each: each.left, default=None)
+
+
+def order(planned: PlannedStep, cost: Price) -> tuple[float, float, int, str]:
+    """Return the sort key of a priced step: step time, then simplicity of the strategy."""
+    strategy = planned.strategy
     parts = [(name, axis) for name, axis in strategy.axes() if axis.degree > 1]
     kinds = sum(axis.kind != getattr(Strategy, name).kind for name, axis in parts)
     num = len(parts) + kinds + (strategy.recompute != Recompute())
-    return float(f"{candidate.price.step_s:.9g}"), num, -candidate.planned.microbatch, str(strategy)
+    return float(f"{cost.step_s:.9g}"), num, -planned.microbatch, str(strategy)
 
 
 def _by_bound(question: Question) -> list[tuple[float, PlannedStep]]:
@@ -174,6 +223,7 @@ def _by_bound(question: Question) -> list[tuple[float, PlannedStep]]:
     cluster, software = question.cluster, question.software
     for planned in legal_steps(question):
         try:
+            check_schedule(planned.strategy, planned.accumulation)
             is_large = too_large(planned, cluster.device) is not None
             found.append((0.0 if is_large else bound_s(planned, cluster, software), planned))
         except StrategyError:  # the strategy cannot split a part of the model
@@ -243,10 +293,8 @@ def legal_steps(question: Question) -> Iterator[PlannedStep]:
         if num_devices % base.num_ranks or question.num_sequences % replicas:
             continue
         rows = question.num_sequences // replicas
-        for microbatch in question.microbatches:
-            if rows % microbatch == 0:
-                batch = microbatch, rows // microbatch
-                yield from _strategies(question, base, replicas, batch)
+        for microbatch in question.microbatches(base, rows):
+            yield from _strategies(question, base, replicas, (microbatch, rows // microbatch))
 
 
 def _splits(question: Question) -> Iterator[Strategy]:
@@ -259,7 +307,10 @@ def _splits(question: Question) -> Iterator[Strategy]:
     of_samples = max(1, question.seq_len // _LEAST_TOKENS)
     axes = [name for name in AXES if name not in ("dp", "fsdp")]
     most |= dict.fromkeys(question.without, 1)
-    choices = [_divisors(num_devices, most.get(name, of_samples)) for name in axes]
+    choices = [
+        [size for size in _divisors(num_devices) if size <= most.get(name, of_samples)]
+        for name in axes
+    ]
     for degrees in itertools.product(*choices):
         strategy = Strategy()
         for name, degree in zip(axes, degrees, strict=True):
@@ -268,7 +319,9 @@ def _splits(question: Question) -> Iterator[Strategy]:
         if shape.num_heads % tp or shape.num_kv_heads % tp:
             continue
         if question.seq_len % length_unit(strategy) == 0:
-            yield strategy
+            ring: Axis = getattr(strategy, RING)
+            for kind in KINDS[RING] if ring.degree > 1 else [ring.kind]:
+                yield dataclasses.replace(strategy, **{RING: Axis(ring.degree, kind)})
 
 
 def length_unit(strategy: Strategy) -> int:
@@ -284,7 +337,7 @@ def _strategies(
     pp = base.pp.degree
     kinds = _PIPELINES if pp > 1 else ((Strategy.pp.kind, None),)
     for (kind, chunks), (dp, fsdp), policy in itertools.product(
-        kinds, of_data(question, replicas, base.num_ranks // pp), RECOMPUTE
+        kinds, of_data(replicas), RECOMPUTE
     ):
         if chunks is not None and (pp * chunks > question.shape.num_layers or accumulation % pp):
             continue
@@ -293,18 +346,15 @@ def _strategies(
         yield question.step(strategy, microbatch, accumulation)
 
 
-def of_data(question: Question, replicas: int, inner: int) -> Iterator[tuple[Axis, Axis]]:
-    """Yield (dp, fsdp) axes: one of the two alone, or fsdp within a unit and dp between units."""
+def of_data(replicas: int) -> Iterator[tuple[Axis, Axis]]:
+    """Yield (dp, fsdp) axes of `replicas` data ranks: dp alone, and each degree of fsdp."""
     dp, fsdp = Strategy.dp, Strategy.fsdp
-    if replicas == 1:
-        yield dp, fsdp
-        return
     yield dataclasses.replace(dp, degree=replicas), fsdp
-    for kind in ("zero1", "zero2", "zero3"):
-        yield dp, Axis(replicas, kind)
-    for size in shard_groups(units_of(question.cluster), inner, replicas):
-        yield dataclasses.replace(dp, degree=replicas // size), Axis(size, "zero3")
+    for size, kind in itertools.product(_divisors(replicas)[1:], KINDS["fsdp"]):
+        yield dataclasses.replace(dp, degree=replicas // size), Axis(size, kind)
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+@functools.lru_cache(maxsize=1 << 10)
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})

@@ -8,10 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError
 from phalanx.planner.explain import Figures, figures
+from phalanx.planner.hardware import CLUSTERS
 from phalanx.planner.machine import Cluster
+from phalanx.planner.recipe import STATE_BYTES
 from phalanx.planner.search import Question, search
+
+_MOST_LARGER: Final = 1 << 10
+"""Largest multiple of the devices that is tried where nothing fits."""
 
 MOST_NUMBERS: Final = 100
 """Most numbers of devices in one list."""
@@ -66,6 +72,21 @@ def scaled(question: Question, numbers: Iterable[int]) -> Iterator[BestPlan]:
             efficiency = speed_up * first[0] / number
             best = dataclasses.replace(best, speed_up=speed_up, efficiency=efficiency)
         yield best
+
+
+def fits_on(question: Question) -> BestPlan | None:
+    """Return the best plan on the first multiple of the devices, by doubling, on which one fits."""
+    whole = CLUSTERS.get(question.cluster.name, question.cluster)
+    state_bytes = STATE_BYTES * num_parameters(question.shape).total
+    number = question.cluster.num_devices
+    while (number := 2 * number) <= min(
+        whole.num_devices, _MOST_LARGER * question.cluster.num_devices
+    ):
+        if state_bytes <= number * whole.device.usable_bytes:
+            best = best_on(question, whole.of(number))
+            if best.figures is not None:
+                return best
+    return None
 
 
 def numbers_of(text: str) -> Sequence[int]:

@@ -37,6 +37,7 @@ class Software:
             units are in flight, because ranks enter one after another.
         kept: saved activation bytes, relative to fused kernels.
         logit_bytes: bytes held per logit of a microbatch; 0 if the loss runs in chunks.
+        has_plain_ring: a ring on a GPU attends in plain operators, not in a fused kernel.
         sends_parts: each tp rank sends a part of the output to the next stage.
     """
 
@@ -54,11 +55,12 @@ class Software:
     entry_s: float = 0.0
     kept: float = 1.0
     logit_bytes: int = 0
+    has_plain_ring: bool = False
     sends_parts: bool = False
 
 
 _SOFTWARE = (
-    Software(name="phalanx"),
+    Software(name="phalanx", has_plain_ring=True),
     Software(name="compiled", fusion=0.5, launch_s=25e-6),
     Software(name="megatron", products=1.04, fusion=0.35, has_scores=True, overlap=0.47,
              inner_bandwidth=0.91, outer_bandwidth=0.14, sends_parts=True),

@@ -11,7 +11,7 @@ from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.models.shape import ModelShape
 from phalanx.planner.calibration import ASSUMED, this_machine
 from phalanx.planner.choice import choose
-from phalanx.planner.search import MICROBATCHES, Question
+from phalanx.planner.search import Question
 from phalanx.planner.software import SOFTWARE
 from phalanx.strategy import AXES, Strategy
 from phalanx.train.precision import resolve
@@ -42,7 +42,7 @@ def with_choice(
         seq_len=config.corpus.seq_len,
         num_sequences=batch.global_size or rows * replicas,
         precision=_precision(config, device),
-        microbatches=MICROBATCHES if microbatch is None else (microbatch,),
+        microbatch=microbatch,
         without=_without(config),
         has_documents=config.corpus.document_mask,
     )
