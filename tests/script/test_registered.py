@@ -165,34 +165,45 @@ def test_what_cannot_be_registered_is_told_at_once(tmp_path: Path) -> None:
             assert len(said.splitlines()) == 1
 
 
-def a_state_that_breaks(run: phalanx.Run, model: nn.Module, optimizer: Any) -> None:
-    run.register("kept", kept := Kept(n=1))
+def a_state_that_breaks(kept: Kept, model: nn.Module, optimizer: Any) -> None:
     kept.state["n"] = print
 
 
-def a_state_of_an_optimizer(run: phalanx.Run, model: nn.Module, optimizer: Any) -> None:
+def a_state_of_an_optimizer(kept: Kept, model: nn.Module, optimizer: Any) -> None:
     state: dict[Any, Any] = optimizer.state
     state[next(model.parameters())]["row"] = torch.zeros(3)
 
 
-def weights_saved_alone(
-    folder: Path, spoil: Callable[[phalanx.Run, nn.Module, Any], None]
-) -> tuple[list[str], bool]:
+def weights_saved_alone(folder: Path, spoil: Callable[[Kept, nn.Module, Any], None]) -> str:
     run, *parts = prepared("dp2")
+    run.register("kept", kept := Kept(n=1))
     take_step(run, *parts)
-    spoil(run, parts[0], parts[1])
-    words: list[str] = []
-    for call in (lambda: run.save(folder), lambda: run.resume(folder)):
-        with pytest.raises(CheckpointError) as raised:
-            call()
-        words.append(str(raised.value))
+    first = run.save(folder, keep=1)
+    take_step(run, *parts)
+    spoil(kept, parts[0], parts[1])
+    with pytest.raises(CheckpointError) as raised:
+        run.save(folder, keep=1)
     before = run.state_dict()
     with torch.no_grad():
         for parameter in parts[0].parameters():
             parameter.zero_()
-    run.load_state_dict(folder)
+    run.load_state_dict(folder / "checkpoints" / "weights-00000002")
     after = run.state_dict()
-    return words, all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # The checkpoint before is still there, and is found by each name of it.
+    for named in (first, folder / "checkpoints", folder):
+        kept.state = {"n": 2}
+        assert run.resume(named)
+        assert (run.steps_done, kept.state) == (1, {"n": 1})
+    with pytest.raises(CheckpointError, match=f"does not exist.*the latest of this run is {first}"):
+        run.resume(first.with_name("step-00000009"))
+    take_step(run, *parts)
+    assert run.save(folder / "checkpoints") == first.with_name("step-00000002")
+    run, *parts = prepared("dp2")
+    run.register("kept", kept)
+    assert run.resume(first)
+    assert run.save(folder).parent.parent == folder.with_name(f"{folder.name}-2")
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
@@ -202,10 +213,8 @@ def weights_saved_alone(
 def test_the_weights_are_saved_whatever_else_cannot_be(
     tmp_path: Path, spoil: Callable[..., None], reason: str
 ) -> None:
-    for words, is_alike in run_ranks(weights_saved_alone, 2, tmp_path, spoil, threads=1):
-        assert re.search(f"{reason}.*only the weights are saved there.*load_state_dict", words[0])
-        assert re.search(r"contains only the weights.*run.load_state_dict", words[1])
-        assert is_alike
+    for words in run_ranks(weights_saved_alone, 2, tmp_path / "run", spoil, threads=1):
+        assert re.search(f"{reason}.*only the weights.*load_state_dict.*step-00000001$", words)
 
 
 def saved_unlike(folder: Path) -> list[str]:
@@ -246,5 +255,5 @@ def test_an_optimizer_that_no_checkpoint_holds_is_told_after_its_first_step(tmp_
     assert other == []
     assert len(first) == 1
     assert re.search(r"Adafactor keeps a row_var of shape \[10, 1\] of a parameter", first[0])
-    assert "only the weights are saved there" in words
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    assert "only the weights are saved" in words
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*-*")] == ["weights-00000002"]

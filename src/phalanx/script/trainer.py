@@ -38,7 +38,7 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Log
 from phalanx.train.job.request import choose_device
-from phalanx.train.job.run_folder import removed_if_refused
+from phalanx.train.job.run_folder import removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
@@ -59,8 +59,8 @@ class Options(RunConfig):
     """Options of a trainer's run, such as its folder; see `phalanx train --script --help`.
 
     Attributes:
-        out: folder of records and checkpoints.
-        resume: whether to resume from the latest checkpoint in `out`.
+        out: folder of records and checkpoints; to resume, also one of its checkpoints.
+        resume: whether to resume from the checkpoint that `out` names, by default the latest.
         device: device to compute on; "auto" is resolved to "cpu" or "cuda".
     """
 
@@ -72,6 +72,11 @@ class Options(RunConfig):
             object.__setattr__(self, "out", Path(self.out))
         check_settings(self)
         object.__setattr__(self, "device", choose_device(self.device)[0])
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run: `out`, or the run of the checkpoint `out` to resume from."""
+        return resumed_folder(self.out) if self.resume else self.out
 
 
 @dataclass(frozen=True)
@@ -158,10 +163,11 @@ class Trainer:
             strategy, choice = chosen(self, "phalanx.Trainer", asked)
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         refuse_servers(parsed, "a Trainer")
-        advice = functools.partial(how_to_resume, options.out, resume_text(options.out, command))
+        out = options.folder
+        advice = functools.partial(how_to_resume, out, resume_text(out, command))
         args = (parsed.num_ranks, self, parsed, options, command, (*choice,))
-        is_new = read_rank_env().rank == 0 and not options.out.exists()
-        with removed_if_refused(options.out, is_new=is_new):
+        is_new = read_rank_env().rank == 0 and not out.exists()
+        with removed_if_refused(out, is_new=is_new):
             return summary_of(train_module, *args, config=options, advice=advice)
 
     def verify(
