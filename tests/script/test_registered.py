@@ -53,7 +53,8 @@ def take_step(run: phalanx.Run, model: nn.Module, optimizer: Any, loader: Any) -
 def full_state() -> dict[str, Any]:
     return {
         "best": -math.inf, "patience": 3, "is_over": False, "name": "früh", "nothing": None,
-        "seen": Counter({"a": 2}), "of_epoch": {0: 1.5, 7: [1, 2.5]}, "tensor": [[1]],
+        "seen": Counter({("a", "b"): 2}), "of_epoch": {0: 1.5, 7: [1, 2.5]}, "a tuple": [[1]],
+        "of_pair": {(1, (2, "c")): torch.arange(2)}, "pair": (1, torch.arange(3), (2.5,)),
         "tensors": [torch.arange(4), {"deep": torch.eye(2, dtype=torch.bfloat16)}],
         "count": torch.tensor(7), "empty": torch.zeros(0, 3), "many": torch.randn(70000),
     }  # fmt: skip
@@ -116,6 +117,8 @@ def mistakes_of_registration(folder: Path) -> list[str]:
     run, *parts = prepared("dp2")
     run.register("counter", Kept(n=1))
     words: list[str] = []
+    around: list[Any] = []
+    around.append(around)
     for mistake in (
         lambda: run.register("counter", Kept()),
         lambda: run.register("a/b", Kept()),
@@ -123,6 +126,7 @@ def mistakes_of_registration(folder: Path) -> list[str]:
         lambda: run.register("list", []),
         lambda: run.register("lost", Lost()),
         lambda: run.register("sparse", Kept(tensor=torch.eye(2).to_sparse())),
+        lambda: run.register("round", Kept(of=around)),
         lambda: run.register("deep", Kept(of=[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]])),
     ):
         try:
@@ -155,6 +159,7 @@ def test_what_cannot_be_registered_is_told_at_once(tmp_path: Path) -> None:
         r"register: 'list' is a list without state_dict",
         r"register: cannot save the state of 'lost', a Lost: .*expected numbers, text, lists",
         r"register: .*'sparse', a Kept: tensor is a torch.sparse_coo tensor of torch.float32",
+        r"register: cannot save the state of 'round', a Kept: it contains itself",
         r"register: cannot save the state of 'deep', a Kept: it is nested too deeply",
         r"it has the registered objects \['counter'\], and this script has \['more'\]",
         r"resume: the checkpoint has no state of \['more'\], which starts from scratch",

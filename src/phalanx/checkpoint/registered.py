@@ -259,8 +259,11 @@ class ExtraState:
 def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON values of an object's state, and its tensors by their names in the files."""
     found: list[tuple[KeyPath, Tensor]] = []
-    state = _without_tensors(each.state_dict(), (), found)
     what = f"'{name}', a {type(each).__name__}"
+    try:
+        state = _without_tensors(each.state_dict(), (), found)
+    except RecursionError:
+        raise CheckpointError(f"cannot save the state of {what}: it contains itself") from None
     tensors: dict[str, Tensor] = {}
     paths: list[Any] = []
     for path, tensor in found:
@@ -288,8 +291,10 @@ def _without_tensors(value: Any, path: KeyPath, found: list[tuple[KeyPath, Tenso
         made = {key: _without_tensors(each, (*path, key), found) for key, each in pairs}
         return Counter(made) if isinstance(value, Counter) else made
     if isinstance(value, list | tuple):
-        items = cast("Sequence[Any]", value)
-        return [_without_tensors(each, (*path, at), found) for at, each in enumerate(items)]
+        items = enumerate(cast("Sequence[Any]", value))
+        return (tuple if isinstance(value, tuple) else list)(
+            _without_tensors(each, (*path, at), found) for at, each in items
+        )
     return value
 
 
@@ -297,7 +302,7 @@ def _paths_of(name: str, plain: Any) -> list[tuple[KeyPath, str]]:
     """Return the paths of an object's tensors in its state, with their names in the files."""
     problem = f"it does not list the tensors in the state of '{name}'"
     try:
-        paths = [(tuple(path), called) for path, called in plain["tensors"]]
+        paths = [(tuple(decoded(path)), called) for path, called in plain["tensors"]]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(problem) from error
     if not all(isinstance(called, str) and called.startswith(PREFIX) for _, called in paths):
@@ -309,7 +314,11 @@ def _put(state: Any, path: KeyPath, tensor: Tensor) -> Any:
     """Return a state with `tensor` inserted at `path`."""
     if not path:
         return tensor
-    state[path[0]] = _put(state[path[0]], path[1:], tensor)
+    inner = _put(state[path[0]], path[1:], tensor)
+    if isinstance(state, tuple):
+        items: tuple[Any, ...] = state
+        return (*items[: path[0]], inner, *items[path[0] + 1 :])
+    state[path[0]] = inner
     return state
 
 

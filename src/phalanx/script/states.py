@@ -113,7 +113,7 @@ def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -
     if not _is_alike(own, saved, is_setting):
         raise ValueError(f"{what} is {brief(saved)}, and this run has {brief(own)}")
     match own, saved:
-        case list(), list():
+        case list() | tuple(), list() | tuple():  # earlier versions saved tuples as lists
             pairs = zip(cast("list[Any]", own), cast("list[Any]", saved), strict=False)
             for number, (mine, theirs) in enumerate(pairs):
                 _check_alike(mine, theirs, f"{what}[{number}]", is_setting=is_setting)
@@ -140,7 +140,7 @@ def _is_alike(own: Any, saved: Any, is_setting: bool) -> bool:
     if isinstance(own, int | float):
         is_finite = isinstance(saved, int | float) and math.isfinite(saved)
         return is_finite or (isinstance(saved, float) and not math.isfinite(own))
-    if isinstance(own, list) and isinstance(saved, list):
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple):
         items = cast("list[Any]", own)
         is_fixed = is_setting or any(isinstance(each, dict) for each in items)
         return len(items) == len(cast("list[Any]", saved)) or not is_fixed
