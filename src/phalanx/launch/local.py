@@ -37,6 +37,12 @@ from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.rank_pipe import RankPipe
 from phalanx.launch.signals import collected, ignored_by_children
 
+SAFE_PATH: Final = "PYTHONSAFEPATH"
+"""Variable by which Python does not import modules of the working folder."""
+
+OURS: Final = "phalanx"
+"""Its value if Phalanx has set it, for the forkserver only."""
+
 Rank = tuple[ForkServerProcess, RankPipe]
 """A process, and the parent's end of the pipe to it."""
 
@@ -129,6 +135,9 @@ def prepare_server() -> ForkServerContext:
     """Start the forkserver if it is not running; it imports torch while the caller continues."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["phalanx.launch.preload"])
+    # `python -c`, as which the forkserver and its resource tracker start, would import modules of
+    # the working folder, which may be a downloaded run. preload.py removes the variable again.
+    had_safe_path = os.environ.setdefault(SAFE_PATH, OURS) != OURS
     try:
         with ignored_by_children():
             forkserver.ensure_running()
@@ -140,6 +149,9 @@ def prepare_server() -> ForkServerContext:
             f"the path of the temporary folder {folder} has {len(folder)} characters, too many for "
             "the sockets by which processes are started; set TMPDIR to a shorter path, such as /tmp"
         ) from None
+    finally:
+        if not had_safe_path:
+            del os.environ[SAFE_PATH]
     return context
 
 

@@ -77,7 +77,7 @@ class Saves:
         self._folders[wanted], self._savers[here] = here, saver
         if here != wanted:
             self._show(
-                f"{wanted} holds checkpoints of another run, or later ones than the resumed one, so "
+                f"{wanted} holds checkpoints of another run, or later than the resumed one, so "
                 f"this run saves in {here}; to continue the other run, call run.resume first"
             )
         return saver
