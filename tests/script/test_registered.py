@@ -262,3 +262,34 @@ def test_an_optimizer_that_no_checkpoint_holds_is_told_after_its_first_step(tmp_
     assert re.search(r"Adafactor keeps a row_var of shape \[10, 1\] of a parameter", first[0])
     assert "only the weights are saved" in words
     assert [path.name for path in (tmp_path / "checkpoints").glob("*-*")] == ["weights-00000002"]
+
+
+class Refusing(Kept):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state != {"n": 0}:
+            raise KeyError("epoch")
+
+
+def refused_resume(folder: Path) -> None:
+    run, *parts = prepared("fsdp2")
+    run.register("first", Kept(n=1))
+    run.register("second", Kept(n=1))
+    take_step(run, *parts)
+    run.save(folder)
+    run, _, optimizer, _ = prepared("fsdp2")
+    optimizer.param_groups[0]["lr"] = 0.07
+    run.register("first", first := Kept(n=0))
+    run.register("second", second := Refusing(n=0))
+    before = run.state_dict()
+    with pytest.raises(CheckpointError, match="cannot resume 'second', a Refusing"):
+        run.resume(folder)
+    after = run.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (run.steps_done, optimizer.param_groups[0]["lr"]) == (0, 0.07)
+    assert first.state == second.state == {"n": 0}
+    assert not optimizer.state
+
+
+def test_a_refused_resume_leaves_all_as_it_was(tmp_path: Path) -> None:
+    run_ranks(refused_resume, 2, tmp_path, threads=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -22,8 +22,13 @@ other kinds; the keys of a mapping are encoded as its values are."""
 _PLAIN: Final = frozenset((str, int, float, bool, type(None)))
 
 
+def is_plain(items: Iterable[Any]) -> bool:
+    """Return whether all items are numbers, text or None; a long list mostly has nothing else."""
+    return {*map(type, items)} <= _PLAIN
+
+
 def encoded(value: Any, what: str) -> Any:
-    """Return a value, the state of `what`, converted to JSON values; `decoded` returns an equal one.
+    """Return a value, the state of `what`, as JSON values, for which `decoded` returns an equal one.
 
     Also supported: mappings with keys that are not strings, Counters, tuples and 0-d tensors.
 
@@ -80,7 +85,7 @@ def _encoded(value: Any) -> Any:
         return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
     if isinstance(value, list | tuple):
         items = list(cast("Sequence[Any]", value))
-        if not {type(each) for each in items} <= _PLAIN:  # a long list is mostly plain
+        if not is_plain(items):
             items = [_encoded(each) for each in items]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value

@@ -156,9 +156,9 @@ def write(folder: Path, manifest: Manifest) -> None:
         CheckpointError: the file would be too large for `read_json`.
         OSError: the write failed, for example because the disk is full.
     """
-    values = escape_control(dataclasses.asdict(manifest))
+    values = escape_control(vars(manifest))  # `asdict` would copy each value
     values["sha256"] = _sha256(values)
-    write_json(folder / NAME, values, indent=2)
+    write_json(folder / NAME, values)
 
 
 def _sha256(values: dict[str, Any]) -> str:
@@ -229,7 +229,7 @@ def run_of(folder: Path) -> Path | None:
 
 
 def run_folder(path: Path) -> Path:
-    """Return the run that `path` names: a run, its folder of checkpoints, or one of its checkpoints.
+    """Return the run that `path` names: a run, its folder of checkpoints, or a checkpoint of it.
 
     A new run may have any name, so `path` itself is returned if it is none of the three.
     """
@@ -390,4 +390,7 @@ def find_and_read(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest cannot be read.
     """
-    return read_found(path, lambda folder: Checkpoint(folder, read(folder)))
+    found = read_found(path, lambda folder: Checkpoint(folder, read(folder)))
+    if _step_of(found.folder) not in (None, steps := found.about.steps_done):
+        raise CheckpointError(f"{found.folder} has another number than its {steps} steps")
+    return found

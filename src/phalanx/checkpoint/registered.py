@@ -9,11 +9,13 @@ except DTensors are saved from rank 0; a warning names an object whose state dif
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.encoding import decoded, encoded
+from phalanx.checkpoint.encoding import decoded, encoded, is_plain
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.tensor_file import NAMES
 from phalanx.checkpoint.untrusted import brief
@@ -51,6 +53,23 @@ _COMPARED: Final = 1 << 16
 
 KeyPath = tuple[Any, ...]
 """The keys and indices that lead to a value in a nested state."""
+
+
+@contextmanager
+def unchanged_on_error(objects: Iterable[Any], groups: Iterable[dict[str, Any]]) -> Generator[None]:
+    """Give objects with a `state_dict`, and parameter groups, their present states on an error."""
+    states = [(each, copy.deepcopy(each.state_dict())) for each in objects]
+    settings = [(group, dict(group)) for group in groups]
+    try:
+        yield
+    except CheckpointError:
+        for each, state in states:
+            with suppress(Exception):  # a user's load_state_dict may raise anything
+                each.load_state_dict(state)
+        for group, before in settings:
+            group.clear()
+            group.update(before)
+        raise
 
 
 class SplitState(NamedTuple):
@@ -291,6 +310,8 @@ def _without_tensors(value: Any, path: KeyPath, found: list[tuple[KeyPath, Tenso
         made = {key: _without_tensors(each, (*path, key), found) for key, each in pairs}
         return Counter(made) if isinstance(value, Counter) else made
     if isinstance(value, list | tuple):
+        if is_plain(value):
+            return value
         items = enumerate(cast("Sequence[Any]", value))
         return (tuple if isinstance(value, tuple) else list)(
             _without_tensors(each, (*path, at), found) for at, each in items

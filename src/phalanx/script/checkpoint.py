@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from phalanx.checkpoint.encoding import encoded
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.moments import CombinedOptimizer
 from phalanx.checkpoint.position import ScriptPosition
-from phalanx.checkpoint.registered import Registered, SplitState
+from phalanx.checkpoint.registered import Registered, SplitState, unchanged_on_error
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.together import all_or_none, on_first_rank
@@ -138,20 +139,23 @@ def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
     registered = about.registered or script.registered
     _check_counts(where, script, loop)
     draws = from_text(script.draws)
-    for optimizer, groups in zip(loop.optimizers, script.groups, strict=True):
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            load_settings(optimizer, group, settings)
     together, objects = CombinedOptimizer(loop.optimizers), loop.registered
-    tensors = state.load(
-        where, loop.model, together, lambda index: objects.empty_tensors(registered, index)
-    )
+    with unchanged_on_error([*loop.schedulers, *objects.objects], together.param_groups):
+        for optimizer, groups in zip(loop.optimizers, script.groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                load_settings(optimizer, group, settings)
+
+        def take(tensors: Mapping[str, Tensor]) -> None:
+            for scheduler, saved in zip(loop.schedulers, script.schedulers, strict=True):
+                load_scheduler(scheduler, saved)
+            objects.load(registered, tensors)
+
+        room = functools.partial(objects.empty_tensors, registered)
+        state.load(where, loop.model, together, room, take)
     for optimizer in loop.optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter in together.state:
                 optimizer.state[parameter] = together.state[parameter]
-    for scheduler, saved in zip(loop.schedulers, script.schedulers, strict=True):
-        load_scheduler(scheduler, saved)
-    objects.load(registered, tensors)
     loop.generator.state = draws
     for loader, stood in zip(loop.loaders, script.loaders, strict=True):
         loader.set_state(stood)

@@ -71,7 +71,7 @@ def load_settings(
             raise ValueError("it has no 'lr'")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         _check_taken(optimizer, group, settings)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"the saved settings do not fit {what}: {brief(error, 200)}; make the same optimizer"
         ) from error
@@ -99,6 +99,8 @@ def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         count = saved.get(name)
         if name in own and not (type(count) is int and -1 <= count < 1 << 62):
             raise ValueError(f"its {name} is {brief(count)}, expected a count of steps")
+    if saved.get("last_epoch", 0) > saved.get("total_steps", math.inf):
+        raise ValueError(f"its last_epoch {saved['last_epoch']} is above its total_steps")
     for name, value in own.items():
         if name in saved:
             _check_alike(value, saved[name], brief(name))
