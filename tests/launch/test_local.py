@@ -449,3 +449,27 @@ def test_no_module_of_the_working_folder_is_imported(tmp_path: Path) -> None:
         (here / f"{name}.py").write_text(f"open('{name} ran', 'w'); raise SystemExit(3)")
     subprocess.run([sys.executable, script], cwd=here, check=True)
     assert not list(here.glob("* ran"))
+
+
+NOTEBOOK = """
+import torch.distributed as dist
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+
+def size(): return dist.get_world_size()
+
+assert [run_ranks(size, 1) for _ in range(2)] == [[1], [1]]
+try:
+    run_ranks(size, 2)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_notebook_defines_runs_in_its_process_and_in_no_others() -> None:
+    run = subprocess.run([sys.executable], input=NOTEBOOK, text=True, capture_output=True)
+    assert run.stderr == ""
+    assert re.fullmatch(
+        r".* 2 processes cannot import; put the job in a \.py file .*\n", run.stdout
+    )

@@ -28,7 +28,7 @@ def is_plain(items: Iterable[Any]) -> bool:
 
 
 def encoded(value: Any, what: str) -> Any:
-    """Return a value, the state of `what`, as JSON values, for which `decoded` returns an equal one.
+    """Return a value, the state of `what`, as JSON values; `decoded` returns an equal one.
 
     Also supported: mappings with keys that are not strings, Counters, tuples and 0-d tensors.
 

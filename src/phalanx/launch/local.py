@@ -18,6 +18,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -74,7 +75,8 @@ def run_ranks(
     """Run `function(*args)` on each of `num_ranks` new processes that have joined one job.
 
     A process that is itself a rank of a job, as under torchrun, starts no processes: it joins this
-    job, whose ranks must all call this, and runs the function as one of them.
+    job, whose ranks must all call this, and runs the function as one of them. A function or
+    argument that is defined in a notebook runs in this process, as the only rank.
 
     Args:
         function: function importable by name; torch.distributed is initialized when it is called.
@@ -90,7 +92,8 @@ def run_ranks(
 
     Raises:
         ConfigError: an argument cannot be sent to another process, there are fewer GPUs than ranks,
-            or this process is a rank of a job with another number of ranks.
+            this process is a rank of a job with another number of ranks, or several ranks are
+            requested and an argument is defined in a notebook.
         PhalanxError: error of the rank that failed first, if its class is a PhalanxError.
         RankFailed: any other failure, with the traceback of that rank.
         TrainingError: a rank waited in vain for another rank; a rank was silent for `timeout_s`; or
@@ -102,6 +105,17 @@ def run_ranks(
 
         return run_attached(function, num_ranks, args, device=device, timeout_s=timeout_s)
     check_gpus(num_ranks, device)
+    if _is_of_notebook((function, args)):
+        if num_ranks > 1:
+            raise ConfigError(
+                f"the job is defined in a notebook or at a prompt, whose definitions the "
+                f"{num_ranks} processes cannot import; put the job in a .py file and import it, or "
+                "use one process (dp1)"
+            )
+        from phalanx.launch.attach import attach  # which imports this module
+
+        attach({}, device=device, timeout_s=timeout_s)
+        return [function(*args)]
     prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     with ended_ranks() as (ranks, late):
@@ -112,6 +126,16 @@ def run_ranks(
             results = supervisor.watch()
     supervisor.raise_unheeded(late)
     return results
+
+
+def _is_of_notebook(sent: Any) -> bool:
+    """Return whether new processes would have to import `sent` from a main module without a file."""
+    if os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+        return False
+    try:
+        return b"__main__" in pickle.dumps(ByValue(sent))
+    except (pickle.PicklingError, AttributeError, TypeError):  # as of a lambda
+        return True
 
 
 def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
