@@ -129,7 +129,7 @@ def run_ranks(
 
 
 def _is_of_notebook(sent: Any) -> bool:
-    """Return whether new processes would have to import `sent` from a main module without a file."""
+    """Return whether new processes would have to import `sent` from a main module without file."""
     if os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
         return False
     try:

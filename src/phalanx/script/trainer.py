@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
 from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
-from phalanx.train.callback import Callback, Log
+from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import choose_device
 from phalanx.train.job.run_folder import removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
@@ -68,8 +68,9 @@ class Options(RunConfig):
     resume: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.out, str):  # accepted in place of a Path
-            object.__setattr__(self, "out", Path(self.out))
+        if not isinstance(cast(Any, self.out), str | Path) or not str(self.out):
+            raise ConfigError(f"phalanx.Options: out is {self.out!r}; expected a folder")
+        object.__setattr__(self, "out", Path(self.out))  # from text, too
         check_settings(self)
         object.__setattr__(self, "device", choose_device(self.device)[0])
 
@@ -157,6 +158,12 @@ class Trainer:
         on why the strategy was chosen.
         """
         options = options or Options(out=Path("runs") / "job")
+        for value, kind in ((options, Options), (strategy, str | Strategy)):
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"Trainer.train: {value!r} is a {type(value).__name__}; expected a strategy, "
+                    "such as 'dp2', and phalanx.Options(...)"
+                )
         if strategy == AUTO:
             resume = str(options.out) if options.resume else None
             asked = JobConfig(strategy=AUTO, device=options.device, resume=resume)
@@ -206,6 +213,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        Callbacks(self.callbacks, self.log).check()
         if isinstance(self.build, nn.Module):
             check_build("phalanx.Trainer", self.build)
         check_objective(self.objective)
