@@ -236,7 +236,7 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
     try:
         leave_to_parent()
         end_with_server()  # what is stopped does not see that the tests are over
-        one_rank.escape_unknown_characters()
+        one_rank.keep_printing()
         multiprocessing.set_start_method(None, force=True)
         one_rank._join(info, listener)
         start = _Start()

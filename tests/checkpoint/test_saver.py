@@ -268,8 +268,15 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "rank-00000.safetensors").write_bytes(b"half")
     (tmp_path / "checkpoints" / "step-00000002").mkdir()  # without a manifest
+    users = ["backup.removed", "step-00000003", "step-00000004.removed"]
+    for name in users:
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "notes.txt").touch()
     run_ranks(runs.save_after, 1, tmp_path, 2, threads=1)
-    assert runs.folders(tmp_path) == ["step-00000002"]
+    assert runs.folders(tmp_path) == sorted(["step-00000002", *users])
+    (words,) = run_ranks(runs.words_of_save, 1, tmp_path, 3, threads=1)
+    assert words.endswith("there is a folder of that name with other files; move it away")
+    assert (tmp_path / "checkpoints" / "step-00000003" / "notes.txt").exists()
     assert run_ranks(runs.words_of_load, 1, manifest.find(tmp_path), threads=1) == [("", "")]
 
 

@@ -437,3 +437,52 @@ def test_a_strategy_of_more_ranks_than_gpus_is_refused_in_the_same_words(
         choose("tp4", None, "cuda")
     with pytest.raises(ConfigError, match=words):
         measure_scaling(ScalingConfig(strategies=("tp4",), device="cuda"), print)
+
+
+IN_ANOTHER_FOLDER = """
+import os
+from phalanx.launch.local import run_ranks
+import beside
+
+if __name__ == "__main__":
+    assert run_ranks(beside.safe_path, 1) == [None] and "PYTHONSAFEPATH" not in os.environ
+"""
+
+
+@pytest.mark.slow
+def test_no_module_of_the_working_folder_is_imported(tmp_path: Path) -> None:
+    script, here = tmp_path / "scripts" / "script.py", tmp_path / "a downloaded run"
+    for folder in (script.parent, here):
+        folder.mkdir()
+    script.write_text(IN_ANOTHER_FOLDER)
+    (script.parent / "beside.py").write_text(
+        "import os\ndef safe_path(): return os.environ.get('PYTHONSAFEPATH')"
+    )
+    for name in ("random", "queue", "tempfile"):
+        (here / f"{name}.py").write_text(f"open('{name} ran', 'w'); raise SystemExit(3)")
+    subprocess.run([sys.executable, script], cwd=here, check=True)
+    assert not list(here.glob("* ran"))
+
+
+NOTEBOOK = """
+import torch.distributed as dist
+from phalanx.errors import ConfigError
+from phalanx.launch.local import run_ranks
+
+def size(): return dist.get_world_size()
+
+assert [run_ranks(size, 1) for _ in range(2)] == [[1], [1]]
+try:
+    run_ranks(size, 2)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_notebook_defines_runs_in_its_process_and_in_no_others() -> None:
+    run = subprocess.run([sys.executable], input=NOTEBOOK, text=True, capture_output=True)
+    assert run.stderr == ""
+    assert re.fullmatch(
+        r".* 2 processes cannot import; put the job in a \.py file .*\n", run.stdout
+    )

@@ -1,7 +1,9 @@
 """Each rank keeps what it prints, and the screen shows what the first prints."""
 
 import os
+import pty
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,3 +89,30 @@ def test_no_log_is_written_through_a_link(tmp_path: Path) -> None:
         with kept(tmp_path, 1):
             pass
     assert list(elsewhere.iterdir()) == []
+
+
+PRINTS: str = """
+import sys
+from phalanx.launch.rank_log import LOST_OUTPUT, keep_printing
+from phalanx.launch.signals import collected
+stdout, terminal = sys.stdout, sys.argv[1:] == ["terminal"]
+keep_printing()
+with collected() as signals:
+    while not (signals if terminal else LOST_OUTPUT):
+        print("a line", file=stdout, flush=True)
+    print("an error", file=sys.stderr)
+    sys.exit(len(signals))
+"""
+
+
+def test_a_full_disk_mutes_the_output_and_a_closed_terminal_also_asks_once_to_stop() -> None:
+    command = [sys.executable, "-c", PRINTS]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, stderr=full).returncode == 0
+    ours, theirs = pty.openpty()
+    terminal = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    job = subprocess.Popen([*command, "terminal"], start_new_session=True, **terminal)
+    os.close(theirs)
+    assert os.read(ours, 6) == b"a line"
+    os.close(ours)
+    assert job.wait(100) == 1

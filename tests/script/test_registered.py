@@ -54,7 +54,8 @@ def take_step(run: phalanx.Run, model: nn.Module, optimizer: Any, loader: Any) -
 def full_state() -> dict[str, Any]:
     return {
         "best": -math.inf, "patience": 3, "is_over": False, "name": "früh", "nothing": None,
-        "seen": Counter({"a": 2}), "of_epoch": {0: 1.5, 7: [1, 2.5]}, "tensor": [[1]],
+        "seen": Counter({("a", "b"): 2}), "of_epoch": {0: 1.5, 7: [1, 2.5]}, "a tuple": [[1]],
+        "of_pair": {(1, (2, "c")): torch.arange(2)}, "pair": (1, torch.arange(3), (2.5,)),
         "tensors": [torch.arange(4), {"deep": torch.eye(2, dtype=torch.bfloat16)}],
         "count": torch.tensor(7), "empty": torch.zeros(0, 3), "many": torch.randn(70000),
     }  # fmt: skip
@@ -117,6 +118,8 @@ def mistakes_of_registration(folder: Path) -> list[str]:
     run, *parts = prepared("dp2")
     run.register("counter", Kept(n=1))
     words: list[str] = []
+    around: list[Any] = []
+    around.append(around)
     for mistake in (
         lambda: run.register("counter", Kept()),
         lambda: run.register("a/b", Kept()),
@@ -124,6 +127,7 @@ def mistakes_of_registration(folder: Path) -> list[str]:
         lambda: run.register("list", []),
         lambda: run.register("lost", Lost()),
         lambda: run.register("sparse", Kept(tensor=torch.eye(2).to_sparse())),
+        lambda: run.register("round", Kept(of=around)),
         lambda: run.register("deep", Kept(of=[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]])),
     ):
         try:
@@ -156,6 +160,7 @@ def test_what_cannot_be_registered_is_told_at_once(tmp_path: Path) -> None:
         r"register: 'list' is a list without state_dict",
         r"register: cannot save the state of 'lost', a Lost: .*expected numbers, text, lists",
         r"register: .*'sparse', a Kept: tensor is a torch.sparse_coo tensor of torch.float32",
+        r"register: cannot save the state of 'round', a Kept: it contains itself",
         r"register: cannot save the state of 'deep', a Kept: it is nested too deeply",
         r"it has the registered objects \['counter'\], and this script has \['more'\]",
         r"resume: the checkpoint has no state of \['more'\], which starts from scratch",
@@ -166,34 +171,45 @@ def test_what_cannot_be_registered_is_told_at_once(tmp_path: Path) -> None:
             assert len(said.splitlines()) == 1
 
 
-def a_state_that_breaks(run: phalanx.Run, model: nn.Module, optimizer: Any) -> None:
-    run.register("kept", kept := Kept(n=1))
+def a_state_that_breaks(kept: Kept, model: nn.Module, optimizer: Any) -> None:
     kept.state["n"] = print
 
 
-def a_state_of_an_optimizer(run: phalanx.Run, model: nn.Module, optimizer: Any) -> None:
+def a_state_of_an_optimizer(kept: Kept, model: nn.Module, optimizer: Any) -> None:
     state: dict[Any, Any] = optimizer.state
     state[next(model.parameters())]["row"] = torch.zeros(3)
 
 
-def weights_saved_alone(
-    folder: Path, spoil: Callable[[phalanx.Run, nn.Module, Any], None]
-) -> tuple[list[str], bool]:
+def weights_saved_alone(folder: Path, spoil: Callable[[Kept, nn.Module, Any], None]) -> str:
     run, *parts = prepared("dp2")
+    run.register("kept", kept := Kept(n=1))
     take_step(run, *parts)
-    spoil(run, parts[0], parts[1])
-    words: list[str] = []
-    for call in (lambda: run.save(folder), lambda: run.resume(folder)):
-        with pytest.raises(CheckpointError) as raised:
-            call()
-        words.append(str(raised.value))
+    first = run.save(folder, keep=1)
+    take_step(run, *parts)
+    spoil(kept, parts[0], parts[1])
+    with pytest.raises(CheckpointError) as raised:
+        run.save(folder, keep=1)
     before = run.state_dict()
     with torch.no_grad():
         for parameter in parts[0].parameters():
             parameter.zero_()
-    run.load_state_dict(folder)
+    run.load_state_dict(folder / "checkpoints" / "weights-00000002")
     after = run.state_dict()
-    return words, all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # The checkpoint before is still there, and is found by each name of it.
+    for named in (first, folder / "checkpoints", folder):
+        kept.state = {"n": 2}
+        assert run.resume(named)
+        assert (run.steps_done, kept.state) == (1, {"n": 1})
+    with pytest.raises(CheckpointError, match=f"does not exist.*the latest of this run is {first}"):
+        run.resume(first.with_name("step-00000009"))
+    take_step(run, *parts)
+    assert run.save(folder / "checkpoints") == first.with_name("step-00000002")
+    run, *parts = prepared("dp2")
+    run.register("kept", kept)
+    assert run.resume(first)
+    assert run.save(folder).parent.parent == folder.with_name(f"{folder.name}-2")
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
@@ -203,10 +219,8 @@ def weights_saved_alone(
 def test_the_weights_are_saved_whatever_else_cannot_be(
     tmp_path: Path, spoil: Callable[..., None], reason: str
 ) -> None:
-    for words, is_alike in run_ranks(weights_saved_alone, 2, tmp_path, spoil, threads=1):
-        assert re.search(f"{reason}.*only the weights are saved there.*load_state_dict", words[0])
-        assert re.search(r"contains only the weights.*run.load_state_dict", words[1])
-        assert is_alike
+    for words in run_ranks(weights_saved_alone, 2, tmp_path / "run", spoil, threads=1):
+        assert re.search(f"{reason}.*only the weights.*load_state_dict.*step-00000001$", words)
 
 
 def saved_unlike(folder: Path) -> list[str]:
@@ -247,5 +261,36 @@ def test_an_optimizer_that_no_checkpoint_holds_is_told_after_its_first_step(tmp_
     assert other == []
     assert len(first) == 1
     assert re.search(r"Adafactor keeps a row_var of shape \[10, 1\] of a parameter", first[0])
-    assert "only the weights are saved there" in words
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    assert "only the weights are saved" in words
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*-*")] == ["weights-00000002"]
+
+
+class Refusing(Kept):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state != {"n": 0}:
+            raise KeyError("epoch")
+
+
+def refused_resume(folder: Path) -> None:
+    run, *parts = prepared("fsdp2")
+    run.register("first", Kept(n=1))
+    run.register("second", Kept(n=1))
+    take_step(run, *parts)
+    run.save(folder)
+    run, _, optimizer, _ = prepared("fsdp2")
+    optimizer.param_groups[0]["lr"] = 0.07
+    run.register("first", first := Kept(n=0))
+    run.register("second", second := Refusing(n=0))
+    before = run.state_dict()
+    with pytest.raises(CheckpointError, match="cannot resume 'second', a Refusing"):
+        run.resume(folder)
+    after = run.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (run.steps_done, optimizer.param_groups[0]["lr"]) == (0, 0.07)
+    assert first.state == second.state == {"n": 0}
+    assert not optimizer.state
+
+
+def test_a_refused_resume_leaves_all_as_it_was(tmp_path: Path) -> None:
+    run_ranks(refused_resume, 2, tmp_path, threads=1)

@@ -172,3 +172,18 @@ def test_a_pipeline_refuses_an_extra_state_and_another_strategy_saves_it(tmp_pat
     done = trainer.train("dp2", options)
     about = json.loads((Path(done.checkpoint) / manifest.NAME).read_text())
     assert about["registered"]["extra_state"]["state"] == {"1": {"seen": 2}}
+
+
+def test_arguments_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    options = phalanx.Options(out=tmp_path, device="cpu")
+    trainer: Any = job()
+    for call, words in (
+        (lambda: phalanx.Options(**{"out": ""}), "out is ''; expected a folder"),
+        (lambda: dataclasses.replace(trainer, callbacks=[phalanx.Callback()]), "a dict by name"),
+        (lambda: dataclasses.replace(trainer, log=3), "log is a int; expected a function"),
+        (lambda: trainer.train("dp1", {"out": tmp_path}), "is a dict; expected a strategy"),
+        (lambda: trainer.train(2, options), "2 is a int; expected a strategy"),
+        (lambda: trainer.train(None, options), "None is a NoneType; expected a strategy"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -129,10 +130,8 @@ def test_a_killed_rank_says_how_to_go_on(
     assert message_of(caught.value).splitlines()[-1] == on
 
 
-@pytest.mark.slow
-def test_a_terminal_gets_its_cursor_back_and_the_temporary_folder_is_as_it_was(
-    config: TrainConfig, tmp_path: Path
-) -> None:
+def in_terminal(config: TrainConfig, out: Path, **environment: str) -> tuple[Popen[bytes], int]:
+    """Start a run in a terminal of its own; return the process, and the terminal's other end."""
     shape = {k: v for k, v in dataclasses.asdict(config.shape).items() if v is not None}
     command = [
         *(sys.executable, "-m", "phalanx", "train", "--steps=100000", "--strategy=dp2"),
@@ -142,19 +141,37 @@ def test_a_terminal_gets_its_cursor_back_and_the_temporary_folder_is_as_it_was(
             for name, value in shape.items()
             if name != "tied"
         ),
-        *("--corpus.seq-len=24", "--corpus.validation=0.1", f"--out={tmp_path / 'run'}"),
+        *("--corpus.seq-len=24", "--corpus.validation=0.1", f"--out={out}"),
     ]
+    ours, theirs = pty.openpty()
+    job = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env={**os.environ, **environment, "TERM": "xterm", "COLUMNS": "100"},
+    )  # fmt: skip
+    os.close(theirs)
+    return job, ours
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_is_a_sighup(config: TrainConfig, tmp_path: Path) -> None:
+    job, ours = in_terminal(config, tmp_path)
+    while num_steps(tmp_path) < 3 and select.select([ours], [], [], 100)[0]:
+        os.read(ours, 65536)
+    os.close(ours)  # as of a job that the shell has disowned: no signal comes
+    assert job.wait(100) == 128 + signal.SIGHUP
+    assert list(manifest.complete_checkpoints(tmp_path)) == [num_steps(tmp_path)]
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_its_cursor_back_and_the_temporary_folder_is_as_it_was(
+    config: TrainConfig, tmp_path: Path
+) -> None:
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's is too long for a socket's name
     kept = temporary / "phalanx-checkpoints" / ".lock"
     kept.parent.mkdir()
     kept.touch()
     os.utime(kept.parent, (0, 0))
-    ours, theirs = pty.openpty()
-    job = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        env={**os.environ, "TMPDIR": str(temporary), "TERM": "xterm", "COLUMNS": "100"},
-    )  # fmt: skip
-    os.close(theirs)
+    job, ours = in_terminal(config, tmp_path / "run", TMPDIR=str(temporary))
     when(lambda: num_steps(tmp_path / "run") >= 3, lambda: os.killpg(job.pid, signal.SIGTERM))
     shown = b""
     while select.select([ours], [], [], 100)[0]:

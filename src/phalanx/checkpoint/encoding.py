@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -14,16 +14,27 @@ from phalanx.errors import CheckpointError
 
 _PAIRS: Final = "pairs"
 _COUNTER: Final = "counter"
-"""Only key of a JSON object that encodes a Counter; _PAIRS: a mapping with non-string keys."""
+_TUPLE: Final = "a tuple"
+_KINDS: Final = (_PAIRS, _COUNTER, _TUPLE)
+"""Only key of a JSON object that encodes a mapping with other keys than strings, or one of the
+other kinds; the keys of a mapping are encoded as its values are."""
+
+_PLAIN: Final = frozenset((str, int, float, bool, type(None)))
+
+
+def is_plain(items: Iterable[Any]) -> bool:
+    """Return whether all items are numbers, text or None; a long list mostly has nothing else."""
+    return {*map(type, items)} <= _PLAIN
 
 
 def encoded(value: Any, what: str) -> Any:
-    """Return a value, the state of `what`, converted to JSON values.
+    """Return a value, the state of `what`, as JSON values; `decoded` returns an equal one.
 
     Also supported: mappings with keys that are not strings, Counters, tuples and 0-d tensors.
 
     Raises:
-        CheckpointError: the value contains other types, or is nested too deeply to be read again.
+        CheckpointError: the value contains other types or itself, or is nested too deeply to be
+            read again.
     """
     try:
         made = json.loads(json.dumps(_encoded(value)))
@@ -33,26 +44,33 @@ def encoded(value: Any, what: str) -> Any:
             f"cannot save the state of {what}: {error}; expected numbers, text, lists and "
             "mappings of them"
         ) from error
+    except RecursionError:
+        raise CheckpointError(
+            f"cannot save the state of {what}: it contains itself, or is nested too deeply"
+        ) from None
     return made
 
 
 def decoded(value: Any) -> Any:
-    """Return the value that `encoded` converted to `value`, with lists in place of tuples.
+    """Return the value that `encoded` converted to `value`.
 
     Raises:
         ValueError: `encoded` cannot have returned `value`.
+        TypeError: likewise.
     """
     if isinstance(value, list):
         return [decoded(each) for each in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     entries = cast("dict[str, Any]", value)
-    if {*entries} not in ({_PAIRS}, {_COUNTER}):
+    if len(entries) != 1 or (kind := next(iter(entries))) not in _KINDS:
         return {name: decoded(each) for name, each in entries.items()}
-    ((kind, pairs),) = entries.items()
-    if not isinstance(pairs, list):
-        raise ValueError(f"its {kind} are {brief(pairs)}")
-    found = {key: decoded(each) for key, each in cast("list[Any]", pairs)}
+    items = entries[kind]
+    if not isinstance(items, list):
+        raise ValueError(f"its {kind} is {brief(items)}")
+    if kind == _TUPLE:
+        return tuple(decoded(items))
+    found = {decoded(key): decoded(each) for key, each in cast("list[Any]", items)}
     return Counter(found) if kind == _COUNTER else found
 
 
@@ -60,10 +78,14 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, Mapping):
         entries = cast("Mapping[Any, Any]", value)
         is_named = all(isinstance(key, str) for key in entries)
-        if is_named and not isinstance(value, Counter) and {*entries} not in ({_PAIRS}, {_COUNTER}):
+        is_marked = len(entries) == 1 and next(iter(entries)) in _KINDS
+        if is_named and not isinstance(value, Counter) and not is_marked:
             return {key: _encoded(each) for key, each in entries.items()}
-        pairs = [[key, _encoded(each)] for key, each in entries.items()]
+        pairs = [[_encoded(key), _encoded(each)] for key, each in entries.items()]
         return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
     if isinstance(value, list | tuple):
-        return [_encoded(each) for each in cast("Sequence[Any]", value)]
+        items = list(cast("Sequence[Any]", value))
+        if not is_plain(items):
+            items = [_encoded(each) for each in items]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
     return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value

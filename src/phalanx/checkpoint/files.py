@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint import manifest
+from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.errors import CheckpointError
 from phalanx.storage import PARTIAL, checksum, publish_folder, sync
@@ -59,16 +60,17 @@ def partial_of(final: Path) -> Path:
 def make_partial(final: Path, *, replaces: bool = False) -> Path:
     """Create and return the temporary folder in which the checkpoint `final` is written.
 
-    Also remove the temporary folders that killed runs left. Exception: a complete checkpoint that
-    `publish` had renamed to REMOVED without publishing its replacement gets its name back. A folder
-    that cannot be removed stays until the next save.
+    Also remove the temporary folders that killed runs left, see `_is_left`. Exception: a complete
+    checkpoint that `publish` had renamed to REMOVED without publishing its replacement gets its
+    name back. A folder that cannot be removed stays until the next save.
 
     Args:
         final: folder of the checkpoint once it is published.
         replaces: whether `final` may be a complete checkpoint already; `publish` then replaces it.
 
     Raises:
-        CheckpointError: `final` is a complete checkpoint and `replaces` is False.
+        CheckpointError: `final` is a complete checkpoint and `replaces` is False, or a folder with
+            files that no save writes.
         OSError: the folder cannot be created.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -76,13 +78,28 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
     for path in final.parent.iterdir():
         if path.suffix == manifest.REMOVED and path in whole:
             path.rename(path.with_suffix(""))
-        elif path.suffix in (PARTIAL, manifest.REMOVED):
+        elif path.suffix in (PARTIAL, manifest.REMOVED) and _is_left(path):
             _remove(path)
+    if final.is_dir() and not (final / manifest.NAME).exists() and not _is_left(final):
+        raise CheckpointError("there is a folder of that name with other files; move it away")
     if not replaces and (final / manifest.NAME).exists():
         raise CheckpointError("there is one of that name already")
     partial = partial_of(final)
     partial.mkdir(exist_ok=True)  # files that could not be removed are overwritten
     return partial
+
+
+def _is_left(folder: Path) -> bool:
+    """Return whether only saves can have written a folder: its name and its files are theirs."""
+    name = folder.name.removesuffix(folder.suffix)
+    if not re.fullmatch(r"(step|weights)-[0-9]+", name):
+        return False
+    has_ours = folder.is_dir() and all(_OURS.fullmatch(path.name) for path in folder.iterdir())
+    return folder.is_symlink() or has_ours
+
+
+_OURS = re.compile(rf"rank-[0-9]+\.safetensors|{re.escape(index.NAME)}|{re.escape(manifest.NAME)}")
+"""Names of the files of a checkpoint."""
 
 
 def _no_report() -> None:

@@ -6,6 +6,7 @@
     rank-00000.safetensors ...           the tensors, one file for each rank that wrote any
 <run>/checkpoints/step-00000300.partial/ a save in progress, or interrupted by a kill
 <run>/checkpoints/step-00000100.removed/ a removal or replacement in progress, or interrupted
+<run>/checkpoints/weights-00000300/      the weights alone, of a save that could not store the rest
 <run>/checkpoints/.lock                  lock file of the process that saves to the folder
 """
 
@@ -155,9 +156,9 @@ def write(folder: Path, manifest: Manifest) -> None:
         CheckpointError: the file would be too large for `read_json`.
         OSError: the write failed, for example because the disk is full.
     """
-    values = escape_control(dataclasses.asdict(manifest))
+    values = escape_control(vars(manifest))  # `asdict` would copy each value
     values["sha256"] = _sha256(values)
-    write_json(folder / NAME, values, indent=2)
+    write_json(folder / NAME, values)
 
 
 def _sha256(values: dict[str, Any]) -> str:
@@ -213,17 +214,29 @@ def _decode(values: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def folder_of(run: Path, steps_done: int) -> Path:
-    """Return the folder of a run's checkpoint after `steps_done` steps."""
-    return run / "checkpoints" / f"step-{steps_done:08d}"
+def folder_of(run: Path, steps_done: int, kind: str = "step") -> Path:
+    """Return the folder of a run's checkpoint, or of its `weights`, after `steps_done` steps."""
+    return run / "checkpoints" / f"{kind}-{steps_done:08d}"
 
 
 def run_of(folder: Path) -> Path | None:
     """Return the run folder that contains the checkpoint `folder`; None if there is none."""
-    for path in (Path(os.path.abspath(folder)), folder.resolve()):  # "checkpoints" may be a link
+    named = [folder] if len(folder.parts) > 2 else []  # else the run is the working folder
+    for path in (*named, Path(os.path.abspath(folder)), folder.resolve()):  # there may be links
         if path.parent.name == "checkpoints":
             return path.parent.parent
     return None
+
+
+def run_folder(path: Path) -> Path:
+    """Return the run that `path` names: a run, its folder of checkpoints, or a checkpoint of it.
+
+    A new run may have any name, so `path` itself is returned if it is none of the three.
+    """
+    if (path / NAME).exists() or _step_of(path) is not None:
+        return run_of(path) or path
+    has_steps = any(_step_of(each.parent) is not None for each in path.glob(f"*/{NAME}"))
+    return (run_of(path / "step") if has_steps else None) or path
 
 
 def complete_checkpoints(run: Path) -> dict[int, Path]:
@@ -299,7 +312,7 @@ def removed_hint(folder: Path) -> str:
 
 
 def find(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, or the latest complete checkpoint of the run `path`.
+    """Return `path` if it is a checkpoint, or the latest complete one of `run_folder(path)`.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -309,11 +322,12 @@ def find(path: Path) -> Path:
     if not path.exists():
         hint = removed_hint(path) or hint_of_missing(path)
         raise CheckpointError(f"no checkpoint in {path}: it does not exist{hint}")
-    found = complete_checkpoints(path)
+    is_step = run_of(path) is not None and _step_of(path) is not None
+    found = {} if is_step else complete_checkpoints(run_folder(path))
     if not found:
         raise CheckpointError(
             f"no checkpoint in {path}: expected a run folder with checkpoints/step-*/{NAME}, or "
-            "such a step folder itself"
+            f"such a step folder itself{older_checkpoints_hint(path)}"
         )
     return found[max(found)]
 
@@ -376,4 +390,7 @@ def find_and_read(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest cannot be read.
     """
-    return read_found(path, lambda folder: Checkpoint(folder, read(folder)))
+    found = read_found(path, lambda folder: Checkpoint(folder, read(folder)))
+    if _step_of(found.folder) not in (None, steps := found.about.steps_done):
+        raise CheckpointError(f"{found.folder} has another number than its {steps} steps")
+    return found

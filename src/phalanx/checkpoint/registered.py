@@ -9,11 +9,13 @@ except DTensors are saved from rank 0; a warning names an object whose state dif
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.encoding import decoded, encoded
+from phalanx.checkpoint.encoding import decoded, encoded, is_plain
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.tensor_file import NAMES
 from phalanx.checkpoint.untrusted import brief
@@ -51,6 +53,23 @@ _COMPARED: Final = 1 << 16
 
 KeyPath = tuple[Any, ...]
 """The keys and indices that lead to a value in a nested state."""
+
+
+@contextmanager
+def unchanged_on_error(objects: Iterable[Any], groups: Iterable[dict[str, Any]]) -> Generator[None]:
+    """Give objects with a `state_dict`, and parameter groups, their present states on an error."""
+    states = [(each, copy.deepcopy(each.state_dict())) for each in objects]
+    settings = [(group, dict(group)) for group in groups]
+    try:
+        yield
+    except CheckpointError:
+        for each, state in states:
+            with suppress(Exception):  # a user's load_state_dict may raise anything
+                each.load_state_dict(state)
+        for group, before in settings:
+            group.clear()
+            group.update(before)
+        raise
 
 
 class SplitState(NamedTuple):
@@ -259,8 +278,11 @@ class ExtraState:
 def _parts_of(name: str, each: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON values of an object's state, and its tensors by their names in the files."""
     found: list[tuple[KeyPath, Tensor]] = []
-    state = _without_tensors(each.state_dict(), (), found)
     what = f"'{name}', a {type(each).__name__}"
+    try:
+        state = _without_tensors(each.state_dict(), (), found)
+    except RecursionError:
+        raise CheckpointError(f"cannot save the state of {what}: it contains itself") from None
     tensors: dict[str, Tensor] = {}
     paths: list[Any] = []
     for path, tensor in found:
@@ -288,8 +310,12 @@ def _without_tensors(value: Any, path: KeyPath, found: list[tuple[KeyPath, Tenso
         made = {key: _without_tensors(each, (*path, key), found) for key, each in pairs}
         return Counter(made) if isinstance(value, Counter) else made
     if isinstance(value, list | tuple):
-        items = cast("Sequence[Any]", value)
-        return [_without_tensors(each, (*path, at), found) for at, each in enumerate(items)]
+        if is_plain(value):
+            return value
+        items = enumerate(cast("Sequence[Any]", value))
+        return (tuple if isinstance(value, tuple) else list)(
+            _without_tensors(each, (*path, at), found) for at, each in items
+        )
     return value
 
 
@@ -297,7 +323,7 @@ def _paths_of(name: str, plain: Any) -> list[tuple[KeyPath, str]]:
     """Return the paths of an object's tensors in its state, with their names in the files."""
     problem = f"it does not list the tensors in the state of '{name}'"
     try:
-        paths = [(tuple(path), called) for path, called in plain["tensors"]]
+        paths = [(tuple(decoded(path)), called) for path, called in plain["tensors"]]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(problem) from error
     if not all(isinstance(called, str) and called.startswith(PREFIX) for _, called in paths):
@@ -309,7 +335,11 @@ def _put(state: Any, path: KeyPath, tensor: Tensor) -> Any:
     """Return a state with `tensor` inserted at `path`."""
     if not path:
         return tensor
-    state[path[0]] = _put(state[path[0]], path[1:], tensor)
+    inner = _put(state[path[0]], path[1:], tensor)
+    if isinstance(state, tuple):
+        items: tuple[Any, ...] = state
+        return (*items[: path[0]], inner, *items[path[0] + 1 :])
+    state[path[0]] = inner
     return state
 
 

@@ -160,7 +160,8 @@ class Saver:
         tensors = [held[name].local for name in infos]
         copied = self._copy.take(tensors)
         pieces = in_pieces(tensors) if copied is None else copied
-        self._final = manifest.folder_of(self.run, about.steps_done)
+        kind = "step" if about.has_optimizer else "weights"
+        self._final = manifest.folder_of(self.run, about.steps_done, kind)
         best = None if about.best is None else about.best["step"]
         number = self._progress.begin()
         save = _Save(

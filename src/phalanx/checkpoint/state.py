@@ -134,20 +134,26 @@ MakeTensors = Callable[[Index], Mapping[str, torch.Tensor]]
 
 
 def load(
-    folder: Path, model: nn.Module, optimizer: AnyOptimizer, room_beside: MakeTensors = lambda _: {}
+    folder: Path,
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    room_beside: MakeTensors = lambda _: {},
+    take: Callable[[Mapping[str, torch.Tensor]], None] = lambda _: None,
 ) -> Mapping[str, torch.Tensor]:
     """Load weights, optimizer state and generators; every rank calls this together.
 
     Hyperparameters of the optimizer (betas, weight decay) do not change. Generator states belong to
     ranks and devices, so they are loaded only if the same number of ranks on the same kind of
-    device saved them; the run's own draws use other generators.
+    device saved them; the run's own draws use other generators. The weights are written last, after
+    all checks and after `take`, which receives the tensors of `room_beside`, filled.
 
     Returns:
         The tensors that `room_beside` returned, filled from the checkpoint.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the checkpoint has no optimizer state, or
-            is of another model or optimizer; the weights may then be partly loaded.
+            is of another model or optimizer, or `take` raised it. The weights are partly loaded
+            only if a file can no longer be read that could be read for its checksum.
     """
     doing = f"cannot load {folder}"
     about, tensors = _open(folder, doing)
@@ -164,8 +170,7 @@ def load(
 
     moments = all_or_none(make_room, doing)
     beside = all_or_none(lambda: room_beside(tensors), doing)
-    state = {f"model.{name}": tensor for name, tensor in weights.items()} | moments | {**beside}
-    held = {name: _held(tensor) for name, tensor in state.items()}
+    held = {name: _held(tensor) for name, tensor in (moments | {**beside}).items()}
     generators = {device: torch.empty_like(value) for device, value in generators_of(model).items()}
     rows = _generator_shards(generators)
     saved = {name: (each.layout.shape, each.dtype) for name, each in tensors.items()}
@@ -175,7 +180,15 @@ def load(
         generators = {}
     _read(folder, tensors, held, doing)
     all_or_none(lambda: check_values(moments), doing)
-    all_or_none(lambda: set_generators(generators), doing)
+    before = generators_of(model)
+    try:
+        all_or_none(lambda: set_generators(generators), doing)
+        all_or_none(lambda: take(beside), doing)
+    except CheckpointError:
+        set_generators(before)
+        raise
+    own = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
+    _read(folder, tensors, own, doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
     for stored_name, value in moments.items():

@@ -29,7 +29,7 @@ from phalanx.launch import signals
 from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left
 from phalanx.launch.local import server_stopped
-from phalanx.launch.rank import escape_unknown_characters
+from phalanx.launch.rank_log import LOST_OUTPUT, keep_printing
 
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
         129 or 143 ended by SIGHUP or SIGTERM, 141 the reader of the output closed the pipe.
     """
     _open_standard_streams()
-    escape_unknown_characters()
+    keep_printing()
     words = list(sys.argv[1:] if argv is None else argv)
     if not os.environ.get("COLUMNS", "").strip("0"):  # an empty or zero width is ignored
         os.environ.pop("COLUMNS", None)
@@ -102,6 +102,10 @@ def _run(words: list[str], run: Callable[[list[str]], int]) -> int:
     try:
         exit_code = _exit_code(words, run)
         sys.stdout.flush()
+        if exit_code == 0 and (reason := LOST_OUTPUT.get(1)):
+            return _fail(
+                f"standard output: {reason}; the work is done, but not all is shown", 2, words
+            )
         return exit_code
     except (PhalanxError, OSError, MemoryError) as error:
         if is_reader_gone(error) and reader_has_left():

@@ -27,6 +27,11 @@ def check(config: TrainConfig) -> None:
     """
     check_values(config)
     check_best(config)
+    if (name := (config.best or "").partition(":")[2]) not in ("", "loss", "bits_per_byte"):
+        raise ConfigError(
+            f"best is {config.best}, but an evaluation of text has no {name}; expected min:loss or "
+            "min:bits_per_byte"
+        )
     if config.strategy is not None and config.strategy != AUTO:
         strategy = Strategy.parse(config.strategy)
         require_built(strategy)

@@ -152,13 +152,13 @@ def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
     if ids["eos_token_id"] is None:
         return written
     if not (folder / GENERATION).exists():
-        write_json(folder / GENERATION, ids, indent=2)
+        write_json(folder / GENERATION, ids)
         written.append(GENERATION)
     if (folder / TOKENIZER).is_file() and not (folder / TOKENIZER_CONFIG).exists():
         tokens = _texts(folder / TOKENIZER, ids)
         # This class loads tokenizer.json unchanged for every model type.
         content = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
-        write_json(folder / TOKENIZER_CONFIG, content | tokens, indent=2)
+        write_json(folder / TOKENIZER_CONFIG, content | tokens)
         written.append(TOKENIZER_CONFIG)
     return written
 
@@ -178,7 +178,7 @@ def prepend_separator(folder: Path, separator_id: int) -> None:
     )
     tokenizer.save(str(folder / TOKENIZER))
     config = read_json(folder / TOKENIZER_CONFIG) | {"split_special_tokens": True}
-    write_json(folder / TOKENIZER_CONFIG, config, indent=2)
+    write_json(folder / TOKENIZER_CONFIG, config)
 
 
 def _texts(tokenizer: Path, ids: Ids) -> dict[str, Any]:

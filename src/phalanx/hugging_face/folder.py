@@ -156,8 +156,8 @@ def write_folder(
             "metadata": {"total_size": sum(num_bytes.values())},
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
-        write_json(folder / INDEX, index, indent=2)
-    write_json(folder / CONFIG, config, indent=2)
+        write_json(folder / INDEX, index)
+    write_json(folder / CONFIG, config)
 
 
 def _cut(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

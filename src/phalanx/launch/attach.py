@@ -23,7 +23,7 @@ from phalanx.launch.agreement import check_same
 from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
-from phalanx.launch.rank_log import flush_streams
+from phalanx.launch.rank_log import flush_streams, keep_printing
 
 DEFAULT_TIMEOUT_S: Final = 600.0
 """Default of the longest wait for another rank in one collective, in seconds."""
@@ -135,11 +135,12 @@ def report_in_one_message(
 ) -> None:
     """Report an uncaught PhalanxError or Interrupted in one message, without a traceback.
 
-    This sets `sys.excepthook`, unless the program has replaced it.
+    This sets `sys.excepthook`, unless the program has replaced it, and calls `keep_printing`.
 
     Args:
         mistake_of: maps an error of another class to a PhalanxError that explains it, or None.
     """
+    keep_printing()
     if mistake_of is not None:
         _readers[:] = [mistake_of]
     if sys.excepthook is sys.__excepthook__:

@@ -18,6 +18,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -36,6 +37,12 @@ from phalanx.launch.rank import LEAVE, RankInfo, run_rank, socket_folder
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.rank_pipe import RankPipe
 from phalanx.launch.signals import collected, ignored_by_children
+
+SAFE_PATH: Final = "PYTHONSAFEPATH"
+"""Variable by which Python does not import modules of the working folder."""
+
+OURS: Final = "phalanx"
+"""Its value if Phalanx has set it, for the forkserver only."""
 
 Rank = tuple[ForkServerProcess, RankPipe]
 """A process, and the parent's end of the pipe to it."""
@@ -84,7 +91,8 @@ def run_ranks(
     """Run `function(*args)` on each of `num_ranks` new processes that have joined one job.
 
     A process that is itself a rank of a job, as under torchrun, starts no processes: it joins this
-    job, whose ranks must all call this, and runs the function as one of them.
+    job, whose ranks must all call this, and runs the function as one of them. A function or
+    argument that is defined in a notebook runs in this process, as the only rank.
 
     Args:
         function: function importable by name; torch.distributed is initialized when it is called.
@@ -101,7 +109,8 @@ def run_ranks(
 
     Raises:
         ConfigError: an argument cannot be sent to another process, there are fewer GPUs than ranks,
-            or this process is a rank of a job with another number of ranks.
+            this process is a rank of a job with another number of ranks, or several ranks are
+            requested and an argument is defined in a notebook.
         PhalanxError: error of the rank that failed first, if its class is a PhalanxError.
         RankFailed: any other failure, with the traceback of that rank.
         TrainingError: a rank waited in vain for another rank; a rank was silent for `timeout_s`; or
@@ -113,6 +122,17 @@ def run_ranks(
 
         return run_attached(function, num_ranks, args, device=device, timeout_s=timeout_s)
     check_gpus(num_ranks, device)
+    if _is_of_notebook((function, args)):
+        if num_ranks > 1:
+            raise ConfigError(
+                f"the job is defined in a notebook or at a prompt, whose definitions the "
+                f"{num_ranks} processes cannot import; put the job in a .py file and import it, or "
+                "use one process (dp1)"
+            )
+        from phalanx.launch.attach import attach  # which imports this module
+
+        attach({}, device=device, timeout_s=timeout_s)
+        return [function(*args)]
     prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
     with ended_ranks() as (ranks, late):
@@ -125,6 +145,16 @@ def run_ranks(
             results = supervisor.watch()
     supervisor.raise_unheeded(late)
     return results
+
+
+def _is_of_notebook(sent: Any) -> bool:
+    """Return whether new processes would have to import `sent` from a main module without file."""
+    if os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+        return False
+    try:
+        return b"__main__" in pickle.dumps(ByValue(sent))
+    except (pickle.PicklingError, AttributeError, TypeError):  # as of a lambda
+        return True
 
 
 def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
@@ -151,6 +181,9 @@ def prepare_server(*modules: str) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["phalanx.launch.preload", *modules])
+    # `python -c`, as which the forkserver and its resource tracker start, would import modules of
+    # the working folder, which may be a downloaded run. preload.py removes the variable again.
+    had_safe_path = os.environ.setdefault(SAFE_PATH, OURS) != OURS
     try:
         with ignored_by_children():
             forkserver.ensure_running()
@@ -162,6 +195,9 @@ def prepare_server(*modules: str) -> ForkServerContext:
             f"the path of the temporary folder {folder} has {len(folder)} characters, too many for "
             "the sockets by which processes are started; set TMPDIR to a shorter path, such as /tmp"
         ) from None
+    finally:
+        if not had_safe_path:
+            del os.environ[SAFE_PATH]
     return context
 
 

@@ -1,6 +1,7 @@
 """Modules that the forkserver imports once, so that ranks forked from it need not import them."""
 
 import gc
+import os
 import pickle
 import sys
 import traceback
@@ -33,6 +34,8 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 if getattr(sys.modules["__main__"], "__file__", None) is None:  # in the forkserver, not in a rank
+    if os.environ.get("PYTHONSAFEPATH") == "phalanx":  # set by local.py, for this process only
+        del os.environ["PYTHONSAFEPATH"]
     leave_to_parent()  # the parent ends the ranks, and sees their ends, through this process
     garbage.collect_rarely()
     try:

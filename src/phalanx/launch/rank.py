@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import shutil
@@ -21,7 +20,7 @@ from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import describe
 from phalanx.launch.heartbeat import BEAT_S, PULSE
 from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.rank_log import flush, flush_streams
+from phalanx.launch.rank_log import flush, flush_streams, keep_printing
 from phalanx.launch.signals import end_with_server, leave_to_parent
 
 HELPERS_S: Final = 1.0
@@ -121,7 +120,7 @@ def run_rank(
     sys.excepthook = sys.__excepthook__  # replaces the forkserver's, which hides some errors
     leave_to_parent()
     end_with_server()
-    escape_unknown_characters()
+    keep_printing()
     line = ParentPipe(connection, info.sockets)
     # Processes that this rank starts, such as DataLoader workers, use Python's default start
     # method; with the inherited method, forkserver, each would run the script again.
@@ -148,15 +147,6 @@ def run_rank(
         end_children()
     # Tearing down gloo's threads sometimes aborts a process that succeeded.
     os._exit(exit_code)
-
-
-def escape_unknown_characters() -> None:
-    """Make standard output escape characters that its encoding lacks, as standard error does.
-
-    Otherwise printing a folder name with such a character would end the run.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def end_children() -> None:

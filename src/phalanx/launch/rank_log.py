@@ -5,13 +5,20 @@
 
 Errors of other ranks reach the screen too: a rank prints its own error after the block of `kept`,
 and its threads print reports to `screen` meanwhile.
+
+Each process of a job prints through streams that `keep_printing` has opened: output that can no
+longer be written is muted, and the run continues.
 """
 
 from __future__ import annotations
 
+import errno
 import io
+import multiprocessing
 import os
 import re
+import signal
+import stat
 import sys
 import time
 import traceback
@@ -19,6 +26,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TextIO
+
+from typing_extensions import override
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.heartbeat import PULSE
@@ -33,6 +42,63 @@ _ERASES: Final = "\x1b[2K"
 _CODES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 _screen: list[TextIO] = []
+
+LOST_OUTPUT: Final[dict[int, str]] = {}
+"""Descriptors of this process's standard streams that were muted -> the reason."""
+
+
+class _Display(io.FileIO):
+    """An output that mutes itself when it cannot be written, except a pipe without a reader.
+
+    Otherwise a closed terminal, or a full disk under a redirected output, would end the run at its
+    next line. A closed terminal counts as its SIGHUP, which a disowned job does not get.
+    """
+
+    @override
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # see `failure.reader_has_left`
+            raise
+        except OSError as error:
+            LOST_OUTPUT[self.fileno()] = error.strerror or str(error)
+            is_device = stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if error.errno == errno.EIO and is_device:
+                parent = multiprocessing.parent_process()  # of a rank, the process that decides
+                with suppress(OSError):  # the parent has ended
+                    os.kill((parent and parent.pid) or os.getpid(), signal.SIGHUP)
+            return len(memoryview(data).cast("B"))
+
+
+def keep_printing() -> None:
+    """Mute a standard stream of this process once it cannot be written, instead of raising.
+
+    Characters that the encoding of a stream lacks are escaped, as Python does on standard error.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A test or a notebook may have replaced the stream.
+        if type(stream) is io.TextIOWrapper and not stream.closed:
+            buffer: Any = stream.buffer
+            if type(raw := getattr(buffer, "raw", buffer)) is io.FileIO:
+                _print_to(_Display(raw.fileno(), "w", closefd=False), stream)
+
+
+def _print_to(display: _Display, stream: io.TextIOWrapper) -> None:
+    """Make a stream print to `display`; references to the stream, as of loggers, stay valid."""
+    with suppress(OSError):
+        stream.flush()
+    is_buffered = isinstance(stream.buffer, io.BufferedWriter)
+    again: Any = stream.__init__
+    again(
+        io.BufferedWriter(display) if is_buffered else display,
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def screen() -> TextIO:
@@ -113,7 +179,8 @@ def _copied(log: int) -> Generator[None]:
 @contextmanager
 def _diverted(log: int) -> Generator[None]:
     before = [os.dup(number) for number in (1, 2)]
-    _screen.append(os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace"))
+    terminal = io.BufferedWriter(_Display(os.dup(2), "w"))
+    _screen.append(io.TextIOWrapper(terminal, errors="backslashreplace", line_buffering=True))
     flush_streams()
     is_by_line = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.line_buffering
     _by_line(True)  # so that the log of a killed rank is complete

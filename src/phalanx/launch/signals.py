@@ -2,6 +2,8 @@
 
 SIGINT is Ctrl-C; SIGTERM comes from Slurm, Kubernetes and `docker stop`; SIGHUP comes from a
 terminal that is closed. A signal that is already ignored, as SIGHUP under nohup, stays ignored.
+A SIGHUP is never the second signal, which ends a run at once: the kernel, the shell, and each
+process that prints report one closed terminal.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ def raised() -> Generator[None]:
 def collected() -> Generator[list[int]]:
     """Yield a list that collects the ENDING signals that arrive inside, with no other effect."""
     signals: list[int] = []
-    with _handled(lambda signum, _: signals.append(signum)):
+
+    def collect(signum: int, frame: FrameType | None) -> None:
+        del frame
+        if signum != signal.SIGHUP or not signals:
+            signals.append(signum)
+
+    with _handled(collect):
         yield signals
 
 
@@ -90,7 +98,7 @@ def request(ask: Callable[[int], None]) -> None:
     def first(signum: int, frame: FrameType | None) -> None:
         del frame
         for each in taken:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, _do_nothing if each == signal.SIGHUP else signal.SIG_DFL)
         ask(signum)
 
     if threading.current_thread() is threading.main_thread():  # no other thread may set handlers

@@ -168,8 +168,9 @@ class _Stopping:
         if signum not in ENDING or (self.watch is not None and self.watch.is_torn_down()):
             return
         now_s, name = time.monotonic(), signal.Signals(signum).name
-        if self._asked_s is not None and now_s - self._asked_s < TOGETHER_S:
-            return
+        if self._asked_s is not None:
+            if signum == signal.SIGHUP or now_s - self._asked_s < TOGETHER_S:
+                return
         if self._asked_s is None and PULSE.handles_stop:
             self._asked_s, PULSE.stop_signal = now_s, signum
             self._report(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from phalanx.checkpoint.encoding import encoded
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.moments import CombinedOptimizer
 from phalanx.checkpoint.position import ScriptPosition
-from phalanx.checkpoint.registered import Registered, SplitState
+from phalanx.checkpoint.registered import Registered, SplitState, unchanged_on_error
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.together import all_or_none, on_first_rank
@@ -46,10 +47,11 @@ def begin(saver: Saver, loop: LoopObjects, strategy: str, steps_done: int, **mor
     """Start saving, and return the folder of the checkpoint; every rank calls this together.
 
     It replaces a checkpoint of the same step. If the state of an optimizer, a schedule or a
-    registered object cannot be stored, only the weights are saved. `more` are manifest fields.
+    registered object cannot be stored, only the weights are saved, in a folder that no resume
+    reads. `more` are manifest fields.
 
     Raises:
-        CheckpointError: the previous save failed, or this checkpoint has only the weights.
+        CheckpointError: the previous save failed, or only the weights are saved.
     """
     final = manifest.folder_of(saver.run, steps_done)
     together = CombinedOptimizer(loop.optimizers)
@@ -79,7 +81,9 @@ def begin(saver: Saver, loop: LoopObjects, strategy: str, steps_done: int, **mor
         saver.begin(loop.model, CombinedOptimizer([]), about, replaces=True)
         saver.finish()
         raise CheckpointError(
-            f"{error}; only the weights are saved there, and run.load_state_dict loads them"
+            f"{error}; only the weights are saved, and run.load_state_dict loads them from "
+            f"{manifest.folder_of(saver.run, steps_done, 'weights')}"
+            f"{manifest.older_checkpoints_hint(final)}"
         ) from error
     loop.registered.warn_if_ranks_differ(parts)
     whole = dataclasses.replace(about, script=script, registered=parts.plain)
@@ -108,13 +112,17 @@ def free_folder(folder: Path) -> Path:
 
     def find() -> Path:
         names = itertools.chain([folder], (Path(f"{folder}-{n}") for n in itertools.count(2)))
-        return next(name for name in names if not manifest.complete_checkpoints(name))
+        return next(
+            name
+            for name in names
+            if not manifest.complete_checkpoints(name) and not (name / manifest.NAME).exists()
+        )
 
     return on_first_rank(find, f"cannot save in {folder}")
 
 
 def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
-    """Load the latest checkpoint in `folder` into `loop`; every rank calls this together.
+    """Load the checkpoint that `folder` names into `loop`; every rank calls this together.
 
     Returns:
         The checkpoint's folder and manifest; None if there is no checkpoint.
@@ -131,20 +139,23 @@ def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
     registered = about.registered or script.registered
     _check_counts(where, script, loop)
     draws = from_text(script.draws)
-    for optimizer, groups in zip(loop.optimizers, script.groups, strict=True):
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            load_settings(optimizer, group, settings)
     together, objects = CombinedOptimizer(loop.optimizers), loop.registered
-    tensors = state.load(
-        where, loop.model, together, lambda index: objects.empty_tensors(registered, index)
-    )
+    with unchanged_on_error([*loop.schedulers, *objects.objects], together.param_groups):
+        for optimizer, groups in zip(loop.optimizers, script.groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                load_settings(optimizer, group, settings)
+
+        def take(tensors: Mapping[str, Tensor]) -> None:
+            for scheduler, saved in zip(loop.schedulers, script.schedulers, strict=True):
+                load_scheduler(scheduler, saved)
+            objects.load(registered, tensors)
+
+        room = functools.partial(objects.empty_tensors, registered)
+        state.load(where, loop.model, together, room, take)
     for optimizer in loop.optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter in together.state:
                 optimizer.state[parameter] = together.state[parameter]
-    for scheduler, saved in zip(loop.schedulers, script.schedulers, strict=True):
-        load_scheduler(scheduler, saved)
-    objects.load(registered, tensors)
     loop.generator.state = draws
     for loader, stood in zip(loop.loaders, script.loaders, strict=True):
         loader.set_state(stood)
@@ -152,19 +163,18 @@ def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
 
 
 def _latest(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return the latest checkpoint that a script can resume, or None."""
-    found = manifest.complete_checkpoints(folder)
-    if not found:
+    """Return the checkpoint that `folder` names, or the latest of the run; None in a new run."""
+    is_new = manifest.run_folder(folder) == folder and not (folder / manifest.NAME).exists()
+    if is_new and not manifest.complete_checkpoints(folder):
         return None
-    where = found[max(found)]
-    about = manifest.read(where)
-    if about.script is None:
-        raise CheckpointError(f"{where} was saved by `phalanx train`; resume it by --resume")
+    where, about = manifest.find_and_read(folder)
     if not about.has_optimizer:
         raise CheckpointError(
             f"{where} contains only the weights; start a new run and load them by "
-            "run.load_state_dict"
+            f"run.load_state_dict{manifest.older_checkpoints_hint(where)}"
         )
+    if about.script is None:
+        raise CheckpointError(f"{where} was saved by `phalanx train`; resume it by --resume")
     return where, about
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.saver import Saver
@@ -38,12 +39,13 @@ class Saves:
         """Save a checkpoint, see `Run.save`."""
         prepared = self._prepared
         check_arguments("save", keep=keep)
-        (model, step), wanted = prepared.require_model("save"), _folder_of("save", folder)
+        (model, step), path = prepared.require_model("save"), _folder_of("save", folder)
         # First, because later checks use collectives that a rank which skipped a step may not call.
         prepared.check_replicas("save")
         step.refuse_unused()
         prepared.refuse_average("save")
         prepared.warn_of_schedules(list(self.registered.objects))
+        wanted = on_first_rank(partial(manifest.run_folder, path), f"cannot save in {path}")
         saver = self._savers.get(self._folders.get(wanted, wanted)) or self._claim(wanted)
         saver.keep = keep
         with PULSE.doing(f"the checkpoint after step {step.steps_done}"):
@@ -74,26 +76,29 @@ class Saves:
         self._folders[wanted], self._savers[here] = here, saver
         if here != wanted:
             self._show(
-                f"{wanted} holds checkpoints of another run, so this run saves in {here}; to "
-                "continue the other run, call run.resume first"
+                f"{wanted} holds checkpoints of another run, or later than the resumed one, so "
+                f"this run saves in {here}; to continue the other run, call run.resume first"
             )
         return saver
 
     def resume(self, folder: str | Path) -> bool:
-        """Load the latest checkpoint in a folder, see `Run.resume`."""
+        """Load the checkpoint that a folder names, see `Run.resume`."""
         prepared = self._prepared
         model, step = prepared.require_model("resume")
-        found = checkpoint.load(_folder_of("resume", folder), self._loop(model))
+        path = _folder_of("resume", folder)
+        found = checkpoint.load(path, self._loop(model))
         self.registered.is_closed = True
         if found is None:
             self._show(f"no checkpoint in {folder} yet: starts from scratch")
             return False
-        self._folders[Path(folder)] = Path(folder)
         where, about = found
-        self._starts[Path(folder)] = Checkpoint(where, about)
+        run = manifest.run_folder(path)
+        found = on_first_rank(lambda: manifest.complete_checkpoints(run), f"cannot resume {run}")
+        if is_last := max(found, default=0) == about.steps_done:
+            self._folders[run], self._starts[run] = run, Checkpoint(where, about)
         step.steps_done = about.steps_done
         step.reset()
-        _note_position(Path(folder), where)
+        _note_position(run if is_last else where, where)
         self._show(f"resumes from {where}, after step {step.steps_done}")
         return True
 

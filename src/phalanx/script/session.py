@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from phalanx.checkpoint import manifest
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.state import state_of
 from phalanx.comm.comm import Ranks
@@ -85,7 +86,8 @@ class ModuleSession(Session):
         """Build and split the model, and load the checkpoint if the run is resumed."""
         check_same_job(trainer, strategy, options)
         # Use the first rank's folder, because a name with the time may differ between ranks.
-        self.out = on_first_rank(lambda: options.out, f"cannot write to {options.out}")
+        self.out = on_first_rank(lambda: options.folder, f"cannot write to {options.out}")
+        self._given = on_first_rank(lambda: options.out, "cannot resume")
         self.trainer, self.strategy, self.config = trainer, strategy, options
         self.unit = trainer.unit
         self._command, self._choice, self._is_resumed = command, choice, options.resume
@@ -248,10 +250,13 @@ class ModuleSession(Session):
         )
 
     def _resume(self) -> None:
-        found = checkpoint.load(self.out, self._loop)
+        path = self._given
+        found = checkpoint.load(path, self._loop)
         if found is None:
-            raise CheckpointError(f"cannot resume from {self.out}: there is no checkpoint in it")
+            raise CheckpointError(f"cannot resume from {path}: there is no checkpoint in it")
         folder, about = found
+        start = manifest.Checkpoint(folder, about)
+        on_first_rank(lambda: check_unused(self.out, start), f"cannot resume from {path}")
         self.step.steps_done = about.steps_done
         self._resumed = [_words_of_resuming(folder, about.strategy, str(self.strategy))]
         if about.scaler is not None:

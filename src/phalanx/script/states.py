@@ -71,7 +71,7 @@ def load_settings(
             raise ValueError("it has no 'lr'")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         _check_taken(optimizer, group, settings)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"the saved settings do not fit {what}: {brief(error, 200)}; make the same optimizer"
         ) from error
@@ -99,6 +99,8 @@ def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         count = saved.get(name)
         if name in own and not (type(count) is int and -1 <= count < 1 << 62):
             raise ValueError(f"its {name} is {brief(count)}, expected a count of steps")
+    if saved.get("last_epoch", 0) > saved.get("total_steps", math.inf):
+        raise ValueError(f"its last_epoch {saved['last_epoch']} is above its total_steps")
     for name, value in own.items():
         if name in saved:
             _check_alike(value, saved[name], brief(name))
@@ -113,7 +115,7 @@ def _check_alike(own: Any, saved: Any, what: str, *, is_setting: bool = False) -
     if not _is_alike(own, saved, is_setting):
         raise ValueError(f"{what} is {brief(saved)}, and this run has {brief(own)}")
     match own, saved:
-        case list(), list():
+        case list() | tuple(), list() | tuple():  # earlier versions saved tuples as lists
             pairs = zip(cast("list[Any]", own), cast("list[Any]", saved), strict=False)
             for number, (mine, theirs) in enumerate(pairs):
                 _check_alike(mine, theirs, f"{what}[{number}]", is_setting=is_setting)
@@ -140,7 +142,7 @@ def _is_alike(own: Any, saved: Any, is_setting: bool) -> bool:
     if isinstance(own, int | float):
         is_finite = isinstance(saved, int | float) and math.isfinite(saved)
         return is_finite or (isinstance(saved, float) and not math.isfinite(own))
-    if isinstance(own, list) and isinstance(saved, list):
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple):
         items = cast("list[Any]", own)
         is_fixed = is_setting or any(isinstance(each, dict) for each in items)
         return len(items) == len(cast("list[Any]", saved)) or not is_fixed

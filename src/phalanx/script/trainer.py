@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from torch import nn
@@ -36,9 +36,9 @@ from phalanx.script.checks import check_data, check_objective, check_settings
 from phalanx.script.session import resume_text, train_module
 from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
-from phalanx.train.callback import Callback, Log
+from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import choose_device
-from phalanx.train.job.run_folder import removed_if_refused
+from phalanx.train.job.run_folder import removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
@@ -59,8 +59,8 @@ class Options(RunConfig):
     """Options of a trainer's run, such as its folder; see `phalanx train --script --help`.
 
     Attributes:
-        out: folder of records and checkpoints.
-        resume: whether to resume from the latest checkpoint in `out`.
+        out: folder of records and checkpoints; to resume, also one of its checkpoints.
+        resume: whether to resume from the checkpoint that `out` names, by default the latest.
         device: device to compute on; "auto" is resolved to "cpu" or "cuda".
     """
 
@@ -68,10 +68,16 @@ class Options(RunConfig):
     resume: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.out, str):  # accepted in place of a Path
-            object.__setattr__(self, "out", Path(self.out))
+        if not isinstance(cast(Any, self.out), str | Path) or not str(self.out):
+            raise ConfigError(f"phalanx.Options: out is {self.out!r}; expected a folder")
+        object.__setattr__(self, "out", Path(self.out))  # from text, too
         check_settings(self)
         object.__setattr__(self, "device", choose_device(self.device)[0])
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run: `out`, or the run of the checkpoint `out` to resume from."""
+        return resumed_folder(self.out) if self.resume else self.out
 
 
 @dataclass(frozen=True)
@@ -152,16 +158,23 @@ class Trainer:
         on why the strategy was chosen.
         """
         options = options or Options(out=Path("runs") / "job")
+        for value, kind in ((options, Options), (strategy, str | Strategy)):
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"Trainer.train: {value!r} is a {type(value).__name__}; expected a strategy, "
+                    "such as 'dp2', and phalanx.Options(...)"
+                )
         if strategy == AUTO:
             resume = str(options.out) if options.resume else None
             asked = JobConfig(strategy=AUTO, device=options.device, resume=resume)
             strategy, choice = chosen(self, "phalanx.Trainer", asked)
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         refuse_servers(parsed, "a Trainer")
-        advice = functools.partial(how_to_resume, options.out, resume_text(options.out, command))
+        out = options.folder
+        advice = functools.partial(how_to_resume, out, resume_text(out, command))
         args = (parsed.num_ranks, self, parsed, options, command, (*choice,))
-        is_new = read_rank_env().rank == 0 and not options.out.exists()
-        with removed_if_refused(options.out, is_new=is_new):
+        is_new = read_rank_env().rank == 0 and not out.exists()
+        with removed_if_refused(out, is_new=is_new):
             return summary_of(train_module, *args, config=options, advice=advice)
 
     def verify(
@@ -200,6 +213,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        Callbacks(self.callbacks, self.log).check()
         if isinstance(self.build, nn.Module):
             check_build("phalanx.Trainer", self.build)
         check_objective(self.objective)

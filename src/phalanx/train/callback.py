@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -53,6 +53,10 @@ class Callbacks:
         Raises:
             ConfigError: a callback is not a `Callback`, or the logger is not callable.
         """
+        if not isinstance(cast(Any, self.callbacks), Mapping) or any(
+            not isinstance(cast(Any, name), str) for name in self.callbacks
+        ):
+            raise ConfigError(f"callbacks: {self.callbacks!r}; expected a dict by name")
         for name, callback in self.callbacks.items():
             if not isinstance(callback, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(

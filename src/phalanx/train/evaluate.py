@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm.together import gather_objects
+from phalanx.errors import ConfigError
 from phalanx.train.notice import notice_if_slow
 
 if TYPE_CHECKING:
@@ -86,6 +87,12 @@ class _Metrics:
         for name, found in self._sums_of(session.step.model, batch).items():
             pair = found if isinstance(found, tuple) else (found, objective.num_valid(batch))
             pair = [torch.as_tensor(each).detach().to(device, torch.float64) for each in pair]
+            if name == "loss" or any(each.ndim for each in pair):
+                sizes = [list(each.shape) for each in pair]
+                raise ConfigError(
+                    f"metric_sums: {name} has a sum and a count of the shapes {sizes}; expected "
+                    "two numbers of each metric, and no metric named loss"
+                )
             zeros = torch.zeros(2, dtype=torch.float64, device=device)
             self._totals[name] = self._totals.get(name, zeros) + torch.stack(pair)
         return torch.zeros((), device=device)

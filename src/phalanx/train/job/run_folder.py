@@ -43,16 +43,23 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
     if config.out is not None:
         return Path(config.out)
     if config.resume is not None:
-        path = Path(config.resume)
-        if not (path / manifest.NAME).exists():
-            return path
-        if (run := manifest.run_of(path)) is None:
-            raise ConfigError(
-                f"resume is {path}, a checkpoint outside the folder of its run; give the folder in "
-                "which to resume by --out"
-            )
-        return run
+        return resumed_folder(Path(config.resume))
     return new_folder(name, strategy)
+
+
+def resumed_folder(path: Path) -> Path:
+    """Return the folder of the run to resume, which `path` names, see `manifest.run_folder`.
+
+    Raises:
+        ConfigError: `path` is a checkpoint that is not in a run folder.
+    """
+    run = manifest.run_folder(path)
+    if run == path and (path / manifest.NAME).exists():
+        raise ConfigError(
+            f"resume is {path}, a checkpoint outside the folder of its run; give the folder in "
+            "which to resume by --out"
+        )
+    return run
 
 
 def new_folder(name: str, strategy: Strategy) -> Path:
