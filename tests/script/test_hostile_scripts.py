@@ -177,7 +177,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "lr text": (section("groups.0.0.lr", "x"), "'lr' is 'x', and this run has 0.0"),
     "lr -1": (section("groups.0.0.lr", -1), "lr is -1, expected at least 0"),
     "lr inf": (section("groups.0.0.lr", float("inf")), "'lr' is inf, and this run has"),
-    "betas": (section("groups.0.0.betas", [0.9]), "'betas' is [0.9], and this run has [0.9, "),
+    "betas": (section("groups.0.0.betas", [0.9]), "'betas' is [0.9], and this run has (0.9, "),
     "amsgrad": (section("groups.0.1.amsgrad", 1), "'amsgrad' is 1, and this run has True"),
     "another entry": (section("more", 1), "has the unknown entry 'more'"),
     "a moment renamed": (

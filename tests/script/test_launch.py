@@ -85,7 +85,7 @@ if sys.argv[1:] == ["module"]:
     ("network", r"rank 1 failed first:\n(.*\n)*RuntimeError: NoEndpoint: Connection refused"),
     ("long", r"^rank \d failed first:\n(?=(.|\n){20000,21000}$)(.*\n)*ValueError: beginx{5000}"),
     ("exit", r"script.py ended by sys.exit: exit code 7"),
-    ("twice", r"remove dist.init_process_group from the script"),
+    ("twice", r"initialized the process group already; remove the call"),
     ("mistake", r"^clip: no model is prepared.*\nat .*script.py:18$"),
     ("module", r"script.py needs the module 'no_such_module', which this Python.*\nat .*py:20$"),
 ])  # fmt: skip

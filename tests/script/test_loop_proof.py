@@ -76,7 +76,7 @@ def test_a_loop_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_script_that_is_refused_on_several_ranks_alone_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_ranks(_function: Any, num_ranks: int, *_: Any) -> list[History]:
+    def run_ranks(_function: Any, num_ranks: int, *_: Any, **_options: Any) -> list[History]:
         if num_ranks > 1:
             raise ScriptError("0.weight differs on rank 1")
         return [History(records={0: {}})]

@@ -161,7 +161,7 @@ def with_a_warm_up() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     model, optimizer, loader = run.prepare(*parts(), batch_norm="global")
     average, states = run.average(0.4, warmup=True, buffers=True), list[dict[str, Tensor]]()
     for x, y in loader:
-        run.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+        run.backward(mean_of_rows=cross_entropy(model(x), y), count=len(y))
         optimizer.step()
         average.update()
         states.append(run.state_dict())

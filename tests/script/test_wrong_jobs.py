@@ -33,7 +33,7 @@ def test_what_a_trainer_is_told_is_checked_at_once(case: str) -> None:
     ({"threads": 10**9}, "the nearest is 4096"),
     ({"timeout_s": 1e300}, "the nearest is 1000000"),
     ({"timeout_s": 0.0}, "timeout_s is 0.0; expected more than 0"),
-    ({"out": 3}, "out is 3; expected a path"),
+    ({"out": 3}, "out is 3; expected a folder"),
 ])  # fmt: skip
 def test_options_are_checked_at_once(option: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):

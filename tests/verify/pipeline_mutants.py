@@ -172,6 +172,17 @@ def _without_weights_of_one(right: Any) -> Any:
     return wrong
 
 
+def _unrefused(right: Any) -> Any:
+    """Drop the unreduced gradients, which `finish` would refuse."""
+
+    def finish(self: ShardedReducer, *args: Any) -> None:
+        for gathered in self._gathered:
+            gathered.grad = None
+        right(self, *args)
+
+    return finish
+
+
 def _last_unreduced(right: Any) -> Any:
     """FSDP2 keeps what it should reduce of the last microbatch."""
 
@@ -251,7 +262,10 @@ OF_STAGES: dict[str, dict[str, Mutant]] = {
 OF_STAGES_SPLIT: dict[str, dict[str, Mutant]] = {
     "pp2,fsdp2": {
         "shares of the last microbatch that are not reduced": (
-            "llama", [(ShardedReducer, "before_backward", _last_unreduced)],
+            "llama", [
+                (ShardedReducer, "before_backward", _last_unreduced),
+                (ShardedReducer, "finish", _unrefused),
+            ],
             "norm", "in the sum over ranks or microbatches",
         ),
     },

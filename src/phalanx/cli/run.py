@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
     from phalanx.launch.local import prepare_server, run_ranks
 
     prepare_server("phalanx.script.loop_proof")
-    from phalanx import __version__
+    import phalanx
     from phalanx.data.cache import cache_folder, fingerprint
     from phalanx.launch.failure import report
     from phalanx.script.init import refuse_in_own_loop
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
     text = path.read_bytes()
     # A script that does not name phalanx trains by other means, each time at full length.
     is_due = config.proof and strategy.num_ranks > 1 and b"phalanx" in text
-    proved = cache_folder(None) / "proved" / fingerprint(text, strategy, __version__)
+    proved = cache_folder(None) / "proved" / fingerprint(text, strategy, phalanx.__version__)
     if is_due and device != "cpu":
         report(
             "not proved: one process would need a GPU of its own; compare on CPUs by: "
@@ -90,8 +90,8 @@ def run(argv: list[str]) -> int:
             proved.parent.mkdir(parents=True, exist_ok=True)
             proved.touch()
     else:
-        told = (str(path), own, config.strategy)
-        ends = run_ranks(run_script, strategy.num_ranks, *told, **options)
+        given = (str(path), own, config.strategy)
+        ends = run_ranks(run_script, strategy.num_ranks, *given, **options)
     if any(signum for signum, _ in ends):
         raise Interrupted(*max(ends))
     return 0

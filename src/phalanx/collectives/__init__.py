@@ -157,11 +157,13 @@ def all_reduce(tensor: Tensor, op: Op = "sum", **how: Unpack[How]) -> Collective
 def all_gather(output: Tensor, shard: Tensor, **how: Unpack[How]) -> Collective | None:
     """Fill `output`, as large as P shards for P ranks, with the shards in rank order."""
 
-    def prepare(group: dist.ProcessGroup) -> Prepared:
+    def prepare(group: dist.ProcessGroup) -> PreparedCall:
         rows = _rows("all_gather", output, shard, group)
         _check_output("all_gather", output)
         rows[group.rank()].copy_(shard.detach().reshape(-1))
-        return Prepared(FlatChunks(rows.view(-1), len(rows)), shard, lambda: _store(rows, output))
+        return PreparedCall(
+            FlatChunks(rows.view(-1), len(rows)), shard, lambda: _store(rows, output)
+        )
 
     return _run("all-gather", how, prepare)
 
@@ -171,7 +173,7 @@ def reduce_scatter(
 ) -> Collective | None:
     """Set `output` to this rank's shard, 1/P, of the reduced `full`; `full` is not modified."""
 
-    def prepare(group: dist.ProcessGroup) -> Prepared:
+    def prepare(group: dist.ProcessGroup) -> PreparedCall:
         name = _name_of(op)
         combine = combine_of(name, _checked("reduce_scatter", full).dtype)
         rows = _rows("reduce_scatter", full, output, group)
@@ -181,7 +183,7 @@ def reduce_scatter(
         def finish() -> None:
             _store(_divided(rows[group.rank()], name, len(rows)), output)
 
-        return Prepared(FlatChunks(rows.view(-1), len(rows)), output, finish, combine, name)
+        return PreparedCall(FlatChunks(rows.view(-1), len(rows)), output, finish, combine, name)
 
     return _run("reduce-scatter", how, prepare)
 
@@ -191,12 +193,12 @@ def gather(
 ) -> Collective | None:
     """Fill the root's `output` with all shards in rank order; it is None on other ranks."""
 
-    def prepare(group: dist.ProcessGroup) -> Prepared:
+    def prepare(group: dist.ProcessGroup) -> PreparedCall:
         full = _of_root("gather", output, shard, root, group)
         rows = _rows("gather", full, shard, group)
         _check_output("gather", full)
         rows[group.rank()].copy_(shard.detach().reshape(-1))
-        return Prepared(FlatChunks(rows.view(-1), len(rows)), shard, lambda: _store(rows, full))
+        return PreparedCall(FlatChunks(rows.view(-1), len(rows)), shard, lambda: _store(rows, full))
 
     return _run("gather", how, prepare, root)
 
@@ -206,11 +208,11 @@ def scatter(
 ) -> Collective | None:
     """Set each rank's `output` to its shard of the root's `full`, which is None on other ranks."""
 
-    def prepare(group: dist.ProcessGroup) -> Prepared:
+    def prepare(group: dist.ProcessGroup) -> PreparedCall:
         rows = _rows("scatter", _of_root("scatter", full, output, root, group), output, group)
         _check_output("scatter", output)
         held = FlatChunks(rows.view(-1), len(rows))
-        return Prepared(held, output, lambda: _store(rows[group.rank()], output))
+        return PreparedCall(held, output, lambda: _store(rows[group.rank()], output))
 
     return _run("scatter", how, prepare, root)
 
@@ -221,7 +223,7 @@ def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective 
     The first dimension of both has one row for each rank, and their memory must not overlap.
     """
 
-    def prepare(group: dist.ProcessGroup) -> Prepared:
+    def prepare(group: dist.ProcessGroup) -> PreparedCall:
         for tensor in (output, given):
             _checked("all_to_all", tensor)
         is_alike = (given.shape, given.dtype) == (output.shape, output.dtype)
@@ -239,7 +241,7 @@ def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective 
             )
         rows = into.view(group.size(), -1) if into.numel() else into.view(group.size(), 0)
         held = AllToAllChunks(sent.view(rows.shape), rows, group.rank())
-        return Prepared(held, output, lambda: _store(rows, output))
+        return PreparedCall(held, output, lambda: _store(rows, output))
 
     return _run("all-to-all", how, prepare)
 
@@ -247,10 +249,10 @@ def all_to_all(output: Tensor, given: Tensor, **how: Unpack[How]) -> Collective 
 def barrier(**how: Unpack[How]) -> Collective | None:
     """Wait until every rank of the group has called this."""
 
-    def prepare(group: dist.ProcessGroup) -> Prepared:
+    def prepare(group: dist.ProcessGroup) -> PreparedCall:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         tokens = torch.zeros(group.size(), dtype=torch.uint8, device=device)
-        return Prepared(FlatChunks(tokens, group.size()), tokens)
+        return PreparedCall(FlatChunks(tokens, group.size()), tokens)
 
     return _run("barrier", how, prepare)
 
@@ -258,7 +260,7 @@ def barrier(**how: Unpack[How]) -> Collective | None:
 def _in_place(collective: str, tensor: Tensor, op: Op, root: int, how: How) -> Collective | None:
     """Run a collective that modifies `tensor`, whose pieces are the chunks."""
 
-    def prepare(group: dist.ProcessGroup) -> Prepared:
+    def prepare(group: dist.ProcessGroup) -> PreparedCall:
         _check_output(collective, tensor)
         name = _name_of(op)
         combine = combine_of(name, tensor.dtype) if name else torch.add
@@ -267,13 +269,13 @@ def _in_place(collective: str, tensor: Tensor, op: Op, root: int, how: How) -> C
         def finish() -> None:
             _store(_divided(flat, name, group.size()), tensor)
 
-        return Prepared(FlatChunks(flat, group.size()), tensor, finish, combine, name)
+        return PreparedCall(FlatChunks(flat, group.size()), tensor, finish, combine, name)
 
     return _run(collective, how, prepare, root)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """What one rank brings into a collective.
 
     Attributes:
@@ -292,7 +294,7 @@ class Prepared:
 
 
 def _run(
-    collective: str, how: How, prepare: Callable[[dist.ProcessGroup], Prepared], root: int = 0
+    collective: str, how: How, prepare: Callable[[dist.ProcessGroup], PreparedCall], root: int = 0
 ) -> Collective | None:
     """Start a collective; complete it unless it is asynchronous.
 

@@ -54,7 +54,7 @@ def current_wait(thread: int) -> Wait | None:
 
 @contextmanager
 def declared(*, is_limited: bool) -> Generator[None]:
-    """Declare that this thread waits inside the block, or function; an outer wait goes on."""
+    """Declare that this thread waits inside the block or function; an outer wait resumes after."""
     thread = threading.get_ident()
     if thread in _WAITS:
         yield

@@ -154,7 +154,7 @@ def _is_of_notebook(sent: Any) -> bool:
     try:
         return b"__main__" in pickle.dumps(ByValue(sent))
     except (pickle.PicklingError, AttributeError, TypeError):  # as of a lambda
-        return True
+        return "ipykernel" in sys.modules or hasattr(sys, "ps1")
 
 
 def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:

@@ -101,6 +101,7 @@ class RankLoader:
         on_batch: Callable[[RankLoader, Any], None] | None = None,
         pieces: int = 1,
         has_spares: bool = False,
+        deals_unevenly: bool = False,
     ) -> None:
         """Split the batches over the data ranks of `comm`; call `on_batch` with each batch.
 
@@ -124,7 +125,7 @@ class RankLoader:
         self._has_spares = has_spares
         self._comm = comm
         self._generator = generator
-        self._on_batch = on_batch
+        self._on_batch, self._deals_unevenly = on_batch, deals_unevenly
         self._pieces = pieces
         self._first_row = self._num_rows = self._begin = 0
         self._last_own: list[range] = []
@@ -339,7 +340,7 @@ class RankLoader:
     def _own(self, rows: range) -> list[range]:
         """Return this rank's rows of each piece of the batch with the rows `rows`."""
         at = self._first_row + rows.start
-        is_second = self._on_batch is not None and at == (self.plain.batch_size or len(rows)) > 0
+        is_second = self._deals_unevenly and at == (self.plain.batch_size or len(rows)) > 0
         is_second = is_second and not self._is_whole  # workers cut such batches, by their length
         ranks = self._comm.coord("data"), self._comm.size("data")
         return shard_rows(rows, *ranks, self._pieces, is_uneven=is_second)
@@ -395,7 +396,8 @@ def compute_spare_row(model: nn.Module, last: Callable[[], RankLoader | None]) -
         spares = [] if (loader := last()) is None else loader.spares
         known = (spare for given, spare in spares if given is tensor)
         # Ones in place of what the script has made of the batch: an index, a mask that keeps all.
-        return next(known, tensor.new_ones((1, *tensor.shape[1:])))
+        row = next(known, tensor.new_ones((1, *tensor.shape[1:])))
+        return torch.cat([tensor, row]) if tensor.requires_grad else row  # with its graph
 
     def before(_model: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal is_replaced

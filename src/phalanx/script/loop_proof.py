@@ -64,7 +64,7 @@ _LIMITS: Final = {
 """Largest relative error of a gradient or loss computed in a type.
 
 A step of rounding differs by about 1e-6 in float32. But a ReLU or a maximum of pooling whose input
-rounds to the other side moves a gradient by the share of one position.
+rounds to the other side moves a gradient by the part of one position.
 """
 
 _NOISE: Final = 1e-2
@@ -81,7 +81,7 @@ _WITHOUT: Final = "phalanx run --no-proof runs the script without this compariso
 _VERDICT: Final = "verdict"
 
 
-class _Step(NamedTuple):
+class _Record(NamedTuple):
     """What a rank records at one place of a step.
 
     Attributes:
@@ -192,15 +192,15 @@ def run_proved(
         def ended(code: int | None) -> None:
             verdict, why = proof.verdict(code)
             if verdict is not None and not verdict.is_equal:
-                told = [verdict.headline(), *verdict.replicas[:1], _WITHOUT]
-                raise TrainingError("\n".join(told))
+                lines = [verdict.headline(), *verdict.replicas[:1], _WITHOUT]
+                raise TrainingError("\n".join(lines))
             is_proved.append(verdict is not None)
             report(_sentence(verdict) if verdict is not None else f"not proved: {why}")
 
-        told = (path, words, given, proof)
+        arguments = (path, words, given, proof)
         ends = run_ranks(
-            _run_recorded, strategy.num_ranks, *told,
-            beside=Beside(_run_alone, told, ended), **options,
+            _run_recorded, strategy.num_ranks, *arguments,
+            beside=Beside(_run_alone, arguments, ended), **options,
         )  # fmt: skip
     return ends, is_proved == [True]
 
@@ -217,7 +217,7 @@ def _run_recorded(path: str, words: list[str], given: str | None, proof: _Proof)
     rank = int(os.environ["RANK"])
     numbers = iter(range(1 << 62))
 
-    def deliver(step: _Step, _: object) -> None:
+    def deliver(step: _Record, _: object) -> None:
         proof.put(f"{next(numbers)}.{rank}", step)
 
     def wait(number: int) -> None:
@@ -288,7 +288,7 @@ class _Recorder:
         self,
         proof: _Proof,
         at: Whereabouts,
-        deliver: Callable[[_Step, _Recorder], None],
+        deliver: Callable[[_Record, _Recorder], None],
         reach_save: Callable[[int], None],
     ) -> None:
         """Call `deliver` with each record, and `reach_save` with the number of a call to save."""
@@ -308,14 +308,14 @@ class _Recorder:
         self._run: Any = run
         self._run.backward = functools.partial(self._backward, run.backward)
         self._run.prepare = functools.partial(self._prepare, run.prepare)
-        run.may_save = self._may_save
+        self._run._may_save = self._may_save
         self._run._prepared.reading.note = functools.partial(
             self._note, self._run._prepared.reading.note
         )
         if self.proof.is_wide:
             self._run.resume = _unresumed
         if self.is_alone:
-            run.is_mute = True
+            self._run._is_mute = True
 
     def end(self) -> None:
         """Record that the script has ended."""
@@ -433,7 +433,7 @@ class _Recorder:
         step = self._step if place == "gradients" else self._step - 1
         if place == "prepared":
             step = 0
-        self._deliver(_Step(step, place, numbers, shards, bits, self._rows, _states()), self)
+        self._deliver(_Record(step, place, numbers, shards, bits, self._rows, _states()), self)
 
 
 class _Judge:
@@ -442,12 +442,12 @@ class _Judge:
     def __init__(self, proof: _Proof) -> None:
         self._proof = proof
         self._number = 0
-        self._first: tuple[_Step, _Step] | None = None
+        self._first: tuple[_Record, _Record] | None = None
         self.differences: list[Difference] = []
 
-    def compare(self, mine: _Step, recorder: _Recorder) -> None:
+    def compare(self, mine: _Record, recorder: _Recorder) -> None:
         """Compare a record with the ranks' records, take over gradients; raise if it is the end."""
-        ranks: list[_Step] = [
+        ranks: list[_Record] = [
             self._proof.get(f"{self._number}.{rank}")
             for rank in range(self._proof.strategy.num_ranks)
         ]
@@ -483,8 +483,8 @@ class _Judge:
 
     def _compared(
         self,
-        mine: _Step,
-        first: _Step,
+        mine: _Record,
+        first: _Record,
         ours: dict[str, dict[str, Tensor]],
         due: dict[str, dict[str, Tensor]],
         dtype: torch.dtype,
@@ -508,7 +508,7 @@ class _Judge:
             found.append(dataclasses.replace(row, limit=limit))
         return found
 
-    def _problems(self, mine: _Step, ranks: Sequence[_Step]) -> list[Place]:
+    def _problems(self, mine: _Record, ranks: Sequence[_Record]) -> list[Place]:
         """Return faults other than numbers: other steps than one process's, or other rows."""
         for rank, theirs in enumerate(ranks):
             if theirs.place == mine.place:
@@ -530,7 +530,7 @@ class _Judge:
         return []
 
     def _refuse_irreproducible(
-        self, mine: _Step, ranks: Sequence[_Step], recorder: _Recorder
+        self, mine: _Record, ranks: Sequence[_Record], recorder: _Recorder
     ) -> None:
         """Conclude without a verdict if each start of the script computes other numbers."""
         theirs, own = self._first or (ranks[0], mine)

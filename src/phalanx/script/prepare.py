@@ -207,7 +207,10 @@ class Prepared:
         if isinstance(each, torch.optim.Optimizer):
             self._take_optimizer(each)
         elif isinstance(each, DataLoader):
-            self.loaders.append(RankLoader(each, self._comm, self.generator, self._note))
+            trains = self._model is not None
+            self.loaders.append(
+                RankLoader(each, self._comm, self.generator, self._note, deals_unevenly=trains)
+            )
             return self.loaders[-1]
         elif isinstance(each, nn.Module) or each is None:
             pass

@@ -46,12 +46,12 @@ class Run:
         comm: process groups of the job.
         strategy: parallelism strategy.
         accumulation: calls of `backward` per optimizer step.
-        is_mute: whether this process only checks the ranks of a job, see `loop_proof`.
-        may_save: called by `save` and `state_dict`; returns whether `save` writes a checkpoint.
     """
 
-    is_mute = False
-    may_save: Callable[[], bool] = staticmethod(lambda: True)
+    # Set by `loop_proof`: whether this process only checks the ranks of a job, and a function that
+    # `save` and `state_dict` call, which returns whether `save` writes a checkpoint.
+    _is_mute = False
+    _may_save: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Run:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of the job, which prints and writes for all ranks."""
-        return self.comm.is_first and not self.is_mute
+        return self.comm.is_first and not self._is_mute
 
     @property
     def rank(self) -> int:
@@ -279,7 +279,7 @@ class Run:
         Raises:
             ScriptError: no model is prepared, or replicas differ.
         """
-        self.may_save()
+        self._may_save()
         model = self._prepared.require_model("state_dict")[0]
         self._prepared.check_replicas("state_dict")
         return whole_state(model)
@@ -344,7 +344,7 @@ class Run:
             CheckpointError: it cannot be written, or contains only the weights.
             PhalanxError: the call is within a step, or an argument is out of range.
         """
-        return self._saves.save(folder, keep) if self.may_save() else Path(folder)
+        return self._saves.save(folder, keep) if self._may_save() else Path(folder)
 
     def resume(self, folder: str | Path) -> bool:
         """Resume the latest checkpoint in `folder`, or return False; all ranks call this.

@@ -213,7 +213,7 @@ class Collective(dist.Work):
         return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
 
     def _send_header(self) -> None:
-        """Start to send this rank's header, and to receive those of the others."""
+        """Start to send this rank's header, and to receive the other headers."""
         if self._has_agreed:
             return
         device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"

@@ -21,7 +21,7 @@ from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
 from phalanx.models.decoder import Head
 from phalanx.parallel.batch_shape import BatchShape
-from phalanx.parallel.reduce import BUCKET_BYTES, buckets
+from phalanx.parallel.reduce import buckets
 from phalanx.parallel.skeleton import Weight
 from phalanx.parallel.split import Target, entries_of, phases_of
 from phalanx.parallel.tensor.layers import is_transposed, subtracts_mean
@@ -85,7 +85,7 @@ def traffic(
         )
     ]
     rows += [
-        ("reduce", axis, "all_reduce", len(buckets(sizes, BUCKET_BYTES)), sum(sizes))
+        ("reduce", axis, "all_reduce", len(buckets(sizes)), sum(sizes))
         for axes, sizes in _replicated_gradient_bytes(target, parameters).items()
         for axis in axes
     ]
