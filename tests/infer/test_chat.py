@@ -46,7 +46,7 @@ def test_a_template_makes_what_transformers_makes(tmp_path: Path, template: Any)
     )
 
 
-TURNS = [
+TURNS: list[dict[str, Any]] = [
     {"role": "system", "content": "s \u00e9"},
     {"name": "bob", "content": 'hi <s> "<&>"', "role": "user"},
     {"role": "assistant", "content": "yo", "reasoning_content": "hm", "tool_calls": None},
@@ -56,8 +56,10 @@ WORDS = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
 )
 JSON = (
-    "{% for m in messages %}{{ m.content | tojson }}{{ [1, m.name or ''] | tojson(separators=(',', ':')) }}"
-    "{{ {'b': 1, 'a': m.content} | tojson(ensure_ascii=True, sort_keys=True, indent=1) }}{% endfor %}"
+    "{% for m in messages %}{{ m.content | tojson }}"
+    "{{ [1, m.name or ''] | tojson(separators=(',', ':')) }}"
+    "{{ {'b': 1, 'a': m.content} | tojson(ensure_ascii=True, sort_keys=True, indent=1) }}"
+    "{% endfor %}"
 )
 TRAINING = (
     "{% set x = 'a' %}{% for m in messages %}\n  {% if m.role == 'assistant' -%}\n"

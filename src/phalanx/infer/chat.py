@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
@@ -23,7 +23,7 @@ from phalanx.infer.served import DEFAULT, Served
 class _Generation(Extension):
     """The tag `{% generation %}`, which marks tokens to train on; the text is unchanged."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     @override
     def parse(self, parser: Parser) -> nodes.Node:
