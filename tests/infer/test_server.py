@@ -485,3 +485,31 @@ def test_an_engine_that_fails_answers_all_who_wait(
         assert client.ask("/health")[0] == 503
         assert client.ask("/v1/completions", {"prompt": "a"})[0] == 503
         assert "the engine has ended" in caplog.text and type(error).__name__ in caplog.text
+
+
+def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> None:
+    with serving(folder) as client:
+        thread, may_step = client.gateway.thread, threading.Event()
+        own = client.engine._logits  # pyright: ignore[reportPrivateUsage]
+        client.engine._logits = lambda step: may_step.wait(60) and own(step)  # pyright: ignore[reportPrivateUsage]
+        found: list[tuple[int, Any]] = []
+
+        def ask(is_stream: bool) -> None:
+            body = {"prompt": "a", "stream": is_stream}
+            found.append(client.ask("/v1/completions", body))
+
+        asking = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (True, False)]
+        for each in asking:
+            each.start()
+        while len(thread._open) < 2:  # pyright: ignore[reportPrivateUsage]
+            time.sleep(0.01)
+        thread._call_on_loop(thread.close)  # pyright: ignore[reportPrivateUsage]
+        for each in asking:
+            each.join(60)
+        may_step.set()
+        ask(False)
+        assert sorted(status for status, _ in found) == [200, 503, 503]
+        for status, answer in found:
+            error = json.loads(answer.split("data: ")[-1]) if status == 200 else answer
+            assert error["error"]["message"] == "the server is shutting down"
+            assert status == 503 or "[DONE]" not in answer
