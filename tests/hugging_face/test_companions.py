@@ -137,6 +137,27 @@ def test_what_came_from_hugging_face_keeps_its_own(tmp_path: Path) -> None:
     assert (tokens.bos_token_id, tokens.eos_token_id, tokens.pad_token_id) == (3, 7, 11)
 
 
+def test_end_tokens_of_generation_config_are_kept_in_both_directions(tmp_path: Path) -> None:
+    folder = with_ids(tmp_path / "saved", "llama", eos_token_id=7)
+    for name, ids in (
+        ("config", {"pad_token_id": -1}),
+        ("generation_config", {"eos_token_id": [7, 9]}),
+    ):
+        content = json.loads((folder / f"{name}.json").read_text()) | ids
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    convert(folder, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back")
+    found = {name: open_served(tmp_path / name).end_ids for name in ("saved", "ours", "back")}
+    assert found == dict.fromkeys(found, (7, 9))
+    (tmp_path / "back" / "generation_config.json").unlink()
+    assert ids_of(tmp_path / "back") == {
+        "bos_token_id": None, "eos_token_id": [7, 9], "pad_token_id": None,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is '</s>'"):
+        convert(folder, tmp_path / "none")
+
+
 def test_a_run_from_weights_keeps_their_type_and_ends_as_it_was_trained(tmp_path: Path) -> None:
     """Phi-3 without a window computes what Llama does, under other names of weights."""
     saved = with_ids(tmp_path / "saved", "phi3-tied-no-window", eos_token_id=7)

@@ -46,6 +46,67 @@ def test_a_template_makes_what_transformers_makes(tmp_path: Path, template: Any)
     )
 
 
+TURNS: list[dict[str, Any]] = [
+    {"role": "system", "content": "s \u00e9"},
+    {"name": "bob", "content": 'hi <s> "<&>"', "role": "user"},
+    {"role": "assistant", "content": "yo", "reasoning_content": "hm", "tool_calls": None},
+    {"role": "tool", "content": "4", "tool_call_id": "call1"},
+]
+WORDS = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+JSON = (
+    "{% for m in messages %}{{ m.content | tojson }}"
+    "{{ [1, m.name or ''] | tojson(separators=(',', ':')) }}"
+    "{{ {'b': 1, 'a': m.content} | tojson(ensure_ascii=True, sort_keys=True, indent=1) }}"
+    "{% endfor %}"
+)
+TRAINING = (
+    "{% set x = 'a' %}{% for m in messages %}\n  {% if m.role == 'assistant' -%}\n"
+    "{% generation %}{% set x = 'b' %}{{ m.content }}{{ x }}{{ eos_token }}{% endgeneration %}\n"
+    "{% else %}{{ m.role ~ (m.name or '') ~ (m.reasoning_content is defined) ~ m.content }}"
+    "{% endif %}{{ x }}{% endfor %}{{ image_token }}"
+)
+ENDS: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+CONFIG: dict[str, Any] = {
+    "bos_token": "<s>",
+    "eos_token": {"__type": "AddedToken", "content": "</s>"},
+}
+
+
+@pytest.mark.parametrize("template", [WORDS, JSON, TRAINING])
+@pytest.mark.parametrize(
+    "companions",
+    [
+        {"tokenizer_config": {}, "special_tokens_map": ENDS},
+        {"tokenizer_config": {"bos_token": "a", "eos_token": "b"}, "special_tokens_map": ENDS},
+        {"tokenizer_config": {"extra_special_tokens": {"image_token": "[user]"}, **CONFIG}},
+        {
+            "tokenizer_config": {
+                "added_tokens_decoder": {"64": {"content": "`", "special": True}},
+                "eos_token": "`",
+            },
+            "special_tokens_map": ENDS,
+        },
+        {"tokenizer_config": {"additional_special_tokens": ["hi"]}, "added_tokens": {"yo": 97}},
+    ],
+)
+def test_tokens_of_a_chat_are_those_of_transformers(
+    tmp_path: Path, template: str, companions: dict[str, Any]
+) -> None:
+    config = {**companions["tokenizer_config"], "chat_template": template}
+    folder = published(tmp_path, **{**companions, "tokenizer_config": config})
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected: Any = theirs.apply_chat_template(TURNS, add_generation_prompt=True)["input_ids"]
+    chat = Chat(open_served(folder))
+    messages = [Message(**turn) for turn in TURNS]
+    if max(expected) < 97:
+        assert chat.encode(messages) == expected
+    else:  # the model has no row for a token that the files add
+        with pytest.raises(ConfigError, match=f"the tokenizer returns token {max(expected)}"):
+            chat.encode(messages)
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [

@@ -17,6 +17,9 @@ class ByteTokens:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
+    def id_to_token(self, id: int) -> str:
+        return f"<0x{id:02X}>"
+
 
 def stream(*stops: str) -> TextStream:
     tokenizer: Any = ByteTokens()
@@ -30,11 +33,15 @@ def test_a_character_comes_once_it_is_whole() -> None:
     assert taken.end() == "" and taken.text == "aé☃!"
 
 
-def test_bytes_that_make_no_character_are_left_out() -> None:
-    taken = stream()
-    for token in b"a\xffb\xc3":
-        taken.take(token)
-    assert taken.end() == "" and taken.text == "ab"
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stream_gives_what_the_decoder_makes_of_all_bytes(seed: int) -> None:
+    draw, taken = random.Random(seed), stream()
+    parts = [b"a", b"\xff", b"\xc3", "\ufffd".encode(), "\u2603".encode(), b"\xf0\x9f\x98", b"\x80"]
+    content = b"".join(draw.choice(parts) for _ in range(40))
+    pieces = [taken.take(token) for token in content]
+    text = content.decode(errors="replace")
+    assert "".join(pieces) + taken.end() == taken.text == text
+    assert len("".join(pieces)) >= len(text) - 1  # only an incomplete character is held back
 
 
 def test_the_first_word_behind_a_prompt_keeps_its_space() -> None:
@@ -54,6 +61,7 @@ def test_a_prompt_that_ends_inside_a_character_leaves_it_to_the_text() -> None:
         (b"\xe2", b"\x98\x83", "\u2603"),
         (b"a\xf0\x9f\x98", b"\x80", "\U0001f600"),
         (b"a\xff", b"b", "b"),  # no character has this byte
+        ("a\ufffd".encode(), b"b", "b"),
         (b"ab\xc3\xa9", b"c", "c"),
     ):
         taken = TextStream(tokenizer, [], list(prompt))

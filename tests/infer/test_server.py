@@ -118,6 +118,8 @@ def test_a_character_of_several_tokens_counts_once() -> None:
 def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> None:
     text = {"prompt": "Once", "max_tokens": 12, "ignore_eos": True}
     greedy = client.ask("/v1/completions", {**text, "temperature": 0})[1]["choices"]
+    plain = {"presence_penalty": 0, "min_p": 1, "response_format": {"type": "text"}, "best_of": 1}
+    assert client.ask("/v1/completions", {**text, **plain})[1]["choices"] == greedy
     assert client.ask("/v1/completions", {**text, "top_p": 0})[1]["choices"] == greedy
     found = [client.ask("/v1/completions", {**text, "seed": -1})[1] for _ in range(2)]
     assert found[0]["choices"] == found[1]["choices"]
@@ -128,12 +130,24 @@ def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> No
         {"role": "user", "content": "b"},
     ]
     chat = {"messages": messages, "response_format": {"type": "text"}, "max_tokens": 1}
-    chat |= {"tools": None, "stream_options": {"include_usage": None}}
+    chat |= {"stream_options": {"include_usage": None}, "tools": [], "tool_choice": "none"}
+    chat |= {"parallel_tool_calls": True, "store": False, "metadata": {}, "service_tier": "auto"}
+    chat |= {"modalities": ["text"], "prediction": None, "safety_identifier": "a", "top_k": -1}
+    calls = messages[1] | {"tool_calls": []}
+    messages[1] = calls
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
     usage = client.ask("/v1/chat/completions", chat)[1]["usage"]
     assert usage["prompt_tokens"] == len(["<s>", "a", "b"])  # the tokenizer has no line break
     for wrong, why in (
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"tools": [{"type": "function"}]}, "tools is unknown or not supported"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format is not supported; expected",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools is not supported; expected []"),
+        ({"messages": [image]}, 'messages.0.content.0.type is "image_url", which is not supported'),
+        ({"messages": [{**calls, "tool_calls": [{}]}]}, "messages.0.tool_calls is not supported"),
+        ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens is 0; expected"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21; expected"),
         ({"messages": []}, "messages is []; List should have at least 1 item"),
         ({"messages": [{"role": "user", "content": None}]}, "only a message of role assistant"),
     ):
@@ -186,18 +200,38 @@ def test_a_template_makes_the_prompt_of_a_chat(tmp_path: Path) -> None:
         (b"[1]", 400, "the body is a list; expected an object", None),
         ({}, 400, "prompt is missing", "prompt"),
         ({"prompt": 3}, 400, "prompt", "prompt"),
-        ({"prompt": []}, 400, "0 prompts with n 1 request 0 texts; expected 1 to 64", None),
-        ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 request 65 texts", None),
+        ({"prompt": []}, 400, "0 prompts with n 1 request 0 texts; expected 1 to 64", "prompt"),
+        ({"prompt": ["a"] * 65}, 400, "65 prompts with n 1 request 65 texts", "prompt"),
+        ({"prompt": None}, 400, "prompt is null; expected a valid string", "prompt"),
+        ({"prompt": [1, "a"]}, 400, 'prompt.1 is "a"; expected a valid integer', "prompt"),
+        ({"prompt": [-1]}, 400, "prompt has tokens from -1 to -1; expected 0 to 96", "prompt"),
         ({"prompt": [[]]}, 400, "the prompt has no token", "prompt"),
-        ({"prompt": [1, 97]}, 400, "a token that is not below 97, the vocabulary size", "prompt"),
-        ({"prompt": "a", "n": 65}, 400, "n is 65; expected less than or equal to 64", "n"),
-        ({"prompt": "a", "best_of": 2}, 400, "best_of is 2; expected less than or", "best_of"),
+        ({"prompt": [1, 97]}, 400, "has tokens from 1 to 97; expected 0 to 96", "prompt"),
+        ({"prompt": "a", "n": 65}, 400, "1 prompts with n 65 request 65 texts; expected 1 to", "n"),
+        ({"prompt": "a", "n": -1}, 400, "1 prompts with n -1 request -1 texts; expected 1", "n"),
+        ({"prompt": "a", "best_of": 2}, 400, "best_of is not supported; expected 1", "best_of"),
+        ({"prompt": "a", "stop": ["a"] * 17}, 400, "should have at most 16 items", "stop"),
+        ({"prompt": "a", "stop": ["a", 1]}, 400, "stop.1 is 1; expected a valid string", "stop"),
+        (
+            {"prompt": "a", "max_tokens": 0},
+            400,
+            "max_tokens is 0; expected at least 1",
+            "max_tokens",
+        ),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs is 21; expected", "logprobs"),
         ({"prompt": "a", "temperature": "b" * 90}, 400, f'is "{"b" * 59}...; exp', "temperature"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature is -1", "temperature"),
         (b'{"prompt": "a", "top_p": NaN}', 400, "top_p is nan", "top_p"),
-        ({"prompt": "a", "tools": []}, 400, "tools is unknown or not supported", "tools"),
-        ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty", "frequency_penalty"),
-        ({"prompt": "a", "echo": True}, 400, "echo", "echo"),
+        ({"prompt": "a", "nothing": []}, 400, "nothing is not supported", "nothing"),
+        (
+            {"prompt": "a", "frequency_penalty": 1},
+            400,
+            "supported; expected 0",
+            "frequency_penalty",
+        ),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "supported; expected {}", "logit_bias"),
+        ({"prompt": "a", "echo": True}, 400, "echo is not supported; expected false", "echo"),
+        ({"prompt": "a", "echo": 0}, 400, "echo is not supported; expected false", "echo"),
         ({"prompt": "a" * 200}, 400, "has 128 positions; the nearest that fits is 112", "prompt"),
         ({"prompt": "a" * 120, "max_tokens": 20}, 400, "that fits is max_tokens 7", "prompt"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "no model 'gpt-4'; the served model is", "model"),
@@ -451,3 +485,31 @@ def test_an_engine_that_fails_answers_all_who_wait(
         assert client.ask("/health")[0] == 503
         assert client.ask("/v1/completions", {"prompt": "a"})[0] == 503
         assert "the engine has ended" in caplog.text and type(error).__name__ in caplog.text
+
+
+def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> None:
+    with serving(folder) as client:
+        thread, may_step = client.gateway.thread, threading.Event()
+        own = client.engine._logits  # pyright: ignore[reportPrivateUsage]
+        client.engine._logits = lambda step: may_step.wait(60) and own(step)  # pyright: ignore[reportPrivateUsage]
+        found: list[tuple[int, Any]] = []
+
+        def ask(is_stream: bool) -> None:
+            body = {"prompt": "a", "stream": is_stream}
+            found.append(client.ask("/v1/completions", body))
+
+        asking = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (True, False)]
+        for each in asking:
+            each.start()
+        while len(thread._open) < 2:  # pyright: ignore[reportPrivateUsage]
+            time.sleep(0.01)
+        thread._call_on_loop(thread.close)  # pyright: ignore[reportPrivateUsage]
+        for each in asking:
+            each.join(60)
+        may_step.set()
+        ask(False)
+        assert sorted(status for status, _ in found) == [200, 503, 503]
+        for status, answer in found:
+            error = json.loads(answer.split("data: ")[-1]) if status == 200 else answer
+            assert error["error"]["message"] == "the server is shutting down"
+            assert status == 503 or "[DONE]" not in answer

@@ -21,7 +21,9 @@ def test_a_key_is_asked_for(folder: Path) -> None:
             ({}, 401),
             ({"Authorization": "Bearer other"}, 401),
             ({"Authorization": "Bearer secr\u00e9t"}, 401),
+            ({"Authorization": "Basic secret"}, 401),
             ({"Authorization": "Bearer secret"}, 200),
+            ({"Authorization": "bearer  secret"}, 200),
         ):
             body = {"prompt": "a", "max_tokens": 1}
             found, answer = client.ask("/v1/completions", body, **headers)

@@ -10,6 +10,7 @@ import re
 import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,6 +51,9 @@ class ServeConfig(EngineConfig):
     follow: Annotated[float | None, Range(0, ends="()")] = None
     """Look every this number of seconds for a later checkpoint of the run, and serve its weights
     from then on."""
+    grace_s: Annotated[float, Range(0, 10**6, "[]")] = 25.0
+    """Seconds that running requests have to end after SIGTERM or Ctrl-C, if strategy is tp1; then
+    they get an error."""
     properties: str | None = None
     """A serving.properties of LMI, whose options stand for options here; the command line wins."""
 
@@ -83,10 +87,10 @@ def run(argv: list[str]) -> int:
             f"serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'phalanx-train[serve]'"
         )
-    _listener(config).close()  # report an occupied port before torch is imported
-    from phalanx.infer.ranks import with_engine
+    with _listener(config) as listener:  # before the model is loaded, and held from then on
+        from phalanx.infer.ranks import with_engine
 
-    with_engine(Path(config.run), config, functools.partial(_serve, config))
+        with_engine(Path(config.run), config, functools.partial(_serve, config, listener))
     return 0
 
 
@@ -133,7 +137,9 @@ def _listener(config: ServeConfig) -> socket.socket:
         ) from None
 
 
-def _serve(config: ServeConfig, served: Served, texts: TextEngine) -> None:
+def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: TextEngine) -> None:
+    import asyncio
+
     import uvicorn
 
     from phalanx.infer.app import Limits, app_of
@@ -167,10 +173,19 @@ def _serve(config: ServeConfig, served: Served, texts: TextEngine) -> None:
                     name = f"[{host}]" if ":" in host else host
                     say(console, f"listening on http://{name}:{port}")
 
+        async def shutdown(self, sockets: Any = None) -> None:
+            close = app.state.gateway.thread.close
+            closing = asyncio.get_running_loop().call_later(config.grace_s, close)
+            await super().shutdown(sockets)
+            closing.cancel()
+
     options = uvicorn.Config(
-        app, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=5
+        app,
+        log_level="warning",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=ceil(config.grace_s) + 2,  # uvicorn then cancels its tasks
     )
-    with _listener(config) as listener:
+    with listener:
         Server(options).run([listener])
     if (failure := app.state.gateway.thread.failure) is not None:
         raise EngineFailed(f"the engine has ended: {failure}")

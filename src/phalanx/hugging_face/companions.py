@@ -3,7 +3,7 @@
 tokenizer.json, vocab.json, ...        copied from folder to folder
 config.json, generation_config.json    ids of the begin, end and padding tokens
 tokenizer_config.json                  the same tokens as texts, and the tokenizer class
-hugging_face.json                      model_type and token ids of the original config.json; several
+hugging_face.json                      model_type and token ids of the original folder; several
                                        model types compute the same with other tensor names
 
 A run that starts from a converted checkpoint keeps only the model type, because the tokenizer of
@@ -14,27 +14,29 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.untrusted import brief, read_json, write_json
 from phalanx.data.tokenizer import MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError, DataError
 from phalanx.hugging_face.config import IDS
+from phalanx.hugging_face.folder import CONFIG
 from phalanx.storage import replace_file
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+SPECIAL_TOKENS: Final = "special_tokens_map.json"
+ADDED_TOKENS: Final = "added_tokens.json"
 GENERATION: Final = "generation_config.json"
 ORIGIN: Final = "hugging_face.json"
 
 COMPANIONS: Final = (
-    *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *(TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
 """Files that are copied from folder to folder."""
@@ -85,10 +87,9 @@ def copy_companions(source: Path, destination: Path) -> list[str]:
     return sorted(files)
 
 
-def keep_origin(config: Mapping[str, Any], folder: Path) -> None:
-    """Write the model type and token ids of a config.json into a checkpoint folder."""
-    ids = {name: config[name] for name in IDS if _is_id(config.get(name))}
-    write_json(folder / ORIGIN, {"model_type": config["model_type"], **ids})
+def keep_origin(family: str, ids: Ids, folder: Path) -> None:
+    """Write the model type and token ids of a Hugging Face folder into a checkpoint folder."""
+    write_json(folder / ORIGIN, {"model_type": family, **ids})
 
 
 def keep_family(source: Path, run: Path) -> None:
@@ -112,35 +113,78 @@ def is_of_run(checkpoint: Path) -> bool:
     return not (checkpoint / ORIGIN).is_file()
 
 
-def ids_of(checkpoint: Path) -> Ids:
-    """Return the begin, end and padding ids: of the origin if converted, else of the tokenizer.
+def ids_of(folder: Path) -> Ids:
+    """Return the begin, end and padding ids of a Hugging Face folder or a checkpoint.
 
-    A run uses one separator token as begin, end and padding token. All ids are None if the run has
-    no tokenizer, or the tokenizer has no known end-of-text token.
-    """
-    if not is_of_run(checkpoint):
-        path = checkpoint / ORIGIN
-        content = read_json(path)
-        check_ids(content, path)
-        return {name: content.get(name) for name in IDS}
-    end, tokenizer = None, tokenizer_of(checkpoint)
-    with suppress(DataError):
-        end = None if tokenizer is None else end_of_text_id(load_tokenizer(tokenizer))
-    return dict.fromkeys(IDS, end)
-
-
-def check_ids(content: Mapping[str, Any], path: Path, names: Iterable[str] = IDS) -> None:
-    """Check that the entries `names` of a file are token ids, lists of token ids or null.
+    As in transformers, generation_config.json, which may name more end tokens, overrides
+    config.json. A converted checkpoint has both. A run uses one separator token as begin, end and
+    padding token; all ids are None if it has no tokenizer with a known end-of-text token.
 
     Raises:
-        CheckpointError: an entry is something else; the message names it.
+        CheckpointError: a file is damaged, or has an end token that is not an id.
     """
-    for name in names:
-        if not _is_id(content.get(name)):
-            raise CheckpointError(
-                f"{path}: {name} is {brief(content[name])}; expected a whole number, a list of "
-                "whole numbers or null"
+    is_foreign = (folder / CONFIG).is_file()
+    if not is_foreign and is_of_run(folder):
+        end, tokenizer = None, tokenizer_of(folder)
+        with suppress(DataError):
+            end = None if tokenizer is None else end_of_text_id(load_tokenizer(tokenizer))
+        return dict.fromkeys(IDS, end)
+    ids: Ids = dict.fromkeys(IDS)
+    for name in (CONFIG if is_foreign else ORIGIN, GENERATION):
+        content = _read_if_there(folder / name)
+        # Only the end tokens are always used: some published files have padding token -1.
+        for key in IDS if name == ORIGIN else ["eos_token_id"]:
+            if not _is_id(content.get(key)):
+                raise CheckpointError(
+                    f"{folder / name}: {key} is {brief(content[key])}; expected a whole number, a "
+                    "list of whole numbers or null"
+                )
+        ids |= {key: content[key] for key in IDS if key in content and _is_id(content[key])}
+    return ids
+
+
+def special_tokens_of(folder: Path) -> tuple[dict[str, str], list[AddedToken]]:
+    """Return the special tokens that the files beside tokenizer.json name, and all that they add.
+
+    The names, such as `bos_token`, are variables of a chat template. As in transformers,
+    special_tokens_map.json and added_tokens.json count only if tokenizer_config.json has no
+    added_tokens_decoder.
+    """
+    config = _read_if_there(folder / TOKENIZER_CONFIG)
+    listed: Any = config.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        by_id = cast("dict[str, Any]", listed)
+        added = [by_id[id] for id in sorted(by_id, key=lambda id: (len(id), id))]
+    else:
+        config |= _read_if_there(folder / SPECIAL_TOKENS)
+        ids = _read_if_there(folder / ADDED_TOKENS)
+        added = sorted(ids, key=lambda text: (len(str(ids[text])), str(ids[text])))
+    extra: Any = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    named |= cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
+    special = [*named.values(), *(cast("list[Any]", extra) if isinstance(extra, list) else ())]
+    known = set(map(_text_of, special))
+    tokens: list[AddedToken] = []
+    for token in [*added, *special]:
+        if (text := _text_of(token)) is not None:
+            flags = cast("dict[str, Any]", token) if isinstance(token, dict) else {}
+            is_special = text in known or flags.get("special") is True
+            kinds = ("single_word", "lstrip", "rstrip", "normalized")
+            given = {kind: flags[kind] for kind in kinds if isinstance(flags.get(kind), bool)}
+            tokens.append(
+                AddedToken(text, special=is_special, **{"normalized": not is_special} | given)
             )
+    return {name: text for name, token in named.items() if (text := _text_of(token))}, tokens
+
+
+def _text_of(token: Any) -> str | None:
+    """Return the text of a token in a JSON file, which is a string or an object with `content`."""
+    text = cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path, may_be_link=True) if path.is_file() else {}
 
 
 def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:

@@ -97,7 +97,7 @@ def convert(
     with published(destination, read.num_bytes) as partial:
         companions = copy_companions(weights.folder, partial)
         if kind == "hugging face":
-            keep_origin(folders.read_config(source), partial)
+            keep_origin(family, ids_of(source), partial)
             kept = [*companions, ORIGIN]
             num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, kept)
         else:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from phalanx.infer.detokenize import bytes_of
-from phalanx.infer.engine import NOT_FINITE
 from phalanx.infer.engine_thread import Ticket, Update
 from phalanx.infer.options import TokenScore
 from phalanx.infer.protocol import envelope, error_body, new_id, usage
@@ -68,9 +67,8 @@ class Answer(ABC):
         about = envelope(self._id, self.piece_kind, self._model)
         about |= {"usage": None} if has_usage else {}
         try:
-            async for number, piece, finished in updates:
-                if piece is None or finished == "error":
-                    why = "the engine has ended with an error" if piece is None else NOT_FINITE
+            async for number, piece, finished, why in updates:
+                if piece is None or why:
                     yield _event(error_body(why, "server_error"))
                     return
                 if not piece.text and finished is None and not self._has_scores and number in begun:

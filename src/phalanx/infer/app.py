@@ -3,7 +3,7 @@
 Every error response has a reason: 400 an unsupported or invalid field, or a prompt that is too
 long; 401 a missing or wrong API key; 404 another model; 408 a body that does not arrive in time;
 413 a body that is too large; 415 a Content-Type other than JSON; 429 a full queue; 503 an engine
-that has stopped, or logits that are not finite.
+that has stopped, a server that ends, or logits that are not finite.
 
 Web pages of other sites, open in a browser on this host, can send requests to this server. Without
 a CORS preflight, which this server never grants, such a page can only send bodies of a form or
@@ -34,8 +34,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from phalanx.errors import ConfigError
 from phalanx.infer.answers import Answer, ChatAnswer, CompletionAnswer
 from phalanx.infer.chat import Chat
-from phalanx.infer.engine import NOT_FINITE, EngineFailed
-from phalanx.infer.engine_thread import EngineThread, QueueFull, Ticket, Update
+from phalanx.infer.engine import EngineFailed
+from phalanx.infer.engine_thread import CLOSING, EngineThread, QueueFull, Ticket, Update
 from phalanx.infer.follow import follow, run_to_follow
 from phalanx.infer.metrics import ServerMetrics
 from phalanx.infer.options import RequestError, about_field
@@ -122,25 +122,32 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         """Answer `/v1/completions`."""
         body: CompletionBody = await self._body(request, CompletionBody)
-        num_texts = len(body.prompts) * body.num_choices
-        if not 1 <= num_texts <= MAX_CHOICES:
-            raise ConfigError(
-                f"{len(body.prompts)} prompts with n {body.num_choices} request {num_texts} texts; "
-                f"expected 1 to {MAX_CHOICES}"
-            )
-        with about_field("prompt"):
-            encoded = [p if isinstance(p, list) else self.served.encode(p) for p in body.prompts]
-        vocab_size = self.served.weights.shape.vocab_size
-        if any(token >= vocab_size for prompt in encoded for token in prompt):
-            raise RequestError(
-                f"prompt has a token that is not below {vocab_size}, the vocabulary size", "prompt"
-            )
+        check_number(len(body.prompts), body.num_choices)
+        encoded = await asyncio.to_thread(self._encode, body.prompts)
         answer = CompletionAnswer(body.logprobs, self.served)
         return await self._answer(request, body, encoded, DEFAULT_TOKENS, body.logprobs, answer)
+
+    def _encode(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+        """Return the tokens of prompts, which may be tokens already; call in a thread."""
+        most, vocab_size = self._most_tokens, self.served.weights.shape.vocab_size
+        with about_field("prompt"):
+            encoded = [p if isinstance(p, list) else self.served.encode(p, most) for p in prompts]
+            for prompt in encoded:
+                if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+                    raise ConfigError(
+                        f"prompt has tokens from {min(prompt)} to {max(prompt)}; expected 0 to "
+                        f"{vocab_size - 1}, the vocabulary of the model"
+                    )
+        return encoded
+
+    @property
+    def _most_tokens(self) -> int:
+        return self.thread.texts.engine.max_total_tokens
 
     async def chats(self, request: Request) -> Response:
         """Answer `/v1/chat/completions`."""
         body: ChatBody = await self._body(request, ChatBody)
+        check_number(1, body.num_choices)
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs requires logprobs: true", "top_logprobs")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -149,17 +156,19 @@ class Gateway:
             )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         with about_field("messages"):
-            prompt = self._chat.encode(body.messages)
-        room = self.thread.texts.engine.max_total_tokens - len(prompt)
-        default = body.max_completion_tokens or max(room, 1)
+            prompt = await asyncio.to_thread(self._chat.encode, body.messages, self._most_tokens)
+        default = body.max_completion_tokens
+        if default is None:
+            default = max(self._most_tokens - len(prompt), 1)
         answer = ChatAnswer(logprobs, self.served)
         return await self._answer(request, body, [prompt], default, logprobs, answer)
 
     async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
         """Check the API key, the content type and the model of a request; return its body."""
         key = self.limits.api_key
-        given = request.headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_right = key is None or hmac.compare_digest(given.strip().encode(), key.encode())
+        if key is not None and not (is_right and scheme.lower() == "bearer"):
             raise RequestError(
                 "the header Authorization is not 'Bearer KEY' with the API key",
                 code="invalid_api_key",
@@ -180,10 +189,12 @@ class Gateway:
                         raise HTTPException(413, f"the body has more than {most} bytes", CLOSE)
         except ClientDisconnect:
             raise HTTPException(499, "the client has disconnected") from None
+        except asyncio.CancelledError:  # at the end of the server
+            raise HTTPException(503, CLOSING, CLOSE) from None
         except TimeoutError:
             why = f"the body took more than {BODY_TIMEOUT_S:g} s to arrive"
             raise HTTPException(408, why, CLOSE) from None
-        body = parse(kind, bytes(content))
+        body = await asyncio.to_thread(parse, kind, bytes(content))
         if body.model is not None:
             self.check_model(body.model)
         return body
@@ -220,9 +231,11 @@ class Gateway:
         num_left = len(tickets)
         async for update in found:
             num_left -= update.finished is not None
-            if update.finished == "error":
-                raise EngineFailed(self.thread.failure or NOT_FINITE)
-        return Response(status_code=499) if num_left else JSONResponse(answer.whole(tickets))
+            if update.error:
+                raise EngineFailed(update.error)
+        if num_left:
+            return Response(status_code=499)
+        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(tickets)))
 
     async def _watch(
         self, request: Request, tickets: list[Ticket], updates: asyncio.Queue[Update]
@@ -242,6 +255,7 @@ class Gateway:
         try:
             while num_left:
                 update = await updates.get()
+                await asyncio.sleep(0)  # lets a lost connection be noticed before the next write
                 if update.number < 0:
                     return
                 num_left -= update.finished is not None
@@ -250,6 +264,17 @@ class Gateway:
             watcher.cancel()
             for ticket in tickets:
                 self.thread.abandon(ticket)
+
+
+def check_number(num_prompts: int, num_choices: int) -> None:
+    """Raise RequestError if a request asks for no text, or for more than MAX_CHOICES."""
+    num_texts = num_prompts * num_choices
+    if num_choices < 1 or not 1 <= num_texts <= MAX_CHOICES:
+        raise RequestError(
+            f"{num_prompts} prompts with n {num_choices} request {num_texts} texts; expected 1 to "
+            f"{MAX_CHOICES}",
+            "n" if num_prompts == 1 else "prompt",
+        )
 
 
 def app_of(
@@ -302,16 +327,17 @@ REFUSALS: Final[dict[type[Exception], tuple[int, str]]] = {
 }
 """Exception class -> HTTP status and error type of the response."""
 
+HEADERS: Final = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+"""HTTP status -> headers of the response."""
+
 
 def _refusal(status: int, kind: str) -> Callable[[Request, Exception], Response]:
-    headers = {"Retry-After": "1"} if status == 429 else None
-
     def answer(request: Request, error: Exception) -> Response:
         del request
         if isinstance(error, RequestError):
             content = error_body(str(error), kind, error.param, error.code)
-            return JSONResponse(content, error.status)
-        return JSONResponse(error_body(str(error), kind), status, headers)
+            return JSONResponse(content, error.status, HEADERS.get(error.status))
+        return JSONResponse(error_body(str(error), kind), status, HEADERS.get(status))
 
     return answer
 

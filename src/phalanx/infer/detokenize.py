@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Sequence
 from typing import Final
@@ -9,16 +10,13 @@ from typing import Final
 from tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
-"""Replacement character that decoders emit for incomplete UTF-8; it is removed from the text."""
+"""Replacement character: decoders show it for bytes that are not UTF-8, and a text may have it."""
 
 _CONTEXT = 8
 """Number of last prompt tokens that are decoded with the first new tokens, as their context."""
 
 _CHARACTER = 4
 """Largest number of bytes, and therefore of tokens, of one UTF-8 character."""
-
-_LONGEST = 12
-"""Number of pending tokens after which an incomplete character counts as invalid."""
 
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
@@ -84,22 +82,27 @@ class TextStream:
         """Return the text of the tokens that have not been decoded yet.
 
         They are decoded together with the tokens before them, because a decoder may drop the space
-        before a first word. The result is empty while the last character is incomplete.
+        before a first word. An incomplete last character is left to the next call.
         """
         before = self._decode(self._ids[self._begin : self._read])
-        text = self._decode(self._ids[self._begin :])
-        is_broken = text.endswith(BROKEN) and len(self._ids) - self._read < _LONGEST
-        if is_broken and not is_last:
-            return ""
-        self._begin, self._read = self._read, len(self._ids)
-        return text[len(before) :].replace(BROKEN, "")
+        text, stop = self._decode(self._ids[self._begin :]), len(self._ids)
+        if text.endswith(BROKEN) and not is_last and (num := self._num_whole()) < stop:
+            stop = max(num, self._read)
+            text = self._decode(self._ids[self._begin : stop])
+        if not text.startswith(before):  # SentencePiece shows each byte of an invalid run as BROKEN
+            before, text = "", self._decode(self._ids[self._read : stop])
+        if stop > self._read:
+            self._begin, self._read = self._read, stop
+        return text[len(before) :]
 
     def _num_whole(self) -> int:
-        """Return the number of tokens before a trailing incomplete character."""
-        num = len(self._ids)
-        for num_whole in range(num, max(num - _CHARACTER, -1), -1):
-            if not self._decode(self._ids[:num_whole]).endswith(BROKEN):
-                return num_whole
+        """Return the number of tokens before a last character that is incomplete."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [bytes_of(self._tokenizer, token) for token in self._ids[-_CHARACTER:]]
+        decoder.decode(b"".join(pieces))
+        num, num_bytes = len(self._ids), len(decoder.getstate()[0])
+        while num_bytes > 0:
+            num, num_bytes = num - 1, num_bytes - len(pieces.pop())
         return num
 
     def _release_text(self, new: str, *, is_last: bool) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, message_of
-from phalanx.infer.engine import EngineFailed
+from phalanx.infer.engine import NOT_FINITE, EngineFailed
 from phalanx.infer.metrics import ServerMetrics
 from phalanx.infer.options import Sampling, about_field
 from phalanx.infer.scheduler import GenerationRequest
@@ -30,6 +30,10 @@ POLL_S = 0.005
 """Seconds between two checks for orders while a dynamic or static batch waits to start."""
 
 
+CLOSING = "the server is shutting down"
+"""Message of a request that is refused or ended because the server ends."""
+
+
 class QueueFull(PhalanxError):
     """The server already runs and queues the largest number of requests."""
 
@@ -37,12 +41,14 @@ class QueueFull(PhalanxError):
 class Update(NamedTuple):
     """A new piece of completion `number`, with its finish reason.
 
-    Without a piece, the engine has stopped, or, with number -1, the client has disconnected.
+    Without a piece, no further one comes, or, with number -1, the client has disconnected. `error`
+    is the reason for the finish reason "error".
     """
 
     number: int
     piece: Piece | None
     finished: str | None
+    error: str = ""
 
 
 @dataclass(eq=False)
@@ -68,12 +74,14 @@ class EngineThread:
     Attributes:
         texts: the engine.
         failure: message of the error that stopped the engine; None while it runs.
+        is_closing: whether no request may begin, because the server ends.
         checkpoint: folder whose weights were loaded last; None before the first `load`.
     """
 
     def __init__(self, texts: TextEngine, metrics: ServerMetrics, max_waiting: int) -> None:
         self.texts, self.metrics = texts, metrics
         self.failure: str | None = None
+        self.is_closing = False
         self.checkpoint: Path | None = None
         self._max_requests = texts.engine.scheduler.max_running + max_waiting
         self._open: set[Ticket] = set()  # only used on the event loop
@@ -110,6 +118,8 @@ class EngineThread:
         """
         if self.failure is not None:
             raise EngineFailed(f"the engine has ended: {self.failure}")
+        if self.is_closing:
+            raise EngineFailed(CLOSING)
         for prompt in prompts:
             for sampling in samplings:
                 with about_field(field):
@@ -141,6 +151,11 @@ class EngineThread:
             self._open.remove(ticket)
             self._commands.put(lambda: self._abort(ticket))
 
+    def close(self) -> None:
+        """End all completions with an error, and refuse new ones; call on the event loop."""
+        self.is_closing = True
+        self._fail(CLOSING)
+
     def load(self, folder: Path) -> Future[bool]:
         """Order that the weights of a checkpoint replace the current ones between two steps.
 
@@ -171,12 +186,12 @@ class EngineThread:
                 self._step()
         except BaseException as error:  # also a Rust panic: all waiting coroutines must be notified
             LOGGER.exception("the engine has ended")
-            self.failure = message_of(error) or type(error).__name__
-            self._call_on_loop(self._fail)
+            self.failure = why = message_of(error) or type(error).__name__
+            self._call_on_loop(lambda: self._fail(why))
 
-    def _fail(self) -> None:
+    def _fail(self, why: str) -> None:
         for ticket in self._open:
-            ticket.updates.put_nowait(Update(ticket.number, None, "error"))
+            ticket.updates.put_nowait(Update(ticket.number, None, "error", why))
 
     def _take_orders(self) -> bool:
         """Run all queued orders, blocking for one if the engine is idle; return False on `stop`."""
@@ -215,8 +230,10 @@ class EngineThread:
             completion = piece.completion
             self.metrics.observe(completion, now_s)
             ticket = self._tickets[completion.request]
-            updates.append((ticket, Update(ticket.number, piece, completion.finish_reason)))
-            if completion.finish_reason is not None:
+            finished = completion.finish_reason
+            why = NOT_FINITE if finished == "error" else ""
+            updates.append((ticket, Update(ticket.number, piece, finished, why)))
+            if finished is not None:
                 del self._tickets[completion.request]
         if updates:
             self._send(updates)

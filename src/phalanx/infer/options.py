@@ -59,7 +59,7 @@ class Sampling:
     top_p: Annotated[float, Range(0, 1, "[]")] = 1.0
     """Choose among the fewest most probable tokens, at least one, whose probabilities sum up to
     this (Holtzman et al. 2020)."""
-    min_p: Annotated[float, Range(0, 1)] = 0.0
+    min_p: Annotated[float, Range(0, 1, "[]")] = 0.0
     """Leave out tokens less probable than this part of the most probable one (Nguyen et al.
     2024)."""
     seed: Annotated[int, SEED] = 0

@@ -1,20 +1,32 @@
 """Bodies of HTTP requests and responses in the format of OpenAI's API: parse, validate, write.
 
-An unknown field, or a field with an unsupported value, is refused by name unless it is null.
+An unsupported field is refused by name, unless it is null or has a value without effect.
+The legal values of a sampling option are declared once, in `Sampling`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import time
-from typing import Annotated, Any, Final, Literal, Self, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from typing_extensions import override
 
 from phalanx.config.fields import check_value, settings, value_at
 from phalanx.errors import ConfigError
-from phalanx.infer.options import MAX_LOGPROBS, RequestError, Sampling, about_field
+from phalanx.infer.options import RequestError, Sampling, about_field
 
 MAX_CHOICES: Final = 64
 """Most continuations of one request: number of prompts times `n`."""
@@ -25,7 +37,18 @@ MOST_SHOWN: Final = 60
 
 MAX_MESSAGES: Final = 4096
 
-Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+def _form(value: Any) -> str:
+    """Return the form of a value that may be a text or a list, so that errors are about one."""
+    if not isinstance(value, list):
+        return "text"
+    first = cast("list[Any]", value)[0] if value else ""
+    if isinstance(first, list):
+        return "lists"
+    return "numbers" if isinstance(first, int | float) else "texts"
+
+
+Text = Annotated[str, Tag("text")]
 
 
 class Body(BaseModel):
@@ -33,14 +56,27 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Name of a field -> the only values that are accepted and left out: they have no effect."""
+
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_null(cls, values: Any) -> Any:
-        """Drop unknown fields that are null: clients send back whole messages that have them."""
+    def _leave_out_neutral(cls, values: Any) -> Any:
+        """Drop fields without effect: clients send back whole messages with null fields."""
         if not isinstance(values, dict):
             return values
+
+        def is_neutral(name: str, value: Any) -> bool:
+            if value is None:
+                return name not in cls.model_fields
+            is_bool = isinstance(value, bool)
+            return any(
+                value == each and is_bool == isinstance(each, bool)
+                for each in cls.neutral.get(name, ())
+            )
+
         given = cast("dict[str, Any]", values).items()
-        return {name: v for name, v in given if v is not None or name in cls.model_fields}
+        return {name: value for name, value in given if not is_neutral(name, value)}
 
 
 class StreamOptions(Body):
@@ -52,29 +88,56 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """Fields that the bodies of completions and chats share."""
 
+    neutral = {
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "priority"), (0,)),
+        **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+        **dict.fromkeys(("logit_bias", "metadata", "chat_template_kwargs"), ({},)),
+        **dict.fromkeys(("tools", "functions", "documents", "stop_token_ids", "bad_words"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        **dict.fromkeys(("store", "echo", "use_beam_search", "early_stopping"), (False,)),
+        **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
+        **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+        "add_generation_prompt": (True,),
+        "parallel_tool_calls": (True, False),
+        "service_tier": ("auto", "default"),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "top_k": (-1,),
+    }
+
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Count | None = None
+    top_k: int | None = None
     min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: (
+        Annotated[
+            Text | Annotated[list[str], Field(max_length=MAX_STOPS), Tag("texts")],
+            Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    # Names of the end user or of a cache: without effect, whatever they are.
     user: str | None = None
-    # Accepted only with the value that has no effect, because other values are not supported.
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """Names of the fields that are not named as their options in `Sampling`."""
+        return {"ignore_end": "ignore_eos"}
 
     @property
     def num_choices(self) -> int:
         """Number of continuations of each prompt."""
-        return self.n or 1
+        return 1 if self.n is None else self.n
 
     @property
     def has_usage(self) -> bool:
@@ -87,35 +150,41 @@ class GenerationBody(Body):
         Raises:
             RequestError: a value is out of its range.
         """
-        values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+        values = {name: getattr(self, name) for name in names}
         given: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = secrets.randbits(62) if self.seed is None else self.seed
-        found: list[Sampling] = []
-        for number in range(self.num_choices):
-            sampling = Sampling(
-                max_tokens=self.max_tokens or max_tokens,
-                seed=(seed + number) % 2**63,  # SEED accepts no negative number
-                stop=[stop for stop in stops if stop],
-                logprobs=logprobs,
-                ignore_end=bool(self.ignore_eos),
-                **given,
-            )
-            for setting in settings(Sampling):
-                with about_field(setting.key):
-                    check_value(setting, value_at(sampling, setting.key))
-            found.append(sampling)
-        return found
+        sampling = Sampling(
+            **{"max_tokens": max_tokens, **given},
+            stop=[stop for stop in stops if stop],
+            logprobs=logprobs,
+            ignore_end=bool(self.ignore_eos),
+        )
+        for setting in settings(Sampling):
+            name = self.field_names.get(setting.key, setting.key)
+            with about_field(name):
+                named = dataclasses.replace(setting, key=name)
+                check_value(named, value_at(sampling, setting.key))
+        return [  # SEED accepts no negative number
+            dataclasses.replace(sampling, seed=(seed + number) % 2**63)
+            for number in range(self.num_choices)
+        ]
 
 
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[Count] | list[list[Count]]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    suffix: Literal[""] | None = None
+    neutral = {**GenerationBody.neutral, "add_special_tokens": (True,)}
+
+    prompt: Annotated[
+        Text
+        | Annotated[list[str], Tag("texts")]
+        | Annotated[list[int], Tag("numbers")]
+        | Annotated[list[list[int]], Tag("lists")],
+        Discriminator(_form),
+    ]
+    logprobs: int | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -136,9 +205,21 @@ class MessagePart(Body):
 class Message(Body):
     """A message of a chat."""
 
+    neutral = {"tool_calls": ([],), "annotations": ([],)}
+
     role: Annotated[str, Field(max_length=64)]
-    content: str | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: (
+        Annotated[
+            Text | Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES), Tag("parts")],
+            Discriminator(lambda value: "parts" if isinstance(value, list) else "text"),
+        ]
+        | None
+    ) = None
+    # Only chat templates use these.
     name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -155,21 +236,27 @@ class Message(Body):
             return self.content
         return "".join(part.text for part in self.content or ())
 
-
-class ResponseFormat(Body):
-    """Format of a response; only text is supported."""
-
-    type: Literal["text"]
+    def for_template(self) -> dict[str, Any]:
+        """Return the message for a chat template; as in transformers, without fields of None."""
+        given = self.model_dump(exclude_none=True)
+        return given if self.content is None else given | {"content": self.text}
 
 
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
+    neutral = {**GenerationBody.neutral, "add_special_tokens": (False,)}
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    response_format: ResponseFormat | None = None
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: int | None = None
+
+    @property
+    @override
+    def field_names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {**super().field_names, "logprobs": "top_logprobs", "max_tokens": limit}
 
 
 def parse(kind: type[GenerationBody], content: bytes) -> Any:
@@ -190,15 +277,34 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where, param = ".".join(map(str, first["loc"]))[:200], str(first["loc"][0])[:200]
+        where, param = _path(first["loc"], value), str(first["loc"][0])[:200]
         if first["type"] == "extra_forbidden":
-            raise RequestError(f"{where} is unknown or not supported", param) from None
+            neutral = (Message if where.startswith("messages.") else kind).neutral
+            legal = list(map(json.dumps, neutral.get(str(first["loc"][-1]), ())))
+            only = "; expected " + " or ".join(legal) if legal else ""
+            raise RequestError(f"{where} is not supported{only}", param) from None
         if first["type"] == "missing":
             raise RequestError(f"{where} is missing", param) from None
         given = json.dumps(first["input"], ensure_ascii=False)
         given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}..."
-        why = first["msg"].replace("Input should be", "expected")
+        why = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        is_option = first["type"] == "literal_error"
+        given += ", which is not supported" if is_option else ""
         raise RequestError(f"{where} is {given}; {why}", param) from None
+
+
+def _path(loc: tuple[int | str, ...], value: Any) -> str:
+    """Return the path of an error in a body `value`, without pydantic's labels of alternatives."""
+    names: list[str] = []
+    for part in loc:
+        if isinstance(value, dict):
+            value = cast("dict[str, Any]", value).get(str(part))
+        elif isinstance(value, list) and isinstance(part, int):
+            value = cast("list[Any]", value)[part]
+        else:
+            continue
+        names.append(str(part))
+    return ".".join(names)[:200]
 
 
 def error_body(

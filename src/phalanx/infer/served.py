@@ -6,11 +6,12 @@ The folder is a run, a checkpoint of any strategy, or a Hugging Face model: a ru
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 
 from phalanx.checkpoint import manifest
@@ -19,16 +20,14 @@ from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
-    GENERATION,
     TOKENIZER_CONFIG,
-    check_ids,
     ids_of,
     is_of_run,
+    special_tokens_of,
     tokenizer_of,
 )
-from phalanx.hugging_face.config import IDS
 from phalanx.hugging_face.convert import kind_of, open_hugging_face
-from phalanx.hugging_face.folder import CONFIG, read_config
+from phalanx.infer.options import RequestError
 from phalanx.storage import read_text
 
 TEMPLATE = "chat_template.jinja"
@@ -59,24 +58,63 @@ class Served:
     chat_templates: dict[str, str]
     template_names: dict[str, str]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(
+        self, text: str, most: int | None = None, rendered: Tokenizer | None = None
+    ) -> list[int]:
         """Return the tokens of a prompt, with `begin_ids`.
+
+        Args:
+            text: prompt.
+            most: most tokens of a prompt; a text that surely has more is refused unencoded.
+            rendered: tokenizer of a text that a chat template has rendered, with begin tokens.
 
         Raises:
             ConfigError: the tokenizer, or the model, has no token for a part of the text.
+            RequestError: the text has more than `most` tokens.
         """
+        tokenizer, begin_ids = self.tokenizer, self.begin_ids
+        if rendered is not None:
+            tokenizer, begin_ids = rendered, ()
         try:
-            ids = self.tokenizer.encode(text, add_special_tokens=self.begin_ids is None).ids
+            if most is not None and (least := self._least_tokens(text)) > most:
+                raise RequestError(
+                    f"the prompt has at least {least:,} tokens; model and cache have {most:,} "
+                    "positions",
+                    code="context_length_exceeded",
+                )
+            # Unlike `encode`, which is as exact, this releases the interpreter lock.
+            encoded = tokenizer.encode_batch_fast([text], add_special_tokens=begin_ids is None)
+        except RequestError:
+            raise
         except Exception as error:  # the library raises no narrower one
             raise ConfigError(f"the tokenizer cannot encode the prompt: {error}") from error
-        tokens = [*(self.begin_ids or ()), *ids]
-        if (most := max(tokens, default=0)) >= self.weights.shape.vocab_size:
+        tokens = [*(begin_ids or ()), *encoded[0].ids]
+        if (most_id := max(tokens, default=0)) >= self.weights.shape.vocab_size:
             raise ConfigError(
-                f"the tokenizer returns token {most:,}, but the model has tokens from 0 to "
+                f"the tokenizer returns token {most_id:,}, but the model has tokens from 0 to "
                 f"{self.weights.shape.vocab_size - 1:,}; put the model's tokenizer.json into the "
                 "folder of its weights"
             )
         return tokens
+
+    def _least_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text: its bytes per longest token."""
+        if self._longest_token_bytes is None:
+            return 0
+        normalizer: Any = self.tokenizer.normalizer
+        text = text if normalizer is None else normalizer.normalize_str(text)
+        return len(text.encode()) // self._longest_token_bytes
+
+    @cached_property
+    def _longest_token_bytes(self) -> int | None:
+        """Most bytes that a token spells; None if text may be lost, or one token spell any text."""
+        tokens = self.tokenizer.get_vocab(with_added_tokens=True).keys()
+        if "<0x00>" in tokens:  # SentencePiece's byte fallback
+            return max(len(token.encode()) for token in tokens)
+        letters = set(pre_tokenizers.ByteLevel.alphabet())  # each stands for a byte
+        if not tokens >= letters:
+            return None
+        return max(len(t) if letters.issuperset(t) else len(t.encode()) for t in tokens)
 
 
 def open_served(path: Path) -> Served:
@@ -91,62 +129,47 @@ def open_served(path: Path) -> Served:
     file = tokenizer_of(weights.folder)
     if file is None:
         raise CheckpointError(f"{weights.folder} has no tokenizer.json; put the model's file there")
-    tokenizer = load_tokenizer(file)
-    if is_foreign:
-        given, of = read_config(path), path / CONFIG
-        if (path / GENERATION).is_file():
-            more = read_json(path / GENERATION, may_be_link=True)
-            given, of = given | more, path / GENERATION if "eos_token_id" in more else of
-        check_ids(given, of, ["eos_token_id"])  # the other ids are not used
-        ids: dict[str, Any] = {name: given.get(name) for name in IDS}
-    else:
-        ids = dict(ids_of(weights.folder))
+    tokenizer, ids = load_tokenizer(file), ids_of(weights.folder)
+    names, added = special_tokens_of(weights.folder)
+    tokenizer.add_tokens(added)
     # A run starts each text with its one separator token; for a published model the tokenizer adds
     # the begin tokens.
     is_run = not is_foreign and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
-    templates, names = _templates(weights.folder, may_be_link=is_foreign)
     return Served(
         name=(run or path).resolve().name,
         weights=weights,
         tokenizer=tokenizer,
         begin_ids=_several(ids["bos_token_id"]) if is_run else None,
         end_ids=_several(ids["eos_token_id"]),
-        chat_templates=templates,
+        chat_templates=_templates(weights.folder),
         template_names=names,
     )
 
 
-def _several(ids: Any) -> tuple[int, ...]:
+def _several(ids: int | list[int] | None) -> tuple[int, ...]:
     """Return an id entry of config.json, which is an id, a list or None, as a tuple."""
     if isinstance(ids, list):
-        return tuple(cast("list[int]", ids))
+        return tuple(ids)
     return () if ids is None else (ids,)
 
 
-def _templates(folder: Path, *, may_be_link: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the chat templates of a folder, and the special tokens that they may use."""
+def _templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a folder: name -> Jinja source."""
     file = folder / TOKENIZER_CONFIG
-    config = read_json(file, may_be_link=may_be_link) if file.is_file() else {}
-    names: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token: Any = config.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            names[name] = text
-    given: Any = config.get("chat_template")
+    given: Any = read_json(file, may_be_link=True).get("chat_template") if file.is_file() else None
     if (folder / TEMPLATE).is_file():
         given = read_text(folder / TEMPLATE)
     if isinstance(given, list):
         try:
             several = {each["name"]: each["template"] for each in cast("list[Any]", given)}
-            return decode(dict[str, str], several), names
+            return decode(dict[str, str], several)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{file}: chat_template is {brief(given)}; expected a string, or a list of objects "
                 "with name and template"
             ) from error
-    return {DEFAULT: given} if isinstance(given, str) else {}, names
+    return {DEFAULT: given} if isinstance(given, str) else {}
 
 
 def fill_from(weights: Weights) -> Any:
