@@ -24,8 +24,7 @@ from phalanx.checkpoint import manifest
 from phalanx.checkpoint.untrusted import brief, read_json, write_json
 from phalanx.data.tokenizer import MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError, DataError
-from phalanx.hugging_face.config import IDS
-from phalanx.hugging_face.folder import CONFIG
+from phalanx.hugging_face.config import CONFIG, IDS
 from phalanx.storage import replace_file
 
 TOKENIZER: Final = "tokenizer.json"

@@ -11,6 +11,8 @@ from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.hugging_face.families import FAMILIES, Family, family_of
 from phalanx.models.shape import ModelShape
 
+CONFIG: Final = "config.json"
+
 IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries with the ids of the begin, end and padding tokens."""
 

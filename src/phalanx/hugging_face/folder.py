@@ -22,8 +22,8 @@ from phalanx.checkpoint import tensor_file
 from phalanx.checkpoint.tensor_file import TensorInfo, open_file
 from phalanx.checkpoint.untrusted import decode, is_plain_name, read_json, write_json
 from phalanx.errors import CheckpointError
+from phalanx.hugging_face.config import CONFIG
 
-CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
