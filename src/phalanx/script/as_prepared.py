@@ -36,8 +36,14 @@ class PreparedModelCheck:
         self._kept, self._held = _dtypes_and_devices(parameters), _objects_kept(model)
         self._trained = [name for name, p in parameters.items() if p.requires_grad]
 
-    def check(self, call: str) -> None:
-        """Refuse parameters that were cast, moved or replaced; follow changed requires_grad."""
+    def check(self, call: str, *, is_quick: bool = False) -> None:
+        """Refuse parameters that were cast, moved or replaced; follow changed requires_grad.
+
+        If `is_quick`, only requires_grad is followed, which scripts change while they train.
+        """
+        if is_quick:
+            self._follow_trained(call)
+            return
         now = _dtypes_and_devices(dict(self._model.named_parameters()))
         if now != self._kept:
             name = next(name for name in now | self._kept if now.get(name) != self._kept.get(name))

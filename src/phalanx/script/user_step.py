@@ -30,12 +30,15 @@ from phalanx.script.hooks import ReducedGradientHooks
 from phalanx.script.loss import FORMS, RowsLoss
 from phalanx.script.optimizer import warn_of_state
 from phalanx.script.reading import BatchTracker
-from phalanx.script.replicas import AsyncHostCopy, Replicas
+from phalanx.script.replicas import NUM_ALWAYS_CHECKED, AsyncHostCopy, Replicas
 from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
 
 _NUM_SHARED: Final = 5
 """Numbers of a call that the data ranks add up, see `UserStep._check`."""
+
+_STEPS_APART: Final = 50
+"""Steps between looks for parameters that a script has replaced, after the first steps."""
 
 _MOST_SPREAD: Final = 1e-6
 """Largest relative spread of a whole-batch loss over the ranks: rounding on unlike processors."""
@@ -217,9 +220,10 @@ class UserStep(StepState):
     def _begin(self) -> None:
         """Start a step: make the checks between steps, and set earlier gradients aside."""
         self._reading.check_stream(self.replicas.check_last_step())
-        self._as_prepared.check("backward")
-        self._hooks.take(self._accumulation)
         self._num_begun += 1
+        is_quick = self._num_begun > NUM_ALWAYS_CHECKED and self._num_begun % _STEPS_APART != 0
+        self._as_prepared.check("backward", is_quick=is_quick)
+        self._hooks.take(self._accumulation)
         if self._num_begun == 2:  # not steps_done, which may differ between ranks
             warn_of_buffers(self._model, self._comm)
         unrecorded = self._made.unrecorded(self.gradients())
