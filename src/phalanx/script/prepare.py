@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class Prepared:
         self._accumulation, self._seed, self._name = accumulation, seed, name
         self._nonfinite: Literal["stop", "skip"] = nonfinite
         self._gathers = Gathers(comm)
+        # A compiled loss may call it.
+        self.gather = cast(Callable[..., Any], torch.compiler.disable(self._gather))
         self._model: nn.Module | None = None
         self._step: UserStep | None = None
         self._before: Names = {}
@@ -121,7 +123,7 @@ class Prepared:
             self.check_replicas(call)
         return total
 
-    def gather(self, batch: Any, dim: int | None, pad: float | None, per_row: int) -> Any:
+    def _gather(self, batch: Any, dim: int | None, pad: float | None, per_row: int) -> Any:
         """Return the rows of all ranks, see `Run.gather`; every rank calls this together."""
         if self._step is not None:
             self._step.draw_watch.look()  # draws for gathered rows are equal on all ranks
