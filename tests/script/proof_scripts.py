@@ -58,6 +58,13 @@ _OWN = "loss = F.cross_entropy(model(x), y)\n"
 
 RIGHT: dict[str, dict[str, str]] = {
     "mean of the whole batch": {},
+    "three steps": {"step": PARTS["step"] + "\nif number == 2: break"},
+    "outputs in a structure": {
+        "before": "class Structured(nn.Sequential):\n    def forward(self, x):\n"
+        "        return {'out': super().forward(x)}",
+        "model": "Structured(*mlp())",
+        "body": "out, y = run.gather(model(x)['out'], y)\nrun.backward(F.cross_entropy(out, y))",
+    },
     "mean of rows": {"body": _OWN + "run.backward(mean_of_rows=loss, count=len(y))"},
     "sum of rows": {
         "body": "run.backward(sum_of_rows=F.cross_entropy(model(x), y, reduction='sum'), "
@@ -187,6 +194,10 @@ WRONG: dict[str, dict[str, str]] = {
     "rate of one rank": {"step": "optimizer.param_groups[0]['lr'] = 0.01 * (1 + rank)\n" + _STEP},
     "rate by ranks": {
         "optimizer": "torch.optim.AdamW(model.parameters(), lr=1e-2 * run.comm.size('data'))"
+    },
+    "fewer steps by ranks": {
+        "body": PARTS["body"] + "\nif number == 4 // run.size: break",
+        "step": "optimizer.step()\noptimizer.zero_grad()",
     },
     "rows of one rank": {"body": "x = x * (1 + rank)\n" + PARTS["body"]},
     "rows left out": {

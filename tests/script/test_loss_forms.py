@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
@@ -176,7 +177,7 @@ class Alone:
 
     def backward(
         self, loss: Any = None, *, weights: Any = None, mean_of_rows: Any = None,
-        sum_of_rows: Any = None, count: Any = None,
+        sum_of_rows: Any = None, count: Any = None, retain_graph: bool = False,
     ) -> Tensor:  # fmt: skip
         if mean_of_rows is not None:
             loss = mean_of_rows
@@ -185,7 +186,7 @@ class Alone:
         elif loss.numel() > 1:
             weights = torch.ones_like(loss) if weights is None else weights
             loss = (loss * weights).sum() / weights.sum()
-        loss.backward()
+        loss.backward(retain_graph=retain_graph)
         return loss.detach()
 
 
@@ -227,9 +228,37 @@ def padded(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return out.square().sum(1).sqrt().mean()
 
 
+def clamped(out: Tensor) -> Tensor:
+    """Return the same with a hook on its gradient, which must be the gradient of one process."""
+    out.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+    return out * 1.0
+
+
+def hooked(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, y = run.gather(model(x), y)
+    return F.cross_entropy(clamped(out * 1.0), y)
+
+
+def checkpointed_head(run: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A head whose parameters no graph shows, because a reentrant checkpoint computes it."""
+    out, y = run.gather(model(x), y)
+    out = checkpoint(lambda z: model[-1](F.pad(z, (0, 5))), out, use_reentrant=True)
+    return F.cross_entropy(out, y)
+
+
+def twice(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Two backwards of one graph."""
+    out, y = run.gather(model(x), y)
+    run.backward(F.cross_entropy(out, y), retain_graph=True)
+    return out.square().mean().sqrt()
+
+
 STEPS = {
-    each.__name__: each for each in (penalised, attacked, of_time_first, of_structures, padded)
-}
+    each.__name__: each
+    for each in (
+        penalised, attacked, of_time_first, of_structures, padded, hooked, checkpointed_head, twice,
+    )
+}  # fmt: skip
 """Name -> a whole-batch loss that calls the model itself."""
 
 

@@ -79,6 +79,29 @@ def a_term_of_own_rows_without_a_value() -> None:
     script.run.backward(cross_entropy(out, y) + own - own.detach())
 
 
+def a_later_term_of_own_rows_without_a_value() -> None:
+    script = Script()
+    for number in range(4):
+        out, y = script.run.gather(script.model(script.x), script.y)
+        own = script.loss() if number == 3 else torch.zeros(())
+        script.run.backward(cross_entropy(out, y) + own - own.detach())
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+
+def a_gather_within_a_reentrant_checkpoint() -> None:
+    script = Script()
+    y = script.run.gather(script.y)
+    out = script.model(script.x)
+    loss = checkpoint(lambda out: cross_entropy(script.run.gather(out), y), out, use_reentrant=True)
+    script.run.backward(loss)
+
+
+def a_number_expanded_to_rows() -> None:
+    script = Script()
+    script.run.gather(script.loss().expand(len(script.y)))
+
+
 def a_term_of_own_rows() -> None:
     script = Script()
     out, y = script.run.gather(script.model(script.x), script.y)
@@ -102,6 +125,15 @@ def a_loss_that_is_not_finite() -> None:
     script = Script()
     out, y = script.run.gather(script.model(script.x), script.y)
     script.run.backward(cross_entropy(out, y) * float("nan"))
+    script.optimizer.step()
+
+
+def a_mean_over_no_rows() -> None:
+    """Its gradient is NaN on rank 1, which has the count 0."""
+    script = Script()
+    is_odd = script.run.rank == 1
+    loss = script.loss() * (0 if is_odd else 1) / torch.tensor(0.0 if is_odd else 4.0)
+    script.run.backward(mean_of_rows=loss, count=0 if is_odd else 4)
     script.optimizer.step()
 
 
@@ -597,9 +629,13 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_count_below_0: r"the counts of the ranks are -3, -3; expected .* finite and not negative",
     a_term_of_own_rows_without_a_value: r"a term of the loss is computed from this rank's own rows"
     r": without gathered rows the gradient of \S+ has the norm",
+    a_later_term_of_own_rows_without_a_value: r"a term of the loss is computed from .* own rows",
+    a_gather_within_a_reentrant_checkpoint: r"through a reentrant checkpoint, within which no",
+    a_number_expanded_to_rows: r"shape \(4,\) is a number of this rank's rows, expanded to them",
     a_term_of_own_rows: r"the loss is .* on rank 0 and .*: a part of it is computed from this",
     the_same_rows_on_all_ranks: r"optimizer.step\(\): no loss .* is computed from rows that run.",
     losses_of_two_kinds: r"a loss of the whole batch, and another a loss of own rows, .*one kind",
+    a_mean_over_no_rows: r"step 1: the loss is not finite \(nan on rank",
     a_loss_that_is_not_finite: r"step 1: the loss is not finite \(nan on rank .*nonfinite='skip'",
     a_sum_of_losses: r"sum: the number has a graph, .*run.gather.*run.sum\(value.detach\(\)\)",
     no_graph: r"the loss has no graph.*outside torch.no_grad",

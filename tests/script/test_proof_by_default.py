@@ -30,13 +30,16 @@ def ran(text: str, strategy: str, capfd: pytest.CaptureFixture[str]) -> tuple[in
 
 
 def test_a_script_is_compared_once(capfd: pytest.CaptureFixture[str]) -> None:
-    text = script(model="mlp(nn.Dropout(0.3))") + SAVING
+    Path("own.py").write_text("rate = 0.3")
+    text = script(before="import own", model="mlp(nn.Dropout(own.rate))") + SAVING
     code, said = ran(text, "dp2", capfd)
     assert code == 0 and "4 steps agree with one process" in said
     assert Path("effects").read_text() == "once "
     assert len(list(Path("checkpoints").rglob("step-*"))) == 1
     code, said = ran(text, "dp2", capfd)
     assert code == 0 and "agree" not in said
+    Path("own.py").write_text("rate = 0.2")
+    assert "agree with one process" in ran(text, "dp2", capfd)[1]
 
 
 def test_a_mean_of_means_is_stopped_before_the_save(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
+from phalanx.data.cache import cache_folder, fingerprint
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.launch.rank_env import is_under_torchrun
 
@@ -63,7 +65,6 @@ def run(argv: list[str]) -> int:
 
     prepare_server("phalanx.script.loop_proof")
     import phalanx
-    from phalanx.data.cache import cache_folder, fingerprint
     from phalanx.launch.failure import report
     from phalanx.script.init import refuse_in_own_loop
     from phalanx.script.launch import run_script
@@ -77,21 +78,32 @@ def run(argv: list[str]) -> int:
     text = path.read_bytes()
     # A script that does not name phalanx trains by other means, each time at full length.
     is_due = config.proof and strategy.num_ranks > 1 and b"phalanx" in text
-    proved = cache_folder(None) / "proved" / fingerprint(text, strategy, phalanx.__version__)
+    proved = cache_folder(None) / "proved" / fingerprint(text, own, strategy, phalanx.__version__)
     if is_due and device != "cpu":
         report(
             "not proved: one process would need a GPU of its own; compare on CPUs by: "
             f"phalanx verify {strategy} --script {path}"
         )
     ends: list[tuple[int, str]]
-    if is_due and device == "cpu" and not proved.exists():
-        ends, is_proved = run_proved(str(path), own, strategy, config.strategy, **options)
-        if is_proved:
+    if is_due and device == "cpu" and not _is_proved(proved):
+        ends, modules = run_proved(str(path), own, strategy, config.strategy, **options)
+        if modules is not None:
             proved.parent.mkdir(parents=True, exist_ok=True)
-            proved.touch()
+            proved.write_text(json.dumps(modules))
     else:
         given = (str(path), own, config.strategy)
         ends = run_ranks(run_script, strategy.num_ranks, *given, **options)
     if any(signum for signum, _ in ends):
         raise Interrupted(*max(ends))
     return 0
+
+
+def _is_proved(file: Path) -> bool:
+    """Return whether a file of the cache has the fingerprints of a script's modules as now."""
+    if not file.exists():
+        return False
+    found: dict[str, str] = json.loads(file.read_text() or "{}")
+    return all(
+        Path(module).is_file() and fingerprint(Path(module).read_bytes()) == digest
+        for module, digest in found.items()
+    )

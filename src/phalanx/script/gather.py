@@ -8,9 +8,9 @@
                                                                        takes its slice
 
 A slice sends nothing, so ranks that use different gathers do not wait for one another. Slice and
-gather are each other's backward, so gradients can be differentiated again. `Gathers.scaled` and
-`Gathers.summed` say how `run.backward` passes gradients; elsewhere, as in `torch.autograd.grad`,
-a row's gradient passes unchanged.
+gather are each other's backward, so gradients can be differentiated again. `Gathers.passing`
+says how `run.backward` passes gradients; elsewhere, as in `torch.autograd.grad`, a row's gradient
+passes unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad as pad_tensor
 
 from phalanx.checkpoint.untrusted import brief
@@ -37,41 +37,30 @@ class Gathers:
     """The gathers of a run, and how gradients pass them.
 
     Attributes:
-        num_reached: gathers that whole-batch losses have reached since it was last set to 0.
+        scale: factor from a gradient of all rows to the gradient of this rank's rows.
     """
 
     def __init__(self, comm: Comm) -> None:
         """Gather over the data ranks of `comm`."""
         self._comm, self._has_own_groups = comm, False
-        self._scale, self._is_summed, self._is_cut, self._is_counted = 1.0, False, False, False
-        self.num_reached = 0
+        self.scale, self._is_summed, self.is_cut = 1.0, False, False
 
     @contextmanager
-    def scaled(self, scale: float) -> Generator[None]:
-        """Within: gradients of a whole-batch loss times 1 / `scale` become a rank's own rows'."""
-        self._scale, self._is_counted = scale, True
+    def passing(
+        self, scale: float = 1.0, *, is_summed: bool = False, is_cut: bool = False
+    ) -> Generator[None]:
+        """Say how gradients pass within this context.
+
+        Args:
+            scale: see the attribute; not 1 for the gradients of a loss divided by `scale`.
+            is_summed: whether losses of ranks differ, so a row's gradient is the sum over ranks.
+            is_cut: whether no gradient passes, so that gradients of a rank's own terms remain.
+        """
+        self.scale, self._is_summed, self.is_cut = scale, is_summed, is_cut
         try:
             yield
         finally:
-            self._scale, self._is_counted = 1.0, False
-
-    @contextmanager
-    def summed(self) -> Generator[None]:
-        """Within: losses of ranks differ, so a row's gradient is the sum over the ranks."""
-        self._is_summed = True
-        try:
-            yield
-        finally:
-            self._is_summed = False
-
-    @contextmanager
-    def cut(self) -> Generator[None]:
-        """Within: no gradient passes, so what remains are gradients of a rank's own terms."""
-        self._is_cut = True
-        try:
-            yield
-        finally:
-            self._is_cut = False
+            self.scale, self._is_summed, self.is_cut = 1.0, False, False
 
     def gather(
         self,
@@ -183,17 +172,7 @@ class Gathers:
             whole = self._comm.all_reduce(whole.clone(), "data")
         begin = self._begin(counts)
         own = whole[begin : begin + counts[self._comm.coord("data")]]
-        return own.clone() if self._scale == 1 else own * self._scale
-
-    def passed(self) -> bool:
-        """Count a gather that a loss reaches, and return whether its gradient passes."""
-        self.num_reached += self._is_counted
-        return not self._is_cut
-
-    @property
-    def scale(self) -> float:
-        """Factor from a gradient of all rows to the gradient of this rank's rows."""
-        return self._scale
+        return own.clone() if self.scale == 1 else own * self.scale
 
 
 class _Gather(torch.autograd.Function):
@@ -205,8 +184,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gathers: Gathers = ctx.gathers
-        passes = gathers.passed()
-        return (_Slice.apply(grad, gathers, ctx.counts) if passes else None), None, None
+        return (None if gathers.is_cut else _Slice.apply(grad, gathers, ctx.counts)), None, None
 
 
 class _Slice(torch.autograd.Function):
@@ -222,13 +200,25 @@ class _Slice(torch.autograd.Function):
         return whole / gathers.scale, None, None
 
 
-def own_terms(loss: Tensor) -> tuple[bool, list[Tensor]]:
-    """Return whether a loss is computed from gathered rows, and its leaves on other paths.
+class OwnTerms(NamedTuple):
+    """What a loss is computed from on paths without a gather.
 
-    The leaves are parameters and inputs that the loss reaches without passing a gather: in a
-    penalty on weights, in a layer that takes gathered rows, or in a term of this rank's own rows.
+    Attributes:
+        parameters: those that the loss reaches: in a penalty on weights, in a layer that takes
+            gathered rows, or in a term of this rank's own rows.
+        is_gathered: whether another path passes a gather, or may, as within a checkpoint.
+        is_hidden: whether a path passes a reentrant checkpoint, which shows no graph.
     """
-    seen, leaves, is_gathered = set[Any](), list[Tensor](), False
+
+    parameters: list[nn.Parameter]
+    is_gathered: bool
+    is_hidden: bool
+
+
+def own_terms(loss: Tensor) -> OwnTerms:
+    """Return what a loss is computed from on paths without a gather."""
+    seen, parameters = set[Any](), list[nn.Parameter]()
+    is_gathered = is_hidden = False
     left: list[Any] = [loss.grad_fn]
     while left:
         node = left.pop()
@@ -238,10 +228,11 @@ def own_terms(loss: Tensor) -> tuple[bool, list[Tensor]]:
         if issubclass(type(node), _Gather._backward_cls):  # pyright: ignore
             is_gathered = True
             continue
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
+        is_hidden |= type(node).__name__ == "CheckpointFunctionBackward"
+        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
+            parameters.append(variable)
         left.extend(following for following, _ in node.next_functions)
-    return is_gathered, leaves
+    return OwnTerms(parameters, is_gathered or is_hidden, is_hidden)
 
 
 def _without_caches(batch: Any) -> Any:
@@ -260,6 +251,12 @@ def _rows_first(tensor: Tensor, dim: int | None) -> Tensor:
             "gather: a tensor has no rows, as the loss that a model returns beside its logits; "
             "gather tensors with a row for each sample, such as out.logits, and compute the number "
             "from the gathered rows"
+        )
+    if tensor.requires_grad and len(tensor) > 1 and tensor.stride(0) == 0:
+        raise ScriptError(
+            f"gather: a tensor of shape {tuple(tensor.shape)} is a number of this rank's rows, "
+            "expanded to them, and no number of the whole batch; gather the rows that it was "
+            "computed from, and compute it from them"
         )
     if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
         raise ScriptError(

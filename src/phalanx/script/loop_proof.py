@@ -22,13 +22,14 @@ import io
 import os
 import pickle
 import random
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.account.host import free_memory_bytes
+from phalanx.data.cache import fingerprint
 from phalanx.data.rows import map_tensors, tensors_of
 from phalanx.errors import ConfigError, RankFailed, ScriptError, TrainingError
 from phalanx.launch.failure import report
@@ -90,11 +92,12 @@ class _Record(NamedTuple):
     Attributes:
         step: number of the step, from 0; -1 before the first.
         place: "prepared", "gradients" after the last backward, "weights" after an optimizer's step,
-            or "end" of the script.
+            a call that may "save", "end" of the script, or "signal" if a signal has ended it.
         numbers: see `RankFacts`.
         shards: quantity -> shards of tensors.
         bits: see `RankFacts`.
-        rows: position in the data -> hash of the values of its row, of the batches of the step.
+        rows: number of a loader, position in its data -> hash of the values of the row, of the
+            batches of the step.
         states: name of a random generator -> hash of its state.
     """
 
@@ -103,7 +106,7 @@ class _Record(NamedTuple):
     numbers: dict[str, dict[str, float]]
     shards: dict[str, Shards]
     bits: dict[BitsKey, str]
-    rows: dict[int, str]
+    rows: dict[tuple[int, int], str]
     states: dict[str, str]
 
 
@@ -126,29 +129,47 @@ class _Proof:
     def put(self, name: str, value: object) -> None:
         """Give a value to the other processes, under a name."""
         partial = self.folder / f"{name} {os.getpid()}"
-        partial.write_bytes(pickle.dumps(value))
+        try:
+            partial.write_bytes(pickle.dumps(value))
+        except OSError as error:  # no space is left
+            partial.write_bytes(b"")
+            name, why = _VERDICT, f"the folder of temporary files: {error.strerror}"
+            partial.write_bytes(pickle.dumps((None, why, {})))
         partial.replace(self.folder / name)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a verdict."""
+        return (self.folder / _VERDICT).exists()
 
     def conclude(self, verdict: Verdict | None, why: str = "") -> NoReturn:
         """Give the verdict, or why there is none, and end this process, which is the one process.
 
         No `finally` of the script runs, which might save or print.
         """
-        self.put(_VERDICT, (verdict, why))
+        if not self.is_over:
+            self.put(_VERDICT, (verdict, why, _modules_beside(sys.argv[0])))
         end_children()
         os._exit(0)
 
-    def verdict(self, code: int | None = None) -> tuple[Verdict | None, str]:
-        """Return what `conclude` was given; `code` is the exit code of the one process."""
-        if not (self.folder / _VERDICT).exists():
-            self.put(_VERDICT, (None, f"one process ended by itself, with exit code {code}"))
-        return self.get(_VERDICT)
+    def verdict(self, code: int | None = None) -> tuple[Verdict | None, str, dict[str, str]]:
+        """Return what `conclude` was given, and fingerprints of the modules beside the script.
 
-    def get(self, name: str) -> Any:
-        """Return what another process puts under a name, once it has."""
+        `code` is the exit code of the one process.
+        """
+        if not self.is_over:
+            self.put(_VERDICT, (None, f"one process ended by itself, with exit code {code}", {}))
+        return pickle.loads((self.folder / _VERDICT).read_bytes())
+
+    def take(self, name: str) -> Any:
+        """Return what a rank puts under a name, once it has, and remove it."""
         while not (path := self.folder / name).exists():
+            if self.is_over:  # a rank had no space for a record
+                self.conclude(None)
             time.sleep(0.002)
-        return pickle.loads(path.read_bytes())
+        value = pickle.loads(path.read_bytes())
+        path.unlink()
+        return value
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
@@ -169,7 +190,7 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
             return failed(str(strategy), failure)
         except ScriptError as error:  # one rank ran, so this is a difference
             return Verdict(str(strategy), [], failure=str(error))
-        verdict, why = proof.verdict()
+        verdict, why, _ = proof.verdict()
     if verdict is None:
         raise ConfigError(why)
     return verdict
@@ -177,27 +198,28 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
 
 def run_proved(
     path: str, words: list[str], strategy: Strategy, given: str | None, **options: Any
-) -> tuple[list[Any], bool]:
+) -> tuple[list[Any], dict[str, str] | None]:
     """Run a script on ranks, and prove its first steps.
 
     `given` is the strategy of the command line, and `options` are options of `run_ranks`.
 
     Returns:
-        The results of the ranks, and whether the steps agree with one process.
+        The results of the ranks, and the fingerprints of the imported modules beside the script;
+        None in their place if there was no comparison.
 
     Raises:
         TrainingError: a step differs from one process.
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
         proof = _Proof(Path(folder), strategy, NUM_STEPS, is_wide=False)
-        is_proved: list[bool] = []
+        proved: list[dict[str, str]] = []
 
         def ended(code: int | None) -> None:
-            verdict, why = proof.verdict(code)
+            verdict, why, modules = proof.verdict(code)
             if verdict is not None and not verdict.is_equal:
                 lines = [verdict.headline(), *verdict.replicas[:1], _WITHOUT]
                 raise TrainingError("\n".join(lines))
-            is_proved.append(verdict is not None)
+            proved.extend([modules] if verdict is not None else [])
             report(_sentence(verdict) if verdict is not None else f"not proved: {why}")
 
         arguments = (path, words, given, proof)
@@ -205,13 +227,15 @@ def run_proved(
             _run_recorded, strategy.num_ranks, *arguments,
             beside=Beside(_run_alone, arguments, ended), **options,
         )  # fmt: skip
-    return ends, is_proved == [True]
+    return ends, proved[0] if proved else None
 
 
 def _sentence(verdict: Verdict) -> str:
     errors = verdict.largest_errors()
     steps = 1 + max(row.step for row in verdict.differences)
-    found = ", ".join(f"{what} {errors[what]:.0e}" for what in ("loss", "gradient", "weight"))
+    found = ", ".join(
+        f"{what} {errors[what]:.0e}" for what in ("loss", "gradient", "weight") if what in errors
+    )
     return f"{steps} step{'s' * (steps > 1)} agree with one process, relative errors: {found}"
 
 
@@ -221,13 +245,14 @@ def _run_recorded(path: str, words: list[str], given: str | None, proof: _Proof)
     numbers = iter(range(1 << 62))
 
     def deliver(step: _Record, _: object) -> None:
-        proof.put(f"{next(numbers)}.{rank}", step)
+        if not proof.is_over:
+            proof.put(f"{next(numbers)}.{rank}", step)
 
     def wait(number: int) -> None:
         with PULSE.waiting("the comparison with one process"):
             while not (proof.folder / f"save {number}").exists():
-                if (proof.folder / _VERDICT).exists():
-                    verdict, _ = proof.verdict()
+                if proof.is_over:
+                    verdict, *_ = proof.verdict()
                     if verdict is None or verdict.is_equal:
                         return  # else the launcher ends this rank
                 time.sleep(0.002)
@@ -303,7 +328,7 @@ class _Recorder:
         self._step = 0
         self._num_saves = 0
         self._losses: dict[str, float] = {}
-        self._rows: dict[int, str] = {}
+        self._rows: dict[tuple[int, int], str] = {}
         self._is_on = True
 
     def attach(self, run: Run) -> None:
@@ -323,11 +348,13 @@ class _Recorder:
     def end(self) -> None:
         """Record that the script has ended."""
         if self._is_on:
-            self._send("end", {}, {})
+            self._send("signal" if PULSE.handled_signal else "end", {}, {})
 
     def _may_save(self) -> bool:
         self._num_saves += 1
         if not self.proof.is_wide:
+            if self._is_on:  # so that ranks which save earlier than one process are found
+                self._send("save", {}, {})
             self._reach_save(self._num_saves)
         return not (self.is_alone or self.proof.is_wide)
 
@@ -337,9 +364,9 @@ class _Recorder:
             if loader not in self.loaders:
                 self.loaders.append(loader)
             rows = [t for t in tensors_of(given) if t.ndim and len(t) == len(loader.rows)]
+            shapes, of_loader = [tuple(t.shape[1:]) for t in rows], self.loaders.index(loader)
             for number, at in enumerate(loader.rows.tolist()):
-                shapes = [tuple(t.shape[1:]) for t in rows]
-                self._rows[at] = f"{shapes} {_digest([t[number] for t in rows])}"
+                self._rows[of_loader, at] = f"{shapes} {_digest([t[number] for t in rows])}"
 
     def _prepare(self, prepare: Any, *objects: Any, **options: Any) -> Any:
         if self.proof.is_wide:
@@ -358,6 +385,7 @@ class _Recorder:
                 self.model = each
                 if self.proof.is_wide:
                     self._at.follow(each)
+                self._note_dtype(each, (), [*each.parameters()])
                 for module in each.modules() if self.is_alone else ():
                     module.register_forward_hook(self._note_dtype)
                 self._send("prepared", {}, {"first weight": dict(each.named_parameters())})
@@ -380,8 +408,8 @@ class _Recorder:
             )
 
     def _note_dtype(self, _module: nn.Module, _args: object, output: Any) -> None:
-        if isinstance(output, Tensor) and output.dtype in _LIMITS:
-            self.dtype = max(self.dtype, output.dtype, key=_LIMITS.__getitem__)
+        types = {each.dtype for each in tensors_of(output)} & _LIMITS.keys()
+        self.dtype = max(self.dtype, *types, key=_LIMITS.__getitem__)
 
     def _backward(self, backward: Any, *args: Any, **kwargs: Any) -> Any:
         if self._step == self.proof.steps:
@@ -451,7 +479,7 @@ class _Judge:
     def compare(self, mine: _Record, recorder: _Recorder) -> None:
         """Compare a record with the ranks' records, take over gradients; raise if it is the end."""
         ranks: list[_Record] = [
-            self._proof.get(f"{self._number}.{rank}")
+            self._proof.take(f"{self._number}.{rank}")
             for rank in range(self._proof.strategy.num_ranks)
         ]
         self._number += 1
@@ -475,7 +503,7 @@ class _Judge:
         if not verdict.is_equal or any(not row.passes for row in rows):
             self._refuse_irreproducible(mine, ranks, recorder)
             self._proof.conclude(verdict_of(title, [*self.differences, *rows], problems, unequal))
-        if mine.place == "end":
+        if mine.place in ("end", "signal"):
             why = "" if self.differences else "the script takes no step that follows run.backward"
             self._proof.conclude(verdict if self.differences else None, why)
         if mine.place == "gradients" and recorder.model is not None:
@@ -516,11 +544,11 @@ class _Judge:
         for rank, theirs in enumerate(ranks):
             if theirs.place == mine.place:
                 continue
-            if mine.place == "end" or theirs.place == "end":  # a signal has ended one of them
+            if "signal" in (mine.place, theirs.place):
                 equal = verdict_of(str(self._proof.strategy), self.differences, [], [])
                 why = "" if self.differences else "the script ends before its first step"
                 self._proof.conclude(equal if self.differences else None, why)
-            what = f"rank {rank} is at its {theirs.place}, where one process is at its {mine.place}"
+            what = f"rank {rank} is at {theirs.place}, where one process is at {mine.place}"
             return [Place(None, what, mine.step, rank)]
         used = {at for rank in ranks for at in rank.rows}
         if used and mine.rows and (odd := sorted(used ^ mine.rows.keys())):
@@ -528,7 +556,7 @@ class _Judge:
                 f"the ranks read {len(used)} rows in this step, one process reads {len(mine.rows)}"
             )
             return [
-                Place(None, f"{what}; the first that only one side reads is {odd[0]}", mine.step)
+                Place(None, f"{what}; the first that only one side reads is {odd[0][1]}", mine.step)
             ]
         return []
 
@@ -557,8 +585,7 @@ class _Judge:
             )
 
 
-def _unresumed(folder: str | Path) -> bool:
-    del folder
+def _unresumed(_: str | Path) -> bool:
     return False
 
 
@@ -573,8 +600,26 @@ def _is_fixed(loader: RankLoader) -> bool:
     data = loader.plain.dataset
     if isinstance(data, IterableDataset):
         return False
-    first = [[_digest(tensors_of(data[at])) for at in range(min(4, len(loader)))] for _ in range(2)]
-    return first[0] == first[1]
+    try:
+        first, second = (
+            pickle.dumps([data[at] for at in range(min(4, len(cast("Any", data))))])
+            for _ in range(2)
+        )
+    except Exception:  # of the script's dataset, which cannot be read here
+        return False
+    return first == second
+
+
+def _modules_beside(script: str) -> dict[str, str]:
+    """Return the fingerprints of the imported files in the folder of a script and below."""
+    folder = Path(script).resolve().parent
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    own = {path for f in files if f and (path := Path(f).resolve()).is_relative_to(folder)}
+    return {
+        str(path): fingerprint(path.read_bytes())
+        for path in own
+        if "site-packages" not in path.parts and path.is_file()
+    }
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:

@@ -156,6 +156,7 @@ class Run:
         mean_of_rows: Tensor | None = None,
         sum_of_rows: Tensor | None = None,
         count: float | Tensor | None = None,
+        retain_graph: bool = False,
     ) -> Tensor:
         """Add the gradients of the global batch's loss to each `.grad`; all ranks call this.
 
@@ -175,6 +176,7 @@ class Run:
             mean_of_rows: mean loss of `count` rows or tokens of this rank; 0-d.
             sum_of_rows: sum of their losses; 0-d.
             count: their number, or the sum of their weights.
+            retain_graph: whether another backward uses the same graph.
 
         Returns:
             The loss of the whole batch, 0-d, without a graph.
@@ -185,7 +187,8 @@ class Run:
             TrainingError: the loss is not finite and `nonfinite` is "stop".
         """
         step = self._prepared.trained_step()
-        return step.backward(loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count))
+        given = loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count)
+        return step.backward(given, retain_graph)
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.

@@ -25,7 +25,7 @@ from phalanx.parallel.accumulate import Runner
 from phalanx.script.as_prepared import PreparedModelCheck, RecordedGradients, warn_of_buffers
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import AHEAD, BATCHES, STEPS
-from phalanx.script.gather import Gathers, own_terms
+from phalanx.script.gather import Gathers, OwnTerms, own_terms
 from phalanx.script.hooks import ReducedGradientHooks
 from phalanx.script.loss import FORMS, RowsLoss
 from phalanx.script.optimizer import warn_of_state
@@ -34,7 +34,7 @@ from phalanx.script.replicas import NUM_ALWAYS_CHECKED, AsyncHostCopy, Replicas
 from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
 
-_NUM_SHARED: Final = 5
+_NUM_SHARED: Final = 6
 """Numbers of a call that the data ranks add up, see `UserStep._check`."""
 
 _STEPS_APART: Final = 50
@@ -55,7 +55,6 @@ class UserStep(StepState):
         replicas: compares the state that must be equal on all ranks.
         parameters: parameters that optimizers update, by name; during a step, modules of FSDP2
             have gathered parameters instead.
-        gathers: gathers of rows, whose gradients `backward` scales.
         loss_of_step: the step's loss so far, over all its calls.
     """
 
@@ -87,16 +86,18 @@ class UserStep(StepState):
         self._num_begun = 0
         self._nonfinite = nonfinite
         self._num_data = comm.size("data")
-        self.gathers = gathers
+        self._gathers = gathers
         self.loss_of_step = self._totals[0]
         self._found = self._totals
         self._has_rows: bool | None = None
+        self._is_gathered = self._has_odd_mean = False
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._own_terms: dict[str, Tensor] = {}
+        self._terms = OwnTerms([], is_gathered=False, is_hidden=False)
+        self._checked: set[int] = set()
         self._odd_loss: Tensor | None = None
         self._made = RecordedGradients()
 
-    def backward(self, loss: Tensor | RowsLoss) -> Tensor:
+    def backward(self, loss: Tensor | RowsLoss, retain_graph: bool) -> Tensor:
         """Compute and reduce the gradients of the global batch's loss, see `Run.backward`."""
         is_pass_over = self._reading.is_pass_over()
         self.draw_watch.look()
@@ -107,28 +108,31 @@ class UserStep(StepState):
         found = self._exchange(loss)
         # A GPU has computed the loss when its copy arrives. So after the first steps the host first
         # launches the backward, which needs no answer of another rank.
-        is_first = self._num_begun <= 2 or not given.is_cuda
+        is_first = self._is_early or not given.is_cuda
         if is_first:
             self._check(loss, found.tolist())
+        scale, mean = 1.0, given.detach()
+        divisor = torch.ones((), device=given.device)
         if isinstance(loss, RowsLoss):
             self._totals += self._found
             if self.num_backwards == 0:
                 # In most steps each call has the same count, and `_end` has nothing to correct.
                 self._divisor = _nonzero(self._found[1] * self._accumulation)
             divisor, mean = self._divisor, self._found[0] / _nonzero(self._found[1])
-        else:
-            divisor, mean = torch.tensor(float(self._num_data), device=given.device), given.detach()
+        elif self._terms.parameters or self._terms.is_hidden:
+            # Each rank adds the whole gradient of these parameters, and the gathers 1 / R of it.
+            scale = self._num_data
+            divisor *= scale
         self.loss_of_step = mean + (self.loss_of_step if self.num_backwards else 0.0)
         self.num_backwards += 1
         is_last = is_pass_over or self.is_full
-        reducer, gathers = self._reducer, self.gathers
+        reducer = self._reducer
         wide = torch.promote_types(given.dtype, torch.float32)
-        is_own = isinstance(loss, RowsLoss)
         try:
             if reducer is not None:
                 reducer.before_backward(reducer.parameters if is_last else ())
-            with gathers.summed() if is_own else gathers.scaled(self._num_data):
-                (given.to(wide) / divisor.to(wide)).backward()
+            with self._gathers.passing(scale, is_summed=isinstance(loss, RowsLoss)):
+                (given.to(wide) / divisor.to(wide)).backward(retain_graph=retain_graph)
             if not is_first:
                 self._check(loss, found.tolist())
         except BaseException:  # a script may catch it, and repeat the step
@@ -183,7 +187,7 @@ class UserStep(StepState):
             if self._odd_loss is not None:
                 self._refuse_odd_loss(float(self._odd_loss.detach()))
             self.refuse_step(own, has_gradients=bool(gradients))
-            if self._num_data > 1 and not (self._has_rows or self.gathers.num_reached):
+            if self._num_data > 1 and not (self._has_rows or self._is_gathered):
                 raise ScriptError(
                     "optimizer.step(): no loss since the last step is computed from rows that "
                     f"run.gather returned, so ranks used their own rows or the same; {FORMS}"
@@ -240,7 +244,7 @@ class UserStep(StepState):
         self._totals = torch.zeros_like(self._totals)
         self._has_rows = self._odd_loss = None
         if self.is_used or self.steps_done == 0:
-            self.gathers.num_reached = 0
+            self._is_gathered = False
         self.begin()
         at_end(self._name, self._check_end)
         PULSE.stepping(self.steps_done)
@@ -261,14 +265,22 @@ class UserStep(StepState):
                 count = to_device(count, found.device).double()
                 found[3] = (~((count >= 0) & count.isfinite())).double()
             found[1] = count
-            # A mean over 0 rows, times 0 rows, is NaN.
-            found[0] = torch.where(found[1] > 0, loss.sum.detach().double(), 0.0)
+            # A mean over 0 rows, times 0 rows, is NaN, and its gradient may be.
+            total = loss.sum.detach().double()
+            found[5] = (~total.isfinite() & (found[1] == 0)).double()
+            found[0] = torch.where(found[1] > 0, total, 0.0)
         else:
             value = loss.detach().double()
             found[0], found[1], found[2] = value, value**2, 1.0
-            if self._num_data > 1 and self._num_begun <= 2:
-                self._own_terms = self._parameters_outside_gathers(loss)
-                found[4] = bool(self._own_terms)
+            if self._num_data > 1:
+                self._terms = own_terms(loss)
+                self._is_gathered |= self._terms.is_gathered
+                reached = {*map(id, self._terms.parameters)}
+                # Only on a GPU a check after the backward would come too late.
+                is_due = self._is_early or not found.is_cuda
+                is_due = is_due and (self._num_begun <= 2 or not reached <= self._checked)
+                self._checked |= reached
+                found[4] = bool(reached) and is_due
         self._comm.all_reduce(found, "data")
         self._comm.all_reduce(found[_NUM_SHARED:], "tp")
         self.replicas.store_sums(found[_NUM_SHARED:])
@@ -283,11 +295,12 @@ class UserStep(StepState):
         Args:
             loss: this rank's loss.
             found: sums over the data ranks: of losses and their squares, or of sums of losses and
-                counts; of ranks that give a whole-batch loss, an illegal count, and terms that
-                reach parameters without passing a gather.
+                counts; of ranks that give a whole-batch loss, an illegal count, terms that reach
+                parameters without passing a gather, and a mean over 0 rows that is not finite.
         """
-        first, second, num_whole, num_illegal, num_own = found
+        first, second, num_whole, num_illegal, num_own, num_empty = found
         value = loss.sum if isinstance(loss, RowsLoss) else loss
+        self._has_odd_mean |= num_empty > 0
         num_ranks = self._num_data
         if 0 < num_whole < num_ranks:
             raise ScriptError(
@@ -313,7 +326,7 @@ class UserStep(StepState):
 
     def _refuse_unequal(self, loss: Tensor) -> None:
         """Refuse a loss that differs between ranks, and name the cause; all ranks call this."""
-        values = gather_objects((float(loss.detach()), own_terms(loss)[0]))
+        values = gather_objects((float(loss.detach()), own_terms(loss).is_gathered))
         other = max(range(len(values)), key=lambda rank: abs(values[rank][0] - values[0][0]))
         (first, _), (last, _) = values[0], values[other]
         what = (
@@ -328,14 +341,10 @@ class UserStep(StepState):
             )
         raise ScriptError(f"{what}; {FORMS}")
 
-    def _parameters_outside_gathers(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return the parameters that a loss reaches on paths without a gather, by name."""
-        names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
-        leaves = [leaf for leaf in own_terms(loss)[1] if isinstance(leaf, nn.Parameter)]
-        return {
-            names.get(leaf, f"parameter {number}, of shape {tuple(leaf.shape)},"): leaf
-            for number, leaf in enumerate(leaves)
-        }
+    @property
+    def _is_early(self) -> bool:
+        """Whether all ranks make every check, before the backward."""
+        return self._num_begun <= 2 or self._num_begun % _STEPS_APART == 0
 
     def _check_own_terms(self, loss: Tensor) -> None:
         """Refuse gradients from terms of a rank's own rows; all ranks call this together.
@@ -346,21 +355,32 @@ class UserStep(StepState):
         comm = self._comm
         place = tuple(comm.coord(axis) for axis in comm.axes if axis not in comm.axes_of("data"))
         gradients: dict[str, tuple[float, float]] = {}
-        names = gather_objects([*self._own_terms])
+        of: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
+        reached = {
+            of.get(each, f"parameter {number}, of shape {tuple(each.shape)},"): each
+            for number, each in enumerate(self._terms.parameters)
+        }
+        names = gather_objects((self._terms.is_hidden, *reached))
+        if any(is_hidden for is_hidden, *_ in names):
+            raise ScriptError(
+                "backward: the loss reaches parameters through a reentrant checkpoint, within "
+                "which no gather shows; give torch.utils.checkpoint use_reentrant=False, or call "
+                "run.gather on its result"
+            )
         if all(each == names[0] for each in names):  # else backwards would not match
             if self._reducer is not None:
                 self._reducer.keep()
-            with self.gathers.cut():
+            with self._gathers.passing(is_cut=True):
                 found: Any = torch.autograd.grad(
-                    loss, [*self._own_terms.values()], retain_graph=True, allow_unused=True
+                    loss, [*reached.values()], retain_graph=True, allow_unused=True
                 )
-            for name, gradient in zip(self._own_terms, found, strict=True):
+            for name, gradient in zip(reached, found, strict=True):
                 if gradient is not None:
                     flat = local_shard(gradient).double().reshape(-1)
                     signs = torch.arange(len(flat), device=flat.device).double().cos()
                     gradients[name] = float(flat.norm()), float(flat.real @ signs)
         else:
-            gradients = dict.fromkeys(self._own_terms, (math.nan, 0.0))
+            gradients = dict.fromkeys(reached, (math.nan, 0.0))
         first: dict[Any, tuple[int, dict[str, tuple[float, float]]]] = {}
         for rank, (where, theirs) in enumerate(gather_objects((place, gradients))):
             root, mine = first.setdefault(where, (rank, theirs))
@@ -392,6 +412,9 @@ class UserStep(StepState):
                 factor = self._divisor / self._totals[1]
                 for gradient in self.gradients():
                     local_shard(gradient).mul_(factor)
+        if self._has_odd_mean and not self._is_finite():
+            self._odd_loss = self._totals.new_full((), math.nan)
+        self._has_odd_mean = False
         self._hooks.call()
         for parameter, kept in self._kept.items():
             grad = parameter.grad
