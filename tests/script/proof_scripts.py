@@ -187,7 +187,7 @@ WRONG: dict[str, dict[str, str]] = {
         "loss.data /= dist.get_world_size()\nrun.backward(loss)"
     },
     "drift of weights": {"step": _STEP + "\n" + _ON_RANK + "model[-1].bias.mul_(1.5).add_(0.1)"},
-    "drift of a gradient": {"step": _ON_RANK + "model[-1].bias.grad.mul_(3)\n" + _STEP},
+    "drift of a gradient": {"step": _ON_RANK + "model[-1].bias.grad.add_(0.1)\n" + _STEP},
     "clipping on one rank": {
         "step": "if rank == 0: nn.utils.clip_grad_value_(model[-1].bias, 1e-4)\n" + _STEP
     },
