@@ -58,6 +58,11 @@ _OWN = "loss = F.cross_entropy(model(x), y)\n"
 
 RIGHT: dict[str, dict[str, str]] = {
     "mean of the whole batch": {},
+    "sums of own rows": {
+        "body": "h = model(x)\nright = run.sum((h.argmax(1) == y).sum())\n"
+        "seconds = run.sum(0.1 + rank)\n"
+        "out, y = run.gather(h, y)\nrun.backward(F.cross_entropy(out, y))"
+    },
     "three steps": {"step": PARTS["step"] + "\nif number == 2: break"},
     "outputs in a structure": {
         "before": "class Structured(nn.Sequential):\n    def forward(self, x):\n"
@@ -194,6 +199,9 @@ WRONG: dict[str, dict[str, str]] = {
     "rate of one rank": {"step": "optimizer.param_groups[0]['lr'] = 0.01 * (1 + rank)\n" + _STEP},
     "rate by ranks": {
         "optimizer": "torch.optim.AdamW(model.parameters(), lr=1e-2 * run.comm.size('data'))"
+    },
+    "sum of gathered rows": {
+        "body": PARTS["body"] + "\nright = run.sum((out.argmax(1) == y).sum())"
     },
     "fewer steps by ranks": {
         "body": PARTS["body"] + "\nif number == 4 // run.size: break",

@@ -99,6 +99,7 @@ class _Record(NamedTuple):
         rows: number of a loader, position in its data -> hash of the values of the row, of the
             batches of the step.
         states: name of a random generator -> hash of its state.
+        sums: results of `run.sum` since the record before; of tensors their sums.
     """
 
     step: int
@@ -108,6 +109,7 @@ class _Record(NamedTuple):
     bits: dict[BitsKey, str]
     rows: dict[tuple[int, int], str]
     states: dict[str, str]
+    sums: list[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,6 +331,7 @@ class _Recorder:
         self._num_saves = 0
         self._losses: dict[str, float] = {}
         self._rows: dict[tuple[int, int], str] = {}
+        self._sums: list[float] = []
         self._is_on = True
 
     def attach(self, run: Run) -> None:
@@ -336,6 +339,7 @@ class _Recorder:
         self._run: Any = run
         self._run.backward = functools.partial(self._backward, run.backward)
         self._run.prepare = functools.partial(self._prepare, run.prepare)
+        self._run.sum = functools.partial(self._sum, run.sum)
         self._run._may_save = self._may_save
         self._run._prepared.reading.note = functools.partial(
             self._note, self._run._prepared.reading.note
@@ -349,6 +353,12 @@ class _Recorder:
         """Record that the script has ended."""
         if self._is_on:
             self._send("signal" if PULSE.handled_signal else "end", {}, {})
+
+    def _sum(self, add_up: Any, value: Any) -> Tensor:
+        total: Tensor = add_up(value)
+        if self._is_on:
+            self._sums.append(float(total.double().sum()))
+        return total
 
     def _may_save(self) -> bool:
         self._num_saves += 1
@@ -464,7 +474,8 @@ class _Recorder:
         step = self._step if place == "gradients" else self._step - 1
         if place == "prepared":
             step = 0
-        self._deliver(_Record(step, place, numbers, shards, bits, self._rows, _states()), self)
+        rows, sums, self._sums = self._rows, self._sums, []
+        self._deliver(_Record(step, place, numbers, shards, bits, rows, _states(), sums), self)
 
 
 class _Judge:
@@ -550,6 +561,12 @@ class _Judge:
                 self._proof.conclude(equal if self.differences else None, why)
             what = f"rank {rank} is at {theirs.place}, where one process is at {mine.place}"
             return [Place(None, what, mine.step, rank)]
+        num_ranks = self._proof.strategy.data_ranks
+        for many, one in zip(ranks[0].sums, mine.sums, strict=False):
+            is_one = one in (0, 1)  # run.sum(1) counts the ranks
+            if not is_one and abs(many / one - num_ranks) < 1e-6 < num_ranks - 1:
+                what = f"run.sum returns {many:g} on the ranks, {one:g} on one process"
+                return [Place(None, f"{what}: it adds up gathered rows again", mine.step)]
         used = {at for rank in ranks for at in rank.rows}
         if used and mine.rows and (odd := sorted(used ^ mine.rows.keys())):
             what = (
