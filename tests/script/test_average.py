@@ -14,6 +14,7 @@ import phalanx
 from marks import by_hand
 from phalanx.errors import ScriptError
 from phalanx.launch.local import run_ranks
+from phalanx.script.weight_average import WeightAverage
 
 
 class Looked(nn.Module):
@@ -241,3 +242,11 @@ def words_of_apart(how: str) -> str:
 def test_ranks_that_average_apart_are_named(how: str, start: str) -> None:
     for words in run_ranks(words_of_apart, 2, how, threads=1):
         assert words.startswith(start)
+
+
+def test_an_average_of_a_model_without_weights_to_train_only_counts() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    average = WeightAverage(model, dict(model.named_parameters()), 0.9)
+    average.update()
+    average.update()
+    assert average.num_updates == 2

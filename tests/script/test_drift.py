@@ -329,7 +329,7 @@ def num_clean(strategies: list[str]) -> int:
     number = 0
     # BatchNorm over a rank's own rows needs two of them in the last batch too.
     batch_size = 8 if dist.get_world_size() == 2 else 14
-    with patch.object(replicas, "MAX_CHECK_FRACTION", 1e9):
+    with patch.object(replicas, "NUM_ALWAYS_CHECKED", 10**9):
         for strategy, (build, options), kind, dtype in itertools.product(
             strategies, BUILDS, range(8), (torch.float32, torch.float64)
         ):
@@ -358,14 +358,6 @@ def test_clean_runs_raise_no_alarm(num_ranks: int, strategies: list[str]) -> Non
     assert found == [64 * len(strategies)] * num_ranks
 
 
-def test_a_comparison_takes_half_of_the_share_of_a_run() -> None:
-    budget = replicas.Budget()
-    assert budget.allows(0)
-    budget.spend(1.0)  # the next will take as long
-    assert not budget.allows(2 / (replicas.MAX_CHECK_FRACTION / 2) - 1)
-    assert budget.allows(2 / (replicas.MAX_CHECK_FRACTION / 2) + 1)
-
-
 def leave_out_a_batch(loop: Loop, number: int) -> None:
     if number == 3 and is_odd():
         next(loop.batches)
@@ -377,12 +369,9 @@ LATE = {
 }
 
 
-def drift_without_time_to_compare(words: str) -> None:
-    """Make a mistake on a rank when nothing is compared in backwards any more, and save."""
-    with (
-        patch.object(replicas, "MAX_CHECK_FRACTION", 0.0),
-        patch.object(replicas, "NUM_ALWAYS_CHECKED", 2),
-    ):
+def drift_between_comparisons(words: str) -> None:
+    """Make a mistake on a rank where no backward compares, and save."""
+    with patch.object(replicas, "NUM_ALWAYS_CHECKED", 2):
         loop = Loop("dp2", sgd, batch_size=4)  # so that a pass has more batches than are read
         loop.train(LATE[words], NUM_STEPS - 1)
         with tempfile.TemporaryDirectory() as folder:
@@ -390,9 +379,9 @@ def drift_without_time_to_compare(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", LATE)
-def test_drift_that_there_was_no_time_to_compare_is_named_at_a_save(words: str) -> None:
+def test_drift_between_comparisons_is_named_at_a_save(words: str) -> None:
     with pytest.raises(PhalanxError, match=f"save: {words}"):
-        run_ranks(drift_without_time_to_compare, 2, words, threads=1)
+        run_ranks(drift_between_comparisons, 2, words, threads=1)
 
 
 def drift_in_a_run(odd: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from marks import by_hand
 from phalanx.errors import PhalanxError
 from phalanx.launch.attach import check_end
 from phalanx.launch.local import run_ranks
-from phalanx.script.loader import RankLoader
+from phalanx.script.loader import CollateWhole, RankLoader
 
 NUM_ROWS = 23
 
@@ -583,3 +584,21 @@ def test_rows_are_padded_to_the_longest_of_the_whole_batch(strategy: str) -> Non
     expected = losses_of_padded_rows(None)
     for losses in run_ranks(losses_of_padded_rows, 2, strategy):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def draw_a_row_each(samples: list[int]) -> torch.Tensor:
+    drawn = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in samples]
+    return torch.tensor(drawn)
+
+
+def test_a_collate_that_draws_gives_the_rows_of_one_process() -> None:
+    def seed() -> None:
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+
+    seed()
+    whole = draw_a_row_each([0, 1, 2, 3])
+    seed()
+    own = CollateWhole(draw_a_row_each, 1, 2, 1)([0, 1, 2, 3])
+    torch.testing.assert_close(own, whole[2:])

@@ -30,8 +30,7 @@ from phalanx.errors import (
     ScriptError,
 )
 from phalanx.launch.local import run_ranks
-from phalanx.script.microbatches import words_of_few
-from phalanx.script.session import train_module
+from phalanx.script.session import train_module, words_of_few
 from phalanx.script.trainer import trainer_of
 from phalanx.strategy import Strategy
 

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
@@ -365,8 +367,11 @@ class CollateWhole:
         pieces = shard_rows(range(len(samples)), *self._place)
         own = [at for piece in pieces for at in piece] or [len(samples) - 1]
         if self._has_rows is None:  # one sample, because a first dimension of time has any size
+            states = random.getstate(), np.random.get_state()
             with torch.random.fork_rng(devices=[]):
                 self._has_rows = _num_rows(self._collate(copy.deepcopy(samples[:1]))) == 1
+            random.setstate(states[0])
+            np.random.set_state(states[1])
         if self._has_rows and _num_rows(batch := self._collate(samples)) == len(samples):
             return take_rows(batch, torch.tensor(own))
         return self._collate([samples[at] for at in own])

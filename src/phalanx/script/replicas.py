@@ -1,11 +1,9 @@
 """Check that the ranks of a script still train the same model, and name the first difference.
 
-    first backwards (`NUM_ALWAYS_CHECKED`)  counts and settings: checksums in the loss's all-reduce
-    later backwards                         the same, as often as half of the time budget allows
-    between steps                           bits of the weights, as often as the other half allows
-    save, state_dict, evaluation, exit      all of these, and the optimizer states
-
-The time budget is `MAX_CHECK_FRACTION` of the run time.
+    first `NUM_ALWAYS_CHECKED` backwards, then each `STEPS_APART`th
+                                        counts and settings: checksums in the loss's all-reduce;
+                                        bits of the weights
+    save, state_dict, evaluation, exit  all of these, and the optimizer states
 
 Ranks that hold the same shard of a parameter hold replicas of it. They apply the same gradient, so
 replicas stay bitwise equal, and a checksum of their bits shows a difference (`bits_of`).
@@ -14,7 +12,6 @@ replicas stay bitwise equal, and a checksum of their bits shows a difference (`b
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -46,33 +43,14 @@ from phalanx.script.drift import (
 )
 from phalanx.train.clip import sharded_axes
 
-MAX_CHECK_FRACTION: Final = 0.003
-"""Largest fraction of run time that comparing replicas may take, without the all-reduce."""
-
 NUM_ALWAYS_CHECKED: Final = 20
-"""Number of first backwards that all compare counts and settings; most mistakes show there."""
+"""Number of first backwards that all compare; most mistakes show there."""
+
+STEPS_APART: Final = 50
+"""After them, number of backwards from one that compares to the next."""
 
 _SEEN: Final = 2 * 3
 """Number of checksum words of a rank's last batch of a stream, with their squares."""
-
-_NUM_FLAGS: Final = 3
-"""Flags: replicas differ; budget left for the next words; budget left for the next weights."""
-
-
-class Budget:
-    """Time budget of one kind of comparison: half of `MAX_CHECK_FRACTION` of the run time."""
-
-    def __init__(self) -> None:
-        self._spent_s = self._last_s = 0.0
-
-    def allows(self, run_s: float) -> bool:
-        """Return whether one more comparison fits into the budget after `run_s` seconds."""
-        return self._spent_s + self._last_s <= MAX_CHECK_FRACTION / 2 * run_s
-
-    def spend(self, seconds: float) -> None:
-        """Record the duration of a comparison."""
-        self._last_s = seconds
-        self._spent_s += seconds
 
 
 class AsyncHostCopy:
@@ -124,17 +102,15 @@ class Replicas:
         self._settings: dict[str, str] = {}
         self._found: AsyncHostCopy | None = None
         self._apart = torch.zeros((), dtype=torch.float64, device=comm.device)
-        self._began_s: float | None = None
         self._num_backwards = self._num_numbers = 0
-        self._has_words = True
-        self._of_words, self._of_weights = Budget(), Budget()
+        self._is_due = True
         self.is_checked = self._is_rounding = self._is_refused = False
         self.gradient_writes = 0
         self._first_version = self._version = self._versions()
         self._addresses = self._addresses_now()
 
     def check_last_step(self, call: str = "backward") -> bool:
-        """Refuse differences that the last step found; compare weights if the budget allows.
+        """Refuse differences that the last step found; compare weights if the step is due.
 
         Returns:
             Whether `seen` of `words` is equal on all ranks; True if the last step did not send it.
@@ -143,36 +119,25 @@ class Replicas:
         if self._found is None:
             return True
         found = self._found.tolist()  # from the previous step
-        numbers, (apart, num_words, num_weights) = found[:-_NUM_FLAGS], found[-_NUM_FLAGS:]
-        words, seen = numbers[:-_SEEN], numbers[-_SEEN:]
+        words, seen, apart = found[: -_SEEN - 1], found[-_SEEN - 1 : -1], found[-1]
         if apart or not sums_show_equal(words, self._size):
-            if not self._has_words:
+            if not self._is_due:
                 self._take_settings(self._counts)
             self._raise_difference(call)
-        self._has_words = num_words == self._size
-        if num_weights == self._size:
-            began_s = self._now()
+        at = self._num_backwards + 1  # equal on all ranks, which have reduced as many losses
+        self._is_due = at <= NUM_ALWAYS_CHECKED or at % STEPS_APART == 0
+        self._apart = torch.zeros_like(self._apart)
+        if self._is_due:
             self._apart = self._spread_of(self._weights).double()
             self._addresses = self._addresses_now()
-            self._of_weights.spend(self._now() - began_s)
-        else:
-            self._apart = torch.zeros_like(self._apart)
         return sums_show_equal(seen, self._size)
 
     def words(self, counts: Mapping[str, int], seen: str = "") -> Tensor:
         """Return the values that a backward's all-reduce must sum over the job; float64."""
         if self._size == 1:
             return self._apart.new_zeros(0)
-        now_s = time.perf_counter()
-        self._began_s = self._began_s or now_s
         self._num_backwards += 1
-        run_s = now_s - self._began_s
-        flags = [
-            0.0,
-            self._num_backwards < NUM_ALWAYS_CHECKED or self._of_words.allows(run_s),
-            self._of_weights.allows(run_s),
-        ]
-        if self._has_words:
+        if self._is_due:
             self._take_settings(counts)
             words = [
                 *words_of(repr(self._settings)),
@@ -183,11 +148,8 @@ class Replicas:
         else:
             self._counts = {**self._counts, **counts}
             numbers = [0.0] * self._num_numbers
-        sent = torch.tensor([*numbers, *flags], dtype=torch.float64)
-        sent = to_device(sent, self._comm.device)
-        sent[-_NUM_FLAGS] = self._apart
-        if self._has_words:
-            self._of_words.spend(time.perf_counter() - now_s)
+        sent = to_device(torch.tensor([*numbers, 0.0], dtype=torch.float64), self._comm.device)
+        sent[-1] = self._apart
         return sent
 
     def store_sums(self, found: Tensor) -> None:
@@ -237,12 +199,6 @@ class Replicas:
             self._version = self._versions()
 
     # Helpers of the methods above.
-
-    def _now(self) -> float:
-        """Wait until the device is idle, and return the time."""
-        if self._comm.device.type == "cuda":
-            torch.cuda.synchronize(self._comm.device)
-        return time.perf_counter()
 
     def _versions(self) -> int:
         return sum([version_of(held.tensor) for held in self._weights.values()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
@@ -21,7 +22,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import RunConfig
-from phalanx.data.rows import map_tensors
+from phalanx.data.rows import count_rows, map_tensors, take_rows
 from phalanx.errors import CheckpointError, DataError
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
@@ -34,10 +35,10 @@ from phalanx.script import checkpoint
 from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
 from phalanx.script.counting import counted_of, planned_of
+from phalanx.script.deal import PlaceholderMicrobatch
 from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader
 from phalanx.script.loss import CheckedObjective
-from phalanx.script.microbatches import Microbatches, words_of_few
 from phalanx.script.order import JobGenerator
 from phalanx.strategy import Strategy
 from phalanx.train.best import BestTracker
@@ -377,3 +378,63 @@ def _name_of(model: nn.Module) -> str:
 def _words_of_resuming(folder: Path, before: str, now: str) -> str:
     change = "" if before == now else f", with another strategy: {before} -> {now}"
     return f"resumes {folder}{change}"
+
+
+def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
+    """Return a line of advice if a step has fewer microbatches than the degree of pp."""
+    degree = strategy.pp.degree
+    if accumulation >= degree:
+        return []
+    return [
+        f"accumulation is {accumulation}, so that ranks of pp{degree} without a microbatch wait "
+        f"for the others; with accumulation={2 * degree} they wait less"
+    ]
+
+
+class Microbatches:
+    """Cuts batches into microbatches; with `has_spares`, placeholders replace empty ones."""
+
+    def __init__(
+        self, loader: RankLoader, accumulation: int, num_data_ranks: int, *, has_spares: bool
+    ) -> None:
+        self._loader = loader
+        self._accumulation = accumulation
+        self._num_data_ranks = num_data_ranks
+        self._has_spares = has_spares
+
+    def cut(self, batch: Any) -> list[Any]:
+        """Return this rank's microbatches of a batch, without those that no rank has rows of."""
+        loader = self._loader
+        num_shards = self._num_data_ranks if len(loader.piece_sizes) == 1 else 1
+        most = -(-loader.num_batch_rows // num_shards)  # microbatches with rows on some rank
+        if loader.has_no_rows and self._has_spares:
+            return [PlaceholderMicrobatch(batch)] * min(self._accumulation, most)
+        if self._accumulation == 1:
+            return [batch]
+        pieces = self._pieces(count_rows(batch))
+        return [self._piece(batch, rows) for rows in pieces[:most]]
+
+    def whole(self, batch: Any) -> Any:
+        """Return a whole batch for an evaluation; a placeholder if this rank has no rows."""
+        return (
+            PlaceholderMicrobatch(batch) if self._loader.has_no_rows and self._has_spares else batch
+        )
+
+    def rows(self) -> Sequence[Tensor]:
+        """Return the row positions of each microbatch of the last batch, see `RankLoader.rows`."""
+        rows = self._loader.rows
+        return [rows[piece] for piece in self._pieces(len(rows))]
+
+    def _piece(self, batch: Any, rows: slice) -> Any:
+        if rows.stop > rows.start or not self._has_spares:
+            return take_rows(batch, rows)
+        return PlaceholderMicrobatch(take_rows(batch, slice(1)))
+
+    def _pieces(self, num_rows: int) -> list[slice]:
+        """Return the slice of each microbatch in this rank's rows of a batch."""
+        sizes = self._loader.piece_sizes
+        if len(sizes) <= 1:
+            least, more = divmod(num_rows, self._accumulation)
+            sizes = [least + (number < more) for number in range(self._accumulation)]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        return [slice(begin, end) for begin, end in itertools.pairwise(ends)]

@@ -141,7 +141,8 @@ class WeightAverage:
         combine: Callable[..., None] = (
             get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
         )
-        combine(average, weights, torch.tensor(count, device=average[0].device))
+        if average:  # a model without weights to train has none
+            combine(average, weights, torch.tensor(count, device=average[0].device))
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers; a forward may have replaced a buffer."""
