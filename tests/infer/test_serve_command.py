@@ -9,6 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -105,9 +108,15 @@ def test_the_key_is_of_the_environment_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["tp1", "tp2"])
-def test_a_server_answers_until_it_is_ended(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "grace_s", "is_stream"),
+    [("tp1", "60", False), ("tp1", "0", True), ("tp2", "60", True), ("tp2", "0", False)],
+)
+def test_a_server_ends_with_its_running_requests(
+    strategy: str, grace_s: str, is_stream: bool, tmp_path: Path
+) -> None:
     words = ["serve", str(published(tmp_path)), "--port", "0", "--strategy", strategy]
+    words += ["--grace-s", grace_s, "--budget", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", *words, "--threads", "1", "--precision", "float32"],
         stdout=subprocess.PIPE,
@@ -122,12 +131,31 @@ def test_a_server_answers_until_it_is_ended(strategy: str, tmp_path: Path) -> No
         assert line, said
         said += line
     (address,) = re.findall(r"http://127\.0\.0\.1:\d+", said)
-    body = json.dumps({"prompt": "Once", "max_tokens": 4, "temperature": 0}).encode()
+    body = {"prompt": "Once", "max_tokens": 100, "n": 8, "ignore_eos": True, "stream": is_stream}
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert len(json.loads(answer.read())["choices"]) == 1
+    found: list[tuple[int, str]] = []
+
+    def ask() -> None:
+        content = json.dumps(body).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", content, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                found.append((answer.status, answer.read().decode()))
+        except urllib.error.HTTPError as refusal:
+            found.append((refusal.code, refusal.read().decode()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while b"phalanx_requests_running 0.0" in urllib.request.urlopen(f"{address}/metrics").read():
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
+    asking.join()
     out, _ = process.communicate(timeout=60)
-    assert process.returncode in (0, 143), out
+    assert process.returncode == 128 + signal.SIGTERM, out
+    assert f"SIGTERM: the server ends with its running requests, within {grace_s} s" in out
     assert "Traceback" not in out
+    ((status, answer),) = found
+    is_whole = '"finish_reason": "length"' in answer.replace('":"', '": "')
+    assert status == (200 if is_stream or grace_s == "60" else 503)
+    assert is_whole == (grace_s == "60")
+    assert ("the server is shutting down" in answer) == (grace_s == "0")

@@ -503,7 +503,7 @@ def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> No
             each.start()
         while len(thread._open) < 2:  # pyright: ignore[reportPrivateUsage]
             time.sleep(0.01)
-        thread._call_on_loop(thread.close)  # pyright: ignore[reportPrivateUsage]
+        thread.close()
         for each in asking:
             each.join(60)
         may_step.set()
