@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from served_model import published
 
 from phalanx.cli import serve
@@ -36,7 +37,7 @@ option.dtype=bf16
 
 
 def test_the_options_of_a_serving_properties(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serving.properties"
     file.write_text(PROPERTIES)
@@ -47,9 +48,14 @@ def test_the_options_of_a_serving_properties(
     assert "engine, which serve does not use" in capsys.readouterr().out
     file.write_text("option.rolling_batch=disable\n")
     assert read(["--properties", str(file)]).batching == "dynamic"
+    file.write_text("option.tensor_parallel_degree : max\noption.served_model_name a/b:c=d\n")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = read(["--properties", str(file)])
+    assert (config.strategy, config.served_model_name) == ("tp4", "a/b:c=d")
     for line, message in (
-        ("option.dtype=int3", "option.dtype cannot be 'int3'"),
-        ("option.max_rolling_batch_size=many", "cannot be 'many'"),
+        ("option.dtype=int3", "option.dtype cannot be 'int3'; expected fp32, fp16, bf16, auto"),
+        ("option.rolling_batch=vlllm", "rolling_batch cannot be 'vlllm'; expected auto, vllm"),
+        ("option.max_rolling_batch_size=many", "cannot be 'many'; expected a whole number"),
         ("option.dtype", "line 1 is 'option.dtype'; expected KEY=VALUE"),
         ("option.max_rolling_batch_size=0", "slots is 0; expected at least 1"),
     ):
@@ -116,7 +122,7 @@ def test_a_server_ends_with_its_running_requests(
     strategy: str, grace_s: str, is_stream: bool, tmp_path: Path
 ) -> None:
     words = ["serve", str(published(tmp_path)), "--port", "0", "--strategy", strategy]
-    words += ["--grace-s", grace_s, "--budget", "1"]
+    words += ["--grace-s", grace_s, "--budget", "1", "--served-model-name", "a/b"]
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", *words, "--threads", "1", "--precision", "float32"],
         stdout=subprocess.PIPE,
@@ -131,7 +137,10 @@ def test_a_server_ends_with_its_running_requests(
         assert line, said
         said += line
     (address,) = re.findall(r"http://127\.0\.0\.1:\d+", said)
-    body = {"prompt": "Once", "max_tokens": 100, "n": 8, "ignore_eos": True, "stream": is_stream}
+    with urllib.request.urlopen(f"{address}/v1/models/a%2Fb") as answer:
+        assert json.load(answer)["id"] == "a/b"
+    body = {"model": "a/b", "prompt": "Once", "max_tokens": 100, "n": 8, "ignore_eos": True}
+    body["stream"] = is_stream
     headers = {"Content-Type": "application/json"}
     found: list[tuple[int, str]] = []
 

@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -40,6 +40,8 @@ class ServeConfig(EngineConfig):
     run: Annotated[str | None, Positional("RUN")] = None
     """A run folder, whose latest checkpoint is taken; a checkpoint, of any strategy; or a Hugging
     Face folder."""
+    served_model_name: str | None = None
+    """The name of the model for clients; if unset, the name of the folder."""
     host: str = "127.0.0.1"
     """The address to listen on; the default takes connections of this host alone."""
     port: Annotated[int, Range(0, 65535, "[]")] = 8000
@@ -164,6 +166,7 @@ def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: 
         api_key=config.api_key,
         is_local=config.api_key is None and _is_loopback(config.host),
     )
+    served = replace(served, name=config.served_model_name or served.name)
     app = app_of(served, texts, limits, config.follow)
     close = app.state.gateway.thread.close
     pool = texts.engine.scheduler.pool

@@ -366,7 +366,7 @@ def _add_views(app: FastAPI, gateway: Gateway) -> None:
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [about_model]})
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         gateway.check_model(name)
         return JSONResponse(about_model)
