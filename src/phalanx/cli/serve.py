@@ -9,7 +9,8 @@ import os
 import re
 import signal
 import socket
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import ceil
@@ -187,9 +188,11 @@ def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: 
                     name = f"[{host}]" if ":" in host else host
                     say(console, f"listening on http://{name}:{port}")
 
-        def capture_signals(self) -> AbstractContextManager[None]:
+        @contextmanager
+        def capture_signals(self) -> Generator[None]:
             # The launcher of several ranks gets the signals, and sends the first to all.
-            return nullcontext() if dist.is_initialized() else handled(self.handle_exit)
+            with nullcontext() if dist.is_initialized() else handled(self.handle_exit):
+                yield
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if not PULSE.stop_signal:
