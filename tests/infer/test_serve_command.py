@@ -100,6 +100,17 @@ def test_a_port_that_is_taken_is_refused(
     assert "cannot listen on 192.0.2.1" in message and "every machine has 127.0.0.1" in message
 
 
+def test_a_later_rank_of_torchrun_needs_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(published(tmp_path)), "--port", str(port)]) == 2
+    assert "a rank of a job of 2, as under torchrun, but 1 ranks" in capsys.readouterr().err
+
+
 def test_the_key_is_of_the_environment_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.infer.options import EngineConfig
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 
 if TYPE_CHECKING:
     from phalanx.infer.served import Served
@@ -93,7 +94,9 @@ def run(argv: list[str]) -> int:
             f"serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'phalanx-train[serve]'"
         )
-    with _listener(config) as listener:  # before the model is loaded, and held from then on
+    # The port is held from before the model is loaded; under torchrun the first rank serves.
+    is_first = not is_under_torchrun() or read_rank_env().rank == 0
+    with _listener(config) if is_first else nullcontext() as listener:
         from phalanx.infer.ranks import with_engine
 
         work = functools.partial(_serve, config, listener)
@@ -145,7 +148,9 @@ def _listener(config: ServeConfig) -> socket.socket:
         ) from None
 
 
-def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: TextEngine) -> int:
+def _serve(
+    config: ServeConfig, listener: socket.socket | None, served: Served, texts: TextEngine
+) -> int:
     """Serve until a signal arrives, and return its number."""
     import asyncio
 
@@ -219,6 +224,7 @@ def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: 
     )
     PULSE.on_stop = f"the server ends with its running requests, within {config.grace_s:g} s"
     PULSE.heed()
+    assert listener is not None, "the first rank listens"
     with listener:
         Server(options).run([listener])
     if (failure := app.state.gateway.thread.failure) is not None:

@@ -35,6 +35,7 @@ from phalanx.infer.served import Served, fill_from, open_served
 from phalanx.infer.texts import TextEngine
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.strategy import Strategy
@@ -63,11 +64,12 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
 
     Raises:
         StrategyError: the strategy has an axis or a layout that is not supported.
+        ConfigError: this process is a rank of a job with another number of ranks.
         PhalanxError: the folder or the settings are invalid, or `work` failed.
     """
     strategy = strategy_of(config)
     served = open_served(folder)
-    if strategy.num_ranks == 1:
+    if strategy.num_ranks == 1 and not (is_under_torchrun() and read_rank_env().num_ranks > 1):
         return work(served, engine_of(served, config))
     if config.weights == "int8":
         raise ConfigError(
