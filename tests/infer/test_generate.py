@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,17 @@ PROMPT = "The square of 7 is"
 def generated(
     folder: Path, capsys: pytest.CaptureFixture[str], *words: str
 ) -> list[dict[str, Any]]:
+    """Return the completions of the JSON document, whose texts standard output has too, alone."""
     assert main(["generate", str(folder), *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["completions"]
+    out, err = capsys.readouterr()
+    *lines, last = out.splitlines()
+    document = json.loads(last)
+    if "--logprobs" not in words:
+        texts = [each["prompt"] + each["text"] for each in document["completions"]]
+        assert lines == "\n\n".join(texts).splitlines()
+    assert 0 < document["first_token_s"] <= document["took_s"]
+    assert re.search(r"tokens in [\d.]+ s, [\d,.]+ tokens/s; the first after [\d.]+ s\n", err)
+    return document["completions"]
 
 
 def trained(folder: Path, strategy: str) -> tuple[Path, str]:
@@ -75,7 +85,16 @@ def test_a_published_folder_is_continued_as_transformers_does(
         expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
         assert each["tokens"] == expected.tolist()
         assert each["text"].replace(" ", "") == tokenizer.decode(expected).replace(" ", "")
-        assert len(each["logprobs"]) == 12 and max(each["logprobs"]) < 0
+        with torch.no_grad():
+            logits = model(torch.cat([ids[0], expected])[None]).logits[0, ids.shape[1] - 1 : -1]
+        top = logits.log_softmax(-1).topk(2).values
+        scores = each["logprobs"]
+        assert [text[-1] for text in scores["tokens"]] == [
+            tokenizer.decode([id]) for id in expected
+        ]
+        assert scores["token_logprobs"] == pytest.approx(top[:, 0].tolist(), abs=1e-4)
+        found = [list(others.values()) for others in scores["top_logprobs"]]
+        assert found == [pytest.approx(each, abs=1e-4) for each in top.tolist()]
 
 
 def test_a_stop_text_ends_a_text_before_it(

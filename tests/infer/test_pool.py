@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.memory[target] = list(self.memory[source])
         for at in range(start, len(tokens)):
             self.memory[table.blocks[at // 2]][at % 2] = tuple(tokens[: at + 1])
-        self.pool.publish(table, tokens)
+        self.pool.publish(table, tokens, len(tokens))
         return True
 
     @rule(tokens=TOKENS)
@@ -132,7 +132,7 @@ def test_the_longest_unused_content_is_evicted_first_and_the_begin_of_a_prompt_l
     for tokens in ([1, 1, 2, 2], [3, 3, 4, 4]):
         table = pool.match(tokens)
         assert pool.reserve(table, 0, 4) is not None
-        pool.publish(table, tokens)
+        pool.publish(table, tokens, len(tokens))
         tables.append(table)
     for table in tables:
         pool.free(table)
@@ -148,7 +148,7 @@ def test_a_block_is_found_only_after_the_same_prefix() -> None:
     pool, table = BlockPool(4, 2), BlockTable()
     tokens = [1, 2, 3, 4, 9]
     assert pool.reserve(table, 0, 5) == []
-    pool.publish(table, tokens)
+    pool.publish(table, tokens, len(tokens))
     for prompt, num_found in (([3, 4, 7], 0), ([3, 4, 3, 4, 7], 0), ([1, 2, 3, 4, 7], 2)):
         assert len(pool.match(prompt).blocks) == num_found
 
@@ -158,6 +158,6 @@ def test_equal_hashes_are_no_equal_contents() -> None:
     assert hash(-1) == hash(-2)
     table = pool.match([-1, 0])
     assert pool.reserve(table, 0, 2) == []
-    pool.publish(table, [-1, 0])
+    pool.publish(table, [-1, 0], 2)
     assert pool.match([-2, 0]).blocks == []
     assert pool.match([-1, 0]).blocks == table.blocks[:1]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import ConfigError
 from phalanx.infer.options import Sampling
 from phalanx.infer.pool import BlockPool
 from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
@@ -202,13 +201,6 @@ def test_forks_that_wait_hold_up_nobody() -> None:
     run(scheduler, lambda step, served: None)
     assert [each.finished for each in (large, *forks)] == ["length"] * 3
     assert scheduler.pool.num_held == 0
-
-
-def test_a_request_that_never_fits_is_refused() -> None:
-    scheduler = scheduler_of(num_blocks=3, size=4)
-    with pytest.raises(ConfigError, match="max_tokens 3 needs 13 positions; the cache has 12"):
-        scheduler.add(request(10, 3))
-    scheduler.add(request(10, 2))
 
 
 @pytest.mark.parametrize("lengths", [[300, 300, 100], [600, 600], [512, 40]])

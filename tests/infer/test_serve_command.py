@@ -9,11 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from served_model import published
 
 from phalanx.cli import serve
@@ -33,7 +37,7 @@ option.dtype=bf16
 
 
 def test_the_options_of_a_serving_properties(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serving.properties"
     file.write_text(PROPERTIES)
@@ -44,9 +48,14 @@ def test_the_options_of_a_serving_properties(
     assert "engine, which serve does not use" in capsys.readouterr().out
     file.write_text("option.rolling_batch=disable\n")
     assert read(["--properties", str(file)]).batching == "dynamic"
+    file.write_text("option.tensor_parallel_degree : max\noption.served_model_name a/b:c=d\n")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = read(["--properties", str(file)])
+    assert (config.strategy, config.served_model_name) == ("tp4", "a/b:c=d")
     for line, message in (
-        ("option.dtype=int3", "option.dtype cannot be 'int3'"),
-        ("option.max_rolling_batch_size=many", "cannot be 'many'"),
+        ("option.dtype=int3", "option.dtype cannot be 'int3'; expected fp32, fp16, bf16, auto"),
+        ("option.rolling_batch=vlllm", "rolling_batch cannot be 'vlllm'; expected auto, vllm"),
+        ("option.max_rolling_batch_size=many", "cannot be 'many'; expected a whole number"),
         ("option.dtype", "line 1 is 'option.dtype'; expected KEY=VALUE"),
         ("option.max_rolling_batch_size=0", "slots is 0; expected at least 1"),
     ):
@@ -91,6 +100,17 @@ def test_a_port_that_is_taken_is_refused(
     assert "cannot listen on 192.0.2.1" in message and "every machine has 127.0.0.1" in message
 
 
+def test_a_later_rank_of_torchrun_needs_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(published(tmp_path)), "--port", str(port)]) == 2
+    assert "a rank of a job of 2, as under torchrun, but 1 ranks" in capsys.readouterr().err
+
+
 def test_the_key_is_of_the_environment_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,9 +125,15 @@ def test_the_key_is_of_the_environment_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["tp1", "tp2"])
-def test_a_server_answers_until_it_is_ended(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "grace_s", "is_stream"),
+    [("tp1", "200", False), ("tp1", "0", True), ("tp2", "200", True), ("tp2", "0", False)],
+)
+def test_a_server_ends_with_its_running_requests(
+    strategy: str, grace_s: str, is_stream: bool, tmp_path: Path
+) -> None:
     words = ["serve", str(published(tmp_path)), "--port", "0", "--strategy", strategy]
+    words += ["--grace-s", grace_s, "--budget", "1", "--served-model-name", "a/b"]
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", *words, "--threads", "1", "--precision", "float32"],
         stdout=subprocess.PIPE,
@@ -122,12 +148,34 @@ def test_a_server_answers_until_it_is_ended(strategy: str, tmp_path: Path) -> No
         assert line, said
         said += line
     (address,) = re.findall(r"http://127\.0\.0\.1:\d+", said)
-    body = json.dumps({"prompt": "Once", "max_tokens": 4, "temperature": 0}).encode()
+    with urllib.request.urlopen(f"{address}/v1/models/a%2Fb") as answer:
+        assert json.load(answer)["id"] == "a/b"
+    body = {"model": "a/b", "prompt": "Once", "max_tokens": 100, "n": 8, "ignore_eos": True}
+    body["stream"] = is_stream
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert len(json.loads(answer.read())["choices"]) == 1
+    found: list[tuple[int, str]] = []
+
+    def ask() -> None:
+        content = json.dumps(body).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", content, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=250) as answer:
+                found.append((answer.status, answer.read().decode()))
+        except urllib.error.HTTPError as refusal:
+            found.append((refusal.code, refusal.read().decode()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while b"phalanx_requests_running 0.0" in urllib.request.urlopen(f"{address}/metrics").read():
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
+    asking.join()
     out, _ = process.communicate(timeout=60)
-    assert process.returncode in (0, 143), out
+    assert process.returncode == 128 + signal.SIGTERM, out
+    assert f"SIGTERM: the server ends with its running requests, within {grace_s} s" in out
     assert "Traceback" not in out
+    ((status, answer),) = found
+    is_whole = '"finish_reason": "length"' in answer.replace('":"', '": "')
+    assert status == (200 if is_stream or grace_s == "200" else 503)
+    assert is_whole == (grace_s == "200")
+    assert ("the server is shutting down" in answer) == (grace_s == "0")

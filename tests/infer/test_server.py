@@ -439,13 +439,18 @@ def test_broken_http_ends_no_server(client: Client, caplog: pytest.LogCaptureFix
     assert not caplog.text
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(
+def test_a_body_that_does_not_come_or_has_no_one_end_is_not_waited_for(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.infer.app.BODY_TIMEOUT_S", 0.1)
     for rest, status in (
         (b"Content-Length: 100\r\n\r\n{", b"408"),
         (b"Content-Length: 9999999\r\n\r\n" + b" " * 5001, b"413"),
+        (
+            b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b'f\r\n{"prompt": "a"}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n',
+            b"400",
+        ),
         (b"Transfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n%b\r\n" % (b" " * 1000) * 6, b"413"),
     ):
         with socket.create_connection(("127.0.0.1", client.port), timeout=30) as raw:
@@ -503,7 +508,7 @@ def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> No
             each.start()
         while len(thread._open) < 2:  # pyright: ignore[reportPrivateUsage]
             time.sleep(0.01)
-        thread._call_on_loop(thread.close)  # pyright: ignore[reportPrivateUsage]
+        thread.close()
         for each in asking:
             each.join(60)
         may_step.set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.ranks import with_engine
 from phalanx.infer.served import Served
 from phalanx.infer.texts import TextEngine
+from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -89,6 +92,31 @@ def test_the_ranks_of_an_idle_server_are_not_stalled_but_wait(
     )
     with_engine(published(tmp_path), EngineConfig(strategy="tp2", precision="float32"), rest)
     assert ("waiting for requests", True) in beats
+
+
+def generate_when_asked_to_stop(served: Served, texts: TextEngine) -> tuple[int, list[list[int]]]:
+    PULSE.heed()
+    while not PULSE.stop_signal:
+        time.sleep(0.01)
+    texts.engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
+    return PULSE.stop_signal, texts.engine.generate(prompts(2), GREEDY)
+
+
+def test_ranks_answer_what_runs_after_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, sent = HeartbeatMonitor.record, list[int]()
+
+    def record(self: HeartbeatMonitor, rank: int, beat: Beat) -> None:
+        own(self, rank, beat)
+        if self.handles_stop() and not sent:
+            sent.append(rank)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(HeartbeatMonitor, "record", record)
+    config = EngineConfig(strategy="tp2", precision="float32")
+    found = with_engine(published(tmp_path), config, generate_when_asked_to_stop)
+    assert found == (signal.SIGTERM, expected("llama", 2))
 
 
 def opened_apart(run: Path, found: list[list[int]]) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.screen import print_json, say, screen
+from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError
@@ -57,6 +57,7 @@ def run(argv: list[str]) -> int:
 def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None:
     """Continue the prompts and print the texts; raise EngineFailed if logits are not finite."""
     from phalanx.infer.engine import NOT_FINITE, EngineFailed
+    from phalanx.launch.failure import report
 
     prompts = config.prompt or [""]
     tokens = [served.encode(prompt) for prompt in prompts]
@@ -64,25 +65,36 @@ def _generate(config: GenerateConfig, served: Served, texts: TextEngine) -> None
     console = screen()
     begin_s = time.perf_counter()
     completions = [texts.add(each, Sampling(**values))[0] for each in tokens]
-    _write(console, texts, prompts, completions)
+    first_s = _write(console, texts, prompts, completions) - begin_s
     took_s = time.perf_counter() - begin_s
     num_tokens = texts.engine.counts.generated_tokens
-    say(console, f"\n{num_tokens:,} tokens in {took_s:.2f} s, {num_tokens / took_s:,.1f} a second")
+    report(
+        f"{num_tokens:,} tokens in {took_s:.2f} s, {num_tokens / took_s:,.1f} tokens/s; the first "
+        f"after {first_s:.2f} s"
+    )
     if any(completion.finish_reason == "error" for completion in completions):
         raise EngineFailed(f"generation ended early: {NOT_FINITE}")
     if config.json:
-        print_json(_document(prompts, completions, took_s))
+        found = _document(prompts, completions, texts.tokenizer)
+        print_json({"completions": found, "first_token_s": first_s, "took_s": took_s})
 
 
 def _write(
     console: Console, texts: TextEngine, prompts: list[str], completions: list[Completion]
-) -> None:
-    """Run the engine until all texts end; print them in order, each while it is generated."""
+) -> float:
+    """Run the engine until all texts end; print them in order, each while it is generated.
+
+    Returns:
+        The time of the first token, by `time.perf_counter`.
+    """
     texts.engine.scheduler.is_draining = True
-    shown = 0
+    shown, first_s = 0, 0.0
     _print(console, prompts[0])
     while shown < len(completions):
-        for piece in texts.step():
+        pieces = texts.step()
+        if pieces and not first_s:
+            first_s = time.perf_counter()
+        for piece in pieces:
             if piece.completion is completions[shown]:
                 _print(console, piece.text)
         while shown < len(completions) and completions[shown].finish_reason is not None:
@@ -92,6 +104,7 @@ def _write(
             shown += 1
             if shown < len(completions):
                 _print(console, f"\n{prompts[shown]}{completions[shown].stream.text}")
+    return first_s
 
 
 def _print(console: Console, text: str) -> None:
@@ -102,28 +115,34 @@ def _print(console: Console, text: str) -> None:
 
 def _scores(completion: Completion, tokenizer: Tokenizer) -> Table:
     """Return a table of the log probabilities of a completion's tokens."""
+    from phalanx.infer.texts import scores_of
+
     table = Table()
     for head in ("token", "log p", "the most probable"):
         table.add_column(head, justify="right" if head == "log p" else "left")
-    for token, score in zip(completion.new_tokens, completion.scores, strict=True):
-        top = (f"{tokenizer.decode([id])!r} {value:.2f}" for id, value in score.top)
-        words = repr(tokenizer.decode([token])), f"{score.logprob:.3f}", ", ".join(top)
-        table.add_row(*map(Text, words))
+    found, _ = scores_of(tokenizer, completion.new_tokens, completion.scores)
+    names = "tokens", "token_logprobs", "top_logprobs"
+    for token, logprob, top in zip(*(found[name] for name in names), strict=True):
+        others = ", ".join(f"{other!r} {value:.2f}" for other, value in top.items())
+        table.add_row(*map(Text, (repr(token), f"{logprob:.3f}", others)))
     return table
 
 
-def _document(prompts: list[str], completions: list[Completion], took_s: float) -> dict[str, Any]:
-    """Return the completions and the seconds as a JSON document."""
-    return {
-        "completions": [
-            {
-                "prompt": prompt,
-                "text": completion.stream.text,
-                "tokens": completion.new_tokens,
-                "finish_reason": completion.finish_reason,
-                "logprobs": [score.logprob for score in completion.scores] or None,
-            }
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ],
-        "took_s": took_s,
-    }
+def _document(
+    prompts: list[str], completions: list[Completion], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Return the completions as JSON; `logprobs` is the object of `/v1/completions`."""
+    from phalanx.infer.texts import scores_of
+
+    return [
+        {
+            "prompt": prompt,
+            "text": found.stream.text,
+            "tokens": found.new_tokens,
+            "finish_reason": found.finish_reason,
+            "logprobs": scores_of(tokenizer, found.new_tokens, found.scores)[0]
+            if found.scores
+            else None,
+        }
+        for prompt, found in zip(prompts, completions, strict=True)
+    ]

@@ -7,18 +7,23 @@ import functools
 import ipaddress
 import os
 import re
+import signal
 import socket
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from phalanx.cli.screen import say, screen
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, Interrupted
 from phalanx.infer.options import EngineConfig
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 
 if TYPE_CHECKING:
     from phalanx.infer.served import Served
@@ -37,6 +42,8 @@ class ServeConfig(EngineConfig):
     run: Annotated[str | None, Positional("RUN")] = None
     """A run folder, whose latest checkpoint is taken; a checkpoint, of any strategy; or a Hugging
     Face folder."""
+    served_model_name: str | None = None
+    """The name of the model for clients; if unset, the name of the folder."""
     host: str = "127.0.0.1"
     """The address to listen on; the default takes connections of this host alone."""
     port: Annotated[int, Range(0, 65535, "[]")] = 8000
@@ -52,8 +59,7 @@ class ServeConfig(EngineConfig):
     """Look every this number of seconds for a later checkpoint of the run, and serve its weights
     from then on."""
     grace_s: Annotated[float, Range(0, 10**6, "[]")] = 25.0
-    """Seconds that running requests have to end after SIGTERM or Ctrl-C, if strategy is tp1; then
-    they get an error."""
+    """Seconds that running requests have to end after SIGTERM or Ctrl-C; then they get an error."""
     properties: str | None = None
     """A serving.properties of LMI, whose options stand for options here; the command line wins."""
 
@@ -63,6 +69,7 @@ def run(argv: list[str]) -> int:
 
     Raises:
         ConfigError: RUN is missing, a package is not installed, or an option does not fit.
+        Interrupted: a signal has ended the server.
     """
     config = _read(argv)
     if config.run is None:
@@ -87,10 +94,14 @@ def run(argv: list[str]) -> int:
             f"serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'phalanx-train[serve]'"
         )
-    with _listener(config) as listener:  # before the model is loaded, and held from then on
+    # The port is held from before the model is loaded; under torchrun the first rank serves.
+    is_first = not is_under_torchrun() or read_rank_env().rank == 0
+    with _listener(config) if is_first else nullcontext() as listener:
         from phalanx.infer.ranks import with_engine
 
-        with_engine(Path(config.run), config, functools.partial(_serve, config, listener))
+        work = functools.partial(_serve, config, listener)
+        if signum := with_engine(Path(config.run), config, work):
+            raise Interrupted(signum)
     return 0
 
 
@@ -137,14 +148,21 @@ def _listener(config: ServeConfig) -> socket.socket:
         ) from None
 
 
-def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: TextEngine) -> None:
+def _serve(
+    config: ServeConfig, listener: socket.socket | None, served: Served, texts: TextEngine
+) -> int:
+    """Serve until a signal arrives, and return its number."""
     import asyncio
 
     import uvicorn
+    from torch import distributed as dist
 
     from phalanx.infer.app import Limits, app_of
     from phalanx.infer.engine import EngineFailed
+    from phalanx.launch.failure import report
     from phalanx.launch.garbage import collect_as_usual
+    from phalanx.launch.heartbeat import PULSE
+    from phalanx.launch.signals import handled
 
     collect_as_usual()
     console = screen()
@@ -154,7 +172,9 @@ def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: 
         api_key=config.api_key,
         is_local=config.api_key is None and _is_loopback(config.host),
     )
+    served = replace(served, name=config.served_model_name or served.name)
     app = app_of(served, texts, limits, config.follow)
+    close = app.state.gateway.thread.close
     pool = texts.engine.scheduler.pool
     say(
         console,
@@ -173,8 +193,25 @@ def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: 
                     name = f"[{host}]" if ":" in host else host
                     say(console, f"listening on http://{name}:{port}")
 
+        @contextmanager
+        def capture_signals(self) -> Generator[None]:
+            # The launcher of several ranks gets the signals, and sends the first to all.
+            with nullcontext() if dist.is_initialized() else handled(self.handle_exit):
+                yield
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if not PULSE.stop_signal:
+                PULSE.stop_signal = sig
+                name = signal.Signals(sig).name
+                report(f"{name}: {PULSE.on_stop}; a second signal ends it at once")
+            elif sig != signal.SIGHUP:  # a closed terminal sends several
+                close()
+
+        async def on_tick(self, counter: int) -> bool:
+            self.should_exit |= PULSE.stop_signal > 0
+            return await super().on_tick(counter)
+
         async def shutdown(self, sockets: Any = None) -> None:
-            close = app.state.gateway.thread.close
             closing = asyncio.get_running_loop().call_later(config.grace_s, close)
             await super().shutdown(sockets)
             closing.cancel()
@@ -185,10 +222,14 @@ def _serve(config: ServeConfig, listener: socket.socket, served: Served, texts: 
         timeout_keep_alive=30,
         timeout_graceful_shutdown=ceil(config.grace_s) + 2,  # uvicorn then cancels its tasks
     )
+    PULSE.on_stop = f"the server ends with its running requests, within {config.grace_s:g} s"
+    PULSE.heed()
+    assert listener is not None, "the first rank listens"
     with listener:
         Server(options).run([listener])
     if (failure := app.state.gateway.thread.failure) is not None:
         raise EngineFailed(f"the engine has ended: {failure}")
+    return PULSE.stop_signal
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,17 +6,16 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from itertools import accumulate
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from phalanx.infer.detokenize import bytes_of
+from phalanx.infer.detokenize import bytes_of, shown
 from phalanx.infer.engine_thread import Ticket, Update
 from phalanx.infer.options import TokenScore
 from phalanx.infer.protocol import envelope, error_body, new_id, usage
 from phalanx.infer.served import Served
-from phalanx.infer.texts import Completion
+from phalanx.infer.texts import Completion, scores_of
 
 
 class Answer(ABC):
@@ -90,20 +89,6 @@ class Answer(ABC):
     def _end(self, number: int, finished: str | None) -> dict[str, Any]:
         return {"index": number, "logprobs": None, "finish_reason": finished}
 
-    def _bytes_of(self, token: int) -> tuple[str, bytes]:
-        """Return the text and the bytes of a token.
-
-        As in OpenAI's API, the text is "bytes:" and escaped bytes if they are not valid UTF-8.
-        """
-        found = bytes_of(self._tokenizer, token)
-        try:
-            return found.decode(), found
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), found
-
-    def _text_of(self, token: int) -> str:
-        return self._bytes_of(token)[0]
-
 
 class CompletionAnswer(Answer):
     """Response of `/v1/completions`."""
@@ -127,16 +112,9 @@ class CompletionAnswer(Answer):
     def scores(
         self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        pairs = [self._bytes_of(token) for token in tokens]
         begin = self._num_characters[number]
-        *offsets, end = accumulate((_num_begun(found) for _, found in pairs), initial=begin)
-        self._num_characters[number] = end
-        return {
-            "tokens": [text for text, _ in pairs],
-            "token_logprobs": [score.logprob for score in scores],
-            "top_logprobs": [{self._text_of(id): p for id, p in score.top} for score in scores],
-            "text_offset": offsets,
-        }
+        found, self._num_characters[number] = scores_of(self._tokenizer, tokens, scores, begin)
+        return found
 
 
 class ChatAnswer(Answer):
@@ -168,13 +146,8 @@ class ChatAnswer(Answer):
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, content = self._bytes_of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(content)}
-
-
-def _num_begun(content: bytes) -> int:
-    """Return the number of characters that start in UTF-8 bytes: all but continuation bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in content)
+        content = bytes_of(self._tokenizer, token)
+        return {"token": shown(content), "logprob": logprob, "bytes": list(content)}
 
 
 def _completion(ticket: Ticket) -> Completion:

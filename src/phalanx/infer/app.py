@@ -8,7 +8,7 @@ that has stopped, a server that ends, or logits that are not finite.
 Web pages of other sites, open in a browser on this host, can send requests to this server. Without
 a CORS preflight, which this server never grants, such a page can only send bodies of a form or
 plain text type: 415 refuses them. With DNS rebinding the site's own domain name resolves to this
-host, so the browser sees the same origin. The header Host then has that name: 403 (`LocalHosts`).
+host, so the browser sees the same origin. The header Host then has that name: 403 (`Refusals`).
 """
 
 from __future__ import annotations
@@ -79,24 +79,32 @@ class Limits:
     is_local: bool = False
 
 
-class LocalHosts:
-    """ASGI middleware that refuses a Host header that DNS could resolve (DNS rebinding)."""
+class Refusals:
+    """ASGI middleware that refuses requests by their headers, before any of the body is read.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    Two lengths, Content-Length and Transfer-Encoding, let a proxy and this server disagree on where
+    a request ends (request smuggling; RFC 9112, section 6.1). If `is_local`, a Host that DNS could
+    resolve is refused too (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, is_local: bool) -> None:
+        self._app, self._is_local = app, is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request to the application, or answer it with 403."""
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            if not _needs_no_dns(host):
-                message = (
-                    f"the header Host is {host!r:.99}; without an API key this server accepts "
-                    "only localhost and IP addresses"
-                )
-                refusal = JSONResponse(error_body(message, "invalid_request_error"), 403)
-                return await refusal(scope, receive, send)
-        await self._app(scope, receive, send)
+        """Pass one request to the application, or answer it with 400 or 403."""
+        answer = self._app
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        host = headers.get("host", "")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            message = "the headers have Content-Length and Transfer-Encoding; expected one of them"
+            answer = JSONResponse(error_body(message, "invalid_request_error"), 400, CLOSE)
+        elif scope["type"] == "http" and self._is_local and not _needs_no_dns(host):
+            message = (
+                f"the header Host is {host!r:.99}; without an API key this server accepts "
+                "only localhost and IP addresses"
+            )
+            answer = JSONResponse(error_body(message, "invalid_request_error"), 403)
+        await answer(scope, receive, send)
 
 
 def _needs_no_dns(host: str) -> bool:
@@ -309,8 +317,7 @@ def app_of(
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.gateway = gateway
-    if limits.is_local:
-        app.add_middleware(LocalHosts)
+    app.add_middleware(Refusals, is_local=limits.is_local)
     for kind, (status, name) in REFUSALS.items():
         app.add_exception_handler(kind, _refusal(status, name))
     app.add_exception_handler(HTTPException, _http_refusal)
@@ -366,7 +373,7 @@ def _add_views(app: FastAPI, gateway: Gateway) -> None:
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [about_model]})
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         gateway.check_model(name)
         return JSONResponse(about_model)

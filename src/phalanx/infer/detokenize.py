@@ -34,6 +34,17 @@ def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
     return text.encode()
 
 
+def shown(content: bytes) -> str:
+    """Return the text of the bytes of a token.
+
+    As in OpenAI's API, the text is "bytes:" and escaped bytes if they are not valid UTF-8.
+    """
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
 def _byte_letters() -> dict[str, int]:
     """Return the byte for each letter of the byte-level BPE alphabet (Radford et al. 2019)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -182,20 +182,15 @@ class Engine:
         return NewToken(request, token, score, finished)
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samplings: Sequence[Sampling] | Sampling,
-        on_token: Callable[[NewToken], object] | None = None,
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling] | Sampling
     ) -> list[list[int]]:
-        """Continue all prompts and return their new tokens; call `on_token` with each new token."""
+        """Continue all prompts, and return their new tokens."""
         if isinstance(samplings, Sampling):
             samplings = [samplings] * len(prompts)
         requests = [self.add(*pair)[0] for pair in zip(prompts, samplings, strict=True)]
         self.scheduler.is_draining = True
         while self.scheduler.has_work:
-            for new in self.step():
-                if on_token is not None:
-                    on_token(new)
+            self.step()
         return [request.tokens[len(request.prompt) :] for request in requests]
 
     def invalidate_cache(self) -> None:

@@ -152,9 +152,9 @@ class EngineThread:
             self._commands.put(lambda: self._abort(ticket))
 
     def close(self) -> None:
-        """End all completions with an error, and refuse new ones; call on the event loop."""
+        """End all completions with an error, and refuse new ones."""
         self.is_closing = True
-        self._fail(CLOSING)
+        self._call_on_loop(lambda: self._fail(CLOSING))
 
     def load(self, folder: Path) -> Future[bool]:
         """Order that the weights of a checkpoint replace the current ones between two steps.

@@ -132,11 +132,11 @@ class BlockPool:
         table.blocks += [self._take() for _ in range(needed - have)]
         return copies
 
-    def publish(self, table: BlockTable, tokens: Sequence[int]) -> None:
-        """Register the full blocks of `tokens`, computed or scheduled, so `match` finds them."""
+    def publish(self, table: BlockTable, tokens: Sequence[int], stop: int) -> None:
+        """Register the full blocks of the first `stop` tokens, so that `match` finds them."""
         if not self.has_prefix_cache:
             return
-        for number in range(len(table.content_ids), len(tokens) // self.block_size):
+        for number in range(len(table.content_ids), stop // self.block_size):
             start = number * self.block_size
             key = (table.last_content_id, tuple(tokens[start : start + self.block_size]))
             found = self._block_by_key.get(key)

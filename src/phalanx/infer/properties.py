@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -9,13 +10,34 @@ from typing import Any, Final
 from phalanx.errors import ConfigError
 from phalanx.storage import read_text
 
-PRECISIONS: Final[Mapping[str, str]] = {
-    **{"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "auto": "auto"},
-    **{"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"},
+CHOICES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "rolling_batch": (
+        "batching",
+        {
+            **dict.fromkeys(("auto", "vllm", "lmi-dist", "trtllm", "scheduler"), "rolling"),
+            **dict.fromkeys(("disable", "false", "none"), "dynamic"),
+        },
+    ),
+    "dtype": (
+        "precision",
+        {
+            **{"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "auto": "auto"},
+            **{"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"},
+        },
+    ),
+    "enable_prefix_caching": ("prefix_cache", {"true": True, "false": False}),
 }
+"""Key -> setting, and setting for each legal value."""
 
-WITHOUT_ROLLING: Final = ("disable", "false", "none")
-"""Values of `option.rolling_batch` that select dynamic batching."""
+NUMBERS: Final = {
+    "max_rolling_batch_size": "slots",
+    "max_rolling_batch_prefill_tokens": "budget",
+    "job_queue_size": "max_waiting",
+}
+"""Key -> setting that is the same number."""
+
+TEXTS: Final = {"model_id": "run", "served_model_name": "served_model_name"}
+"""Key -> setting that is the same text."""
 
 
 def read_properties(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -30,13 +52,15 @@ def read_properties(path: Path) -> tuple[dict[str, Any], list[str]]:
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line[0] in "#!":
             continue
-        key, sign, value = (part.strip() for part in line.partition("="))
-        if not sign:
+        if (parts := re.fullmatch(r"([^=:\s]+)\s*[=:\s]\s*(.*)", line)) is None:
             raise ConfigError(f"{path}, line {number} is {line!r:.99}; expected KEY=VALUE")
+        key, value = parts.groups()
         try:
             setting = _setting(key.removeprefix("option."), value)
-        except ValueError:
-            raise ConfigError(f"{path}, line {number}: {key} cannot be {value!r:.99}") from None
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {number}: {key} cannot be {value!r:.99}; expected {error}"
+            ) from None
         if setting is None:
             left_out.append(key)
         else:
@@ -45,24 +69,24 @@ def read_properties(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _setting(key: str, value: str) -> dict[str, Any] | None:
-    """Return {setting: value} for one line; None if no setting corresponds to the key."""
-    if key == "rolling_batch":
-        return {"batching": "dynamic" if value in WITHOUT_ROLLING else "rolling"}
-    if key == "dtype":
-        if value not in PRECISIONS:
-            raise ValueError
-        return {"precision": PRECISIONS[value]}
-    if key == "tensor_parallel_degree":
-        return {"strategy": f"tp{int(value)}"}
-    if key == "model_id":
-        return {"run": value}
-    if key == "enable_prefix_caching":
-        if value not in ("true", "false"):
-            raise ValueError
-        return {"prefix_cache": value == "true"}
-    numbers = {
-        "max_rolling_batch_size": "slots",
-        "max_rolling_batch_prefill_tokens": "budget",
-        "job_queue_size": "max_waiting",
-    }
-    return {numbers[key]: int(value)} if key in numbers else None
+    """Return {setting: value} for one line; None if no setting corresponds to the key.
+
+    Raises:
+        ValueError: the value is invalid; the message names the valid values.
+    """
+    if key in CHOICES:
+        setting, values = CHOICES[key]
+        if value not in values:
+            raise ValueError(", ".join(values))
+        return {setting: values[value]}
+    if key in TEXTS:
+        return {TEXTS[key]: value}
+    if key == "tensor_parallel_degree" and value == "max":
+        import torch
+
+        return {"strategy": f"tp{max(torch.cuda.device_count(), 1)}"}
+    if key not in NUMBERS and key != "tensor_parallel_degree":
+        return None
+    if re.fullmatch("-?[0-9]{1,18}", value) is None:
+        raise ValueError("a whole number")
+    return {NUMBERS[key]: int(value)} if key in NUMBERS else {"strategy": f"tp{int(value)}"}

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from phalanx.infer.served import Served, fill_from, open_served
 from phalanx.infer.texts import TextEngine
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.strategy import Strategy
@@ -45,26 +46,31 @@ KINDS: Final = ("1d", "megatron")
 IDLE_S: Final = 10.0**6
 """Timeout of collectives, seconds: the other ranks wait in one until a request arrives."""
 
-Work = Callable[[Served, TextEngine], object]
+Work = Callable[[Served, TextEngine], Any]
 
 
-def with_engine(folder: Path, config: EngineConfig, work: Work) -> None:
+def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
     """Call `work` with the engine of a model, in this process or on the first of several ranks.
+
+    A signal ends several ranks at once, unless `work` calls `PULSE.heed`.
 
     Args:
         folder: see `open_served`.
         config: settings of the engine; its strategy may split by tp only.
         work: function that can be imported by name, because it may run in another process.
 
+    Returns:
+        The result of `work`.
+
     Raises:
         StrategyError: the strategy has an axis or a layout that is not supported.
+        ConfigError: this process is a rank of a job with another number of ranks.
         PhalanxError: the folder or the settings are invalid, or `work` failed.
     """
     strategy = strategy_of(config)
     served = open_served(folder)
-    if strategy.num_ranks == 1:
-        work(served, engine_of(served, config))
-        return
+    if strategy.num_ranks == 1 and not (is_under_torchrun() and read_rank_env().num_ranks > 1):
+        return work(served, engine_of(served, config))
     if config.weights == "int8":
         raise ConfigError(
             f"weights is int8, which needs a single process, but strategy is {strategy}; the "
@@ -72,12 +78,13 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> None:
         )
     plan_decoder(strategy, served.weights.shape)  # raises before any process starts
     device = torch_device(config.device).type
-    run_ranks(
+    first, *_ = run_ranks(
         *(_run, strategy.num_ranks, folder, config, work),
         device=device,
         threads=config.threads,
         timeout_s=IDLE_S,
     )
+    return first
 
 
 def strategy_of(config: EngineConfig) -> Strategy:
@@ -98,7 +105,7 @@ def strategy_of(config: EngineConfig) -> Strategy:
     return strategy
 
 
-def _run(folder: Path, config: EngineConfig, work: Work) -> None:
+def _run(folder: Path, config: EngineConfig, work: Work) -> Any:
     """Build the model and cache of this rank; the first rank calls `work`, the others follow it."""
     strategy, device = strategy_of(config), torch_device(config.device)
     served = _open_together(folder)
@@ -112,11 +119,10 @@ def _run(folder: Path, config: EngineConfig, work: Work) -> None:
     pool = pool_of(config, num_blocks)
     runner = ModelRunner(model, cache_of(config, model, pool, degree), layout_of(strategy, comm))
     if not comm.is_first:
-        _follow(runner)
-        return
+        return _follow(runner)
     leading = _BroadcastingRunner(runner)
     try:
-        work(served, assemble(served, config, leading, pool))
+        return work(served, assemble(served, config, leading, pool))
     finally:
         leading.end()
 
@@ -141,6 +147,7 @@ def _open_together(folder: Path) -> Served:
 
 def _follow(runner: ModelRunner) -> None:
     """Run the steps and loads that the first rank broadcasts, until it broadcasts None."""
+    PULSE.heed()  # by that None: the first rank decides on a signal
     while True:
         with PULSE.waiting("waiting for requests"):  # an idle server is not stalled
             order = broadcast_object(None)

@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from phalanx.errors import ConfigError
 from phalanx.infer.options import Batching, Sampling
 from phalanx.infer.pool import BlockCopy, BlockPool, BlockTable
 
@@ -158,18 +157,9 @@ class Scheduler:
         return 1 - sum(used.values()) / (len(used) * size) if used else 0.0
 
     def add(self, request: GenerationRequest, now_s: float = 0.0) -> None:
-        """Append a request to the waiting requests.
-
-        Raises:
-            ConfigError: its prompt and `max_tokens` exceed the whole cache.
-        """
+        """Append a request, which fits into the whole cache, to the waiting requests."""
         most = len(request.prompt) + request.sampling.max_tokens
-        if self.pool.blocks_for(most) > self.pool.num_blocks:
-            raise ConfigError(
-                f"a prompt of {len(request.prompt)} tokens with max_tokens "
-                f"{request.sampling.max_tokens} needs {most} positions; the cache has "
-                f"{self.pool.num_blocks * self.pool.block_size}"
-            )
+        assert self.pool.blocks_for(most) <= self.pool.num_blocks, "Engine.check refuses it"
         request.arrival_s = now_s
         self.waiting.append(request)
 
@@ -279,7 +269,7 @@ class Scheduler:
     def _append_part(self, part: RequestSpan, copies: list[BlockCopy], step: ScheduledStep) -> None:
         step.parts.append(part)
         step.copies += copies
-        self.pool.publish(part.request.table, part.request.tokens[: part.stop])
+        self.pool.publish(part.request.table, part.request.tokens, part.stop)
 
     def _admissible(self, now_s: float) -> Iterator[GenerationRequest]:
         """Yield the first waiting request while the batching policy admits one.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from phalanx.infer.detokenize import TextStream
+from phalanx.infer.detokenize import TextStream, bytes_of, shown
 from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling, TokenScore
 from phalanx.infer.scheduler import GenerationRequest
@@ -106,3 +107,25 @@ class TextEngine:
                 del self._running[request]
             pieces.append(Piece(completion, text, token, score))
         return pieces
+
+
+def scores_of(
+    tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenScore], begin: int = 0
+) -> tuple[dict[str, Any], int]:
+    """Return the `logprobs` object of tokens, as in OpenAI's completions, and the offset after it.
+
+    `begin` is the offset of the first token in the text, in characters.
+    """
+    contents = [bytes_of(tokenizer, token) for token in tokens]
+    # In UTF-8 all bytes of a character but its first are continuation bytes.
+    begun = (sum(byte & 0xC0 != 0x80 for byte in content) for content in contents)
+    *offsets, end = accumulate(begun, initial=begin)
+    found = {
+        "tokens": list(map(shown, contents)),
+        "token_logprobs": [score.logprob for score in scores],
+        "top_logprobs": [
+            {shown(bytes_of(tokenizer, id)): p for id, p in score.top} for score in scores
+        ],
+        "text_offset": offsets,
+    }
+    return found, end

@@ -38,7 +38,8 @@ class Beat:
         doing: activity of the main thread, such as "backward of step 12".
         seconds_at_place: time that the main thread has stood at one place of the code, in seconds.
         place: this place and its caller; empty while the main thread moves.
-        handles_stop: whether the rank will end after its step on a request to stop.
+        handles_stop: whether the rank will end by itself on a request to stop.
+        on_stop: clause that says how it will end then.
         is_stepping: whether the rank takes steps, in which no rank is stalled for long.
         resume_hint: last checkpoint and how to resume from it, if this rank reports them.
         waits: whether the rank waits for other ranks without a time limit.
@@ -52,6 +53,7 @@ class Beat:
     seconds_at_place: float = 0.0
     place: str = ""
     handles_stop: bool = False
+    on_stop: str = ""
     is_stepping: bool = False
     resume_hint: str = ""
     waits: bool = False
@@ -66,7 +68,8 @@ class Pulse:
 
     Attributes:
         steps_done: number of completed optimizer steps.
-        handles_stop: whether the current work checks `stop_signal` after each step.
+        handles_stop: whether the current work checks `stop_signal` again and again.
+        on_stop: clause that says how the work ends once `stop_signal` is set.
         stop_signal: number of the signal that requested the job to stop, or 0.
         handled_signal: number of the signal that the script has seen and ends because of, or 0.
         is_stepping: whether the main thread takes steps.
@@ -80,6 +83,7 @@ class Pulse:
     def __init__(self) -> None:
         self.steps_done = 0
         self.handles_stop = False
+        self.on_stop = "the run ends after the current step and a checkpoint"
         self.stop_signal = 0
         self.handled_signal = 0
         self.is_stepping = False
@@ -152,6 +156,7 @@ class Pulse:
             seconds_at_place=still_s,
             place=where,
             handles_stop=self.handles_stop,
+            on_stop=self.on_stop,
             is_stepping=self.is_stepping,
             resume_hint=self.resume_hint,
             waits=wait is not None and not wait.is_limited,

@@ -87,8 +87,12 @@ class HeartbeatMonitor:
         return sum(begun) == num_ranks
 
     def handles_stop(self) -> bool:
-        """Return whether every rank will end after its current step on a request to stop."""
+        """Return whether every rank will end by itself on a request to stop."""
         return bool(self._beats) and all(beat.handles_stop for beat, _ in self._beats.values())
+
+    def on_stop(self) -> str:
+        """Return the clause of the first rank that says how the ranks end on such a request."""
+        return self._beats[min(self._beats)][0].on_stop
 
     def resume_hint(self) -> str:
         """Return the last checkpoint and how to resume from it, or "" if no rank reported them."""

@@ -422,8 +422,8 @@ class Supervisor:
         for line in self.running:
             line.send(signum)
         report(
-            f"{signal.Signals(signum).name}: the run ends after the current step and a "
-            "checkpoint; a second signal ends it at once"
+            f"{signal.Signals(signum).name}: {self._monitor.on_stop()}; a second signal ends it at "
+            "once"
         )
 
     def raise_unheeded(self, late: Sequence[int]) -> None:

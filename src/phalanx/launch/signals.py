@@ -36,7 +36,7 @@ def raised() -> Generator[None]:
         del frame
         raise Interrupted(signum)
 
-    with _handled(stop):
+    with handled(stop):
         yield
 
 
@@ -50,7 +50,7 @@ def collected() -> Generator[list[int]]:
         if signum != signal.SIGHUP or not signals:
             signals.append(signum)
 
-    with _handled(collect):
+    with handled(collect):
         yield signals
 
 
@@ -70,7 +70,7 @@ def handled_in_thread(answer: Callable[[int], None]) -> Generator[None]:
     thread.start()
     try:
         # Python writes to the wakeup descriptor only for signals that have a handler.
-        with _handled(lambda _signum, _frame: None):
+        with handled(lambda _signum, _frame: None):
             yield
     finally:
         if is_main:
@@ -167,7 +167,8 @@ def ignored_by_children() -> Generator[None]:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+def handled(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Call `handler` for each ENDING signal that arrives inside."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
         before = {signum: signal.getsignal(signum) for signum in ENDING}

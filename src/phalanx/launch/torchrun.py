@@ -174,8 +174,7 @@ class _Stopping:
         if self._asked_s is None and PULSE.handles_stop:
             self._asked_s, PULSE.stop_signal = now_s, signum
             self._report(
-                f"{name}: the run ends after the current step and a checkpoint; a second signal "
-                f"after {TOGETHER_S:g} s ends it at once"
+                f"{name}: {PULSE.on_stop}; a second signal after {TOGETHER_S:g} s ends it at once"
             )
             return
         self._report(f"interrupted by {name}")
