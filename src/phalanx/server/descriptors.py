@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 MOST: Final = 1024
-"""Most descriptors of a role, with those of its connections."""
+"""Most descriptors of a role, its connections included."""
 
 _CHANGING = threading.Lock()
 
