@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import folders
 
 from marks import by_hand
 from phalanx.checkpoint import manifest
@@ -18,7 +19,6 @@ from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, remarks_on, resolve
 from phalanx.train.run import train
 from phalanx.train.text import TextSession
-from runs import folders
 from small_run import SHAPE, losses, small_run
 
 
@@ -81,7 +81,7 @@ def test_a_run_resumes_from_its_last_whole_checkpoint(config: TrainConfig, tmp_p
     assert folders(tmp_path) == ["step-00000004", "step-00000008", "step-00000008.damaged"]
     for name in (manifest.folder_of(tmp_path, 4), last):
         (name / manifest.NAME).write_text("{}")
-    with pytest.raises(CheckpointError, match="cannot read .*8/manifest.json: it has no 'format'"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*8/manifest.json: it has no 'format'"):
         train(again)
 
 
