@@ -15,6 +15,7 @@ from typing_extensions import override
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
+from phalanx.errors import CheckpointError
 from phalanx.launch import rank_log
 from phalanx.launch.failure import READER_LEFT
 from phalanx.launch.heartbeat import PULSE
@@ -59,7 +60,11 @@ def train(session: Session) -> Summary | Stopped:
     with session, logged, Records(session, _Output()) as records:
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.handling_stop(), _checked(session), step.watched(PULSE.phase):
-            stop_signal = take_steps(session, records)
+            try:
+                stop_signal = take_steps(session, records)
+            except CheckpointError as error:  # of a save
+                error.add_note(PULSE.advice())
+                raise
         if stop_signal:
             done = f"step {step.steps_done} of {session.num_steps} is done"
             outcome = Stopped(stop_signal, f"{done}; {PULSE.advice()}")
