@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import folders
 
 from marks import by_hand
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples
+from phalanx.errors import CheckpointError
 from phalanx.launch.local import run_ranks
-from phalanx.train.job.resolve import Job, resolve
+from phalanx.train.job.resolve import Job, remarks_on, resolve
 from phalanx.train.run import train
 from phalanx.train.text import TextSession
 from small_run import SHAPE, losses, small_run
@@ -59,6 +61,28 @@ def test_the_next_twenty_losses_are_the_same(
             assert losses(part) == pytest.approx(expected, rel=1e-10)
     kept = sorted(manifest.complete_checkpoints(part))
     assert kept == [8, 12, 16, 20, 24]
+
+
+def test_a_run_resumes_from_its_last_whole_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
+    """One with a changed tensor is passed over, and set aside once the run goes on."""
+    small = dataclasses.replace(config, strategy="dp2", out=str(tmp_path), steps=8)
+    train(small)
+    expected, last = losses(tmp_path), manifest.folder_of(tmp_path, 8)
+    tensors = last / "rank-00001.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")
+    again, lines = dataclasses.replace(small, resume=str(tmp_path)), list[str]()
+    train(again, announce=lambda job: lines.extend(remarks_on(job)))
+    assert losses(tmp_path) == expected + expected[4:]
+    assert lines == [
+        f"resumes from step-00000004: {last}: its file rank-00001.safetensors is damaged: its "
+        "sha256 differs from the recorded one; the run renames step-00000008 to "
+        "step-00000008.damaged"
+    ]
+    assert folders(tmp_path) == ["step-00000004", "step-00000008", "step-00000008.damaged"]
+    for name in (manifest.folder_of(tmp_path, 4), last):
+        (name / manifest.NAME).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"cannot read .*8/manifest.json: it has no 'format'"):
+        train(again)
 
 
 def take_steps(job: Job, num_steps: int) -> list[int]:

@@ -69,3 +69,28 @@ def test_a_resumed_run_does_not_save_beside_later_checkpoints(tmp_path: Path) ->
         f"removes older checkpoints, and the latest of this run is {latest}; start again"
     ]
     assert list(manifest.complete_checkpoints(run)) == [5]
+
+
+def save_two(folder: Path) -> None:
+    loop = loops.Distributed(Case(), "dp2")
+    for num_steps in (1, 2):
+        loop.train(num_steps)
+        loop.run.save(folder)
+
+
+def resume_and_save(folder: Path) -> int:
+    loop = loops.Distributed(Case(), "dp2")
+    assert loop.run.resume(folder)
+    begun = loop.run.steps_done
+    loop.train(1)
+    loop.run.save(folder)
+    return begun
+
+
+def test_a_loop_resumes_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
+    run_ranks(save_two, 2, tmp_path, threads=1)
+    for name, named in (("rank-00000.safetensors", ""), (manifest.NAME, "checkpoints")):
+        (manifest.folder_of(tmp_path, 2) / name).write_bytes(b"{}")
+        assert run_ranks(resume_and_save, 2, tmp_path / named, threads=1) == [1, 1]
+        assert list(manifest.complete_checkpoints(tmp_path)) == [1, 2]
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000002.damaged")

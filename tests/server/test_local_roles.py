@@ -293,7 +293,7 @@ def test_a_peer_that_answers_nonsense_does_not_end_a_role() -> None:
         while not (found := [peer for peer, said in strange.receive() if said.kind == "beat"]):
             strange.socket.poll(10)
         peer = found[0]  # of the loop, which reads answers
-        strange.socket.send_multipart([peer, b"\x80garbage"])
+        strange.socket.send_multipart([peer, b"\x80garbage\n"])
         strange.send(peer, WireMessage("map", {"epoch": 1}))
         strange.send(peer, WireMessage("refused", {"why": "enough"}))
         thread.join(20)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import resource
 import socket
 import time
 from collections.abc import Generator
@@ -17,7 +19,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.server import message, wire
+from phalanx.server import wire
 from phalanx.server.message import (
     FRAME_BYTES,
     NAMES,
@@ -29,7 +31,7 @@ from phalanx.server.message import (
     num_frames,
 )
 from phalanx.server.secret import Secret
-from phalanx.server.shared import copy_concatenated
+from phalanx.server.shared import SharedTensors, copy_concatenated
 from phalanx.server.wire import Connection, Listener
 
 
@@ -44,15 +46,14 @@ def test_tensors_come_as_they_went(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 9, 16, 17])
-def test_a_tensor_of_several_frames_is_joined(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message, "FRAME_BYTES", 64)
+def test_a_header_and_tensors_of_several_frames_are_joined(size: int) -> None:
     sent = [torch.arange(size, dtype=torch.float64), torch.ones(3), torch.arange(size).double()]
-    frames = encode(WireMessage("push", {}, sent))
-    assert len(frames) == 2 + 2 * max(1, -(-size // 8))
-    assert all(len(frame) <= 64 for frame in frames[1:])
+    frames = encode(WireMessage("push", {"long": "a" * 40}, sent), 64)
+    assert len(frames) == 3 + 1 + 2 * -(-size // 8)
+    assert all(len(frame) <= 64 for frame in frames)
     found = decode([bytearray(frame) for frame in frames]).tensors
     assert all(torch.equal(*pair) for pair in zip(found, sent, strict=True))
-    for wrong in (frames[:-1], [*frames, b""], [*frames[:-1], b"12"]):
+    for wrong in (frames[:-1], [*frames, b""], [*frames, b"12"], [*frames[:-1], b"12"]):
         with pytest.raises(WireError):
             decode([bytearray(frame) for frame in wrong])
 
@@ -104,12 +105,12 @@ def test_random_bytes_are_refused(frames: list[bytes]) -> None:
 )
 def test_a_header_that_is_none_is_refused(header: object) -> None:
     with pytest.raises(WireError):
-        decode([json.dumps(header).encode()])
+        decode([json.dumps(header).encode() + b"\n"])
 
 
 @pytest.mark.parametrize("size", ["0.0", "true", '"0"', "null"])
 def test_a_size_that_is_no_whole_number_is_refused(size: str) -> None:
-    header = b'{"kind": "push", "fields": {}, "tensors": [["float32", %s]]}' % size.encode()
+    header = b'{"kind": "push", "fields": {}, "tensors": [["float32", %s]]}\n' % size.encode()
     with pytest.raises(WireError, match="not a whole number"):
         decode([header, b""])
 
@@ -145,7 +146,7 @@ def messages(rng: random.Random) -> Generator[list[bytes]]:
         header = {"kind": rng.choice(kinds), "fields": named, "tensors": sizes * rng.randrange(2)}
         if rng.random() < 0.3:
             header[rng.choice([*header])] = rng.choice(odd)
-        text = bytearray(json.dumps(header).encode())
+        text = bytearray(json.dumps(header).encode() + b"\n")
         for _ in range(rng.choice([0, 0, 1, 4])):
             text[rng.randrange(len(text))] = rng.randrange(256)
         frames = [bytes(text)] + [rng.randbytes(rng.choice([0, 8]))] * rng.choice([0, 0, 0, 1, 2])
@@ -166,7 +167,7 @@ def test_a_message_is_read_or_refused_and_nothing_else() -> None:
 
 def test_a_truncated_tensor_is_refused() -> None:
     frames = [bytes(frame) for frame in encode(WireMessage("push", {}, [torch.ones(4)]))]
-    with pytest.raises(WireError, match="15 bytes; expected 4 x 4"):
+    with pytest.raises(WireError, match="15 bytes; expected 16"):
         decode([frames[0], frames[1][:-1]])
 
 
@@ -293,11 +294,12 @@ def test_a_message_that_is_none_ends_neither_end(tmp_path: Path) -> None:
         ends.close()
 
 
-def test_a_message_above_the_limit_does_not_come(
+def test_a_frame_above_the_limit_does_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "FRAME_BYTES", 1 << 16)
-    ends = Ends(f"ipc://{tmp_path}/socket")
+    with monkeypatch.context() as patched:
+        patched.setattr(wire, "FRAME_BYTES", 1 << 16)
+        ends = Ends(f"ipc://{tmp_path}/socket")
     try:
         ends.link().send(WireMessage("push", {"q": 1}, [torch.ones(1 << 15)]))
         assert ends.hear(1, 1.0) == []
@@ -306,3 +308,41 @@ def test_a_message_above_the_limit_does_not_come(
         assert [m.kind for m in ends.hear(1)] == ["pull"]
     finally:
         ends.close()
+
+
+def test_a_stranger_takes_no_more_than_a_short_frame() -> None:
+    ends = Ends("tcp://127.0.0.1:*")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\0" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    try:
+        host, port = ends.listener.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as plain:
+            plain.sendall(greeting + b"\x06" + (1 << 17).to_bytes(8, "big") + bytes(1 << 16))
+            with suppress(ConnectionResetError):
+                while plain.recv(4096):  # ZeroMQ closes the connection at the length of the frame
+                    pass
+    finally:
+        ends.close()
+
+
+def test_a_role_opens_descriptors_of_its_own_when_strangers_have_all() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ends, taken = Ends("tcp://127.0.0.1:*"), list[int]()
+    try:
+        ends.link().send(WireMessage("push"))
+        assert len(ends.hear(1)) == 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        late = ends.link()
+        shared = SharedTensors([4], torch.float32)
+        os.close(taken.pop())  # a stranger leaves: ZeroMQ tries to connect until one does
+        os.close(taken.pop())
+        late.send(WireMessage("pull"))
+        assert [each.kind for each in ends.hear(1)] == ["pull"]
+        shared.close()
+    finally:
+        for each in taken:
+            os.close(each)
+        ends.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -269,6 +269,63 @@ def test_a_checkpoint_is_written_by_the_worker_that_replaces_the_one_lost_before
         resolve(again)
     (tmp_path / "again" / ".served").write_text(where)
     assert resolve(again).out == tmp_path / "again"
+
+
+def lost_for_a_step(job: Job) -> None:
+    """Be worker 0, lost before the save after step 2, until worker 1 has taken step 3."""
+
+    def killed(session: ServedSession, **_: object) -> None:
+        session.client.close()
+        raise KeyboardInterrupt
+
+    tasks.LEASE_S = -1.0
+    with local_roles(1) as made:
+        save, ServedSession.begin_save = ServedSession.begin_save, killed
+        with suppress(KeyboardInterrupt):
+            train_session(ServedSession(job, 0, made.meeting))
+        ServedSession.begin_save = save
+        with ServedSession(job, 1, made.meeting) as other:
+            while other.step.steps_done < 3:
+                other.step(other.next_microbatches())
+            other.client.close()
+        assert isinstance(served_run.train_worker(job, 0, made.meeting), Summary)
+
+
+def read_while_others_update(job: Job) -> None:
+    """Be worker 0, which reads a shard a step later than the others for its first checkpoint."""
+    read, tasks.LEASE_S = Client.read, -1.0
+
+    def later(client: Client, flats: Any) -> tuple[float | None, set[int]]:
+        Client.read = read
+        steps, versions = read(client, flats)
+        return steps, {*versions, max(versions) + 1}
+
+    Client.read = later
+    with local_roles(1) as made:
+        assert isinstance(served_run.train_worker(job, 0, made.meeting), Summary)
+
+
+@pytest.mark.parametrize("disturbed", [lost_for_a_step, read_while_others_update])
+def test_a_checkpoint_that_was_due_is_written_after_the_next_step(
+    tmp_path: Path, disturbed: Callable[[Job], None]
+) -> None:
+    """No step lacks its record, and no checkpoint has weights of two steps."""
+    found = list[list[float]]()
+    for name, work in (("plain", read_once), ("again", disturbed)):
+        more: dict[str, Any] = {"strategy": "dp2:ps", "steps": 4, "save_every": 2}
+        job = resolve(small_run(tmp_path, out=str(tmp_path / name), **more))
+        run_ranks(work, 1, job, threads=1)
+        assert list(manifest.complete_checkpoints(job.out)) == [2 if name == "plain" else 3, 4]
+        assert [each["step"] for each in records(job.out, "step")] == [1, 2, 3, 4]
+        found.append(losses(job.out))
+    assert found[0] == found[1]
+
+
+def read_once(job: Job) -> None:
+    """Be worker 0, which computes the tasks of worker 1, too."""
+    tasks.LEASE_S = -1.0
+    with local_roles(1) as made:
+        assert isinstance(served_run.train_worker(job, 0, made.meeting), Summary)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from phalanx.checkpoint import index, manifest
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.errors import CheckpointError
 from phalanx.storage import PARTIAL, checksum, publish_folder, sync
 
@@ -34,6 +37,39 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
             raise CheckpointError(
                 f"its file {name} {problem}{manifest.older_checkpoints_hint(folder)}"
             )
+
+
+def find_whole(path: Path, *, compares: bool) -> Checkpoint:
+    """Return the checkpoint that `path` names, or the latest of a run that is not damaged.
+
+    Args:
+        path: a checkpoint, or the folder of a run.
+        compares: whether to compare all files with their checksums, which all ranks at once must
+            not; else only manifests are checked.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or each is damaged.
+    """
+    damaged: dict[Path, str] = {}
+    run = manifest.run_folder(path)
+    is_run = run == path or path.name == "checkpoints"
+    for folder in reversed(manifest.complete_checkpoints(run).values()) if is_run else ():
+        try:
+            found = manifest.find_and_read(folder)
+            if compares:
+                with ThreadPoolExecutor(NUM_TURNS) as pool:
+                    work = functools.partial(verify, folder, found.about, num_turns=NUM_TURNS)
+                    list(pool.map(work, range(NUM_TURNS)))
+            return found._replace(damaged=damaged)
+        except CheckpointError as error:
+            if not folder.exists():  # the run has removed it meanwhile
+                return find_whole(path, compares=compares)
+            damaged[folder] = f"{folder}: {str(error).partition(manifest.OLDER)[0]}"
+    return manifest.find_and_read(path)
+
+
+NUM_TURNS: Final = 4
+"""Number of threads that compare the files of a checkpoint."""
 
 
 def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:

@@ -6,6 +6,7 @@
     rank-00000.safetensors ...           the tensors, one file for each rank that wrote any
 <run>/checkpoints/step-00000300.partial/ a save in progress, or interrupted by a kill
 <run>/checkpoints/step-00000100.removed/ a removal or replacement in progress, or interrupted
+<run>/checkpoints/step-00000400.damaged/ a damaged one; the run resumed from an older one
 <run>/checkpoints/weights-00000300/      the weights alone, of a save that could not store the rest
 <run>/checkpoints/.lock                  lock file of the process that saves to the folder
 """
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,9 @@ STEP_FOLDER = re.compile(r"step-([0-9]+)")
 REMOVED = ".removed"
 """Suffix of the name of a checkpoint folder while it is being removed or replaced."""
 
+DAMAGED = ".damaged"
+"""Suffix of the name of a damaged checkpoint folder, once the run resumed from an older one."""
+
 LOCK = ".lock"
 """Name of the file in the checkpoints folder that the saving process locks."""
 
@@ -57,6 +61,8 @@ EARLIER_LENGTHS = "earlier lengths"
 
 NUM_NAMED = 3
 """Number of older checkpoints that the error message for a damaged one lists."""
+
+OLDER: Final = "; older checkpoints that can be used instead: "
 
 NUM_TRIES: Final = 3
 """Most checkpoints that `read_found` tries; a run has to save once for each that it removes."""
@@ -141,10 +147,29 @@ class Manifest:
 
 
 class Checkpoint(NamedTuple):
-    """The folder of a complete checkpoint, and its manifest."""
+    """The folder of a complete checkpoint, and its manifest.
+
+    Attributes:
+        damaged: later checkpoints of the run, which are damaged, and how; see `files.find_whole`.
+    """
 
     folder: Path
     about: Manifest
+    damaged: Mapping[Path, str] = {}
+
+    def words(self) -> list[str]:
+        """Return a line for each checkpoint in `damaged`."""
+        return [
+            f"resumes from {self.folder.name}: {why}; the run renames {folder.name} to "
+            f"{folder.name}{DAMAGED}"
+            for folder, why in self.damaged.items()
+        ]
+
+    def set_aside(self) -> None:
+        """Rename the checkpoints in `damaged`, so that the run can save after the same steps."""
+        for folder in self.damaged:
+            with suppress(FileNotFoundError):  # another host has renamed it
+                folder.rename(folder.with_name(folder.name + DAMAGED))
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -297,7 +322,7 @@ def older_checkpoints_hint(folder: Path) -> str:
         str(path) for step, path in reversed(complete_checkpoints(run).items()) if step < steps_done
     ]
     named = ", ".join(older[:NUM_NAMED])
-    return f"; older checkpoints that can be used instead: {named}" if named else ""
+    return f"{OLDER}{named}" if named else ""
 
 
 def removed_hint(folder: Path) -> str:

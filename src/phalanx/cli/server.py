@@ -87,6 +87,7 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     from phalanx.launch.garbage import collect_as_usual
     from phalanx.launch.malloc import keep_freed_memory
     from phalanx.server.address import check_address
+    from phalanx.server.descriptors import limit_descriptors
     from phalanx.server.processes import JobRoles
     from phalanx.server.requests import JobAddress
     from phalanx.server.secret import read_secret
@@ -121,6 +122,7 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
         signal.signal(each, end)
     note(f"process {os.getpid()}, at {role.address}")
     keep_freed_memory()
+    limit_descriptors()
     collect_as_usual()
     role.run(stop)
     if role.refusal:

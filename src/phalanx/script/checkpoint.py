@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.encoding import encoded
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.files import find_whole
+from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.checkpoint.moments import CombinedOptimizer
 from phalanx.checkpoint.position import ScriptPosition
 from phalanx.checkpoint.registered import Registered, SplitState, unchanged_on_error
@@ -121,11 +122,11 @@ def free_folder(folder: Path) -> Path:
     return on_first_rank(find, f"cannot save in {folder}")
 
 
-def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
+def load(folder: Path, loop: LoopObjects) -> Checkpoint | None:
     """Load the checkpoint that `folder` names into `loop`; every rank calls this together.
 
     Returns:
-        The checkpoint's folder and manifest; None if there is no checkpoint.
+        The checkpoint; None if there is none.
 
     Raises:
         CheckpointError: it is damaged, or from another model, optimizer or script.
@@ -133,7 +134,7 @@ def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
     found = on_first_rank(lambda: _latest(folder), f"cannot resume from {folder}")
     if found is None:
         return None
-    where, about = found
+    where, about, _ = found
     script = about.script
     assert script is not None, "it has been found"
     registered = about.registered or script.registered
@@ -159,15 +160,16 @@ def load(folder: Path, loop: LoopObjects) -> tuple[Path, Manifest] | None:
     loop.generator.state = draws
     for loader, stood in zip(loop.loaders, script.loaders, strict=True):
         loader.set_state(stood)
-    return where, about
+    return found
 
 
-def _latest(folder: Path) -> tuple[Path, Manifest] | None:
+def _latest(folder: Path) -> Checkpoint | None:
     """Return the checkpoint that `folder` names, or the latest of the run; None in a new run."""
     is_new = manifest.run_folder(folder) == folder and not (folder / manifest.NAME).exists()
     if is_new and not manifest.complete_checkpoints(folder):
         return None
-    where, about = manifest.find_and_read(folder)
+    found = find_whole(folder, compares=True)
+    where, about, _ = found
     if not about.has_optimizer:
         raise CheckpointError(
             f"{where} contains only the weights; start a new run and load them by "
@@ -175,7 +177,7 @@ def _latest(folder: Path) -> tuple[Path, Manifest] | None:
         )
     if about.script is None:
         raise CheckpointError(f"{where} was saved by `phalanx train`; resume it by --resume")
-    return where, about
+    return found
 
 
 def _check_counts(where: Path, script: ScriptPosition, loop: LoopObjects) -> None:

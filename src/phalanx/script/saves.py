@@ -91,15 +91,17 @@ class Saves:
         if found is None:
             self._show(f"no checkpoint in {folder} yet: starts from scratch")
             return False
-        where, about = found
+        where, about, damaged = found
         run = manifest.run_folder(path)
-        found = on_first_rank(lambda: manifest.complete_checkpoints(run), f"cannot resume {run}")
-        if is_last := max(found, default=0) == about.steps_done:
-            self._folders[run], self._starts[run] = run, Checkpoint(where, about)
+        there = on_first_rank(lambda: manifest.complete_checkpoints(run), f"cannot resume {run}")
+        whole = [step for step, each in there.items() if each not in damaged]
+        if is_last := max(whole, default=0) == about.steps_done:
+            self._folders[run], self._starts[run] = run, found
         step.steps_done = about.steps_done
         step.reset()
         _note_position(run if is_last else where, where)
-        self._show(f"resumes from {where}, after step {step.steps_done}")
+        for line in [*found.words(), f"resumes from {where}, after step {step.steps_done}"]:
+            self._show(line)
         return True
 
     def _loop(self, model: nn.Module) -> checkpoint.LoopObjects:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from phalanx.checkpoint import manifest
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.state import state_of
 from phalanx.comm.comm import Ranks
@@ -252,14 +251,16 @@ class ModuleSession(Session):
 
     def _resume(self) -> None:
         path = self._given
-        found = checkpoint.load(path, self._loop)
-        if found is None:
+        start = checkpoint.load(path, self._loop)
+        if start is None:
             raise CheckpointError(f"cannot resume from {path}: there is no checkpoint in it")
-        folder, about = found
-        start = manifest.Checkpoint(folder, about)
+        folder, about, _ = start
         on_first_rank(lambda: check_unused(self.out, start), f"cannot resume from {path}")
         self.step.steps_done = about.steps_done
-        self._resumed = [_words_of_resuming(folder, about.strategy, str(self.strategy))]
+        self._resumed = [
+            *start.words(),
+            _words_of_resuming(folder, about.strategy, str(self.strategy)),
+        ]
         if about.scaler is not None:
             self.step.scaler.load_state_dict(about.scaler)
         if self.best is not None:

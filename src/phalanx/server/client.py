@@ -190,11 +190,12 @@ class Client(Requests):
         name = self.map["holders"][shard][0]
         return name, self.map["incarnations"].get(name)
 
-    def read(self, flats: Sequence[Sequence[Tensor]]) -> float | None:
-        """Fill `flats`, per group or table the weights, then optimizer state; return Adam steps.
+    def read(self, flats: Sequence[Sequence[Tensor]]) -> tuple[float | None, set[int]]:
+        """Fill `flats`, per group or table the weights, then optimizer state.
 
-        Return None, with the state not complete, if a shard's optimizer has none yet, or has a
-        different number of state tensors.
+        Returns:
+            The steps of Adam, and the versions of the shards. None, with the state not complete,
+            if a shard's optimizer has no state yet, or has a different number of state tensors.
         """
         due, has_kept = [len(each) - 1 for each in flats], True
         replies = self.ask(dict.fromkeys(range(self.num_shards), WireMessage("read")))
@@ -205,7 +206,8 @@ class Client(Requests):
                 targets += [(g, flat) for g, each in enumerate(flats) for flat in each[1:]]
             for sent, (group, target) in zip(reply.tensors, targets, strict=False):
                 copy_concatenated([sent], self.placed.pieces(shard, group, target))
-        return min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
+        steps = min(float(reply["steps"]) for reply in replies.values()) if has_kept else None
+        return steps, {int(reply["version"]) for reply in replies.values()}
 
     def upload_state(self, clock: int, flats: Sequence[Tensor]) -> None:
         """Upload this worker's state for a checkpoint at `clock`: equally many flats per group."""

@@ -1,15 +1,14 @@
-"""The message format: a JSON frame, then the frames of each tensor, whose bytes are not copied.
+"""The message format: a line of JSON, then the bytes of each tensor, which are not copied.
 
-A tensor has one frame, or more if it is larger than `FRAME_BYTES`; the receiver joins them.
+Line and tensors have as many frames as a connection's frame size needs; the receiver joins them.
 Nothing is pickled, and a message in any other format is refused before it is processed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -17,16 +16,14 @@ from torch import Tensor
 
 from phalanx.errors import PhalanxError
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """Version of the messages. The coordinator refuses members of another version, and a worker that
 joins refuses such a coordinator."""
 
 MOST_HEADER_BYTES: Final = 1 << 20
-MOST_FRAMES: Final = 1 << 14
 
 FRAME_BYTES: Final = 1 << 20
-"""Most bytes of a frame: few, so that a connection without the secret cannot fill the memory, and
-encrypting one frame overlaps sending the previous."""
+"""Most bytes of a frame, and of a piece of weights (`in_frames`)."""
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float64": torch.float64,
@@ -35,6 +32,10 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "int64": torch.int64,
 }
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+END: Final = b"\n"
+"""End of the header, which has no other such byte."""
 
 
 class WireError(PhalanxError):
@@ -68,36 +69,46 @@ class WireMessage:
         return found
 
 
-def encode(message: WireMessage) -> list[Any]:
-    """Encode a message as frames, without copying the bytes of its tensors."""
+def encode(message: WireMessage, frame_bytes: int = FRAME_BYTES) -> list[Any]:
+    """Encode a message as frames of at most `frame_bytes`, without copying bytes of tensors."""
     shapes = [[NAMES[tensor.dtype], tensor.numel()] for tensor in message.tensors]
     header = {"kind": message.kind, "fields": dict(message.fields), "tensors": shapes}
-    return [json.dumps(header).encode(), *(f for t in message.tensors for f in _frames_of(t))]
+    raw: list[Any] = [tensor.detach().view(torch.uint8).numpy() for tensor in message.tensors]
+    parts = [json.dumps(header).encode() + END, *raw]
+    return [
+        view[at : at + frame_bytes]
+        for view in map(memoryview, parts)
+        for at in range(0, len(view), frame_bytes)
+    ]
 
 
 def in_frames(flat: Tensor) -> Sequence[Tensor]:
-    """Cut a flat tensor into tensors of one frame each, see `num_frames`."""
+    """Cut a flat tensor into tensors of at most `FRAME_BYTES`, see `num_frames`."""
     return flat.split(FRAME_BYTES // flat.itemsize)
 
 
 def num_frames(size: int, dtype: torch.dtype) -> int:
-    """Return the number of frames into which a flat tensor of `size` elements is cut."""
+    """Return the number of tensors into which `in_frames` cuts one of `size` elements."""
     return max(1, -(-size * dtype.itemsize // FRAME_BYTES))
 
 
-def decode(frames: Sequence[Any]) -> WireMessage:
-    """Decode frames to a message, whose tensors are views of the frames.
+def decode(frames: list[Any]) -> WireMessage:
+    """Decode frames to a message, whose tensors are views of the frames, or join several.
+
+    The list is emptied, so that a frame is freed once it is joined.
 
     Raises:
         WireError: the frames are not a valid message.
     """
-    if not 1 <= len(frames) <= MOST_FRAMES:
-        raise WireError(f"a message of {len(frames)} frames; expected 1 to {MOST_FRAMES}")
-    first = memoryview(frames[0])
-    if first.nbytes > MOST_HEADER_BYTES:
-        raise WireError(f"a header of {first.nbytes} bytes; at most {MOST_HEADER_BYTES}")
+    frames.reverse()
+    views = (memoryview(frames.pop()) for _ in range(len(frames)))
+    first = bytearray()
+    while not first.endswith(END):
+        if (view := next(views, None)) is None or len(first) > MOST_HEADER_BYTES:
+            raise WireError(f"a header of {len(first)} bytes without an end")
+        first += view
     try:
-        text = bytes(first).decode()
+        text = first.decode()
         header = json.loads(text)
         if "\\u" in text:  # JSON accepts half a surrogate pair, which cannot be encoded
             json.dumps(header, ensure_ascii=False).encode()
@@ -109,38 +120,23 @@ def decode(frames: Sequence[Any]) -> WireMessage:
         raise WireError("a header whose kind is not a string, or whose fields are not a dict")
     if not all(type(size) is int for _, size in sizes):
         raise WireError("a header with a size that is not a whole number")
-    parts = [_num_parts(size * dtype.itemsize) for dtype, size in sizes]
-    if sum(parts) != len(frames) - 1:
-        raise WireError(
-            f"{len(frames) - 1} frames of tensors; the header's {len(sizes)} tensors have "
-            f"{sum(parts)}"
-        )
-    tensors: list[Tensor] = []
-    rest = iter(frames[1:])
-    for (dtype, size), num in zip(sizes, parts, strict=True):
-        views = [memoryview(frame) for frame in islice(rest, num)]
-        num_bytes = sum(view.nbytes for view in views)
-        if num_bytes != size * dtype.itemsize:
-            raise WireError(f"a tensor of {num_bytes} bytes; expected {size} x {dtype.itemsize}")
-        tensors.append(_tensor_of(views, dtype))
+    tensors = [_tensor_of(views, size * dtype.itemsize, dtype) for dtype, size in sizes]
+    if (view := next(views, None)) is not None:
+        raise WireError(f"a frame of {view.nbytes} bytes after the last tensor")
     return WireMessage(kind, fields, tensors)
 
 
-def _num_parts(num_bytes: int) -> int:
-    """Return the number of frames of a tensor."""
-    return max(1, -(-num_bytes // FRAME_BYTES))
-
-
-def _frames_of(tensor: Tensor) -> list[memoryview]:
-    if not tensor.numel():
-        return [memoryview(b"")]
-    raw: Any = tensor.detach().view(torch.uint8).numpy()
-    view = memoryview(raw)
-    return [view[at : at + FRAME_BYTES] for at in range(0, len(view), FRAME_BYTES)]
-
-
-def _tensor_of(views: Sequence[memoryview], dtype: torch.dtype) -> Tensor:
-    whole = views[0]
-    if len(views) > 1 or whole.readonly:
-        whole = bytearray().join(views)
-    return torch.frombuffer(whole, dtype=dtype) if len(whole) else torch.empty(0, dtype=dtype)
+def _tensor_of(views: Iterator[memoryview], due: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of `due` bytes, which begin with the next frame."""
+    whole, num_bytes = list[memoryview](), 0
+    while num_bytes < due:
+        if (view := next(views, None)) is None:
+            break
+        whole.append(view)
+        num_bytes += view.nbytes
+    if num_bytes != due:
+        raise WireError(f"a tensor of {num_bytes} bytes; expected {due}")
+    if not whole:
+        return torch.empty(0, dtype=dtype)
+    is_one = len(whole) == 1 and not whole[0].readonly
+    return torch.frombuffer(whole[0] if is_one else bytearray().join(whole), dtype=dtype)

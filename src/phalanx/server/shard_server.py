@@ -134,6 +134,7 @@ class Server(ReplicatedShards):
             kept = shard.optimizers.kept()
             found = [*shard.weights, *(each for of_weight in kept for each in of_weight)]
             more = {"steps": shard.optimizers.steps, "num_kept": [len(each) for each in kept]}
+            more["version"] = shard.version
             self._reply_ok(peer, message, number, [flat.clone() for flat in found], **more)
         elif message.kind == "live":
             if message["num_live"] != shard.num_workers:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.memory_file import memory_file
+from phalanx.server.descriptors import own_descriptors
 
 _NAME: Final = "phalanx-weights"
 
@@ -62,18 +63,19 @@ class SharedTensors:
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
         num_bytes = _num_bytes(sizes, dtype)
-        number = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        # At most once: by a second close, the descriptor may belong to another file.
-        self._close = weakref.finalize(self, os.close, number)
-        os.ftruncate(number, num_bytes)
-        memory = mmap.mmap(number, num_bytes)
+        with own_descriptors():
+            number = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+            # At most once: by a second close, the descriptor may belong to another file.
+            self._close = weakref.finalize(self, os.close, number)
+            os.ftruncate(number, num_bytes)
+            memory, boot = mmap.mmap(number, num_bytes), _boot()
         head = torch.frombuffer(memory, dtype=torch.int64, count=4)
         # A closed file's descriptor may be reused for another file; the mark is unique.
         head[1] = self._mark = secrets.randbits(62)
         self._changes, self._version, self._touched = head[:1], head[2:3], head[3:]
         flat = torch.frombuffer(memory, dtype=dtype, offset=_HEAD)
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
-        self.place = [os.getpid(), number, _boot(), self._mark]
+        self.place = [os.getpid(), number, boot, self._mark]
         self.touch()
 
     @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import zmq
 
+from phalanx.server.descriptors import own_descriptors
 from phalanx.server.message import FRAME_BYTES, WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
 
@@ -27,6 +28,9 @@ MOST_WAITING: Final = 1000
 
 CURVE_BYTES: Final = 64
 """Most bytes that CURVE adds to a frame."""
+
+TCP_FRAME_BYTES: Final = 1 << 15
+"""Most bytes of a frame over TCP, where strangers can begin one, see descriptors.py."""
 
 KEYLESS: Final = ("ipc://", "inproc://")
 """Beginnings of addresses that other users cannot reach, because their folder is private."""
@@ -67,12 +71,19 @@ class Faults:
         return [frames] * copies + held
 
 
-def _set_up(socket: zmq.Socket[bytes]) -> None:
+def _new_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str
+) -> tuple[zmq.Socket[bytes], int]:
+    """Return a new socket for an address, and the most bytes of its frames."""
+    with own_descriptors():
+        socket = context.socket(kind)
+    frame_bytes = FRAME_BYTES if address.startswith(KEYLESS) else TCP_FRAME_BYTES
     socket.setsockopt(zmq.LINGER, 200)
     socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
     socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
     # A stranger's handshake is held to it, too, so it bounds the memory of each connection.
-    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + CURVE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes + CURVE_BYTES)
+    return socket, frame_bytes
 
 
 class Listener:
@@ -97,8 +108,7 @@ class Listener:
         """
         self._log = log
         self._faults = None if faults is None else faults.of_socket()
-        self.socket = context.socket(zmq.ROUTER)
-        _set_up(self.socket)
+        self.socket, self._frame_bytes = _new_socket(context, zmq.ROUTER, address)
         if not address.startswith(KEYLESS):
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.curve("listener")
             self.socket.curve_server = True
@@ -110,17 +120,18 @@ class Listener:
         found: list[tuple[bytes, WireMessage]] = []
         while True:
             try:
-                peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                received = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return found
+            peer = received.pop(0).bytes
             try:
-                found.append((peer.bytes, decode([frame.buffer for frame in frames])))
+                found.append((peer, decode(received)))
             except WireError as error:
                 self._log(f"refused: {error}")
 
     def send(self, peer: bytes, message: WireMessage) -> None:
         """Send a message to a peer; drop the message if the peer has disconnected."""
-        frames = [peer, *encode(message)]
+        frames = [peer, *encode(message, self._frame_bytes)]
         for each in [frames] if self._faults is None else self._faults.passed(frames):
             try:
                 self.socket.send_multipart(each, zmq.NOBLOCK, copy=False)
@@ -150,8 +161,7 @@ class Connection:
         self._log = log
         self._faults = None if faults is None else faults.of_socket()
         self.address = address
-        self.socket = context.socket(zmq.DEALER)
-        _set_up(self.socket)
+        self.socket, self._frame_bytes = _new_socket(context, zmq.DEALER, address)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # else heartbeats queue up while disconnected
         if not address.startswith(KEYLESS):
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.curve("link")
@@ -177,11 +187,11 @@ class Connection:
         found: list[WireMessage] = []
         while True:
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                received = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return found
             try:
-                found.append(decode([frame.buffer for frame in frames]))
+                found.append(decode(received))
             except WireError as error:
                 self._log(f"refused: {error}")
 
@@ -200,7 +210,7 @@ class Connection:
 
     def _send(self, message: WireMessage) -> bool:
         """Send; return False if no listener accepts the message."""
-        frames = encode(message)
+        frames = encode(message, self._frame_bytes)
         for each in [frames] if self._faults is None else self._faults.passed(frames):
             try:
                 self.socket.send_multipart(each, zmq.NOBLOCK, copy=False)

@@ -119,7 +119,7 @@ class LocalStep(ServedStep):
             return
         self.rounds.steps, self.rounds.moments = steps, client.download_states(clock)
         flats = [[torch.empty_like(flat) for _ in range(2)] for flat in self.flat.weights]
-        has_momentum = client.read(flats) is not None
+        has_momentum = client.read(flats)[0] is not None
         self.rounds.momentum = [momentum for _, momentum in flats] if has_momentum else ()
 
     @override

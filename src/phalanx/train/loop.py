@@ -15,6 +15,7 @@ from typing_extensions import override
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
+from phalanx.errors import CheckpointError
 from phalanx.launch import rank_log
 from phalanx.launch.failure import READER_LEFT
 from phalanx.launch.heartbeat import PULSE
@@ -59,7 +60,11 @@ def train(session: Session) -> Summary | Stopped:
     with session, logged, Records(session, _Output()) as records:
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.handling_stop(), _checked(session), step.watched(PULSE.phase):
-            stop_signal = take_steps(session, records)
+            try:
+                stop_signal = take_steps(session, records)
+            except CheckpointError as error:  # of a save
+                error.add_note(PULSE.advice())
+                raise
         if stop_signal:
             done = f"step {step.steps_done} of {session.num_steps} is done"
             outcome = Stopped(stop_signal, f"{done}; {PULSE.advice()}")
@@ -106,8 +111,9 @@ def take_steps(session: Session, records: Watcher) -> int:
     is_over = session.best is not None and session.best.is_over
     with compiling(config.compile):
         _evaluate(session, records)
-    if session.lacks_checkpoint and _is_save_due(session):
-        _begin_save(session, pace, is_passing=False)
+    saved = session.saved_steps
+    if _is_save_due(session, saved):
+        saved = _begin_save(session, pace, saved, is_passing=False)
     while step.steps_done < num_steps and not is_over:
         if pace.stop_signal and session.may_stop:
             break
@@ -126,25 +132,33 @@ def take_steps(session: Session, records: Watcher) -> int:
         if is_over or (_is_due(done, config.eval_every) and not pace.stop_signal):
             is_best, is_asked = _evaluate(session, records)
             is_over = is_over or is_asked
-        is_saved = is_over or _is_save_due(session)
+        is_saved = is_over or _is_save_due(session, saved)
         is_passing = is_best or pace.is_save_due or pace.stop_signal > 0
         if is_saved or is_passing:
-            _begin_save(session, pace, is_passing=not is_saved)
+            saved = _begin_save(session, pace, saved, is_passing=not is_saved)
     with PULSE.doing("writing the last checkpoint"):
         session.saver.finish()
     return 0 if is_over else pace.stop_signal
 
 
-def _is_save_due(session: Session) -> bool:
-    """Return whether the settings of the run ask for a checkpoint after the latest step."""
-    done = session.step.steps_done
-    return done == session.num_steps or _is_due(done, session.config.save_every)
+def _is_save_due(session: Session, saved: int) -> bool:
+    """Return whether the settings ask for a checkpoint after the latest step, or an earlier one.
+
+    `saved` are the steps of the last checkpoint.
+    """
+    done, every = session.step.steps_done, session.config.save_every
+    is_due = done == session.num_steps or (every > 0 and done // every > saved // every)
+    return is_due and done > saved
 
 
-def _begin_save(session: Session, pace: StopAndSaveSync, *, is_passing: bool) -> None:
+def _begin_save(session: Session, pace: StopAndSaveSync, saved: int, *, is_passing: bool) -> int:
+    """Begin a checkpoint; return its steps, or `saved` if other workers are a step ahead."""
     with PULSE.doing(f"beginning the checkpoint after step {session.step.steps_done}"):
         session.begin_save(is_passing=is_passing)
+    if session.is_behind:
+        return saved
     pace.saved()
+    return session.step.steps_done
 
 
 def _evaluate(session: Session, records: Watcher) -> tuple[bool, bool]:

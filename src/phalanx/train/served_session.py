@@ -21,6 +21,7 @@ from phalanx.checkpoint.saver import Saver
 from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader
 from phalanx.launch.agreement import check_same
+from phalanx.measure.logs import METRICS_FILE
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.requests import JobAddress
@@ -29,6 +30,7 @@ from phalanx.train.job.resolve import Job, facts_of
 from phalanx.train.job.run_folder import STARTED, check_unused, continues_served
 from phalanx.train.local_step import LocalStep
 from phalanx.train.served_step import AsyncStep, ClockedStep, ServedStep
+from phalanx.train.step import StepResult
 from phalanx.train.text import TextSession, loader_of
 
 MOST_AGES: Final = 12
@@ -162,14 +164,33 @@ class ServedSession(TextSession):
         In `local/H` all workers wait for each other at the end of a round. So worker 0 stops only
         after a round that was saved, and the other workers when worker 0 notifies them.
         """
-        return not isinstance(self.step, LocalStep) or (self.is_first and self._is_round_saved)
+        if isinstance(self.step, LocalStep):
+            return self.is_first and self._is_round_saved
+        return not self.is_behind
 
     @property
     @override
-    def lacks_checkpoint(self) -> bool:
-        done = self.step.steps_done
-        is_new = done > self.job.done[0]
-        return self.is_first and is_new and done not in complete_checkpoints(self.out)
+    def saved_steps(self) -> int:
+        begun = self.job.done[0]
+        return (
+            max(complete_checkpoints(self.out), default=begun)
+            if self.is_first
+            else super().saved_steps
+        )
+
+    @property
+    @override
+    def is_behind(self) -> bool:
+        return self.step.is_behind
+
+    @override
+    def missed(self) -> dict[int, StepResult]:
+        if not self.is_first or self.step.steps_done == self.job.done[0]:
+            return {}
+        with (self.out / METRICS_FILE).open() as file:
+            lines = map(json.loads, file)
+            last = max((each["step"] for each in lines if each["kind"] == "step"), default=0)
+        return {n: each for n, each in self.step.results().items() if last < n}
 
     @override
     def stepped(self) -> None:
@@ -186,7 +207,8 @@ class ServedSession(TextSession):
         if self.is_first or is_local:
             self.step.before_save()
         if self.is_first:
-            super().begin_save(is_passing=is_passing)
+            if not self.is_behind:
+                super().begin_save(is_passing=is_passing)
             if not is_local:
                 self.step.optimizer.state.clear()
 

@@ -54,12 +54,13 @@ class ServedStep(Step):
         sums: row-wise Adagrad state of embedding tables, filled for a checkpoint.
         batch_of: returns the samples of another worker's task; None disables help.
         steps_a_task: steps of a task, that is, between two pushes.
+        is_behind: whether `before_save` found weights of a later step on a server of `ps`.
     """
 
     client: Client
     version: int
     batch_of: BatchOf | None = None
-    steps_a_task = 1
+    steps_a_task, is_behind = 1, False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -151,16 +152,25 @@ class ServedStep(Step):
         return kept
 
     def before_save(self) -> None:
-        """Copy the servers' weights and optimizer state to this worker, for a checkpoint."""
+        """Copy the servers' weights and optimizer state to this worker, for a checkpoint.
+
+        If this worker was stopped for long, others have computed its task, and a server may apply
+        the next update while this worker reads: it then `is_behind`, and must not save.
+        """
         names, num = self.flat.names, len(self.flat.weights)
         flats = [[flat, *(torch.empty_like(flat) for _ in names)] for flat in self.flat.weights]
         for weight in [table.weight.detach() for table in self.tables]:
             kept = STATE_NAMES[str(self.server.table_rule)]
             flats.append([weight.view(-1), *(weight.new_empty(len(weight)) for _ in kept)])
-        steps = self.client.read(flats)
+        steps, versions = self.client.read(flats)
+        self.is_behind = self.consistency.kind == "ps" and versions != {self.steps_done}
         if steps is not None:
             self.flat.give_moments([of_group[1:] for of_group in flats[:num]], steps)
             self.sums.sums = [sums for of_table in flats[num:] for sums in of_table[1:]]
+
+    def results(self) -> dict[int, StepResult]:
+        """Return step -> result of recent steps, by the totals of the servers."""
+        return {}
 
     def rate(self, clock: int) -> float:
         """Return the learning rate of the update of `clock`."""
@@ -247,6 +257,17 @@ class ClockedStep(ServedStep):
         powers = [each[2] for each in parts]
         norm = max(powers) if math.isinf(p) else sum(powers) ** (1 / p)
         return tokens, loss, norm / max(tokens, 1)
+
+    @override
+    def results(self) -> dict[int, StepResult]:
+        found: dict[int, StepResult] = {}
+        for version in range(self.steps_done):
+            if version in self._totals:
+                tokens, loss, norm = self._of(version)
+                mean, is_skipped = loss / max(tokens, 1), not math.isfinite(norm + loss)
+                more = (self.rate(version), int(tokens), is_skipped)
+                found[version + 1] = StepResult(mean, norm, *more)
+        return found
 
     @override
     def norm(self, p: float) -> Tensor:

@@ -114,10 +114,18 @@ class Session(ABC):
         """
 
     @property
-    def lacks_checkpoint(self) -> bool:
-        """Whether this process replaces a lost one that took the latest step but did not save it.
+    def saved_steps(self) -> int:
+        """Steps of the last checkpoint, read before the first step of this process.
 
-        It is read before the first step of this process; False without parameter servers.
+        With parameter servers this process may replace a lost one that had not saved a due one.
+        """
+        return self.step.steps_done
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the latest `begin_save` could not save, because other workers are a step ahead.
+
+        False without parameter servers.
         """
         return False
 
@@ -151,6 +159,10 @@ class Session(ABC):
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run, for its records."""
+
+    def missed(self) -> Mapping[int, StepResult]:
+        """Return step -> result of steps that a lost process took, but did not record."""
+        return {}
 
     def remarks(self) -> list[str]:
         """Return notices to show before the first step, a line each."""

@@ -151,7 +151,7 @@ class TextSession(Session):
         self.step.steps_done = self.job.done[0]
         if self.job.start is None:
             return
-        folder, about = self.job.start
+        folder, about, _ = self.job.start
         with notice_if_slow(f"reading {folder}"):
             objects = self.called.registered
             tensors = state.load(

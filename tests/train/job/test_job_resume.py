@@ -193,6 +193,7 @@ def test_a_run_whose_disk_was_full_goes_on_alone_to_the_bit(
     )
     assert done.returncode == 2 and done.stderr.count(words) == 1, done.stderr
     assert "Traceback" not in done.stderr
+    assert f"last checkpoint: {stands}; resume by: phalanx train --resume {run}" in done.stderr
     assert list(manifest.complete_checkpoints(run)) == [EVERY, 2 * EVERY]
     assert not list((run / "checkpoints").glob("*.partial"))
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.account.fit import MemoryInputs, check_fit, check_memory_for
 from phalanx.account.host import may_have_gpu
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.files import find_whole
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.untrusted import brief
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
@@ -235,7 +236,10 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
             f"{setting} is {path}, a Hugging Face folder; convert it to a checkpoint by `phalanx "
             f"convert {path} DST`, and start a run with --init DST"
         )
-    found = manifest.find_and_read(Path(path))
+    if setting == "resume":
+        found = find_whole(Path(path), compares=not is_under_torchrun())
+    else:
+        found = manifest.find_and_read(Path(path))
     try:
         for entry in settings(TrainConfig):
             for values in (found.about.settings, found.about.stream):

@@ -267,6 +267,7 @@ def remarks_on(job: Job) -> list[str]:
     """Return notices to show before the job runs, a line each."""
     lines: list[str] = []
     if job.start is not None:
+        lines += job.start.words()
         if (went_back := incomplete_after(job.start.folder)) is not None:
             lines.append(went_back)
         lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))

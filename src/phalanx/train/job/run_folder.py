@@ -147,6 +147,9 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
     checkpoints = manifest.complete_checkpoints(out)
     if not checkpoints:
         return
+    if start is not None and ours in map(manifest.identity, checkpoints.values()):
+        start.set_aside()
+        checkpoints = manifest.complete_checkpoints(out)
     last = max(checkpoints)
     if start is None or ours not in map(manifest.identity, checkpoints.values()):
         raise ConfigError(

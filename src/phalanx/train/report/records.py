@@ -86,6 +86,10 @@ class Records:
             self.log = RunLog(session.out, console, session.num_steps, session.log)
             self.log.note("environment", environment())
             self.log.note("config", session.settings())
+            for number, found in session.missed().items():
+                values = {"loss": found.loss, "grad_norm": found.grad_norm}
+                values |= {"lr": found.learning_rate, "tokens": found.num_valid_tokens}
+                self.log.note("step", {"step": number, **values, "skipped": found.is_skipped})
             for line in session.remarks():
                 self.log.display.say(line)
 
