@@ -28,11 +28,14 @@ MODELS = (
 )
 CLUSTERS = ("h100", "h100-p5", "h100-llama3", "a100", "tpu-v5p", "mi300x")
 KINDS = {
-    "pp": ("", ":interleaved/2", ":interleaved/4", ":gpipe", ":naive"),
+    "pp": (
+        *("", ":interleaved/2", ":interleaved/3", ":interleaved/4", ":interleaved/8"),
+        *(":gpipe", ":naive", ":zb/1", ":zb/2", ":zbv", ":dualpipev"),
+    ),
     "dp": ("", ":naive"),
     "fsdp": ("", ":zero1", ":zero2"),
-    "cp": ("",),
-    "tp": ("", ":megatron"),
+    "cp": ("", ":ulysses"),
+    "tp": ("", ":megatron", ":2d", ":2.5d/2", ":3d"),
 }
 RECOMPUTE = ("none", "full", "selective", "sqrt", "every/2")
 

@@ -49,6 +49,7 @@ def test_the_best_is_the_best_of_all() -> None:
             step_s = price(planned, SMALL.cluster, SMALL.software).step_s
             name = str(planned.strategy)
             fastest[name] = min(step_s, fastest.get(name, step_s))
+    assert {"zb", "zbv", "dualpipev"} <= {Strategy.parse(name).pp.kind for name in fastest}
     prices = [each.price.step_s for each in found.candidates]
     assert prices == pytest.approx(sorted(fastest.values())[:3])
     assert found.num_legal == len(list(searching.legal_steps(SMALL)))
