@@ -39,8 +39,13 @@ def questions(draw: some.DrawFn) -> Question:
 
 
 def check(question: Question, seed: int) -> None:
-    steps = list(search.legal_steps(question))
-    for planned in random.Random(seed).sample(steps, min(3, len(steps))):
+    rng = random.Random(seed)
+    splits = [*search.splits_with_data(question)]
+    for base, data in rng.sample(splits, min(3, len(splits))):
+        family = rng.choice([*search.families(question, base, data)])
+        while family.num_steps > 1:
+            family = rng.choice([*family.parts()])
+        planned = family.planned
         try:
             least = bound_s(planned, question.cluster, question.software)
             cost = price(planned, question.cluster, question.software)

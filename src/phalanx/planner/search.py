@@ -138,16 +138,16 @@ def search(question: Question, wanted: int = 10) -> Found:
     check(question)
     cluster, software = question.cluster, question.software
     rejected: dict[str, Inequality] = {}
-    opened: list[tuple[float, int, _Family]] = []
+    opened: list[tuple[float, int, Family]] = []
     numbers = itertools.count()
 
-    def add(family: _Family) -> None:
+    def add(family: Family) -> None:
         with contextlib.suppress(StrategyError):  # it cannot split a block, or has a long schedule
             heapq.heappush(opened, (family.least_s(cluster, software), next(numbers), family))
 
     num_legal = num_priced = 0
-    for base, data in _splits_and_data(question):
-        num_legal += sum(family.num_steps for family in _families(question, base, data))
+    for base, data in splits_with_data(question):
+        num_legal += sum(family.num_steps for family in families(question, base, data))
         rows = question.num_sequences // (cluster.num_devices // base.num_ranks)
         left: list[tuple[Axis, Axis]] = []
         for size in question.microbatches(base, rows)[-1:]:  # the largest has the fewest gradients
@@ -158,7 +158,7 @@ def search(question: Question, wanted: int = 10) -> Found:
                     left.append((dp, fsdp))
                 else:
                     rejected[failed.strategy] = failed
-        for family in _families(question, base, left):
+        for family in families(question, base, left):
             add(family)
     fitting: dict[str, Sequence[int]] = {}
     found: dict[str, tuple[PlannedStep, Price]] = {}
@@ -246,7 +246,7 @@ def order(planned: PlannedStep, cost: Price) -> tuple[float, float, int, str]:
     return float(f"{cost.step_s:.9g}"), num, -planned.microbatch, str(strategy)
 
 
-class _Family(NamedTuple):
+class Family(NamedTuple):
     """Steps that differ only in the kind of pp and in dp and fsdp.
 
     All have fsdp, or none has, so the operations of a block are the same.
@@ -278,7 +278,7 @@ class _Family(NamedTuple):
         least_s = pipeline_s if len(self.data) > 1 else bound_s
         return least_s(self.planned, cluster, software)
 
-    def parts(self) -> Iterator[_Family]:
+    def parts(self) -> Iterator[Family]:
         """Yield the families of one kind of pp each; of one kind, the single steps."""
         chosen = self.stages if len(self.stages) > 1 else self.data
         for each in chosen:
@@ -288,9 +288,9 @@ class _Family(NamedTuple):
             strategy = dataclasses.replace(self.planned.strategy, **of)
             planned = dataclasses.replace(self.planned, strategy=strategy)
             if isinstance(each, Axis):
-                yield _Family(planned, [each], self.data)
+                yield Family(planned, [each], self.data)
             else:
-                yield _Family(planned, self.stages, [each])
+                yield Family(planned, self.stages, [each])
 
 
 def check(question: Question) -> None:
@@ -347,15 +347,6 @@ def least_bytes(planned: PlannedStep) -> float:
     return planned.state_bytes * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
 
 
-def legal_steps(question: Question) -> Iterator[PlannedStep]:
-    """Yield every legal step that uses all devices of the cluster."""
-    for base, data in _splits_and_data(question):
-        for family in _families(question, base, data):
-            for of_kind in family.parts() if len(family.stages) > 1 else [family]:
-                for each in of_kind.parts() if len(of_kind.data) > 1 else [of_kind]:
-                    yield each.planned
-
-
 def steps_of(question: Question, strategy: Strategy) -> list[PlannedStep]:
     """Return the steps of a strategy in rising order of their microbatches."""
     rows = question.num_sequences // strategy.data_ranks
@@ -367,10 +358,10 @@ def steps_of(question: Question, strategy: Strategy) -> list[PlannedStep]:
     return found
 
 
-def _splits_and_data(
+def splits_with_data(
     question: Question,
 ) -> Iterator[tuple[Strategy, Sequence[tuple[Axis, Axis]]]]:
-    """Yield each split without dp and fsdp, and the (dp, fsdp) axes of the other devices."""
+    """Yield each legal split without dp and fsdp, and the (dp, fsdp) axes of the other devices."""
     num_devices = question.cluster.num_devices
     for base in _splits(question):
         replicas, rest = divmod(num_devices, base.num_ranks)
@@ -378,9 +369,9 @@ def _splits_and_data(
             yield base, [*of_data(replicas)]
 
 
-def _families(
+def families(
     question: Question, base: Strategy, data: Sequence[tuple[Axis, Axis]]
-) -> Iterator[_Family]:
+) -> Iterator[Family]:
     """Yield the families of a split, by microbatch and recomputation, without fsdp and with."""
     num_layers = question.shape.num_layers
     for has_fsdp in (False, True):
@@ -394,7 +385,7 @@ def _families(
             strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp, recompute=recompute)
             split = dataclasses.replace(strategy, pp=Axis(base.pp.degree, "zbv"))
             stages = _stages(base.pp.degree, num_layers, is_split=splits_backward(split))
-            yield _Family(question.step(strategy, size, rows // size), stages, group)
+            yield Family(question.step(strategy, size, rows // size), stages, group)
 
 
 @functools.lru_cache(maxsize=256)
