@@ -41,6 +41,7 @@ _MOST_CHUNKS: Final = 8
 """Most stages of a rank; more shorten the bubble little, and send more messages."""
 _MOST_TP: Final = 64
 _MOST_PP: Final = 64
+_MOST_RING: Final = 64
 _LEAST_TOKENS: Final = 2048
 """Least tokens of a sequence on one rank; with fewer, a ring waits for its messages."""
 
@@ -136,6 +137,21 @@ def search(question: Question, wanted: int = 10) -> Found:
         ConfigError: the batch or the sequence is below 1, or no strategy is legal.
     """
     check(question)
+    found = _search(question, wanted, is_wide=False)
+    if not found.candidates:
+        found = _search(question, wanted, is_wide=True)
+    if not (found.candidates or found.rejected):
+        num, num_devices = question.num_sequences, question.cluster.num_devices
+        legal = max(1, round(num / num_devices)) * num_devices
+        raise ConfigError(
+            f"no strategy splits {num} sequences of {question.seq_len} tokens over {num_devices} "
+            f"devices; the nearest batch that data parallelism splits is {legal}"
+        )
+    return found
+
+
+def _search(question: Question, wanted: int, *, is_wide: bool) -> Found:
+    """Search the degrees of `splits_with_data`."""
     cluster, software = question.cluster, question.software
     rejected: dict[str, Inequality] = {}
     opened: list[tuple[float, int, Family]] = []
@@ -146,7 +162,7 @@ def search(question: Question, wanted: int = 10) -> Found:
             heapq.heappush(opened, (family.least_s(cluster, software), next(numbers), family))
 
     num_legal = num_priced = 0
-    for base, data in splits_with_data(question):
+    for base, data in splits_with_data(question, is_wide=is_wide):
         num_legal += sum(family.num_steps for family in families(question, base, data))
         rows = question.num_sequences // (cluster.num_devices // base.num_ranks)
         left: list[tuple[Axis, Axis]] = []
@@ -187,13 +203,6 @@ def search(question: Question, wanted: int = 10) -> Found:
         found[name] = min(found.get(name, priced), priced, key=lambda each: order(*each))
         if len(found) >= wanted:
             limit_s = sorted(cost.step_s for _, cost in found.values())[wanted - 1]
-    if not (found or rejected):
-        num, num_devices = question.num_sequences, cluster.num_devices
-        legal = max(1, round(num / num_devices)) * num_devices
-        raise ConfigError(
-            f"no strategy splits {num} sequences of {question.seq_len} tokens over {num_devices} "
-            f"devices; the nearest batch that data parallelism splits is {legal}"
-        )
     candidates: list[Candidate] = []
     for each, cost in sorted(found.values(), key=lambda each: order(*each))[:wanted]:
         held = fits(question, each)
@@ -359,11 +368,14 @@ def steps_of(question: Question, strategy: Strategy) -> list[PlannedStep]:
 
 
 def splits_with_data(
-    question: Question,
+    question: Question, *, is_wide: bool = False
 ) -> Iterator[tuple[Strategy, Sequence[tuple[Axis, Axis]]]]:
-    """Yield each legal split without dp and fsdp, and the (dp, fsdp) axes of the other devices."""
+    """Yield each legal split without dp and fsdp, and the (dp, fsdp) axes of the other devices.
+
+    A wide split may have tp between hosts, and shards of a sequence below `_LEAST_TOKENS`.
+    """
     num_devices = question.cluster.num_devices
-    for base in _splits(question):
+    for base in _splits(question, is_wide=is_wide):
         replicas, rest = divmod(num_devices, base.num_ranks)
         if not rest and question.num_sequences % replicas == 0:
             yield base, [*of_data(replicas)]
@@ -407,14 +419,14 @@ def _stages(degree: int, num_layers: int, *, is_split: bool) -> list[Axis]:
     return [Axis(degree, kind, chunks) for kind, chunks in found]
 
 
-def _splits(question: Question) -> Iterator[Strategy]:
+def _splits(question: Question, *, is_wide: bool) -> Iterator[Strategy]:
     """Yield the legal combinations of degrees of all axes except dp and fsdp."""
     shape, num_devices = question.shape, question.cluster.num_devices
     most = {
         "pp": min(_MOST_PP, shape.num_layers),
-        "tp": min(_MOST_TP, question.cluster.levels[0].devices),
+        "tp": _MOST_TP if is_wide else min(_MOST_TP, question.cluster.levels[0].devices),
     }
-    of_samples = max(1, question.seq_len // _LEAST_TOKENS)
+    of_samples = _MOST_RING if is_wide else max(1, question.seq_len // _LEAST_TOKENS)
     axes = [name for name in AXES if name not in ("dp", "fsdp")]
     most |= dict.fromkeys(question.without, 1)
     choices = [
