@@ -154,10 +154,10 @@ def _search(question: Question, wanted: int, *, is_wide: bool) -> Found:
     """Search the degrees of `splits_with_data`."""
     cluster, software = question.cluster, question.software
     rejected: dict[str, Inequality] = {}
-    opened: list[tuple[float, int, Family]] = []
+    opened: list[tuple[float, int, StepFamily]] = []
     numbers = itertools.count()
 
-    def add(family: Family) -> None:
+    def add(family: StepFamily) -> None:
         with contextlib.suppress(StrategyError):  # it cannot split a block, or has a long schedule
             heapq.heappush(opened, (family.least_s(cluster, software), next(numbers), family))
 
@@ -255,7 +255,7 @@ def order(planned: PlannedStep, cost: Price) -> tuple[float, float, int, str]:
     return float(f"{cost.step_s:.9g}"), num, -planned.microbatch, str(strategy)
 
 
-class Family(NamedTuple):
+class StepFamily(NamedTuple):
     """Steps that differ only in the kind of pp and in dp and fsdp.
 
     All have fsdp, or none has, so the operations of a block are the same.
@@ -287,7 +287,7 @@ class Family(NamedTuple):
         least_s = pipeline_s if len(self.data) > 1 else bound_s
         return least_s(self.planned, cluster, software)
 
-    def parts(self) -> Iterator[Family]:
+    def parts(self) -> Iterator[StepFamily]:
         """Yield the families of one kind of pp each; of one kind, the single steps."""
         chosen = self.stages if len(self.stages) > 1 else self.data
         for each in chosen:
@@ -297,9 +297,9 @@ class Family(NamedTuple):
             strategy = dataclasses.replace(self.planned.strategy, **of)
             planned = dataclasses.replace(self.planned, strategy=strategy)
             if isinstance(each, Axis):
-                yield Family(planned, [each], self.data)
+                yield StepFamily(planned, [each], self.data)
             else:
-                yield Family(planned, self.stages, [each])
+                yield StepFamily(planned, self.stages, [each])
 
 
 def check(question: Question) -> None:
@@ -383,7 +383,7 @@ def splits_with_data(
 
 def families(
     question: Question, base: Strategy, data: Sequence[tuple[Axis, Axis]]
-) -> Iterator[Family]:
+) -> Iterator[StepFamily]:
     """Yield the families of a split, by microbatch and recomputation, without fsdp and with."""
     num_layers = question.shape.num_layers
     for has_fsdp in (False, True):
@@ -397,7 +397,7 @@ def families(
             strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp, recompute=recompute)
             split = dataclasses.replace(strategy, pp=Axis(base.pp.degree, "zbv"))
             stages = _stages(base.pp.degree, num_layers, is_split=splits_backward(split))
-            yield Family(question.step(strategy, size, rows // size), stages, group)
+            yield StepFamily(question.step(strategy, size, rows // size), stages, group)
 
 
 @functools.lru_cache(maxsize=256)
