@@ -37,3 +37,10 @@ def test_a_run_does_not_resume_on_devices_that_cannot_split_the_model() -> None:
         legal.append(4 * degree)
     assert 24 not in legal and legal[-1] == 32  # legality is not monotonic
     assert sizes(asked, asked.step(Strategy.parse("fsdp8,tp4"), 1, 6)) == legal
+
+
+def test_an_interleaved_run_resumes_with_any_number_of_microbatches() -> None:
+    """The schedule of five microbatches over two ranks is the one of six without the last."""
+    asked = Question(shape_of("gpt2-124m"), cluster("h100:10"), SOFTWARE["phalanx"], 1024, 10)
+    strategy = Strategy.parse("pp2:interleaved/2,dp5")
+    assert sizes(asked, asked.step(strategy, 1, 2)) == [2, 4, 10]

@@ -321,12 +321,16 @@ model(torch.randn(3, 4)).sum().backward()
 """
 
 
-def test_a_script_that_finds_the_process_group_may_divide_the_work_itself(tmp_path: Path) -> None:
+def test_a_script_that_finds_the_process_group_may_divide_the_work_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As the Trainer of transformers does; one that makes the group again is told."""
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_PHALANX.format(is_init=False))
     run_ranks(run_script, 2, str(script), [], None, threads=1)
     script.write_text(WITHOUT_PHALANX.format(is_init=True))
+    assert main(["run", str(script), "--nproc", "2"]) == 2  # before any process starts
+    assert "makes its own process group by init_process_group" in capsys.readouterr().err
     with pytest.raises(PhalanxError, match="start the script by torchrun --nproc-per-node 2"):
         run_ranks(run_script, 2, str(script), [], None, threads=1)
 

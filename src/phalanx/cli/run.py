@@ -76,6 +76,12 @@ def run(argv: list[str]) -> int:
     options: dict[str, Any] = {"device": device, "threads": config.threads}
     options["timeout_s"] = config.timeout_s
     text = path.read_bytes()
+    may_join = b"phalanx" in text or b"is_initialized" in text
+    if strategy.num_ranks > 1 and b"init_process_group(" in text and not may_join:
+        raise ConfigError(
+            f"{path} makes its own process group by init_process_group, and phalanx run makes one, "
+            "too; call phalanx.init in its place, or start the script by python or torchrun"
+        )
     # A script that does not name phalanx trains by other means, each time at full length.
     is_due = config.proof and strategy.num_ranks > 1 and b"phalanx" in text
     proved = cache_folder(None) / "proved" / fingerprint(text, own, strategy, phalanx.__version__)

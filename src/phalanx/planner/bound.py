@@ -6,12 +6,16 @@ prices. So the bound must be fast to compute, and never above the price.
     a rank      its first forward waits for the forwards of the stages before its first stage, and
                 the backwards of these stages follow its last backward: one forward and backward of
                 these stages, and the rank's own stages for all microbatches
+                a schedule that splits backward may leave only weight gradients to the end: then
+                one forward of these stages, and the rank's own stages
     the step    the longest rank, for any order of actions in the schedule
                 + communication of dp and fsdp beyond the part that compute can overlap
+                + the optimizer's step
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping
@@ -20,11 +24,12 @@ from typing import NamedTuple
 from phalanx.account.parameters import num_parameters
 from phalanx.comm.axes import AXIS_SETS, SHARDS
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.cut import cut_of, schedule_of
-from phalanx.planner import network
-from phalanx.planner.machine import Cluster
+from phalanx.parallel.pipeline.cut import cut_of, schedule_of, splits_backward
+from phalanx.planner import network, roofline
+from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.parts import DeviceHostSeconds, part_seconds
 from phalanx.planner.planned import PlannedStep
+from phalanx.planner.price import ADAM_WORDS, tensor_host_s
 from phalanx.planner.software import Software
 from phalanx.strategy import Axis, Strategy
 
@@ -42,27 +47,59 @@ Parts = Mapping[int | str | None, int]
 
 
 def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return the bound in seconds, for schedules that do not split backward into two actions.
+    """Return the bound in seconds.
 
     Raises:
         StrategyError: the strategy cannot split the model.
     """
-    pipeline_s, blocks = _pipeline(planned.with_one_data_axis, cluster, software)
+    least_s, blocks = _pipeline(planned.with_one_data_axis, cluster, software)
     sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
-    return pipeline_s + max(sent_s - overlap * pipeline_s, 0.5 * (1 - overlap) * sent_s)
+    exposed_s = max(sent_s - overlap * least_s, 0.5 * (1 - overlap) * sent_s)
+    return least_s + exposed_s + _optimizer_s(planned, blocks, cluster.device)
+
+
+def pipeline_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
+    """Return the bound in seconds for all dp and fsdp with as many data ranks.
+
+    Raises:
+        StrategyError: the strategy cannot split the model.
+    """
+    return _pipeline(planned.with_one_data_axis, cluster, software)[0]
+
+
+def balanced_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
+    """Return the bound in seconds for all kinds of pp, too: equal ranks without a bubble.
+
+    Raises:
+        StrategyError: the strategy cannot split the model.
+    """
+    seconds, _ = _seconds(_of_one_kind(planned.with_one_data_axis), cluster, software)
+    shape = planned.shape
+    parts = [shape.window_of(number) for number in range(shape.num_layers)]
+    model_s = sum(seconds[part] for part in (_INPUTS, _HEAD, *parts))
+    return planned.accumulation * model_s / planned.strategy.pp.degree
+
+
+def _of_one_kind(planned: PlannedStep) -> PlannedStep:
+    """Return the step of one microbatch with the default kind of pp: its parts take as long."""
+    pp = Axis(planned.strategy.pp.degree, Strategy.pp.kind)
+    strategy = dataclasses.replace(planned.strategy, pp=pp)
+    return dataclasses.replace(planned, strategy=strategy, accumulation=1)
 
 
 @functools.lru_cache(maxsize=1 << 15)
 def _pipeline(planned: PlannedStep, cluster: Cluster, software: Software) -> tuple[float, int]:
     """Return the bound without dp and fsdp, in seconds, and the blocks of the first rank."""
-    ranks = _of_ranks(planned.strategy.pp, planned.strategy.cut, planned.shape)
-    seconds, num = _seconds(planned, cluster, software), planned.accumulation
-    pipeline_s = max(
-        num * sum(of * seconds[part] for part, of in rank.own.items())
-        + sum(of * seconds[part] for part, of in rank.before.items())
+    strategy, num = planned.strategy, planned.accumulation
+    ranks = _of_ranks(strategy.pp, strategy.cut, planned.shape)
+    both, forward = _seconds(_of_one_kind(planned), cluster, software)
+    around = forward if splits_backward(strategy) else both
+    least_s = max(
+        num * sum(of * both[part] for part, of in rank.own.items())
+        + sum(of * around[part] for part, of in rank.before.items())
         for rank in ranks
     )
-    return pipeline_s, sum(of for part, of in ranks[0].own.items() if not isinstance(part, str))
+    return least_s, sum(of for part, of in ranks[0].own.items() if not isinstance(part, str))
 
 
 class _OfRank(NamedTuple):
@@ -83,7 +120,8 @@ def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank
             shape.window_of(link - 1) for link in links if 0 < link < last
         )
         of[_INPUTS], of[_HEAD] = int(0 in links), int(last in links)
-        of[_MESSAGE] = int(stage > 0) + int(stage < len(links_of) - 1)
+        beside = schedule.rank_of[max(0, stage - 1) : stage + 2]
+        of[_MESSAGE] = sum(rank != schedule.rank_of[stage] for rank in beside)
         parts.append(of)
     found: dict[frozenset[tuple[int | str | None, int]], _OfRank] = {}
     for rank in range(pp.degree):
@@ -96,24 +134,30 @@ def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank
     return [*found.values()]
 
 
-def _seconds(
-    planned: PlannedStep, cluster: Cluster, software: Software
-) -> dict[int | str | None, float]:
-    """Return a lower bound of each part's seconds for one microbatch, forward and backward."""
+Seconds = Mapping[int | str | None, float]
+"""Key of a part -> a lower bound of its seconds for one microbatch."""
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _seconds(planned: PlannedStep, cluster: Cluster, software: Software) -> tuple[Seconds, Seconds]:
+    """Return the seconds of each part, forward and backward, and of its forward alone."""
     shape, device = planned.shape, cluster.device
-    tensor = DeviceHostSeconds(_tensor_s(planned, cluster, software), 0.0)
+    num_calls = _CALLS if planned.strategy.tp.degree > 1 else 0
+    host_s = num_calls * tensor_host_s(planned.strategy, cluster, software)
+    tensor = DeviceHostSeconds(_tensor_s(planned, cluster, software), host_s)
     windows = dict.fromkeys(shape.window_of(number) for number in range(shape.num_layers))
     parts = {each: part_seconds(planned, device, software, each) for each in windows}
     any_part = next(iter(parts.values()))
-    found: dict[int | str | None, float] = {
+    message_s = _message_s(planned, cluster, software)
+    ends: dict[int | str | None, float] = {
         _INPUTS: any_part.inputs.alone,
         _HEAD: any_part.head.alone,
-        _MESSAGE: _message_s(planned, cluster, software),
     }
+    both, forward = ends | {_MESSAGE: message_s}, ends | {_MESSAGE: message_s / 2}
     for window, of in parts.items():
-        both = DeviceHostSeconds(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
-        found[window] = both.with_collectives(tensor)
-    return found
+        whole = DeviceHostSeconds(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
+        both[window], forward[window] = whole.with_collectives(tensor), of.block.alone
+    return both, forward
 
 
 def _stream_bytes(planned: PlannedStep) -> float:
@@ -140,25 +184,43 @@ def _message_s(planned: PlannedStep, cluster: Cluster, software: Software) -> fl
 
 
 def _sent_s(planned: PlannedStep, blocks: int, cluster: Cluster, software: Software) -> float:
-    """Return a lower bound of dp and fsdp communication for the blocks of the first rank.
+    """Return a lower bound of dp and fsdp communication of the first rank: embedding and blocks.
 
     zero3 gathers twice and reduces once for each microbatch; zero2 gathers once a step. Each block
-    is a call of its own; the last may stay gathered for backward.
+    is a call of its own; the last block and the embedding may stay gathered for backward.
+    Gradients have 32 bits.
     """
-    strategy, count = planned.strategy, num_parameters(planned.shape)
-    of_block = (count.attention + count.mlp) / planned.shape.num_layers
-    weights = _ITEM_BYTES * of_block * blocks / strategy.tp.degree
-    num = planned.accumulation
-    times = {"zero3": 3 * num, "zero2": 1 + num}.get(strategy.fsdp.kind, 2)
+    strategy, num = planned.strategy, planned.accumulation
+    of_block, embedding = (_ITEM_BYTES * each for each in _weights(planned))
     least_s, reductions = 0.0, 1
     if strategy.fsdp.degree > 1:
-        sent = times * (weights - weights / strategy.num_shards)
-        calls = times * blocks - (num if strategy.fsdp.kind == "zero3" else 0)
-        of = "all_gather", AXIS_SETS[SHARDS], sent, calls
+        kind = strategy.fsdp.kind
+        gathers = max(0, 2 * blocks - 1) * num if kind == "zero3" else blocks
+        once, times = (num if kind == "zero3" else 1), (1 if kind == "zero1" else num)
+        reductions = blocks * times
+        sent = of_block * (gathers + 2 * reductions) + embedding * (once + 2 * times)
+        part = 1 - 1 / strategy.num_shards
+        of = "all_gather", AXIS_SETS[SHARDS], part * sent, gathers + reductions
         least_s, reductions = _least_s(planned, *of, cluster, software), blocks
-    replicated = 2 * weights / strategy.num_shards * (1 - 1 / strategy.dp.degree)
-    of = "all_reduce", ("dp",), replicated, reductions
+    gradients = 2 * (of_block * blocks + embedding) / strategy.num_shards
+    of = "all_reduce", ("dp",), 2 * gradients * (1 - 1 / strategy.dp.degree), reductions
     return least_s + _least_s(planned, *of, cluster, software)
+
+
+def _optimizer_s(planned: PlannedStep, blocks: int, device: Device) -> float:
+    """Return a lower bound of the AdamW step of the first rank; 0 on a CPU."""
+    if device.core is not None:
+        return 0.0
+    of_block, embedding = _weights(planned)
+    num = (of_block * blocks + embedding) / planned.strategy.num_shards
+    return 4 * ADAM_WORDS * num / (device.bandwidth * roofline.MEMORY)
+
+
+def _weights(planned: PlannedStep) -> tuple[float, float]:
+    """Return the parameters of a block, and of the embedding, on a rank before fsdp splits them."""
+    count, tp = num_parameters(planned.shape), planned.strategy.tp.degree
+    of_block = (count.attention + count.mlp) / planned.shape.num_layers
+    return of_block / tp, count.embedding / tp
 
 
 def _least_s(

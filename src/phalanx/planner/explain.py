@@ -149,9 +149,7 @@ def sizes(question: Question, planned: PlannedStep) -> list[int]:
     most: int = getattr(strategy, axis).degree
     inner = strategy.num_ranks // most
     rows = question.num_sequences // (strategy.data_ranks // most) // planned.microbatch
-    # An interleaved schedule needs a multiple of pp microbatches.
-    unit = strategy.pp.degree if strategy.pp.kind == "interleaved" else 1
-    degrees = [n for n in range(1, most + 1) if rows % n == 0 and rows // n % unit == 0]
+    degrees = [n for n in range(1, most + 1) if rows % n == 0]
 
     def can_resume(degree: int) -> bool:
         of_axis = dataclasses.replace(getattr(strategy, axis), degree=degree)

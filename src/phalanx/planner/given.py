@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from phalanx.errors import BatchError, StrategyError
@@ -15,6 +16,7 @@ from phalanx.planner.search import (
     check,
     fits,
     length_unit,
+    steps_of,
     that_fit,
 )
 from phalanx.strategy import Strategy, require_built
@@ -58,11 +60,9 @@ def price_microbatches(
             f"{strategy.data_ranks} data ranks = {unit}; the nearest batch is {legal}"
         )
     assert not rest, "the unit is a multiple of the data ranks"
-    sizes = [microbatch] if microbatch else question.microbatches(strategy, rows)
-    check_schedule(strategy, rows // max(sizes, default=rows))
-    legal_sizes = [size for size in sizes if _has_schedule(strategy, rows // size)]
-    steps = [question.step(strategy, size, rows // size) for size in legal_sizes]
-    fitting, failed = that_fit(question, steps)
+    asked = dataclasses.replace(question, microbatch=microbatch or question.microbatch)
+    check_schedule(strategy, rows // max(asked.microbatches(strategy, rows), default=rows))
+    fitting, failed = that_fit(question, steps_of(asked, strategy))
     found: list[Candidate | Inequality] = [] if failed is None else [failed]
     for planned in fitting:
         held = fits(question, planned)
@@ -70,14 +70,6 @@ def price_microbatches(
         cost = price(planned, question.cluster, question.software)
         found.append(Candidate(planned, cost, held))
     return found
-
-
-def _has_schedule(strategy: Strategy, accumulation: int) -> bool:
-    try:
-        check_schedule(strategy, accumulation)
-    except StrategyError:
-        return False
-    return True
 
 
 def _check_length(question: Question, strategy: Strategy) -> None:

@@ -28,8 +28,9 @@ from phalanx.planner.parts import NOTHING, DeviceHostSeconds, part_seconds
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
+from phalanx.strategy import Strategy
 
-_ADAM_BYTES = 7
+ADAM_WORDS = 7
 """32-bit words that AdamW reads and writes per parameter: value, gradient and two moments."""
 
 _CALL_LAUNCHES: Final = 5
@@ -201,11 +202,12 @@ class Costs:
         num_blocks = max(1, self._blocks_of_first)
         tensor = {name: NOTHING for name in ("forward", "backward")}
         ring_s = 0.0
+        host_call_s = tensor_host_s(self.planned.strategy, self.job, self.software)
         for entry in self._of_microbatch:
             if entry.axis.startswith("tp") and entry.phase in tensor:
                 device, host = tensor[entry.phase]
                 device += self._entry_s(entry) / num_blocks
-                host += entry.calls * self._host_call_s / num_blocks
+                host += entry.calls * host_call_s / num_blocks
                 tensor[entry.phase] = DeviceHostSeconds(device, host)
             elif _is_of_ring(entry):
                 ring_s += self._entry_s(entry) / num_blocks
@@ -215,14 +217,6 @@ class Costs:
             DeviceHostSeconds(of.device + ring_s / 2, of.host) for of in tensor.values()
         )
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
-
-    @functools.cached_property
-    def _host_call_s(self) -> float:
-        """Host seconds of one tp collective."""
-        software, strategy = self.software, self.planned.strategy
-        is_between = strategy.pp.degree > 1 and network.num_units(self.job) > 1
-        entered_s = software.entry_s * strategy.tp.degree if is_between else 0.0
-        return _CALL_LAUNCHES * software.launch_s + entered_s
 
     @functools.cached_property
     def _blocks_of_first(self) -> int:
@@ -277,11 +271,18 @@ class Costs:
     def optimizer_s(self) -> float:
         """Return the time of the AdamW step, which is bound by memory bandwidth."""
         held = self.plan.holds(self.planned.accumulation)
-        words = _ADAM_BYTES * held.parameter_bytes
+        words = ADAM_WORDS * held.parameter_bytes
         device = self.job.device
         if device.core is not None:
             return words * min(1.0, device.cores) / device.bandwidth
         return words / (device.bandwidth * roofline.MEMORY)
+
+
+def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float:
+    """Return the host seconds of one tp collective."""
+    is_between = strategy.pp.degree > 1 and network.num_units(job) > 1
+    entered_s = software.entry_s * strategy.tp.degree if is_between else 0.0
+    return _CALL_LAUNCHES * software.launch_s + entered_s
 
 
 def _is_of_data(entry: Entry) -> bool:

@@ -1,28 +1,32 @@
 """The search for the fastest strategy that fits, over degrees, kinds, microbatches and policies.
 
-    candidates   every legal strategy, in rising order of a lower bound of its price
+    candidates   every legal strategy, in families that differ only in the kind of pp, dp and fsdp
+    opened       a family in rising order of a lower bound of all its prices: first by kind of pp,
+                 then by dp and fsdp
     pruned       by divisibility, and by memory, with the inequality that failed
     priced       the others, until the next bound exceeds the price of the last wanted candidate
 
 Microbatches are the divisors of a rank's rows, up to the largest that fits. The bound includes
 products, recomputation, the pipeline bubble and the largest messages. Because the bound is never
-above the price, the search finds the fastest of all candidates.
+above a price of the family, the search finds the fastest of all candidates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.cut import check_schedule
-from phalanx.planner.bound import bound_s
+from phalanx.parallel.pipeline.cut import check_schedule, splits_backward
+from phalanx.planner.bound import balanced_s, bound_s, pipeline_s
 from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
@@ -33,9 +37,11 @@ from phalanx.strategy import AXES, Axis, Recompute, Strategy
 from phalanx.strategy.kinds import KINDS
 
 RECOMPUTE: Final = ("none", "selective", "full")
-_PIPELINES: Final = (("1f1b", None), ("interleaved", 2), ("interleaved", 4))
+_MOST_CHUNKS: Final = 8
+"""Most stages of a rank; more shorten the bubble little, and send more messages."""
 _MOST_TP: Final = 64
 _MOST_PP: Final = 64
+_MOST_RING: Final = 64
 _LEAST_TOKENS: Final = 2048
 """Least tokens of a sequence on one rank; with fewer, a ring waits for its messages."""
 
@@ -131,35 +137,67 @@ def search(question: Question, wanted: int = 10) -> Found:
         ConfigError: the batch or the sequence is below 1, or no strategy is legal.
     """
     check(question)
-    steps = _by_bound(question)
-    if not steps:
+    found = _search(question, wanted, is_wide=False)
+    if not found.candidates:
+        found = _search(question, wanted, is_wide=True)
+    if not (found.candidates or found.rejected):
         num, num_devices = question.num_sequences, question.cluster.num_devices
         legal = max(1, round(num / num_devices)) * num_devices
         raise ConfigError(
             f"no strategy splits {num} sequences of {question.seq_len} tokens over {num_devices} "
             f"devices; the nearest batch that data parallelism splits is {legal}"
         )
-    of_strategy: dict[str, list[PlannedStep]] = {}
-    for _, planned in sorted(steps, key=lambda each: each[1].microbatch):
-        of_strategy.setdefault(str(planned.strategy), []).append(planned)
-    fitting: dict[str, Sequence[PlannedStep]] = {}
+    return found
+
+
+def _search(question: Question, wanted: int, *, is_wide: bool) -> Found:
+    """Search the degrees of `splits_with_data`."""
+    cluster, software = question.cluster, question.software
     rejected: dict[str, Inequality] = {}
+    opened: list[tuple[float, int, StepFamily]] = []
+    numbers = itertools.count()
+
+    def add(family: StepFamily) -> None:
+        with contextlib.suppress(StrategyError):  # it cannot split a block, or has a long schedule
+            heapq.heappush(opened, (family.least_s(cluster, software), next(numbers), family))
+
+    num_legal = num_priced = 0
+    for base, data in splits_with_data(question, is_wide=is_wide):
+        num_legal += sum(family.num_steps for family in families(question, base, data))
+        rows = question.num_sequences // (cluster.num_devices // base.num_ranks)
+        left: list[tuple[Axis, Axis]] = []
+        for size in question.microbatches(base, rows)[-1:]:  # the largest has the fewest gradients
+            for dp, fsdp in data:
+                strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp)
+                failed = too_large(question.step(strategy, size, rows // size), cluster.device)
+                if failed is None:
+                    left.append((dp, fsdp))
+                else:
+                    rejected[failed.strategy] = failed
+        for family in families(question, base, left):
+            add(family)
+    fitting: dict[str, Sequence[int]] = {}
     found: dict[str, tuple[PlannedStep, Price]] = {}
-    limit_s, num_priced = math.inf, 0
-    for least_s, planned in steps:
+    limit_s = math.inf
+    while opened and opened[0][0] <= limit_s:
+        family = heapq.heappop(opened)[-1]
+        if family.num_steps > 1:
+            for part in family.parts():
+                add(part)
+            continue
+        planned = family.planned
         name = str(planned.strategy)
-        if least_s > limit_s:
-            break
         try:
             if name not in fitting:
                 fitting[name] = ()
-                fitting[name], failed = that_fit(question, of_strategy[name])
-                if failed is not None and not fitting[name]:
+                steps, failed = that_fit(question, steps_of(question, planned.strategy))
+                fitting[name] = [each.microbatch for each in steps]
+                if failed is not None and not steps:
                     rejected[name] = failed
-            if not any(planned is each for each in fitting[name]):
+            if planned.microbatch not in fitting[name]:
                 continue
             num_priced += 1
-            priced = planned, price(planned, question.cluster, question.software)
+            priced = planned, price(planned, cluster, software)
         except StrategyError:  # the strategy cannot split a part of the model
             continue
         found[name] = min(found.get(name, priced), priced, key=lambda each: order(*each))
@@ -170,7 +208,7 @@ def search(question: Question, wanted: int = 10) -> Found:
         held = fits(question, each)
         assert not isinstance(held, Inequality), "what does not fit is not priced"
         candidates.append(Candidate(each, cost, held))
-    return Found(tuple(candidates), tuple(rejected.values()), len(steps), num_priced)
+    return Found(tuple(candidates), tuple(rejected.values()), num_legal, num_priced)
 
 
 def that_fit(
@@ -217,18 +255,51 @@ def order(planned: PlannedStep, cost: Price) -> tuple[float, float, int, str]:
     return float(f"{cost.step_s:.9g}"), num, -planned.microbatch, str(strategy)
 
 
-def _by_bound(question: Question) -> list[tuple[float, PlannedStep]]:
-    """Return (bound, step) of all legal steps in rising order; 0 if the state is too large."""
-    found: list[tuple[float, PlannedStep]] = []
-    cluster, software = question.cluster, question.software
-    for planned in legal_steps(question):
-        try:
-            check_schedule(planned.strategy, planned.accumulation)
-            is_large = too_large(planned, cluster.device) is not None
-            found.append((0.0 if is_large else bound_s(planned, cluster, software), planned))
-        except StrategyError:  # the strategy cannot split a part of the model
-            continue
-    return sorted(found, key=lambda each: each[0])
+class StepFamily(NamedTuple):
+    """Steps that differ only in the kind of pp and in dp and fsdp.
+
+    All have fsdp, or none has, so the operations of a block are the same.
+
+    Attributes:
+        planned: the step with the first of `stages` and of `data`.
+        stages: the pp axes to choose from.
+        data: the (dp, fsdp) axes to choose from.
+    """
+
+    planned: PlannedStep
+    stages: Sequence[Axis]
+    data: Sequence[tuple[Axis, Axis]]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the family."""
+        return len(self.stages) * len(self.data)
+
+    def least_s(self, cluster: Cluster, software: Software) -> float:
+        """Return a lower bound of the seconds of each step.
+
+        Raises:
+            StrategyError: the strategies cannot split the model, or their schedule is too long.
+        """
+        if len(self.stages) > 1:
+            return balanced_s(self.planned, cluster, software)
+        check_schedule(self.planned.strategy, self.planned.accumulation)
+        least_s = pipeline_s if len(self.data) > 1 else bound_s
+        return least_s(self.planned, cluster, software)
+
+    def parts(self) -> Iterator[StepFamily]:
+        """Yield the families of one kind of pp each; of one kind, the single steps."""
+        chosen = self.stages if len(self.stages) > 1 else self.data
+        for each in chosen:
+            of: dict[str, Axis] = (
+                {"pp": each} if isinstance(each, Axis) else {"dp": each[0], "fsdp": each[1]}
+            )
+            strategy = dataclasses.replace(self.planned.strategy, **of)
+            planned = dataclasses.replace(self.planned, strategy=strategy)
+            if isinstance(each, Axis):
+                yield StepFamily(planned, [each], self.data)
+            else:
+                yield StepFamily(planned, self.stages, [each])
 
 
 def check(question: Question) -> None:
@@ -285,26 +356,77 @@ def least_bytes(planned: PlannedStep) -> float:
     return planned.state_bytes * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
 
 
-def legal_steps(question: Question) -> Iterator[PlannedStep]:
-    """Yield every legal step that uses all devices of the cluster."""
+def steps_of(question: Question, strategy: Strategy) -> list[PlannedStep]:
+    """Return the steps of a strategy in rising order of their microbatches."""
+    rows = question.num_sequences // strategy.data_ranks
+    found: list[PlannedStep] = []
+    for size in question.microbatches(strategy, rows):
+        with contextlib.suppress(StrategyError):  # the schedule would be too long
+            check_schedule(strategy, rows // size)
+            found.append(question.step(strategy, size, rows // size))
+    return found
+
+
+def splits_with_data(
+    question: Question, *, is_wide: bool = False
+) -> Iterator[tuple[Strategy, Sequence[tuple[Axis, Axis]]]]:
+    """Yield each legal split without dp and fsdp, and the (dp, fsdp) axes of the other devices.
+
+    A wide split may have tp between hosts, and shards of a sequence below `_LEAST_TOKENS`.
+    """
     num_devices = question.cluster.num_devices
-    for base in _splits(question):
-        replicas = num_devices // base.num_ranks
-        if num_devices % base.num_ranks or question.num_sequences % replicas:
+    for base in _splits(question, is_wide=is_wide):
+        replicas, rest = divmod(num_devices, base.num_ranks)
+        if not rest and question.num_sequences % replicas == 0:
+            yield base, [*of_data(replicas)]
+
+
+def families(
+    question: Question, base: Strategy, data: Sequence[tuple[Axis, Axis]]
+) -> Iterator[StepFamily]:
+    """Yield the families of a split, by microbatch and recomputation, without fsdp and with."""
+    num_layers = question.shape.num_layers
+    for has_fsdp in (False, True):
+        group = [each for each in data if (each[1].degree > 1) == has_fsdp]
+        if not group:
             continue
-        rows = question.num_sequences // replicas
-        for microbatch in question.microbatches(base, rows):
-            yield from _strategies(question, base, replicas, (microbatch, rows // microbatch))
+        dp, fsdp = group[0]
+        rows = question.num_sequences // (dp.degree * fsdp.degree)
+        for size, policy in itertools.product(question.microbatches(base, rows), RECOMPUTE):
+            recompute = Recompute(policy)
+            strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp, recompute=recompute)
+            split = dataclasses.replace(strategy, pp=Axis(base.pp.degree, "zbv"))
+            stages = _stages(base.pp.degree, num_layers, is_split=splits_backward(split))
+            yield StepFamily(question.step(strategy, size, rows // size), stages, group)
 
 
-def _splits(question: Question) -> Iterator[Strategy]:
+@functools.lru_cache(maxsize=256)
+def _stages(degree: int, num_layers: int, *, is_split: bool) -> list[Axis]:
+    """Return the pp axes of a degree, with the numbers of chunks that the layers fill.
+
+    Without a divided backward, zb has the schedule of 1f1b or interleaved, and dualpipev has the
+    schedule of zbv.
+    """
+    if degree == 1:
+        return [Strategy.pp]
+    most = num_layers // degree
+    several = range(2, min(_MOST_CHUNKS, most) + 1)
+    found = [("1f1b", None), *(("interleaved", chunks) for chunks in several)]
+    found += [("zbv", None)] if most > 1 else []
+    if is_split:
+        found += [("zb", 1), *(("zb", chunks) for chunks in several)]
+        found += [("dualpipev", None)] if most > 1 else []
+    return [Axis(degree, kind, chunks) for kind, chunks in found]
+
+
+def _splits(question: Question, *, is_wide: bool) -> Iterator[Strategy]:
     """Yield the legal combinations of degrees of all axes except dp and fsdp."""
     shape, num_devices = question.shape, question.cluster.num_devices
     most = {
         "pp": min(_MOST_PP, shape.num_layers),
-        "tp": min(_MOST_TP, question.cluster.levels[0].devices),
+        "tp": _MOST_TP if is_wide else min(_MOST_TP, question.cluster.levels[0].devices),
     }
-    of_samples = max(1, question.seq_len // _LEAST_TOKENS)
+    of_samples = _MOST_RING if is_wide else max(1, question.seq_len // _LEAST_TOKENS)
     axes = [name for name in AXES if name not in ("dp", "fsdp")]
     most |= dict.fromkeys(question.without, 1)
     choices = [
@@ -328,22 +450,6 @@ def length_unit(strategy: Strategy) -> int:
     """Return the unit that must divide the sequence length; a ring has two chunks per rank."""
     shards, tp = strategy.sample_shards, strategy.tp.degree
     return math.lcm(2 * shards if shards > 1 else 1, shards * tp)
-
-
-def _strategies(
-    question: Question, base: Strategy, replicas: int, batch: tuple[int, int]
-) -> Iterator[PlannedStep]:
-    microbatch, accumulation = batch
-    pp = base.pp.degree
-    kinds = _PIPELINES if pp > 1 else ((Strategy.pp.kind, None),)
-    for (kind, chunks), (dp, fsdp), policy in itertools.product(
-        kinds, of_data(replicas), RECOMPUTE
-    ):
-        if chunks is not None and (pp * chunks > question.shape.num_layers or accumulation % pp):
-            continue
-        axis, recompute = Axis(pp, kind, chunks), Recompute(policy)
-        strategy = dataclasses.replace(base, pp=axis, dp=dp, fsdp=fsdp, recompute=recompute)
-        yield question.step(strategy, microbatch, accumulation)
 
 
 def of_data(replicas: int) -> Iterator[tuple[Axis, Axis]]:

@@ -31,9 +31,16 @@ def schedule_of(strategy: Strategy, num_microbatches: int) -> Schedule:
     Raises:
         StrategyError: the file has no valid schedule for `num_microbatches`.
     """
+    of = strategy.pp, strategy.schedule, num_microbatches, splits_backward(strategy)
+    return _schedule(*of)
+
+
+def splits_backward(strategy: Strategy) -> bool:
+    """Return whether the schedule of the strategy may divide a backward into I and W."""
+    if not (strategy.schedule or KINDS[strategy.pp.kind].splits_backward):
+        return False
     others = {name for name, axis in strategy.axes() if axis.degree > 1}.difference(("pp", "dp"))
-    is_split = not others and strategy.recompute.kind == "none"
-    return _schedule(strategy.pp, strategy.schedule, num_microbatches, is_split)
+    return not others and strategy.recompute.kind == "none"
 
 
 def check_schedule(strategy: Strategy, num_microbatches: int) -> None:

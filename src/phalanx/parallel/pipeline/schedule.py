@@ -172,12 +172,14 @@ class ScheduleKind(NamedTuple):
             repeat.
         min_microbatches_per_rank: smallest number of microbatches, as a multiple of p, for which
             `phases` is valid.
+        splits_backward: whether a backward is divided into I and W.
     """
 
     phases: Callable[[int, int, int, int], Phases]
     chunks: int | None = 1
     is_v: bool = False
     min_microbatches_per_rank: int = 1
+    splits_backward: bool = False
 
 
 KINDS: Final = {
@@ -185,9 +187,13 @@ KINDS: Final = {
     "gpipe": ScheduleKind(gpipe),
     "1f1b": ScheduleKind(one_f_one_b),
     "interleaved": ScheduleKind(interleaved, chunks=None, min_microbatches_per_rank=2),
-    "zb": ScheduleKind(zero_bubble, chunks=None, min_microbatches_per_rank=2),
-    "zbv": ScheduleKind(zbv, chunks=2, is_v=True, min_microbatches_per_rank=2),
-    "dualpipev": ScheduleKind(dualpipev, chunks=2, is_v=True, min_microbatches_per_rank=2),
+    "zb": ScheduleKind(zero_bubble, chunks=None, min_microbatches_per_rank=2, splits_backward=True),
+    "zbv": ScheduleKind(
+        zbv, chunks=2, is_v=True, min_microbatches_per_rank=2, splits_backward=True
+    ),
+    "dualpipev": ScheduleKind(
+        dualpipev, chunks=2, is_v=True, min_microbatches_per_rank=2, splits_backward=True
+    ),
 }
 """Kind of pp in a strategy -> its kind of schedule."""
 
