@@ -99,3 +99,32 @@ def test_samples_that_a_loop_chooses_are_those_of_one_process() -> None:
     expected = losses_of_chosen_samples(None)
     for losses in run_ranks(losses_of_chosen_samples, 2, "dp2"):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def losses_of_actions(strategy: str | None) -> list[float]:
+    """Train in the form of a policy gradient: all ranks draw equal whole batches and actions."""
+    run = None if strategy is None else phalanx.init(strategy)
+    torch.manual_seed(0)
+    policy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(policy.parameters(), 0.5)
+    if run is not None:
+        policy, optimizer = run.prepare(policy, optimizer)
+    losses: list[float] = []
+    for _ in range(3):
+        x = torch.randn(7, 4, dtype=torch.float64)
+        order = torch.randperm(7)
+        own = order if run is None else order.tensor_split(run.size)[run.rank]
+        logits = policy(x[own]) if run is None else run.gather(policy(x[own]))
+        drawn = torch.distributions.Categorical(logits=logits)
+        loss = -(drawn.log_prob(drawn.sample()) * x[order, 0]).mean()
+        loss.backward() if run is None else run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_whole_batches_that_all_ranks_draw_are_those_of_one_process() -> None:
+    expected = losses_of_actions(None)
+    for losses in run_ranks(losses_of_actions, 2, "fsdp2"):
+        assert losses == pytest.approx(expected, rel=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -156,10 +157,13 @@ def average_by_hand(decay: float, states: list[dict[str, Tensor]]) -> dict[str, 
     return average
 
 
-def with_a_warm_up() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+def with_a_warm_up(*, begins_initially: bool) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     run = phalanx.init("fsdp2")
     model, optimizer, loader = run.prepare(*parts(), batch_norm="global")
     average, states = run.average(0.4, warmup=True, buffers=True), list[dict[str, Tensor]]()
+    if begins_initially:
+        average.update()
+        states.append(run.state_dict())
     for x, y in loader:
         run.backward(mean_of_rows=cross_entropy(model(x), y), count=len(y))
         optimizer.step()
@@ -169,8 +173,10 @@ def with_a_warm_up() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         return run.state_dict(), states
 
 
-def test_an_average_with_a_warm_up_has_buffers_too() -> None:
-    for state, states in run_ranks(with_a_warm_up, 2, threads=1):
+@pytest.mark.parametrize("begins_initially", [False, by_hand(True)])
+def test_an_average_with_a_warm_up_has_buffers_too(begins_initially: bool) -> None:
+    made = functools.partial(with_a_warm_up, begins_initially=begins_initially)
+    for state, states in run_ranks(made, 2, threads=1):
         expected = average_by_hand(0.4, states)
         assert len(states) > 3 and "2.running_var" in expected
         for name, value in expected.items():
