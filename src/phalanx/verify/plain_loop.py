@@ -49,7 +49,7 @@ class PlainLoop:
             return None
         try:
             mean, count = _mean_and_count(*args, **given)
-            found = torch.autograd.grad(mean, parameters, retain_graph=True, allow_unused=True)
+            found: Any = torch.autograd.grad(mean, parameters, retain_graph=True, allow_unused=True)
         except Exception:  # an illegal call, or a graph that allows one backward only
             self._sums = None
             return None
