@@ -28,6 +28,7 @@ from phalanx.data.rows import map_tensors
 from phalanx.errors import DataError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.batch_norm import batch_norms
+from phalanx.parallel.sparse import sparse_tables
 from phalanx.script.session import ModuleSession
 from phalanx.strategy import Strategy
 from phalanx.verify.causes import likely_causes
@@ -58,7 +59,7 @@ def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
     wide = _widened(trainer, steps)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
         job = _Job(wide, case_of(wide), Path(name), max(1, steps // 2))
-        other = other_strategy(strategy)
+        other = other_strategy(strategy, has_sparse=bool(sparse_tables(_seeded(wide))))
         verdicts = [job.judged([strategy])]
         for runs in ([strategy, other], [strategy, other, strategy]):
             if verdicts[-1].is_equal and job.middle * (len(runs) - 1) < steps:

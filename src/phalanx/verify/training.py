@@ -298,8 +298,13 @@ def resumed_run(
     return dataclasses.replace(config, **given)
 
 
-def other_strategy(strategy: Strategy) -> Strategy:
-    """Return a strategy with as many ranks but another split, for the run that resumes."""
+def other_strategy(strategy: Strategy, *, has_sparse: bool = False) -> Strategy:
+    """Return a strategy with as many ranks but another split, for the run that resumes.
+
+    With `has_sparse`, a gradient of the model is sparse, which fsdp does not reduce.
+    """
+    if has_sparse:
+        return Strategy(dp=Axis(strategy.num_ranks, "naive"))
     if strategy.fsdp.degree > 1:
         return Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
     return Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
