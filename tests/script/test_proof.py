@@ -106,6 +106,8 @@ def verdicts_on_ranks(names: list[str]) -> dict[str, Verdict]:
         make, patches, _, _ = MUTANTS[name]
         with planted(*patches):
             found[name] = make().verify("dp2", steps=4)
+    # fsdp, under which other jobs resume, refuses sparse gradients
+    found["sparse"] = jobs.of_table(sparse=True).verify("dp2", steps=3)
     return found
 
 
@@ -118,6 +120,10 @@ def verdicts_on_ranks(names: list[str]) -> dict[str, Verdict]:
 )
 def test_a_planted_fault_is_found_and_named(names: list[str], subtests: pytest.Subtests) -> None:
     found = run_ranks(verdicts_on_ranks, 2, names, threads=1)[0]
+    with subtests.test("sparse gradients"):
+        verdict = found.pop("sparse")
+        assert verdict.is_equal, str(verdict)
+        assert {row.step for row in verdict.differences} == {0, 1, 2}
     for name, verdict in found.items():
         with subtests.test(name):
             _, _, module, words = MUTANTS[name]

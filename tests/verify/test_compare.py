@@ -1,10 +1,19 @@
 import copy
 import dataclasses
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.verify.compare import StepwiseReference, compare_update, compare_values
+from phalanx.comm.comm import Ranks
+from phalanx.strategy import Strategy
+from phalanx.verify.compare import (
+    Difference,
+    StepwiseReference,
+    compare_update,
+    compare_values,
+)
+from phalanx.verify.locate import locate
 from phalanx.verify.record import Case
 from phalanx.verify.reference import MOMENTS, ReferenceRun, StepRecord, Training
 
@@ -64,3 +73,10 @@ def test_an_update_leaves_the_state_it_began_from() -> None:
     run.update(1, made)
     assert all(not compare_values(0, what, begin[what], kept[what])[0].error for what in MOMENTS)
     assert not compare_values(0, "gradient", begin["gradient"], kept["gradient"])[0].error
+
+
+def test_a_moment_that_differs_first_is_of_the_update_without_another_step() -> None:
+    """Workers of servers run backward of sums, which no module of the reference does."""
+    case, comm = Case(build, SumOfSquares(), [torch.ones(4, 16)]), cast(Ranks, None)
+    place = locate(case, Strategy.parse("dp2:ps"), comm, Difference(0, "first moment", "bias", 1.0))
+    assert "the gradient of bias agrees, so the optimizer's update is wrong" in place.what

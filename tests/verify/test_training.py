@@ -11,7 +11,8 @@ import torch
 from mutants import SLOW, Patch, planted
 
 from marks import by_hand
-from phalanx.checkpoint import state
+from phalanx.checkpoint import sharding, state
+from phalanx.checkpoint.sharding import Read
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.data.samples import Samples
@@ -107,6 +108,17 @@ def _without_a_step(right: Any) -> Any:
     return wrong
 
 
+def _first_slice_of_each_shard(right: Any) -> Any:
+    """A read begins at a shard's first element, which differs if the reader has smaller shards."""
+
+    def wrong(layout: Any, box: Any) -> Any:
+        reads: list[Read] = right(layout, box)
+        first = [tuple(slice(0, s.stop - s.start) for s in read.source) for read in reads]
+        return [read._replace(source=s) for read, s in zip(reads, first, strict=True)]
+
+    return wrong
+
+
 def _stays_in_training(right: Any) -> Any:
     return lambda self: self
 
@@ -143,9 +155,13 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
     "rank 1 with the rows of rank 0": (
         [(text, "loader_of", _rows_of_rank_0)], None, "its 4 rows are 0 to 6",
     ),
+    "reads that begin at the first element of a shard": (
+        [(sharding, "reads_of", _first_slice_of_each_shard)],
+        "embedding", "training fsdp2, resumed from dp2 differs",
+    ),
     "a schedule that begins anew": (
         [(training, "TextSession", _from_step_0)],
-        None, "it takes the steps [1, 2, 3, 4]; expected [3, 4]",
+        None, "it takes the steps [1, 2, 3, 4, 5, 6]; expected [3, 4, 5, 6]",
     ),
     "a position in the data by the present batch": (
         [(text, "loader_of", _position_by_steps)],
@@ -212,13 +228,17 @@ def test_a_planted_fault_is_found_and_named(
             assert words in str(verdict)
 
 
-def check_what_has_no_fault(first: Verdict, second: Verdict, narrow: Verdict) -> None:
+def check_what_has_no_fault(
+    first: Verdict, second: Verdict, third: Verdict, narrow: Verdict
+) -> None:
     """It is that of plain PyTorch."""
-    for verdict in (first, second, narrow):
+    for verdict in (first, second, third, narrow):
         assert verdict.is_equal, str(verdict)
     assert second.strategy == "training dp2, resumed from fsdp2"
-    assert {d.step for d in first.differences} == {0, 1, 2, 3, 4}  # the last of an evaluation
-    assert {d.step for d in second.differences} == {2, 3, 4}
+    assert third.strategy == "training fsdp2, resumed from dp2"
+    assert {d.step for d in first.differences} == {0, 1, 2, 3, 4, 5, 6}  # the last: an evaluation
+    assert {d.step for d in second.differences} == {2, 3, 4, 5, 6}
+    assert {d.step for d in third.differences} == {4, 5, 6}
     assert narrow.strategy == "training fsdp2 in bfloat16"
 
 
@@ -238,7 +258,7 @@ def test_settings_hold_and_what_is_not_given_is_small(tmp_path: Path) -> None:
     assert (config.shape.tied, config.shape.num_kv_heads, config.shape.max_seq_len) == (
         None, None, 40,
     )  # fmt: skip
-    assert (config.precision, config.steps) == ("float64", 4)
+    assert (config.precision, config.steps) == ("float64", 6)
     assert str(tmp_path) in str(config.data) and str(tmp_path) in str(config.out)
 
 

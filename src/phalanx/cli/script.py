@@ -65,7 +65,7 @@ class ScriptVerifyConfig:
     """FILE.py:FUNCTION, which returns a phalanx.Trainer; or FILE.py, whose own loop calls
     phalanx.init, with words of its own after --."""
     steps: Annotated[int, Range(1)] = 5
-    """Steps to take; a job is saved in the middle, and another run resumes from there."""
+    """Steps to take; a job is saved twice on the way, and a further run resumes from each."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Data type of weights and arithmetic."""
     three: bool = False

@@ -1,7 +1,8 @@
 """Verify a trainer's job: compare its loop with one process of plain PyTorch.
 
 A first run takes its steps in the same loop as `train`, with the job's own optimizer, schedule and
-clipping, and saves in the middle. A second run resumes from this checkpoint under another strategy.
+clipping, and saves. A second run resumes from the first checkpoint under another strategy, and a
+third from the second run's under the first strategy, so each writes what the other reads.
 Plain PyTorch takes the same steps on one process without interruption, with its own DataLoader, its
 own dropout masks, and the optimizer (verify/reference.py). All of them run in float64.
 """
@@ -27,6 +28,7 @@ from phalanx.data.rows import map_tensors
 from phalanx.errors import DataError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.batch_norm import batch_norms
+from phalanx.parallel.sparse import sparse_tables
 from phalanx.script.session import ModuleSession
 from phalanx.strategy import Strategy
 from phalanx.verify.causes import likely_causes
@@ -46,24 +48,26 @@ WAIT_S = 600.0
 
 
 def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
-    """Compare the steps of a job, and of a run that resumes it, with plain PyTorch.
+    """Compare the steps of a job, and of runs that resume it, with plain PyTorch.
 
-    Under torchrun the ranks of the job take both runs, and all ranks call this together.
+    Under torchrun the ranks of the job take all runs, and all ranks call this together.
 
     Returns:
         The verdict on the first run that differs; if none does, the first run's verdict with the
-        differences of both runs.
+        differences of all runs.
     """
     wide = _widened(trainer, steps)
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
-        job = _Job(wide, case_of(wide), Path(name), (steps + 1) // 2)
-        first = job.judged("first", strategy)
-        if not first.is_equal or job.middle == steps:
-            return first
-        second = job.judged("second", other_strategy(strategy), resumed_from=strategy)
-    if not second.is_equal:
-        return second
-    return dataclasses.replace(first, differences=[*first.differences, *second.differences])
+        job = _Job(wide, case_of(wide), Path(name), max(1, steps // 2))
+        other = other_strategy(strategy, has_sparse=bool(sparse_tables(_seeded(wide))))
+        verdicts = [job.judged([strategy])]
+        for runs in ([strategy, other], [strategy, other, strategy]):
+            if verdicts[-1].is_equal and job.middle * (len(runs) - 1) < steps:
+                verdicts.append(job.judged(runs))
+    if not verdicts[-1].is_equal:
+        return verdicts[-1]
+    of_all = [row for verdict in verdicts for row in verdict.differences]
+    return dataclasses.replace(verdicts[0], differences=of_all)
 
 
 def case_of(trainer: Trainer) -> Case:
@@ -86,34 +90,35 @@ def case_of(trainer: Trainer) -> Case:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A job to verify, its reference case, the folder of its runs, and the step it saves at."""
+    """A job to verify, its reference case, the folder of its runs, and the steps between saves."""
 
     trainer: Trainer
     case: Case
     folder: Path
     middle: int
 
-    def judged(
-        self, name: str, strategy: Strategy, resumed_from: Strategy | None = None
-    ) -> Verdict:
-        """Do a run, compare it with the reference, and find the module that differs first."""
-        title = (
-            f"{strategy}" if resumed_from is None else f"{strategy}, resumed from {resumed_from}"
-        )
+    def judged(self, runs: Sequence[Strategy]) -> Verdict:
+        """Compare the last of `runs`, each of which resumes the one before, with the reference.
+
+        If the run differs, find the module that differs first.
+        """
+        *_, strategy = runs
+        before = "".join(f", resumed from {each}" for each in runs[-2:-1])
+        title, name = f"{strategy}{before}", f"run-{len(runs)}"
         try:
-            ranks: list[History] = self._on_ranks(train_rank, name, strategy, resumed_from)
+            ranks: list[History] = self._on_ranks(train_rank, name, runs)
         except RankFailed as failure:
             return failed(title, failure)
 
         def compared() -> Verdict:
-            start = 0 if resumed_from is None else self.middle
+            start = self.middle * (len(runs) - 1)
             validate = functools.partial(_validation_loss, self.trainer)
             expected = reference_history(self.case, start, self.middle, validate)
             return judge(title, ranks, expected)
 
         def found(first: Difference) -> Place:
             again, args = f"{name}-again", (self.case, first)
-            return self._on_ranks(find_on_rank, again, strategy, resumed_from, *args)[0]
+            return self._on_ranks(find_on_rank, again, runs, *args)[0]
 
         verdict = located(once(compared), found)
         if verdict.is_equal:
@@ -124,23 +129,18 @@ class _Job:
         return dataclasses.replace(verdict, causes=causes)
 
     def _on_ranks(
-        self,
-        function: Any,
-        name: str,
-        strategy: Strategy,
-        resumed_from: Strategy | None,
-        *args: Any,
+        self, function: Any, name: str, runs: Sequence[Strategy], *args: Any
     ) -> list[Any]:
         from phalanx.script.trainer import Options
 
-        out = self.folder / name
-        if resumed_from is not None:
-            there = manifest.folder_of(self.folder / "first", self.middle)
-            here = manifest.folder_of(out, self.middle)
+        out, strategy, number = self.folder / name, runs[-1], len(runs) - 1
+        if number:
+            there = manifest.folder_of(self.folder / f"run-{number}", self.middle * number)
+            here = manifest.folder_of(out, self.middle * number)
             once(lambda: str(shutil.copytree(there, here)))
         options = Options(
             out=out,
-            resume=resumed_from is not None,
+            resume=number > 0,
             save_every=self.middle,
             save_every_minutes=0,
             eval_every=self.middle,

@@ -33,6 +33,9 @@ from phalanx.verify.settings import EVALUATION
 from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
+_OF_MODULES = ("loss", "buffer", "gradient", EVALUATION)
+"""Quantities that modules compute, forward or backward; norms and updates follow from them."""
+
 Expected = tuple[Event, float]
 """A tensor of the reference, and the largest absolute error that passes."""
 
@@ -75,6 +78,9 @@ def locate(
     step = first.step
     if first.quantity == "first weight":
         return Place(owner(first.name), f"the first weights of {first.name} differ", step)
+    types = {name: type(module).__name__ for name, module in case.build().named_modules()}
+    if first.quantity not in _OF_MODULES:  # losses and gradients of the step agree
+        return _outside(first, [], (None, None), 0.0, types)
     expected, gradient = list[Expected](), None
     if comm.is_first:
         expected, gradient = _expected(case, first, comm.device, begin)
@@ -84,7 +90,6 @@ def locate(
     again = full_tensors(again, comm).get(first.name)
     aligner = _aligner(case, strategy, comm, step)
     found: list[RankGaps] = gather_objects(_compare(recorded, aligner, comm, expected))
-    types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     place = _first_that_differs(expected, found, step, types)
     limit = max(1e-6, NUM_EPSILONS * torch.finfo(case.torch_dtype).eps)
     return place or _outside(first, found, (gradient, again), limit, types)

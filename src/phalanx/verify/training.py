@@ -1,8 +1,9 @@
 """Verify a training run: initial weights, data, evaluation, saving and resuming.
 
-The first run takes its steps in the loop of `phalanx train`, and saves in the middle and at the
-end. A second run resumes from the middle, with another strategy and another global batch size.
-Plain PyTorch takes the same steps on one process. A third run uses a narrow data type.
+The first run takes its steps in the loop of `phalanx train`, and saves after each third of them. A
+second run resumes from the first third, with another strategy and another global batch size, and a
+third run resumes the second with the first strategy: each strategy writes a checkpoint that the
+other reads. Plain PyTorch takes the same steps on one process. A last run uses a narrow data type.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from phalanx.train.step import StepResult
 from phalanx.train.text import TextSession
 from phalanx.verify.cases import awkward_shapes, decoder_case, initial_decoder
 from phalanx.verify.compare import Difference, compare_values
+from phalanx.verify.harness import small_pieces
 from phalanx.verify.judge import judge, located, once
 from phalanx.verify.plain import PlainNextToken, plain_batch
 from phalanx.verify.record import Case, gradients_of, loss_of, state_of
@@ -43,10 +45,10 @@ from phalanx.verify.verdict import Place, Verdict, failed
 from phalanx.verify.witness import SessionWitness, find, take_down
 
 STEPS = 2
-"""Step at which the first run saves and the second resumes; both end after 2 * STEPS steps."""
+"""Steps between saves; a run resumes after each, and all runs end after 3 * STEPS steps."""
 
 NARROW = ("float32", "bfloat16")
-"""Precisions that the third run may have; bfloat16 replaces any other."""
+"""Precisions that the last run may have; bfloat16 replaces any other."""
 
 NARROW_ERROR = 5e-3
 """Largest relative error of the losses of the narrow run, compared with float64."""
@@ -64,11 +66,14 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
         )
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
-    first = once(lambda: resolve(config))
-    verdicts = [_judged([first])]
-    if verdicts[0].is_equal:
-        resumed = second_run(config, strategy, manifest.complete_checkpoints(first.out)[STEPS])
-        verdicts.append(_judged([first, once(lambda: resolve(resumed))]))
+    jobs = [once(lambda: resolve(config))]
+    verdicts = [_judged(jobs)]
+    for split in (other_strategy(strategy), strategy):
+        if verdicts[-1].is_equal:
+            at = manifest.complete_checkpoints(jobs[-1].out)[STEPS * len(jobs)]
+            resumed = resumed_run(config, split, at, len(jobs))
+            jobs.append(once(functools.partial(resolve, resumed)))
+            verdicts.append(_judged(jobs))
     if verdicts[-1].is_equal:
         narrow = once(lambda: resolve(narrow_run(config, given.precision)))
         title = f"training {narrow.strategy} in {narrow.config.precision}"
@@ -82,12 +87,14 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
 
 def train_rank(job: Job) -> History:
     """Train on this rank, and return the recorded history."""
-    return take_down(functools.partial(TextSession, job), _TextWitness)
+    with small_pieces():
+        return take_down(functools.partial(TextSession, job), _TextWitness)
 
 
 def find_on_rank(job: Job, case: Case, first: Difference) -> Place:
     """Repeat the run on this rank, and return the place at which a step goes wrong."""
-    return find(functools.partial(TextSession, job), _rows, case, first)
+    with small_pieces():
+        return find(functools.partial(TextSession, job), _rows, case, first)
 
 
 def _rows(session: TextSession, microbatches: Sequence[Batch]) -> list[Tensor]:
@@ -138,7 +145,7 @@ def _on_ranks(function: Any, job: Job, *args: Any) -> list[Any]:
 def _judged(jobs: Sequence[Job]) -> Verdict:
     """Perform the run of the last job, compare it, and locate the module at fault if possible."""
     job = jobs[-1]
-    before = "".join(f", resumed from {job.strategy}" for job in jobs[:-1])
+    before = "".join(f", resumed from {job.strategy}" for job in jobs[-2:-1])
     title = f"training {job.strategy}{before}"
     try:
         ranks = _on_ranks(train_rank, job)
@@ -170,7 +177,7 @@ def case_of(jobs: Sequence[Job]) -> Case:
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
     """Yield the global batch of each step: consecutive positions of the data order."""
     position = 0
-    for step in range(2 * STEPS):
+    for step in range(3 * STEPS):
         job = jobs[min(step // STEPS, len(jobs) - 1)]
         corpus, size = job.config.corpus, job.batch.global_size
         count = len(Samples(job.tokens.train, corpus.seq_len))
@@ -233,7 +240,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
         "tokenizer": None,
         "strategy": str(strategy),
         "nproc": None,
-        "steps": 2 * STEPS,
+        "steps": 3 * STEPS,
         "epochs": None,
         "precision": "float64",
         "nonfinite": "skip",  # so that a step that is not finite is compared and reported
@@ -278,22 +285,26 @@ def _sizes(given: TrainConfig, strategy: Strategy) -> ShapeConfig:
     return ShapeConfig(**sizes)
 
 
-def second_run(config: TrainConfig, strategy: Strategy, checkpoint: Path) -> TrainConfig:
-    """Return the settings of the run that resumes the first run's checkpoint.
+def resumed_run(
+    config: TrainConfig, strategy: Strategy, checkpoint: Path, number: int
+) -> TrainConfig:
+    """Return the settings of the resumed run of this number, from 1, after the run of `config`.
 
-    The strategy and the global batch size differ from the first run's.
+    Runs with an odd number have another global batch size.
     """
-    return dataclasses.replace(
-        config,
-        resume=str(checkpoint),
-        out=str(Path(config.out or "").with_name("second")),
-        strategy=str(other_strategy(strategy)),
-        batch=BatchConfig(microbatch=2, accumulation=3),
-    )
+    own = BatchConfig(microbatch=2, accumulation=3) if number % 2 else config.batch
+    out = str(Path(config.out or "").with_name(f"resumed-{number}"))
+    given = {"resume": str(checkpoint), "out": out, "strategy": str(strategy), "batch": own}
+    return dataclasses.replace(config, **given)
 
 
-def other_strategy(strategy: Strategy) -> Strategy:
-    """Return a strategy with as many ranks but another split, for the run that resumes."""
+def other_strategy(strategy: Strategy, *, has_sparse: bool = False) -> Strategy:
+    """Return a strategy with as many ranks but another split, for the run that resumes.
+
+    With `has_sparse`, a gradient of the model is sparse, which fsdp does not reduce.
+    """
+    if has_sparse:
+        return Strategy(dp=Axis(strategy.num_ranks, "naive"))
     if strategy.fsdp.degree > 1:
         return Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
     return Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))

@@ -1,0 +1,88 @@
+"""The one process of a comparison computes gradients by autograd, whatever `run.backward` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from mutants import Patch, planted
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx.launch.local import run_ranks
+from phalanx.script import init
+from phalanx.script.user_step import UserStep
+from phalanx.strategy import Strategy
+
+X, Y = torch.linspace(-1, 1, 7 * 6).view(7, 6).double().sin(), torch.linspace(0, 2, 7).double()
+Loss = Callable[[Tensor, Tensor], dict[str, Any]]
+LOSSES: dict[str, Loss] = {
+    "sum": lambda z, y: {"sum_of_rows": mse_loss(z, y, reduction="sum"), "count": len(y)},
+    "mean": lambda z, y: {"mean_of_rows": mse_loss(z, y), "count": len(y)},
+    "weights": lambda z, y: {"loss": (z - y) ** 2, "weights": 1 + y},
+    "batch": lambda z, y: {"loss": mse_loss(z, y)},
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
+
+
+def _half_a_gradient(right: Any) -> Any:
+    def wrong(self: Any) -> None:
+        right(self)
+        for gradient in self.gradients():
+            gradient /= 2
+
+    return wrong
+
+
+def steps_on_one_process() -> list[list[Tensor]]:
+    """Return each loss's gradients of the steps, of which each but the last has two batches."""
+    found: list[list[Tensor]] = []
+    fault: Patch = (UserStep, "_end", _half_a_gradient)
+    init.OVERRIDES.append((Strategy(), lambda _: None))
+    with planted(fault):
+        for each in LOSSES.values():
+            found.append([*_gradients(each)])
+    init.OVERRIDES.pop()
+    return found
+
+
+def _gradients(loss_of: Loss) -> Iterator[Tensor]:
+    run = phalanx.init(accumulation=2)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    loader = DataLoader(TensorDataset(X, Y), 3)  # the last batch has one row
+    net, optimizer, loader = run.prepare(net, optimizer, loader)
+    for x, y in loader:
+        run.backward(**loss_of(net(x), y))
+        if run.is_step_end:
+            yield net[0].weight.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_autograd(name: str, one_process: list[list[Tensor]]) -> None:
+    steps = zip(one_process[[*LOSSES].index(name)], ([0, 3], [6]), strict=True)
+    for gradient, starts in steps:
+        net, total, count = model(), torch.zeros(()).double(), 0.0
+        for at in starts:
+            z, y = net(X[at : at + 3]), Y[at : at + 3]
+            rows = (z - y) ** 2 * (1 + y if name == "weights" else 1)
+            total = total + (rows.mean() if name == "batch" else rows.sum())
+            count += float((1 + y).sum()) if name == "weights" else len(y)
+        (total / (1 if name == "batch" else count)).backward()
+        torch.testing.assert_close(gradient, net[0].weight.grad, rtol=1e-12, atol=0)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[list[Tensor]]:
+    (found,) = run_ranks(steps_on_one_process, 1)
+    return found
