@@ -239,6 +239,12 @@ def hooked(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(clamped(out * 1.0), y)
 
 
+def written(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, y = run.gather(model(x), y)
+    out[:, 0] += 1.0
+    return F.cross_entropy(out, y)
+
+
 def checkpointed_head(run: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
     """A head whose parameters no graph shows, because a reentrant checkpoint computes it."""
     out, y = run.gather(model(x), y)
@@ -256,7 +262,8 @@ def twice(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 STEPS = {
     each.__name__: each
     for each in (
-        penalised, attacked, of_time_first, of_structures, padded, hooked, checkpointed_head, twice,
+        penalised, attacked, of_time_first, of_structures, padded, hooked, written, checkpointed_head,
+        twice,
     )
 }  # fmt: skip
 """Name -> a whole-batch loss that calls the model itself."""

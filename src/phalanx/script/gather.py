@@ -162,7 +162,8 @@ class Gathers:
             whole = self._comm.all_gather(whole, axis, 0)
         whole = whole.view(torch.bool) if is_bool else whole
         if min(counts) == most:
-            return whole
+            # Not a view of what was received, which autograd would not let a script write into.
+            return whole.new_empty(0).set_(cast("Any", whole))
         pieces = whole.unflatten(0, (len(counts), most)).unbind()
         return torch.cat([piece[:n] for piece, n in zip(pieces, counts, strict=True)])
 
@@ -208,11 +209,13 @@ class OwnTerms(NamedTuple):
             gathered rows, or in a term of this rank's own rows.
         is_gathered: whether another path passes a gather, or may, as within a checkpoint.
         is_hidden: whether a path passes a reentrant checkpoint, which shows no graph.
+        num_nodes: nodes of the graph between the loss and the gathers or leaves.
     """
 
     parameters: list[nn.Parameter]
     is_gathered: bool
     is_hidden: bool
+    num_nodes: int
 
 
 def own_terms(loss: Tensor) -> OwnTerms:
@@ -232,7 +235,7 @@ def own_terms(loss: Tensor) -> OwnTerms:
         if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
             parameters.append(variable)
         left.extend(following for following, _ in node.next_functions)
-    return OwnTerms(parameters, is_gathered or is_hidden, is_hidden)
+    return OwnTerms(parameters, is_gathered or is_hidden, is_hidden, len(seen))
 
 
 def _without_caches(batch: Any) -> Any:

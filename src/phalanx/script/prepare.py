@@ -129,7 +129,7 @@ class Prepared:
             self._step.draw_watch.look()  # draws for gathered rows are equal on all ranks
         rows, is_due = self._gathers.gather(
             batch,
-            {len(each.rows) for each in self.loaders if each.num_begun},
+            {len(each.rows) for each in self.loaders if each.num_begun} | self.reading.waiting_rows,
             dim=dim,
             pad=pad,
             per_row=per_row,

@@ -117,6 +117,11 @@ class BatchTracker:
         return len(self._ahead)
 
     @property
+    def waiting_rows(self) -> set[int]:
+        """Numbers of rows of the batches that wait for a backward."""
+        return {len(batch.rows) for batch in self._ahead}
+
+    @property
     def seen(self) -> str:
         """Last digested batch of the training stream, see `RankLoader.stream_digest`."""
         return "" if self.trained is None else self.trained.stream_digest

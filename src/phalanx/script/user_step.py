@@ -92,8 +92,8 @@ class UserStep(StepState):
         self._has_rows: bool | None = None
         self._is_gathered = self._has_odd_mean = False
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._terms = OwnTerms([], is_gathered=False, is_hidden=False)
-        self._checked: set[int] = set()
+        self._terms = OwnTerms([], is_gathered=False, is_hidden=False, num_nodes=0)
+        self._checked: set[tuple[frozenset[int], int]] = set()
         self._odd_loss: Tensor | None = None
         self._made = RecordedGradients()
 
@@ -275,12 +275,18 @@ class UserStep(StepState):
             if self._num_data > 1:
                 self._terms = own_terms(loss)
                 self._is_gathered |= self._terms.is_gathered
-                reached = {*map(id, self._terms.parameters)}
+                known = {*map(id, self.parameters.values())}
+                is_sharded = self._comm.size("fsdp") > 1  # FSDP2 puts gathered ones in their place
+                if not is_sharded and known.isdisjoint(map(id, self._terms.parameters)):
+                    # Parameters outside the model have the whole gradient on every rank.
+                    self._terms = self._terms._replace(parameters=[])
+                # The number of nodes shows a new term of parameters that were reached before.
+                reached = (frozenset(map(id, self._terms.parameters)), self._terms.num_nodes)
                 # Only on a GPU a check after the backward would come too late.
                 is_due = self._is_early or not found.is_cuda
-                is_due = is_due and (self._num_begun <= 2 or not reached <= self._checked)
-                self._checked |= reached
-                found[4] = bool(reached) and is_due
+                is_due = is_due and (self._num_begun <= 2 or reached not in self._checked)
+                self._checked.add(reached)
+                found[4] = bool(self._terms.parameters) and is_due
         self._comm.all_reduce(found, "data")
         self._comm.all_reduce(found[_NUM_SHARED:], "tp")
         self.replicas.store_sums(found[_NUM_SHARED:])
@@ -360,6 +366,13 @@ class UserStep(StepState):
             of.get(each, f"parameter {number}, of shape {tuple(each.shape)},"): each
             for number, each in enumerate(self._terms.parameters)
         }
+        strangers = [name for name in reached if name not in self.parameters]
+        if strangers and comm.size("fsdp") == 1:
+            raise ScriptError(
+                f"backward: the loss reaches {strangers[0]} which is not in the prepared model, "
+                "and parameters of the model after a gather; put both into one module, as "
+                "nn.ModuleDict, before run.prepare"
+            )
         names = gather_objects((self._terms.is_hidden, *reached))
         if any(is_hidden for is_hidden, *_ in names):
             raise ScriptError(
