@@ -98,6 +98,16 @@ def a_gather_within_a_reentrant_checkpoint() -> None:
     script.run.backward(loss)
 
 
+def own_losses_of_other_gathers() -> None:
+    script = Script()
+    out = script.model(script.x)
+    every = script.run.gather(out)
+    loss = cross_entropy(out, script.y)
+    if script.run.rank == 1:
+        loss = loss + every.logsumexp(0).sum()
+    script.run.backward(mean_of_rows=loss, count=4)
+
+
 def a_number_expanded_to_rows() -> None:
     script = Script()
     script.run.gather(script.loss().expand(len(script.y)))
@@ -632,6 +642,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     r": without gathered rows the gradient of \S+ has the norm",
     a_later_term_of_own_rows_without_a_value: r"a term of the loss is computed from .* own rows",
     a_gather_within_a_reentrant_checkpoint: r"through a reentrant checkpoint, within which no",
+    own_losses_of_other_gathers: r"the losses of rows reach other gathers on some ranks",
     a_number_expanded_to_rows: r"shape \(4,\) is a number of this rank's rows, expanded to them",
     a_term_of_own_rows: r"the loss is .* on rank 0 and .*: a part of it is computed from this",
     the_same_rows_on_all_ranks: r"optimizer.step\(\): no loss .* is computed from rows that run.",

@@ -7,10 +7,10 @@
     their gradient   <--- slice ---- gradient of all rows <-- 1        equal on all ranks: each
                                                                        takes its slice
 
-A slice sends nothing, so ranks that use different gathers do not wait for one another. Slice and
-gather are each other's backward, so gradients can be differentiated again. `Gathers.passing`
-says how `run.backward` passes gradients; elsewhere, as in `torch.autograd.grad`, a row's gradient
-passes unchanged.
+For a loss of the whole batch a slice sends nothing, so ranks that use different gathers do not wait
+for one another. Slice and gather are each other's backward, so gradients can be differentiated
+again. `Gathers.passing` says how `run.backward` passes gradients; elsewhere, as in
+`torch.autograd.grad`, a row's gradient passes unchanged.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class Gathers:
 
     Attributes:
         scale: factor from a gradient of all rows to the gradient of this rank's rows.
+        has_graph: whether rows were gathered with a graph since it was last set to False.
     """
 
     def __init__(self, comm: Comm) -> None:
         """Gather over the data ranks of `comm`."""
         self._comm, self._has_own_groups = comm, False
         self.scale, self._is_summed, self.is_cut = 1.0, False, False
+        self.has_graph = False
 
     @contextmanager
     def passing(
@@ -144,7 +146,9 @@ class Gathers:
         elif tuple(own.shape[1:]) != shape:
             missing = [n - m for n, m in zip(shape, own.shape[1:], strict=True)]
             own = pad_tensor(own, [w for n in reversed(missing) for w in (0, n)], value=pad)
-        return cast(Tensor, _Gather.apply(own, self, counts))  # pyright: ignore[reportUnknownMemberType]
+        whole = cast(Tensor, _Gather.apply(own, self, counts))  # pyright: ignore[reportUnknownMemberType]
+        self.has_graph |= whole.requires_grad
+        return whole
 
     def _begin(self, counts: Sequence[int]) -> int:
         return sum(counts[: self._comm.coord("data")])
@@ -207,13 +211,13 @@ class OwnTerms(NamedTuple):
     Attributes:
         parameters: those that the loss reaches: in a penalty on weights, in a layer that takes
             gathered rows, or in a term of this rank's own rows.
-        is_gathered: whether another path passes a gather, or may, as within a checkpoint.
+        num_gathers: gathers that other paths pass; one more if a checkpoint may contain another.
         is_hidden: whether a path passes a reentrant checkpoint, which shows no graph.
         num_nodes: nodes of the graph between the loss and the gathers or leaves.
     """
 
     parameters: list[nn.Parameter]
-    is_gathered: bool
+    num_gathers: int
     is_hidden: bool
     num_nodes: int
 
@@ -221,7 +225,7 @@ class OwnTerms(NamedTuple):
 def own_terms(loss: Tensor) -> OwnTerms:
     """Return what a loss is computed from on paths without a gather."""
     seen, parameters = set[Any](), list[nn.Parameter]()
-    is_gathered = is_hidden = False
+    num_gathers, is_hidden = 0, False
     left: list[Any] = [loss.grad_fn]
     while left:
         node = left.pop()
@@ -229,13 +233,13 @@ def own_terms(loss: Tensor) -> OwnTerms:
             continue
         seen.add(node)
         if issubclass(type(node), _Gather._backward_cls):  # pyright: ignore
-            is_gathered = True
+            num_gathers += 1
             continue
         is_hidden |= type(node).__name__ == "CheckpointFunctionBackward"
         if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
             parameters.append(variable)
         left.extend(following for following, _ in node.next_functions)
-    return OwnTerms(parameters, is_gathered or is_hidden, is_hidden, len(seen))
+    return OwnTerms(parameters, num_gathers + is_hidden, is_hidden, len(seen))
 
 
 def _without_caches(batch: Any) -> Any:

@@ -34,7 +34,7 @@ from phalanx.script.replicas import NUM_ALWAYS_CHECKED, AsyncHostCopy, Replicas
 from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
 
-_NUM_SHARED: Final = 6
+_NUM_SHARED: Final = 8
 """Numbers of a call that the data ranks add up, see `UserStep._check`."""
 
 _STEPS_APART: Final = 50
@@ -92,7 +92,7 @@ class UserStep(StepState):
         self._has_rows: bool | None = None
         self._is_gathered = self._has_odd_mean = False
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._terms = OwnTerms([], is_gathered=False, is_hidden=False, num_nodes=0)
+        self._terms = OwnTerms([], num_gathers=0, is_hidden=False, num_nodes=0)
         self._checked: set[tuple[frozenset[int], int]] = set()
         self._odd_loss: Tensor | None = None
         self._made = RecordedGradients()
@@ -269,12 +269,15 @@ class UserStep(StepState):
             total = loss.sum.detach().double()
             found[5] = (~total.isfinite() & (found[1] == 0)).double()
             found[0] = torch.where(found[1] > 0, total, 0.0)
+            if self._gathers.has_graph and self._num_data > 1:
+                num_gathers = own_terms(loss.sum).num_gathers
+                found[6], found[7] = num_gathers, num_gathers**2
         else:
             value = loss.detach().double()
             found[0], found[1], found[2] = value, value**2, 1.0
             if self._num_data > 1:
                 self._terms = own_terms(loss)
-                self._is_gathered |= self._terms.is_gathered
+                self._is_gathered |= self._terms.num_gathers > 0
                 known = {*map(id, self.parameters.values())}
                 is_sharded = self._comm.size("fsdp") > 1  # FSDP2 puts gathered ones in their place
                 if not is_sharded and known.isdisjoint(map(id, self._terms.parameters)):
@@ -302,9 +305,10 @@ class UserStep(StepState):
             loss: this rank's loss.
             found: sums over the data ranks: of losses and their squares, or of sums of losses and
                 counts; of ranks that give a whole-batch loss, an illegal count, terms that reach
-                parameters without passing a gather, and a mean over 0 rows that is not finite.
+                parameters without passing a gather, and a mean over 0 rows that is not finite; of
+                the gathers that a loss of own rows reaches, and their squares.
         """
-        first, second, num_whole, num_illegal, num_own, num_empty = found
+        first, second, num_whole, num_illegal, num_own, num_empty, gathers, squares = found
         value = loss.sum if isinstance(loss, RowsLoss) else loss
         self._has_odd_mean |= num_empty > 0
         num_ranks = self._num_data
@@ -312,6 +316,12 @@ class UserStep(StepState):
             raise ScriptError(
                 f"backward: {num_whole:g} of {num_ranks} data ranks give a loss of the whole batch "
                 "and the others a loss of their rows; write the same call on every rank"
+            )
+        if gathers**2 != squares * num_ranks:
+            raise ScriptError(
+                "backward: the losses of rows reach other gathers on some ranks, so that gradients "
+                "would wait for one another; use what run.gather returns on every rank, with "
+                "weight 0 where it does not count"
             )
         if num_illegal or (isinstance(loss, RowsLoss) and second == 0):
             counts = [*map(float, gather_objects(loss.count if isinstance(loss, RowsLoss) else 0))]
@@ -332,7 +342,7 @@ class UserStep(StepState):
 
     def _refuse_unequal(self, loss: Tensor) -> None:
         """Refuse a loss that differs between ranks, and name the cause; all ranks call this."""
-        values = gather_objects((float(loss.detach()), own_terms(loss).is_gathered))
+        values = gather_objects((float(loss.detach()), own_terms(loss).num_gathers > 0))
         other = max(range(len(values)), key=lambda rank: abs(values[rank][0] - values[0][0]))
         (first, _), (last, _) = values[0], values[other]
         what = (
@@ -433,6 +443,7 @@ class UserStep(StepState):
             grad = parameter.grad
             parameter.grad = kept if grad is None else grad + kept
         self._kept = {}
+        self._gathers.has_graph = False
         self.complete()
         self._made.note(self.gradients())
 
