@@ -32,9 +32,11 @@ def scores(model: Decoder, block_size: int, is_int8: bool = False) -> list[dict[
     engine = Engine(ModelRunner(model, cache), Scheduler(pool, budget=20), max_seq_len=128)
     found: list[dict[int, float]] = []
     sampling = Sampling(max_tokens=8, temperature=0, logprobs=5)
-    engine.generate(
-        prompts(8), sampling, lambda new: found.append(dict(new.score.top if new.score else ()))
-    )
+    for prompt in prompts(8):
+        engine.add(prompt, sampling)
+    engine.scheduler.is_draining = True
+    while engine.scheduler.has_work:
+        found += [dict(new.score.top if new.score else ()) for new in engine.step()]
     return found
 
 

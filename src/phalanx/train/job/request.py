@@ -13,7 +13,6 @@ from typing import Any
 from phalanx.account.fit import MemoryInputs, check_fit, check_memory_for
 from phalanx.account.host import may_have_gpu
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.files import find_whole
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.untrusted import brief
 from phalanx.config import BatchPlan, TrainConfig, solve_batch
@@ -237,6 +236,8 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
             f"convert {path} DST`, and start a run with --init DST"
         )
     if setting == "resume":
+        from phalanx.checkpoint.files import find_whole  # imports torch
+
         found = find_whole(Path(path), compares=not is_under_torchrun())
     else:
         found = manifest.find_and_read(Path(path))
