@@ -11,9 +11,9 @@ A batch is cut into pieces (one, or the microbatches of a step), each piece into
 So a piece has the same rows, over all ranks, as on one process, and a sum over a piece is equal for
 any number of ranks. The first pieces and the first ranks have the larger parts.
 
-The second batch of a loader in a script's own loop is dealt unevenly, as 9 + 7 rows rather than
-8 + 8. No result depends on the deal, except of a script that is wrong for every uneven batch, such
-as the last of a pass: then the proof finds the error in the first steps, see `loop_proof`.
+Under the proof of a script's own loop, the second batch of a loader is dealt unevenly, as 9 + 7
+rows rather than 8 + 8: so it finds in the first steps what is wrong for every uneven batch, such as
+the last of a pass. A loop that carries a state of each row to the next batch cannot take that deal.
 """
 
 from __future__ import annotations

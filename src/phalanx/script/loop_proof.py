@@ -344,6 +344,7 @@ class _Recorder:
     def attach(self, run: Run) -> None:
         """Record the steps of `run`, which `phalanx.init` has made."""
         self._run: Any = run
+        self._run._prepared.deals_unevenly = True
         self._run.backward = functools.partial(self._backward, run.backward)
         self._run.prepare = functools.partial(self._prepare, run.prepare)
         self._run.sum = functools.partial(self._sum, run.sum)

@@ -47,6 +47,7 @@ class Prepared:
         nonfinite: Literal["stop", "skip"],
     ) -> None:
         self.generator = JobGenerator()
+        self.deals_unevenly = False  # set by `loop_proof`
         self.reading = BatchTracker()
         self.loaders: list[RankLoader] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -209,9 +210,9 @@ class Prepared:
         if isinstance(each, torch.optim.Optimizer):
             self._take_optimizer(each)
         elif isinstance(each, DataLoader):
-            trains = self._model is not None
+            is_uneven = self._model is not None and self.deals_unevenly
             self.loaders.append(
-                RankLoader(each, self._comm, self.generator, self._note, deals_unevenly=trains)
+                RankLoader(each, self._comm, self.generator, self._note, deals_unevenly=is_uneven)
             )
             return self.loaders[-1]
         elif isinstance(each, nn.Module) or each is None:
