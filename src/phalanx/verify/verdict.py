@@ -135,7 +135,7 @@ class Verdict:
         if self.first is not None:
             return f"{self.strategy} differs from one process, first at {self.first}"
         if self.replicas:
-            return f"{self.strategy}: ranks that should have the same bits differ"
+            return f"{self.strategy}: ranks differ from one process, or from one another"
         if self.wrong_bytes:
             return f"{self.strategy} sends more or fewer bytes than predicted"
         far = worst(self.differences)
