@@ -20,7 +20,6 @@ from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
 from phalanx.script.whole_weights import explain_shard_error
 from phalanx.strategy import Strategy, refuse_servers
-from phalanx.verify.plain_loop import PlainLoop
 
 STRATEGY: Final = "PHALANX_STRATEGY"
 """Environment variable by which `phalanx run --strategy` passes the strategy to the script."""
@@ -88,10 +87,7 @@ def init(
     if debug_comm:
         CollectiveCheck(comm).__enter__()  # until the process ends
     if OVERRIDES:
-        only, watch = OVERRIDES[-1]
-        if only == Strategy():  # the one process of a proof
-            PlainLoop(run)
-        watch(run)
+        OVERRIDES[-1][1](run)
     return run
 
 

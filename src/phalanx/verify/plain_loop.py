@@ -68,8 +68,10 @@ def _mean_and_count(
     mean_of_rows: Any = None,
     sum_of_rows: Any = None,
     count: Any = None,
+    retain_graph: bool = False,
 ) -> tuple[Tensor, float | None]:
     """Return the loss of a call, and the sum of the weights of its rows; None of a whole batch."""
+    del retain_graph  # every graph is retained here
     if loss is not None and loss.ndim == 0:
         return loss, None
     if loss is not None:
