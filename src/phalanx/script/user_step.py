@@ -30,15 +30,12 @@ from phalanx.script.hooks import ReducedGradientHooks
 from phalanx.script.loss import FORMS, RowsLoss
 from phalanx.script.optimizer import warn_of_state
 from phalanx.script.reading import BatchTracker
-from phalanx.script.replicas import NUM_ALWAYS_CHECKED, AsyncHostCopy, Replicas
+from phalanx.script.replicas import NUM_ALWAYS_CHECKED, STEPS_APART, AsyncHostCopy, Replicas
 from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
 
 _NUM_SHARED: Final = 8
 """Numbers of a call that the data ranks add up, see `UserStep._check`."""
-
-_STEPS_APART: Final = 50
-"""Steps between looks for parameters that a script has replaced, after the first steps."""
 
 _MOST_SPREAD: Final = 1e-6
 """Largest relative spread of a whole-batch loss over the ranks: rounding on unlike processors."""
@@ -93,6 +90,7 @@ class UserStep(StepState):
         self._is_gathered = self._has_odd_mean = False
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._terms = OwnTerms([], num_gathers=0, is_hidden=False, num_nodes=0)
+        self._known = {*map(id, self.parameters.values())}
         self._checked: set[tuple[frozenset[int], int]] = set()
         self._odd_loss: Tensor | None = None
         self._made = RecordedGradients()
@@ -225,7 +223,7 @@ class UserStep(StepState):
         """Start a step: make the checks between steps, and set earlier gradients aside."""
         self._reading.check_stream(self.replicas.check_last_step())
         self._num_begun += 1
-        is_quick = self._num_begun > NUM_ALWAYS_CHECKED and self._num_begun % _STEPS_APART != 0
+        is_quick = self._num_begun > NUM_ALWAYS_CHECKED and self._num_begun % STEPS_APART != 0
         self._as_prepared.check("backward", is_quick=is_quick)
         self._hooks.take(self._accumulation)
         if self._num_begun == 2:  # not steps_done, which may differ between ranks
@@ -278,9 +276,9 @@ class UserStep(StepState):
             if self._num_data > 1:
                 self._terms = own_terms(loss)
                 self._is_gathered |= self._terms.num_gathers > 0
-                known = {*map(id, self.parameters.values())}
-                is_sharded = self._comm.size("fsdp") > 1  # FSDP2 puts gathered ones in their place
-                if not is_sharded and known.isdisjoint(map(id, self._terms.parameters)):
+                own = map(id, self._terms.parameters)
+                # FSDP2 puts gathered parameters in the place of the prepared ones.
+                if self._comm.size("fsdp") == 1 and self._known.isdisjoint(own):
                     # Parameters outside the model have the whole gradient on every rank.
                     self._terms = self._terms._replace(parameters=[])
                 # The number of nodes shows a new term of parameters that were reached before.
@@ -360,7 +358,7 @@ class UserStep(StepState):
     @property
     def _is_early(self) -> bool:
         """Whether all ranks make every check, before the backward."""
-        return self._num_begun <= 2 or self._num_begun % _STEPS_APART == 0
+        return self._num_begun <= 2 or self._num_begun % STEPS_APART == 0
 
     def _check_own_terms(self, loss: Tensor) -> None:
         """Refuse gradients from terms of a rank's own rows; all ranks call this together.
@@ -376,14 +374,14 @@ class UserStep(StepState):
             of.get(each, f"parameter {number}, of shape {tuple(each.shape)},"): each
             for number, each in enumerate(self._terms.parameters)
         }
-        strangers = [name for name in reached if name not in self.parameters]
+        names = gather_objects((self._terms.is_hidden, *reached))
+        strangers = [name for _, *each in names for name in each if name not in self.parameters]
         if strangers and comm.size("fsdp") == 1:
             raise ScriptError(
                 f"backward: the loss reaches {strangers[0]} which is not in the prepared model, "
                 "and parameters of the model after a gather; put both into one module, as "
                 "nn.ModuleDict, before run.prepare"
             )
-        names = gather_objects((self._terms.is_hidden, *reached))
         if any(is_hidden for is_hidden, *_ in names):
             raise ScriptError(
                 "backward: the loss reaches parameters through a reentrant checkpoint, within "
