@@ -28,6 +28,7 @@ def generated(
     folder: Path, capsys: pytest.CaptureFixture[str], *words: str
 ) -> list[dict[str, Any]]:
     """Return the completions of the JSON document, whose texts standard output has too, alone."""
+    capsys.readouterr()  # what the training before it printed
     assert main(["generate", str(folder), *words, "--json"]) == 0
     out, err = capsys.readouterr()
     *lines, last = out.splitlines()
