@@ -157,16 +157,16 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         batches = [pair_of(batch) for batch in loader]
         for at in range(0, len(batches), case.accumulation):
             step = batches[at : at + case.accumulation]
-            count = sum(len(y) for _, y in step)
             optimizer.zero_grad()
-            sums = [cross_entropy(model(x), y, reduction="sum") for x, y in step]
-            (sum(sums) / count).backward()
+            means: Any = [cross_entropy(model(x), y) / case.accumulation for x, y in step]
+            loss = sum(means)
+            loss.backward()
             if case.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            losses.append(sum(float(each.detach()) for each in sums) / count)
+            losses.append(float(loss.detach()))
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -190,9 +190,8 @@ class Distributed:
             taken = 0
             for batch in self.loader:
                 x, y = pair_of(batch)
-                run.backward(
-                    sum_of_rows=cross_entropy(self.model(x), y, reduction="sum"), count=len(y)
-                )
+                loss = cross_entropy(self.model(x), y, reduction="sum")
+                run.backward(sum_of_rows=loss / case.accumulation, count=len(y))
                 taken += 1
                 if taken % case.accumulation and not self.loader.is_last:
                     continue

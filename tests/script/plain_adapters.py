@@ -108,7 +108,8 @@ class OnRanks(Plain):
         return self.run.prepare(*objects, **options)
 
     def backward(self, loss_sum: Tensor, count: Any) -> Tensor:
-        return self.run.backward(sum_of_rows=loss_sum, count=count)
+        n = self.accumulation
+        return self.run.backward(sum_of_rows=loss_sum / n, count=count) * n
 
     def whole(self, loss: Tensor) -> Tensor:
         return self.run.backward(loss)

@@ -114,7 +114,7 @@ RIGHT: dict[str, dict[str, str]] = {
     "accumulation": {"init": "accumulation=2"},
     "accumulation of sums": {
         "init": "accumulation=3",
-        "body": _OWN + "run.backward(mean_of_rows=loss, count=len(y))",
+        "body": _OWN + "run.backward(mean_of_rows=loss / 3, count=len(y))",
     },
     "scheduler": {
         "after": "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)",

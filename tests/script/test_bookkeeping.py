@@ -30,17 +30,13 @@ def plain_numbers(accumulation: int = 1) -> list[float]:
     numbers: list[float] = []
     for _ in range(2):
         total, of_batches, right, count = 0.0, 0.0, 0, 0
-        batches: list[tuple[Tensor, int]] = []
         for number, (x, y) in enumerate(loader):
             logits = model(x)
             loss = cross_entropy(logits, y)
-            batches.append((loss, len(y)))
-            if len(batches) == accumulation or number == len(loader) - 1:
-                rows = sum(n for _, n in batches)
-                optimizer.zero_grad()
-                sum(each * n / rows for each, n in batches).backward()  # pyright: ignore
+            (loss / accumulation).backward()
+            if (number + 1) % accumulation == 0 or number == len(loader) - 1:
                 optimizer.step()
-                batches = []
+                optimizer.zero_grad()
             total += loss.item() * len(y)
             of_batches += loss.item()
             right += int((logits.argmax(1) == y).sum())
@@ -65,7 +61,8 @@ def numbers_of_ranks(strategy: str, accumulation: int) -> list[float]:
         total, of_batches, right, count = 0.0, 0.0, 0, 0
         for x, y in loader:
             logits = model(x)
-            loss = run.backward(mean_of_rows=cross_entropy(logits, y), count=len(y))
+            loss = cross_entropy(logits, y)
+            loss = run.backward(mean_of_rows=loss / accumulation, count=len(y)) * accumulation
             if run.is_step_end:
                 optimizer.step()
                 optimizer.zero_grad()

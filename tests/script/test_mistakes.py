@@ -125,10 +125,17 @@ def the_same_rows_on_all_ranks() -> None:
     script.optimizer.step()
 
 
-def losses_of_two_kinds() -> None:
-    script = Script(accumulation=2)
-    script.backward()
-    out, y = script.run.gather(script.model(script.x), script.y)
+def a_parameter_outside_the_model() -> None:
+    script = Script()
+    scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    loss = cross_entropy(script.model(script.x) * scale, script.y)
+    script.run.backward(mean_of_rows=loss, count=len(script.y))
+
+
+def a_gathered_parameter_outside_the_model() -> None:
+    script = Script("fsdp2")
+    scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    out, y = script.run.gather(script.model(script.x) * scale, script.y)
     script.run.backward(cross_entropy(out, y))
 
 
@@ -646,8 +653,9 @@ MISTAKES: dict[Callable[[], None], str] = {
     a_number_expanded_to_rows: r"shape \(4,\) is a number of this rank's rows, expanded to them",
     a_term_of_own_rows: r"the loss is .* on rank 0 and .*: a part of it is computed from this",
     the_same_rows_on_all_ranks: r"optimizer.step\(\): no loss .* is computed from rows that run.",
-    losses_of_two_kinds: r"a loss of the whole batch, and another a loss of own rows, .*one kind",
     a_mean_over_no_rows: r"step 1: the loss is not finite \(nan on rank",
+    a_parameter_outside_the_model: r"a parameter of shape \(1,\) that is not in the prepared model",
+    a_gathered_parameter_outside_the_model: r"not in the prepared model, .*nn\.ModuleDict",
     a_loss_that_is_not_finite: r"step 1: the loss is not finite \(nan on rank .*nonfinite='skip'",
     a_sum_of_losses: r"sum: the number has a graph, .*run.gather.*run.sum\(value.detach\(\)\)",
     no_graph: r"the loss has no graph.*outside torch.no_grad",

@@ -22,7 +22,7 @@ from jobs import Dropping
 from loops import Case, Numbers, Stream, Twice, Views, as_rows, normed, of_groups
 from torch import nn
 from torch.nn.functional import cross_entropy, softplus
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import phalanx
 from marks import by_hand
@@ -519,14 +519,41 @@ def losses_ahead(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Any:
     loop = loops.Distributed(Case(accumulation=3), "dp2")
     for _ in range(2):
         for x, y in read(loop.loader):
-            loop.run.backward(
-                sum_of_rows=cross_entropy(loop.model(x), y, reduction="sum"), count=len(y)
-            )
+            loss = cross_entropy(loop.model(x), y, reduction="sum")
+            loop.run.backward(sum_of_rows=loss / 3, count=len(y))
             if loop.run.is_step_end:
                 loop.optimizer.step()
                 loop.optimizer.zero_grad()
                 loop.losses.append(float(loop.run.loss_of_step))
     return loop.losses, loop.weights()
+
+
+def step_of_a_count(strategy: str | None) -> list[float]:
+    """Return a step's loss, gradients and weights: a mean over the rows of two unequal batches."""
+    batches: list[Any]
+    if strategy is None:
+        model, *_ = loops.parts_of(Case())
+        batches = [Numbers()[:8], Numbers()[8:11]]
+        sums: Any = [cross_entropy(model(x), y, reduction="sum") for x, y in batches]
+        (loss := sum(sums) / 11).backward()
+    else:
+        run = phalanx.init(strategy, accumulation=2)
+        model, optimizer, *_ = loops.parts_of(Case())
+        loader = DataLoader(Subset(Numbers(), range(11)), 8)
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+        batches = [*loader]
+        for x, y in batches:
+            loss_sum = cross_entropy(model(x), y, reduction="sum")
+            run.backward(sum_of_rows=loss_sum, count=sum(len(y) for _, y in batches))
+        loss = run.loss_of_step
+    gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+    return [float(loss.detach()), *torch.cat([g.flatten() for g in gradients]).tolist()]
+
+
+def test_calls_may_be_divided_by_the_count_of_the_step() -> None:
+    for strategy in ("dp2", "fsdp2"):
+        for numbers in run_ranks(step_of_a_count, 2, strategy, threads=1):
+            assert numbers == pytest.approx(step_of_a_count(None), rel=1e-10)
 
 
 def all_losses_ahead() -> list[Any]:

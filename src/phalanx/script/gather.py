@@ -72,7 +72,6 @@ class Gathers:
         dim: int | None,
         pad: float | None,
         per_row: int,
-        is_first_step: bool,
         is_check_due: bool,
     ) -> tuple[Any, bool]:
         """Return the rows of all ranks, see `Run.gather`, and whether any rank needs a check.
@@ -90,7 +89,7 @@ class Gathers:
         if not self._has_own_groups:
             # Backward within `summed` has no fixed order relative to the sums of gradients.
             self._comm, self._has_own_groups = self._comm.with_separate_groups("data"), True
-        of_ranks, is_due = self._forms_of_ranks(forms, is_check_due, is_first_step)
+        of_ranks, is_due = self._forms_of_ranks(forms, is_check_due)
         if len(numbers := {len(theirs) for theirs in of_ranks}) > 1:
             raise ScriptError(
                 f"gather: the ranks give {' and '.join(map(str, sorted(numbers)))} tensors; give "
@@ -98,35 +97,31 @@ class Gathers:
             )
         wholes: list[Tensor] = []
         for tensor, shapes in zip(own, zip(*of_ranks, strict=True), strict=True):
-            if dim is None and is_first_step:
-                _refuse_ambiguous(shapes)
-            whole = self._gathered(tensor, _common_shape(shapes, pad), [s[1] for s in shapes], pad)
+            whole = self._gathered(tensor, _common_shape(shapes, pad), [s[0] for s in shapes], pad)
             wholes.append(whole.movedim(0, dim) if dim else whole)
         found = iter(wholes)
         whole = map_tensors(_without_caches(batch), lambda _: next(found))
         return whole, is_due
 
-    def _forms_of_ranks(
-        self, forms: Any, is_check_due: bool, is_first_step: bool
-    ) -> tuple[list[list[_Form]], bool]:
+    def _forms_of_ranks(self, forms: Any, is_check_due: bool) -> tuple[list[list[_Form]], bool]:
         """Return the forms that each data rank gathers, and whether any rank needs a check.
 
-        In most calls they differ in lengths alone, so numbers suffice. In the first step, or if a
-        rank has an error, objects are exchanged, which takes several times as long.
+        In most calls they differ in lengths alone, so numbers suffice. Else, or if a rank has an
+        error, objects are exchanged, which takes several times as long.
         """
         comm, coord = self._comm, self._comm.coord("data")
-        is_short = not isinstance(forms, str) and len(forms) <= _MOST_LENGTHS and not is_first_step
-        alike = zlib.crc32(repr([form[2:] for form in forms] if is_short else "").encode())
+        is_short = not isinstance(forms, str) and len(forms) <= _MOST_LENGTHS
+        alike = zlib.crc32(repr([form[1:] for form in forms] if is_short else "").encode())
         # Ranks with equal data coordinates, such as tp ranks, have the same rows.
         table = torch.zeros((comm.size("data"), 3 + _MOST_LENGTHS), dtype=torch.int64)
-        own = [not is_short, is_check_due, alike, *(form[1] for form in forms if is_short)]
+        own = [not is_short, is_check_due, alike, *(form[0] for form in forms if is_short)]
         table[coord, : len(own)] = torch.tensor(own)
         table = comm.all_reduce(table.to(comm.device), "job", "max").tolist()
         is_due = any(row[1] for row in table)
         if is_short and all(row[0] == 0 and row[2] == alike for row in table):
             own_forms = cast("list[_Form]", forms)
             return [
-                [(0, n, form[2], form[3]) for n, form in zip(row[3:], own_forms, strict=False)]
+                [(n, *form[1:]) for n, form in zip(row[3:], own_forms, strict=False)]
                 for row in table
             ], is_due
         every = gather_objects((coord, forms))
@@ -222,8 +217,8 @@ class OwnTerms(NamedTuple):
     num_nodes: int
 
 
-def own_terms(loss: Tensor) -> OwnTerms:
-    """Return what a loss is computed from on paths without a gather."""
+def own_terms(loss: Tensor, *, stops_at_gathers: bool = True) -> OwnTerms:
+    """Return what a loss is computed from on paths without a gather, or on all paths."""
     seen, parameters = set[Any](), list[nn.Parameter]()
     num_gathers, is_hidden = 0, False
     left: list[Any] = [loss.grad_fn]
@@ -234,7 +229,8 @@ def own_terms(loss: Tensor) -> OwnTerms:
         seen.add(node)
         if issubclass(type(node), _Gather._backward_cls):  # pyright: ignore
             num_gathers += 1
-            continue
+            if stops_at_gathers:
+                continue
         is_hidden |= type(node).__name__ == "CheckpointFunctionBackward"
         if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
             parameters.append(variable)
@@ -273,8 +269,8 @@ def _rows_first(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor.movedim(dim, 0) if dim else tensor
 
 
-_Form = tuple[int, int, tuple[int, ...], str]
-"""Rows of this rank's batch (0 if unknown), entries of a tensor, shape of an entry, and dtype."""
+_Form = tuple[int, tuple[int, ...], str]
+"""Entries of a tensor, shape of an entry, and dtype."""
 
 _MOST_LENGTHS: Final = 13
 """Tensors whose lengths ranks exchange as numbers."""
@@ -283,10 +279,9 @@ _MOST_LENGTHS: Final = 13
 def _form(tensor: Tensor, num_rows: Collection[int], per_row: int) -> _Form:
     """Return the form of a tensor; refuse one whose first dimension is no rows of a batch."""
     length, shape, dtype = len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)
-    if not num_rows or length in num_rows:
-        return length if num_rows else 0, length, shape, dtype
-    if length % per_row == 0 and length // per_row in num_rows:
-        return length // per_row, length, shape, dtype
+    is_whole = length % per_row == 0 and length // per_row in num_rows
+    if not num_rows or length in num_rows or is_whole:
+        return length, shape, dtype
     has = " or ".join(map(str, sorted(num_rows)))
     raise ScriptError(
         f"gather: a tensor of shape {tuple(tensor.shape)} has {length} entries in its first "
@@ -299,29 +294,19 @@ def _form(tensor: Tensor, num_rows: Collection[int], per_row: int) -> _Form:
 
 def _common_shape(forms: Sequence[_Form], pad: float | None) -> tuple[int, ...]:
     """Return the shape of a row on all ranks, the largest if rows are padded."""
-    filled = [form for form in forms if form[1]] or forms[:1]
-    if len(dtypes := {form[3] for form in forms}) > 1:
+    filled = [form for form in forms if form[0]] or forms[:1]
+    if len(dtypes := {form[2] for form in forms}) > 1:
         raise ScriptError(
             f"gather: a tensor is {' and '.join(sorted(dtypes))} on different ranks; give the same "
             "type on every rank"
         )
-    shapes = {form[2] for form in filled}
+    shapes = {form[1] for form in filled}
     if len(shapes) > 1 and (pad is None or len({len(shape) for shape in shapes}) > 1):
         raise ScriptError(
             f"gather: the rows have different shapes on different ranks, {sorted(shapes)}; pad "
             "them to the longest of all ranks, as in run.gather(out, pad=0)"
         )
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-
-
-def _refuse_ambiguous(forms: Sequence[_Form]) -> None:
-    """Refuse a tensor with two dimensions that may be its rows."""
-    rows, _, shape, _ = forms[0]
-    if rows > 1 and len({form[0] for form in forms}) == 1 < len(forms) and rows in shape:
-        raise ScriptError(
-            f"gather: a tensor of shape {(rows, *shape)} has two dimensions of {rows}, the rows of "
-            "this rank's batch; name the dimension of the rows, as in run.gather(out, dim=0)"
-        )
 
 
 def add_up(

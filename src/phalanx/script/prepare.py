@@ -134,7 +134,6 @@ class Prepared:
             dim=dim,
             pad=pad,
             per_row=per_row,
-            is_first_step=self.steps_done == 0,
             is_check_due=self._is_check_due(),
         )
         if is_due:

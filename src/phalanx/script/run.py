@@ -164,9 +164,9 @@ class Run:
             run.backward(mean_of_rows=loss, count=len(y))   of this rank's rows, mean or sum
             run.backward(losses, weights=mask)              of this rank's rows, not reduced
 
-        Losses of own rows are added up over the ranks, and over the calls of a step, before they
-        are divided by the sum of the counts. After the last call of a step gradients are reduced;
-        under fsdp a `.grad` is this rank's shard.
+        The sums of own rows are added up over the ranks, and divided by the sum of the counts.
+        Calls of a step add up, as calls of `loss.backward()` do. After the last call of a step
+        gradients are reduced; under fsdp a `.grad` is this rank's shard.
 
         Args:
             loss: loss of the whole batch, 0-d, equal on every rank; or the losses of this rank's
@@ -175,7 +175,8 @@ class Run:
             weights: weight of each of the losses, of their shape; 1 if None.
             mean_of_rows: mean loss of `count` rows or tokens of this rank; 0-d.
             sum_of_rows: sum of their losses; 0-d.
-            count: their number, or the sum of their weights.
+            count: what divides the sum on one process: the number of rows or tokens, or the sum of
+                their weights; in an accumulated step it may be the number of the whole step.
             retain_graph: whether another backward uses the same graph.
 
         Returns:

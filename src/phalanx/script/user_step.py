@@ -78,15 +78,11 @@ class UserStep(StepState):
         self.draw_watch = DrawWatch(comm, lambda: 0)
         self.replicas = Replicas(comm, self.parameters, optimizers)
         self._hooks = ReducedGradientHooks(self.parameters, comm)
-        self._totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        self._divisor = self._totals[1]
         self._num_begun = 0
         self._nonfinite = nonfinite
         self._num_data = comm.size("data")
         self._gathers = gathers
-        self.loss_of_step = self._totals[0]
-        self._found = self._totals
-        self._has_rows: bool | None = None
+        self.loss_of_step = torch.zeros((), dtype=torch.float64, device=comm.device)
         self._is_gathered = self._has_odd_mean = False
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._terms = OwnTerms([], num_gathers=0, is_hidden=False, num_nodes=0)
@@ -101,22 +97,21 @@ class UserStep(StepState):
         self.draw_watch.look()
         if self.state is not State.ACCUMULATING:
             self._begin()
-        self._refuse_mixed(isinstance(loss, RowsLoss))
         given = loss.sum if isinstance(loss, RowsLoss) else loss
-        found = self._exchange(loss)
+        sums = self._exchange(loss)
+        found = AsyncHostCopy(sums)
         # A GPU has computed the loss when its copy arrives. So after the first steps the host first
         # launches the backward, which needs no answer of another rank.
         is_first = self._is_early or not given.is_cuda
+        is_looked_at = self._is_early and self._num_data > 1
+        reached = own_terms(given, stops_at_gathers=False).parameters if is_looked_at else []
         if is_first:
             self._check(loss, found.tolist())
         scale, mean = 1.0, given.detach()
         divisor = torch.ones((), device=given.device)
         if isinstance(loss, RowsLoss):
-            self._totals += self._found
-            if self.num_backwards == 0:
-                # In most steps each call has the same count, and `_end` has nothing to correct.
-                self._divisor = _nonzero(self._found[1] * self._accumulation)
-            divisor, mean = self._divisor, self._found[0] / _nonzero(self._found[1])
+            divisor = torch.where(sums[1] > 0, sums[1], 1.0)
+            mean = sums[0] / divisor
         elif self._terms.parameters or self._terms.is_hidden:
             # Each rank adds the whole gradient of these parameters, and the gathers 1 / R of it.
             scale = self._num_data
@@ -131,6 +126,7 @@ class UserStep(StepState):
                 reducer.before_backward(reducer.parameters if is_last else ())
             with self._gathers.passing(scale, is_summed=isinstance(loss, RowsLoss)):
                 (given.to(wide) / divisor.to(wide)).backward(retain_graph=retain_graph)
+            self._refuse_strangers(reached)
             if not is_first:
                 self._check(loss, found.tolist())
         except BaseException:  # a script may catch it, and repeat the step
@@ -185,7 +181,7 @@ class UserStep(StepState):
             if self._odd_loss is not None:
                 self._refuse_odd_loss(float(self._odd_loss.detach()))
             self.refuse_step(own, has_gradients=bool(gradients))
-            if self._num_data > 1 and not (self._has_rows or self._is_gathered):
+            if self._num_data > 1 and not self._is_gathered:
                 raise ScriptError(
                     "optimizer.step(): no loss since the last step is computed from rows that "
                     f"run.gather returned, so ranks used their own rows or the same; {FORMS}"
@@ -239,8 +235,7 @@ class UserStep(StepState):
         kept = {p: p.grad for p in self.parameters.values() if p.grad is not None}
         self._kept = {p: gradient.clone() for p, gradient in kept.items()}
         self._clear()
-        self._totals = torch.zeros_like(self._totals)
-        self._has_rows = self._odd_loss = None
+        self._odd_loss = None
         if self.is_used or self.steps_done == 0:
             self._is_gathered = False
         self.begin()
@@ -250,7 +245,7 @@ class UserStep(StepState):
     def _check_end(self, where: str) -> None:
         self.replicas.check_end(where, self._name, self.steps_done)
 
-    def _exchange(self, loss: Tensor | RowsLoss) -> AsyncHostCopy:
+    def _exchange(self, loss: Tensor | RowsLoss) -> Tensor:
         """Return numbers of this call, summed over the data ranks, see `_check`."""
         reading = self._reading
         num_ahead = reading.num_ahead if self._accumulation > 1 else 0
@@ -258,7 +253,7 @@ class UserStep(StepState):
         words = self.replicas.words(counts, reading.seen)
         found = torch.cat([words.new_zeros(_NUM_SHARED), words])
         if isinstance(loss, RowsLoss):
-            count = loss.count
+            self._is_gathered, count = True, loss.count
             if isinstance(count, Tensor):
                 count = to_device(count, found.device).double()
                 found[3] = (~((count >= 0) & count.isfinite())).double()
@@ -276,11 +271,6 @@ class UserStep(StepState):
             if self._num_data > 1:
                 self._terms = own_terms(loss)
                 self._is_gathered |= self._terms.num_gathers > 0
-                own = map(id, self._terms.parameters)
-                # FSDP2 puts gathered parameters in the place of the prepared ones.
-                if self._comm.size("fsdp") == 1 and self._known.isdisjoint(own):
-                    # Parameters outside the model have the whole gradient on every rank.
-                    self._terms = self._terms._replace(parameters=[])
                 # The number of nodes shows a new term of parameters that were reached before.
                 reached = (frozenset(map(id, self._terms.parameters)), self._terms.num_nodes)
                 # Only on a GPU a check after the backward would come too late.
@@ -291,8 +281,7 @@ class UserStep(StepState):
         self._comm.all_reduce(found, "data")
         self._comm.all_reduce(found[_NUM_SHARED:], "tp")
         self.replicas.store_sums(found[_NUM_SHARED:])
-        self._found = found[:2]
-        return AsyncHostCopy(found[:_NUM_SHARED])
+        return found[:_NUM_SHARED]
 
     def _check(self, loss: Tensor | RowsLoss, found: Sequence[float]) -> None:
         """Refuse losses that are no loss of the whole batch; all ranks decide alike.
@@ -338,6 +327,16 @@ class UserStep(StepState):
             if num_own:
                 self._check_own_terms(loss)
 
+    def _refuse_strangers(self, reached: Sequence[nn.Parameter]) -> None:
+        """Refuse parameters outside the model, of which each rank would have its own gradients."""
+        for each in reached:  # the parameters that FSDP2 gathers have lost their gradients again
+            if each.grad is not None and id(each) not in self._known:
+                raise ScriptError(
+                    f"backward: the loss reaches a parameter of shape {tuple(each.shape)} that is "
+                    "not in the prepared model, so no rank would add up its gradient; put both "
+                    "into one module, as nn.ModuleDict, before run.prepare"
+                )
+
     def _refuse_unequal(self, loss: Tensor) -> None:
         """Refuse a loss that differs between ranks, and name the cause; all ranks call this."""
         values = gather_objects((float(loss.detach()), own_terms(loss).num_gathers > 0))
@@ -375,13 +374,6 @@ class UserStep(StepState):
             for number, each in enumerate(self._terms.parameters)
         }
         names = gather_objects((self._terms.is_hidden, *reached))
-        strangers = [name for _, *each in names for name in each if name not in self.parameters]
-        if strangers and comm.size("fsdp") == 1:
-            raise ScriptError(
-                f"backward: the loss reaches {strangers[0]} which is not in the prepared model, "
-                "and parameters of the model after a gather; put both into one module, as "
-                "nn.ModuleDict, before run.prepare"
-            )
         if any(is_hidden for is_hidden, *_ in names):
             raise ScriptError(
                 "backward: the loss reaches parameters through a reentrant checkpoint, within "
@@ -415,26 +407,10 @@ class UserStep(StepState):
                         "run.gather returned"
                     )
 
-    def _refuse_mixed(self, has_rows: bool) -> None:
-        """Refuse to add losses of own rows and of the whole batch in one step."""
-        if self._has_rows not in (None, has_rows):
-            raise ScriptError(
-                "backward: a call of this step gave a loss of the whole batch, and another a loss "
-                "of own rows, which the step divides by the count of all its calls; give losses of "
-                "one kind"
-            )
-        self._has_rows = has_rows
-
     def _end(self) -> None:
-        """Rescale the gradients to the step's total count, and call the script's hooks."""
-        if self._has_rows:
-            self.loss_of_step = self._totals[0] / _nonzero(self._totals[1])
-            if self._accumulation > 1:
-                factor = self._divisor / self._totals[1]
-                for gradient in self.gradients():
-                    local_shard(gradient).mul_(factor)
+        """Call the script's hooks, and add the gradients of earlier calls."""
         if self._has_odd_mean and not self._is_finite():
-            self._odd_loss = self._totals.new_full((), math.nan)
+            self._odd_loss = torch.tensor(math.nan)
         self._has_odd_mean = False
         self._hooks.call()
         for parameter, kept in self._kept.items():
@@ -464,8 +440,3 @@ def _are_finite(gradients: Sequence[Tensor]) -> bool:
     """Return whether the shards of this rank are finite."""
     sums = [local_shard(gradient).sum(dtype=torch.float64) for gradient in gradients]
     return all(bool(each.isfinite()) for each in sums)
-
-
-def _nonzero(total: Tensor) -> Tensor:
-    """Return `total` as a divisor: 1 if it is 0."""
-    return torch.where(total > 0, total, 1.0)

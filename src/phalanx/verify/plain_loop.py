@@ -1,10 +1,10 @@
 """Gradients of a user's own loop on one process, in plain PyTorch.
 
 One process and the ranks run the same `run.backward`, so a fault of its arithmetic is on both
-sides. So the one process of a comparison computes the gradients of a step by autograd alone:
+sides. So the one process of a comparison computes the gradients of each call by autograd alone:
 
-    losses of rows               sum over the calls of the gradient of their sum / sum of counts
-    losses of the whole batch    sum over the calls of the gradient of the loss
+    losses of rows               gradient of their sum / count
+    losses of the whole batch    gradient of the loss
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class PlainLoop:
         self._run, self._backward = run, run.backward
         self._kept: list[Tensor | None] = []
         self._sums: list[Tensor] | None = None
-        self._count = 0.0
         run.backward = self.backward
 
     def backward(self, *args: Any, **given: Any) -> Tensor:
@@ -32,15 +31,14 @@ class PlainLoop:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if step.num_backwards == 0:
             self._kept = [None if p.grad is None else p.grad.clone() for p in parameters]
-            self._sums, self._count = [torch.zeros_like(p) for p in parameters], 0.0
+            self._sums = [torch.zeros_like(p) for p in parameters]
         plain = self._add(parameters, args, given)
         made = self._backward(*args, **given)
         if self._sums is not None and self._run.is_step_end:
             for p, kept, total in zip(parameters, self._kept, self._sums, strict=True):
                 if p.grad is not None and not p.grad.is_sparse:
-                    plainly = total / (self._count or 1.0)
                     # `.data`, so that this is no write of the script.
-                    p.grad.data.copy_(plainly if kept is None else plainly + kept)
+                    p.grad.data.copy_(total if kept is None else total + kept)
         return made if plain is None else plain.to(made)
 
     def _add(self, parameters: list[Any], args: Any, given: Any) -> Tensor | None:
@@ -48,20 +46,18 @@ class PlainLoop:
         if self._sums is None:
             return None
         try:
-            mean, count = _mean_and_count(*args, **given)
-            found: Any = torch.autograd.grad(mean, parameters, retain_graph=True, allow_unused=True)
+            loss = _loss(*args, **given)
+            found: Any = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
         except Exception:  # an illegal call, or a graph that allows one backward only
             self._sums = None
             return None
-        weight = 1.0 if count is None else count
         for total, gradient in zip(self._sums, found, strict=True):
-            if gradient is not None and weight:
-                total += gradient * weight
-        self._count += count or 0.0
-        return mean.detach() if weight else None
+            if gradient is not None:
+                total += gradient
+        return loss.detach()
 
 
-def _mean_and_count(
+def _loss(
     loss: Any = None,
     *,
     weights: Any = None,
@@ -69,13 +65,13 @@ def _mean_and_count(
     sum_of_rows: Any = None,
     count: Any = None,
     retain_graph: bool = False,
-) -> tuple[Tensor, float | None]:
-    """Return the loss of a call, and the sum of the weights of its rows; None of a whole batch."""
+) -> Tensor:
+    """Return the loss of a call on one process, in float32 or wider."""
     del retain_graph  # every graph is retained here
-    if loss is not None and loss.ndim == 0:
-        return loss, None
-    if loss is not None:
+    if loss is not None and loss.ndim > 0:
         weights = torch.ones_like(loss) if weights is None else weights
         sum_of_rows, count = (loss * weights)[weights != 0].sum(), weights.sum(dtype=torch.float64)
-    mean = mean_of_rows if sum_of_rows is None else sum_of_rows / float(count)
-    return mean.to(torch.promote_types(mean.dtype, torch.float32)), float(count)
+    if sum_of_rows is not None:
+        loss = sum_of_rows / float(count)
+    loss = mean_of_rows if loss is None else loss
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
