@@ -25,8 +25,7 @@ import runs
 import torch
 from torch.optim import AdamW
 
-from phalanx.checkpoint import index, manifest, state, untrusted
-from phalanx.checkpoint.position import LoaderPosition, ScriptPosition
+from phalanx.checkpoint import index, manifest, state
 from phalanx.checkpoint.tensor_file import SUFFIX
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.errors import CheckpointError
@@ -196,9 +195,6 @@ def read_weights(folder: Path) -> None:
 def fuzz(run: Path, seed: int, num_trials: int) -> dict[str, Any]:
     """Damage a checkpoint again and again, and read it in both ways."""
     model, optimizer = save_decoder(run)
-    # Forged manifests may have an optional entry that this one lacks: its types are evaluated once.
-    for kind in (ScriptPosition, LoaderPosition):
-        untrusted._hints_of(kind)
     source = manifest.find(run)
     good = {path.name: path.read_bytes() for path in source.iterdir()}
     folder = run / "damaged"

@@ -118,7 +118,7 @@ def at(values: Any, path: str) -> tuple[Any, Any]:
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
     def change(values: dict[str, Any]) -> None:
-        holder, key = at(values["script"], path)
+        holder, key = at(values["state"], path)
         holder[key] = value
 
     return change
@@ -145,10 +145,10 @@ def section(path: str, value: Any) -> Callable[[Path], object]:
 ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "draws of no digits": (section("draws", "zz"), "state of the checkpoint, 'zz', is not"),
     "draws of few digits": (section("draws", "00"), "state of the checkpoint, '00', is not"),
-    "draws 3": (section("draws", 3), "script.draws is 3, expected a text"),
-    "loaders 3": (section("loaders", 3), "script.loaders is 3, expected"),
-    "loaders [3]": (section("loaders", [3]), "script.loaders is 3, expected"),
-    "loaders [{}]": (section("loaders", [{}]), "script.loaders has no 'epoch'"),
+    "draws 3": (section("draws", 3), "state of the checkpoint, 3, is not valid"),
+    "loaders 3": (section("loaders", 3), "its state of the loaders is not valid"),
+    "loaders [3]": (section("loaders", [3]), "a loader's position is 3, expected"),
+    "loaders [{}]": (section("loaders", [{}]), "a loader's position has no 'epoch'"),
     "epoch -1": (section("loaders.0.epoch", -1), "epoch is -1, expected a whole number"),
     "epoch text": (section("loaders.0.epoch", "x"), "epoch is 'x', expected a whole number"),
     "batches -1": (section("loaders.0.batches", -1), "batches is -1, expected a whole number"),
@@ -156,7 +156,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "row -1": (section("loaders.0.row", -1), "row is -1, expected a whole number"),
     "no generators": (section("loaders.0.generators", {}), "drawn from generators []"),
     "generator text": (section("loaders.0.generators.draws", "q"), "the checkpoint, 'q', is not"),
-    "schedulers [3]": (section("schedulers", [3]), "schedulers is 3, expected"),
+    "schedulers [3]": (section("schedulers", [3]), "saved state does not fit this schedule"),
     "pairs 3": (section("schedulers.0", {"pairs": 3}), "saved state does not fit this schedule"),
     "a method": (section("schedulers.0.step", 3), "it has the unknown entry 'step'"),
     "an optimizer": (section("schedulers.0.optimizer", 3), "has the unknown entry 'optimizer'"),
@@ -169,17 +169,16 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         section("schedulers.0._schedulers.1.milestones", {"counter": [[[], 1]]}),
         "saved state does not fit this schedule",
     ),
-    "groups [[3]]": (section("groups", [[3]]), "groups is 3, expected"),
-    "betas 2": (section("groups.0.0.betas", [2.0, 0.9]), "Invalid beta parameter at index 0: 2.0"),
-    "betas None": (section("groups.0.0.betas", None), "the saved settings do not fit AdamW"),
-    "params": (section("groups.0.0.params", [1, 2]), "it has the unknown setting 'params'"),
-    "a setting": (section("groups.0.0.other", 1), "it has the unknown setting 'other'"),
-    "lr text": (section("groups.0.0.lr", "x"), "'lr' is 'x', and this run has 0.0"),
-    "lr -1": (section("groups.0.0.lr", -1), "lr is -1, expected at least 0"),
-    "lr inf": (section("groups.0.0.lr", float("inf")), "'lr' is inf, and this run has"),
-    "betas": (section("groups.0.0.betas", [0.9]), "'betas' is [0.9], and this run has (0.9, "),
-    "amsgrad": (section("groups.0.1.amsgrad", 1), "'amsgrad' is 1, and this run has True"),
-    "another entry": (section("more", 1), "has the unknown entry 'more'"),
+    "groups [[3]]": (section("settings", [[3]]), "with an optimizer of 1 parameter groups"),
+    "betas 2": (section("settings.0.0.betas", [2.0, 0.9]), "Invalid beta parameter at index 0"),
+    "betas None": (section("settings.0.0.betas", None), "the saved settings do not fit AdamW"),
+    "params": (section("settings.0.0.params", [1, 2]), "it has the unknown setting 'params'"),
+    "a setting": (section("settings.0.0.other", 1), "it has the unknown setting 'other'"),
+    "lr text": (section("settings.0.0.lr", "x"), "'lr' is 'x', and this run has 0.0"),
+    "lr -1": (section("settings.0.0.lr", -1), "lr is -1, expected at least 0"),
+    "lr inf": (section("settings.0.0.lr", float("inf")), "'lr' is inf, and this run has"),
+    "betas": (section("settings.0.0.betas", [0.9]), "'betas' is [0.9], and this run has (0.9, "),
+    "amsgrad": (section("settings.0.1.amsgrad", 1), "'amsgrad' is 1, and this run has True"),
     "a moment renamed": (
         renamed("optimizer.0.weight.exp_avg", "optimizer.0.weight.momentum"),
         "its state of 0.weight lacks the 'exp_avg', and this run's AdamW keeps",
@@ -232,7 +231,7 @@ def paths_in(values: Any, before: str = "") -> list[str]:
 @pytest.mark.parametrize("part", range(16))
 def test_any_value_anywhere_is_read_or_refused(saved: Path, tmp_path: Path, part: int) -> None:
     """Each value of the script's section replaced, removed, or doubled by a stranger."""
-    script = json.loads((saved / manifest.NAME).read_text())["script"]
+    script = json.loads((saved / manifest.NAME).read_text())["state"]
     cases = [(path, value) for path in paths_in(script) for value in VALUES]
     cases = random.Random(part).sample(cases, 100)
     folders = [tmp_path / str(number) for number in range(len(cases))]

@@ -158,20 +158,20 @@ def gone_on(num_done: int | None) -> dict[str, list[list[int]]]:
         torch.manual_seed(3)
         loader: RankLoader = run.prepare(make())
         batches: list[list[int]] = []
-        state, draws = loader.state(), run._prepared.generator.state
+        state, draws = loader.state_dict(), run._prepared.generator.state
         while loader.epoch < (1 if num_done is None else 2) and len(batches) != num_done:
             for batch in loader:
                 batches.append(run.gather(rows_of(batch), dim=0).tolist())
-                state, draws = loader.state(), run._prepared.generator.state
+                state, draws = loader.state_dict(), run._prepared.generator.state
                 if len(batches) == num_done:
                     break
         if num_done is None:
-            state, draws = loader.state(), run._prepared.generator.state
+            state, draws = loader.state_dict(), run._prepared.generator.state
         again = phalanx.init()
         torch.manual_seed(77)
         other: RankLoader = again.prepare(make())
         again._prepared.generator.state = draws
-        other.set_state(state)
+        other.load_state_dict(state)
         while other.epoch < 2:
             batches += [again.gather(rows_of(batch)).tolist() for batch in other]
         found[name] = batches
@@ -320,12 +320,12 @@ def rows_of_prepared_zips() -> list[list[int]]:
         return run.gather(rows, dim=0)
 
     rows = rows_of_a_zip(loaders, run.gather) + rows_of_a_zip(loaders, used, 2)
-    states, draws = [loader.state() for loader in loaders], run._prepared.generator.state
+    states, draws = [loader.state_dict() for loader in loaders], run._prepared.generator.state
     again = phalanx.init()
     others = list(again.prepare(*of_a_zip()))
     again._prepared.generator.state = draws
     for other, state in zip(others, states, strict=True):
-        other.set_state(state)
+        other.load_state_dict(state)
     return rows + rows_of_a_zip(others, again.gather)
 
 
@@ -404,7 +404,9 @@ def of_accumulated_passes() -> tuple[list[int], list[str]]:
         if run.is_first:
             model.half()  # to export it
         check_end()
-    return [loader.state().batches for loader in loaders[1:]], [str(each) for each in caught]
+    return [loader.state_dict()["batches"] for loader in loaders[1:]], [
+        str(each) for each in caught
+    ]
 
 
 def test_passes_that_a_script_may_make_raise_no_alarm() -> None:

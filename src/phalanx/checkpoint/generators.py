@@ -1,10 +1,11 @@
-"""Get and set the states of a rank's random generators, for checkpoints."""
+"""Get and set the states of random generators, for checkpoints."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from phalanx.checkpoint.untrusted import brief
 from phalanx.errors import CheckpointError
 
 
@@ -27,3 +28,22 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
             (torch.cuda if device == "cuda" else torch).set_rng_state(state)
     except RuntimeError as error:
         raise CheckpointError(f"its generator state is not valid: {error}") from error
+
+
+def to_text(generator: torch.Tensor | None) -> str:
+    """Return a generator state as hexadecimal text; empty for None."""
+    return "" if generator is None else generator.numpy().tobytes().hex()
+
+
+def from_text(text: str) -> torch.Tensor | None:
+    """Return the generator state that `to_text` encoded; None for empty text."""
+    if not text:
+        return None
+    try:
+        state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        torch.Generator().set_state(state)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"a generator state of the checkpoint, {brief(text)}, is not valid: {brief(error)}"
+        ) from error
+    return state

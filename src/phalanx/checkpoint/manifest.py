@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from phalanx.checkpoint.position import ScriptPosition
 from phalanx.checkpoint.untrusted import (
     brief,
     decode,
@@ -83,10 +82,8 @@ class Manifest:
         stream: values that determine the order of the samples, by name.
         first_epoch: number of the epoch at which the order of the samples begins.
         settings: other settings of the run that a resumed run keeps, by name.
-        script: data position of a training script; None for a run of `phalanx train`.
+        state: states of objects of the run, by name, see checkpoint/run_state.py.
         registered: states of registered objects by their names, see checkpoint/registered.py.
-        best: the best evaluation so far, see train/best.py; None if the run does not track it.
-        scaler: state of the gradient scaler, or None if the precision needs none.
         has_optimizer: whether optimizer state is included, so that a run can resume; a checkpoint
             with weights only can initialize a new run.
         is_passing: whether a time interval, a signal or a new best evaluation triggered the save;
@@ -104,10 +101,8 @@ class Manifest:
     stream: dict[str, Any]
     first_epoch: int = 0
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    script: ScriptPosition | None = None
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
     registered: dict[str, Any] = field(default_factory=dict[str, Any])
-    best: dict[str, Any] | None = None
-    scaler: dict[str, float] | None = None
     has_optimizer: bool = True
     is_passing: bool = False
     files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])
@@ -136,6 +131,11 @@ class Manifest:
                 f"the checkpoint is of another model: its {name} is {was}, but --model or --shape "
                 f"sets {value}; leave --model and --shape out to use the checkpoint's model"
             )
+
+    @property
+    def is_of_decoder(self) -> bool:
+        """Whether the model is a decoder of `phalanx train`, not a module of a script."""
+        return bool(self.shape)
 
     def check_optimizer(self) -> None:
         """Raise CheckpointError if the checkpoint has no optimizer state to resume from."""
@@ -230,6 +230,7 @@ def _decode(values: dict[str, Any]) -> Manifest:
     # the length changed before it began a new epoch.
     if values.pop("parts", None) and isinstance(values.get("stream"), dict):
         values["stream"][EARLIER_LENGTHS] = True
+    _join_states(values)
     manifest: Manifest = decode(Manifest, values)
     for name in manifest.files:
         if not is_plain_name(name):
@@ -237,6 +238,21 @@ def _decode(values: dict[str, Any]) -> Manifest:
     if sha256 != expected:
         raise ValueError("it is damaged: its sha256 differs from the recorded one")
     return manifest
+
+
+def _join_states(values: dict[str, Any]) -> None:
+    """Put states of the run's objects, which earlier versions stored in a field each, into one."""
+    try:
+        earlier = {name: values.pop(name, None) for name in ("scaler", "best")}
+        if (script := values.pop("script", None)) is not None:
+            earlier |= {name: script[name] for name in ("loaders", "schedulers", "draws")}
+            earlier["settings"] = script["groups"]
+            values["registered"] = values.get("registered") or script.get("registered", {})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its position of a script is not valid: {brief(error)}") from error
+    states = {name: each for name, each in earlier.items() if each is not None}
+    if states:
+        values["state"] = states
 
 
 def folder_of(run: Path, steps_done: int, kind: str = "step") -> Path:

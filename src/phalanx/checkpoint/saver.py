@@ -35,7 +35,7 @@ from phalanx.checkpoint.files import make_partial, partial_of, publish, remove_o
 from phalanx.checkpoint.host_copy import HostCopy, in_pieces
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.moments import AnyOptimizer
+from phalanx.checkpoint.optimizer_state import AnyOptimizer
 from phalanx.checkpoint.progress import SaveProgress
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
 from phalanx.checkpoint.state import (
@@ -162,7 +162,7 @@ class Saver:
         pieces = in_pieces(tensors) if copied is None else copied
         kind = "step" if about.has_optimizer else "weights"
         self._final = manifest.folder_of(self.run, about.steps_done, kind)
-        best = None if about.best is None else about.best["step"]
+        best = about.state["best"]["step"] if "best" in about.state else None
         number = self._progress.begin()
         save = _Save(
             *(number, self._final, partial_of(self._final), about),

@@ -26,7 +26,7 @@ from phalanx.checkpoint.files import verify
 from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.moments import (
+from phalanx.checkpoint.optimizer_state import (
     AnyOptimizer,
     check_state_keys,
     check_values,

@@ -145,7 +145,7 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
     Raises:
         CheckpointError: the shape is not valid, or the checkpoint is of a training script.
     """
-    if about.script is not None:
+    if not about.is_of_decoder:
         raise CheckpointError(
             f"{folder} is of a training script, whose module is not a Phalanx decoder; resume from "
             "it in that script by run.resume, or for a phalanx.Trainer by phalanx train --script "

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
 from phalanx.checkpoint.encoding import encoded
+from phalanx.checkpoint.optimizer_state import DRY_SHAPE, dry_state
 from phalanx.comm.together import gather_objects
 from phalanx.config.fields import (
     SEED,

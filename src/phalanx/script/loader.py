@@ -27,6 +27,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -34,13 +35,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
-from phalanx.checkpoint.position import LoaderPosition
+from phalanx.checkpoint.generators import from_text, to_text
+from phalanx.checkpoint.untrusted import decode
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.data.rows import count_rows, map_tensors, take_rows, tensors_of
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.models.attention import to_device
-from phalanx.script.checkpoint import from_text, to_text
 from phalanx.script.deal import shard_rows, without_rows
 from phalanx.script.drift import digest_of
 from phalanx.script.order import (
@@ -52,6 +53,27 @@ from phalanx.script.order import (
     RankBatches,
     generators_of,
 )
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The position of a data loader: its epoch, and the batches yielded in that epoch.
+
+    Attributes:
+        epoch: completed passes over the loader.
+        row: rows of all previous passes together.
+        batches: batches yielded in the current pass.
+        order: digest of the samples of each batch of the current pass; for a stream, number and
+            digest of the last digested batch.
+        generators: states from which that order was drawn, or the next order if `batches` is 0, by
+            generator, in hexadecimal digits.
+    """
+
+    epoch: int
+    row: int
+    batches: int
+    order: str
+    generators: dict[str, str]
 
 
 class _Fetched(NamedTuple):
@@ -223,25 +245,21 @@ class RankLoader:
         """Number and digest of the last digested batch of a stream; empty for other datasets."""
         return "" if self._fetcher is not None else self._digest
 
-    def state(self) -> LoaderPosition:
-        """Return the position of the loader, for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields of the loader's position, for a checkpoint."""
         batches, states = self._skip or self.batches_done, self._before
         if not batches:  # the next pass draws from the current state of the loader's generators
             states = {name: each.get_state() for name, each in generators_of(self.plain).items()}
-        return LoaderPosition(
-            epoch=self.epoch,
-            row=self._first_row,
-            batches=batches,
-            order=self._digest,
-            generators={name: to_text(state) for name, state in states.items()},
-        )
+        generators = {name: to_text(state) for name, state in states.items()}
+        return asdict(_Position(self.epoch, self._first_row, batches, self._digest, generators))
 
-    def set_state(self, state: LoaderPosition) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a position, so that the next pass is the rest of the saved pass.
 
         Raises:
             CheckpointError: the loader has other generators, or too few batches for the position.
         """
+        state: _Position = decode(_Position, saved, "a loader's position")
         before = {name: from_text(text) for name, text in state.generators.items()}
         if self._fetcher is not None and state.batches:
             needed = {"draws", *generators_of(self.plain)}

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from phalanx.checkpoint.generators import from_text, to_text
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.errors import DataError
 
@@ -39,6 +40,14 @@ class JobGenerator:
 
     def __init__(self, state: Tensor | None = None) -> None:
         self.state = state
+
+    def state_dict(self) -> str:
+        """Return the state as hexadecimal text."""
+        return to_text(self.state)
+
+    def load_state_dict(self, text: str) -> None:
+        """Restore a result of `state_dict`."""
+        self.state = from_text(text)
 
     @contextmanager
     def as_torch_generator(self) -> Generator[None]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.manifest import Checkpoint
+from phalanx.checkpoint.files import find_whole
+from phalanx.checkpoint.manifest import Checkpoint, Manifest
+from phalanx.checkpoint.optimizer_state import OptimizerSettings, Schedule
 from phalanx.checkpoint.registered import Registered
+from phalanx.checkpoint.run_state import RunState, Several, Stateful
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.together import on_first_rank
 from phalanx.errors import CheckpointError, ScriptError
 from phalanx.launch.heartbeat import PULSE
-from phalanx.script import checkpoint
 from phalanx.script.checks import check_arguments
+from phalanx.script.loader import RankLoader
+from phalanx.script.order import JobGenerator
 from phalanx.script.prepare import Prepared
 from phalanx.train.job.run_folder import check_unused
 
@@ -49,9 +56,10 @@ class Saves:
         saver = self._savers.get(self._folders.get(wanted, wanted)) or self._claim(wanted)
         saver.keep = keep
         with PULSE.doing(f"the checkpoint after step {step.steps_done}"):
-            loop = self._loop(model)
-            saved = checkpoint.begin(saver, loop, self._strategy, prepared.steps_done)
+            about = manifest_of(self._strategy, prepared.steps_done)
+            self._state(model).begin_save(saver, about, replaces=True)
             saver.finish()
+        saved = manifest.folder_of(saver.run, about.steps_done)
         _note_position(saver.run, saved)
         return saved
 
@@ -63,7 +71,7 @@ class Saves:
         """
         start = self._starts.get(wanted)
         while True:
-            here = wanted if start is not None else checkpoint.free_folder(wanted)
+            here = wanted if start is not None else _free_folder(wanted)
             saver = Saver(here)
             try:
                 # Now that it is locked: another run may have saved there and ended meanwhile.
@@ -86,7 +94,9 @@ class Saves:
         prepared = self._prepared
         model, step = prepared.require_model("resume")
         path = _folder_of("resume", folder)
-        found = checkpoint.load(path, self._loop(model))
+        found = on_first_rank(lambda: latest(path), f"cannot resume from {path}")
+        if found is not None:
+            self._state(model).load(found)
         self.registered.is_closed = True
         if found is None:
             self._show(f"no checkpoint in {folder} yet: starts from scratch")
@@ -104,14 +114,83 @@ class Saves:
             self._show(line)
         return True
 
-    def _loop(self, model: nn.Module) -> checkpoint.LoopObjects:
+    def _state(self, model: nn.Module) -> RunState:
         """Return the objects to save; register the extra state of the model's modules once."""
         if not self._is_extra_known:
             self._is_extra_known = True
             self.registered.add_extra_state(model)
-        made = self._prepared
-        fitted = (made.optimizers, made.schedulers, made.loaders, made.generator)
-        return checkpoint.LoopObjects(model, *fitted, self.registered)
+        of = self._prepared
+        parts = parts_of(of.optimizers, of.schedulers, of.loaders, of.generator)
+        return RunState(model, of.optimizers, parts, self.registered)
+
+
+def parts_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    loaders: Sequence[RankLoader],
+    generator: JobGenerator,
+) -> dict[str, Stateful]:
+    """Return the parts of a training loop that a checkpoint has, besides its tensors."""
+    return {
+        "settings": Several("optimizers", [OptimizerSettings(each) for each in optimizers]),
+        "schedulers": Several("schedulers", [Schedule(each) for each in schedulers]),
+        "loaders": Several("loaders", loaders),
+        "draws": generator,
+    }
+
+
+def manifest_of(
+    strategy: Any, steps_done: int, num_steps: int | None = None, *, is_passing: bool = False
+) -> Manifest:
+    """Return the manifest of a script's checkpoint, without states."""
+    return Manifest(
+        steps_done=steps_done,
+        num_steps=num_steps or steps_done,  # a loop of one's own does not give its total
+        consumed=0,
+        num_ranks=dist.get_world_size(),
+        strategy=str(strategy),
+        shape={},
+        stream={},
+        is_passing=is_passing,
+    )
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that `folder` names, or the latest of the run; None in a new run.
+
+    Raises:
+        CheckpointError: it is damaged, contains only weights, or is of `phalanx train`.
+    """
+    is_new = manifest.run_folder(folder) == folder and not (folder / manifest.NAME).exists()
+    if is_new and not manifest.complete_checkpoints(folder):
+        return None
+    found = find_whole(folder, compares=True)
+    where, about, _ = found
+    if not about.has_optimizer:
+        raise CheckpointError(
+            f"{where} contains only the weights; start a new run and load them by "
+            f"run.load_state_dict{manifest.older_checkpoints_hint(where)}"
+        )
+    if about.is_of_decoder:
+        raise CheckpointError(f"{where} was saved by `phalanx train`; resume it by --resume")
+    return found
+
+
+def _free_folder(folder: Path) -> Path:
+    """Return a folder without checkpoints, `folder` or `folder`-N; all ranks call this.
+
+    A new run must not mix its checkpoints with another run's, and must not fail because of them.
+    """
+
+    def find() -> Path:
+        names = itertools.chain([folder], (Path(f"{folder}-{n}") for n in itertools.count(2)))
+        return next(
+            name
+            for name in names
+            if not manifest.complete_checkpoints(name) and not (name / manifest.NAME).exists()
+        )
+
+    return on_first_rank(find, f"cannot save in {folder}")
 
 
 def _note_position(folder: Path, where: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from phalanx.checkpoint.run_state import Stateful
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.state import state_of
 from phalanx.comm.comm import Ranks
@@ -30,7 +31,6 @@ from phalanx.parallel.batch_norm import batch_norms, require_statistics
 from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.dropout import MaskPosition, Masks, warning_of_draws
 from phalanx.parallel.plan import Plan
-from phalanx.script import checkpoint
 from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
 from phalanx.script.counting import counted_of, planned_of
@@ -39,6 +39,7 @@ from phalanx.script.flops import cut_by_flops, flops_of_trainer
 from phalanx.script.loader import RankLoader
 from phalanx.script.loss import CheckedObjective
 from phalanx.script.order import JobGenerator
+from phalanx.script.saves import latest, manifest_of, parts_of
 from phalanx.strategy import Strategy
 from phalanx.train.best import BestTracker
 from phalanx.train.callback import CallbackRunner, Callbacks
@@ -141,9 +142,6 @@ class ModuleSession(Session):
         self.step = self._step_of(model, runner)
         self.called = CallbackRunner(Callbacks(trainer.callbacks, trainer.log), model)
         self.called.registered.add_extra_state(model, is_whole=self.strategy.pp.degree == 1)
-        schedulers = [] if self.scheduler is None else [self.scheduler]
-        fitted = ([self.optimizer], schedulers, [self.loader], self.generator)
-        self._loop = checkpoint.LoopObjects(model, *fitted, self.called.registered)
         if self._is_resumed:
             self._resume()
         else:
@@ -237,23 +235,23 @@ class ModuleSession(Session):
         return (cutting.whole(self.precision.of_batch(batch)) for batch in loader)
 
     @override
+    def parts(self) -> dict[str, Stateful]:
+        schedulers = [] if self.scheduler is None else [self.scheduler]
+        return parts_of([self.optimizer], schedulers, [self.loader], self.generator)
+
+    @override
     def begin_save(self, *, is_passing: bool = False) -> None:
-        checkpoint.begin(
-            self.saver,
-            self._loop,
-            str(self.strategy),
-            self.step.steps_done,
-            scaler=self.step.scaler.state_dict() or None,
-            best=None if self.best is None else self.best.state(),
-            num_steps=self.num_steps,
-            is_passing=is_passing,
+        about = manifest_of(
+            self.strategy, self.step.steps_done, self.num_steps, is_passing=is_passing
         )
+        self.state.begin_save(self.saver, about, replaces=True)
 
     def _resume(self) -> None:
         path = self._given
-        start = checkpoint.load(path, self._loop)
+        start = on_first_rank(lambda: latest(path), f"cannot resume from {path}")
         if start is None:
             raise CheckpointError(f"cannot resume from {path}: there is no checkpoint in it")
+        self.state.load(start)
         folder, about, _ = start
         on_first_rank(lambda: check_unused(self.out, start), f"cannot resume from {path}")
         self.step.steps_done = about.steps_done
@@ -261,10 +259,6 @@ class ModuleSession(Session):
             *start.words(),
             _words_of_resuming(folder, about.strategy, str(self.strategy)),
         ]
-        if about.scaler is not None:
-            self.step.scaler.load_state_dict(about.scaler)
-        if self.best is not None:
-            self.best.load(about.best)
 
     def _place(self) -> MaskPosition | None:
         number = self.step.run.microbatch

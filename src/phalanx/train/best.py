@@ -80,15 +80,15 @@ class BestTracker:
         """Whether `patience` evaluations without improvement have passed, which ends the run."""
         return self.patience is not None and self.num_worse >= self.patience
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state to store in a manifest."""
         state = dataclasses.asdict(self)
         del state["patience"]
         return state
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Restore a result of `state`, unless it is of another measure."""
-        if state is not None and state["measure"] == self.measure:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a result of `state_dict`, unless it is of another measure."""
+        if state["measure"] == self.measure:
             for name, value in state.items():
                 setattr(self, name, value)
 

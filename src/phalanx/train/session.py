@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.account.flops import Flops
+from phalanx.checkpoint.run_state import RunState, Stateful
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.config.schema import RunConfig
@@ -53,6 +54,19 @@ class Session(ABC):
     called: CallbackRunner
     log: Log | None
     best: BestTracker | None
+
+    @property
+    def state(self) -> RunState:
+        """The objects that a checkpoint has."""
+        parts: dict[str, Stateful] = {"scaler": self.step.scaler, **self.parts()}
+        if self.best is not None:
+            parts["best"] = self.best
+        step = self.step
+        return RunState(step.model, [step.optimizer], parts, self.called.registered)
+
+    def parts(self) -> Mapping[str, Stateful]:
+        """Return objects of this kind of session that a checkpoint has, by name."""
+        return {}
 
     @contextmanager
     def opening(self) -> Generator[None]:

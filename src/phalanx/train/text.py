@@ -149,20 +149,9 @@ class TextSession(Session):
     def _load(self) -> None:
         """Load the checkpoint from which the job resumes, if any."""
         self.step.steps_done = self.job.done[0]
-        if self.job.start is None:
-            return
-        folder, about, _ = self.job.start
-        with notice_if_slow(f"reading {folder}"):
-            objects = self.called.registered
-            tensors = state.load(
-                *(folder, self.model, self.step.optimizer),
-                lambda index: objects.empty_tensors(about.registered, index),
-            )
-            objects.load(about.registered, tensors)
-        if self.best is not None:
-            self.best.load(about.best)
-        if about.scaler is not None:
-            self.step.scaler.load_state_dict(about.scaler)
+        if self.job.start is not None:
+            with notice_if_slow(f"reading {self.job.start.folder}"):
+                self.state.load(self.job.start)
 
     @property
     @override
@@ -201,17 +190,8 @@ class TextSession(Session):
 
     @override
     def begin_save(self, *, is_passing: bool = False) -> None:
-        scaler = self.step.scaler.state_dict() or None  # empty if disabled
         done = (self.step.steps_done, self.loader.consumed)
-        parts = self.called.registered.parts()
-        about = manifest_of(
-            *(self.job, *done),
-            scaler=scaler,
-            is_passing=is_passing,
-            registered=parts.plain,
-            best=None if self.best is None else self.best.state(),
-        )
-        self.saver.begin(self.model, self.step.optimizer, about, parts.tensors)
+        self.state.begin_save(self.saver, manifest_of(self.job, *done, is_passing=is_passing))
 
     @property
     @override

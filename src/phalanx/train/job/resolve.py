@@ -189,8 +189,8 @@ def _precision_of(config: TrainConfig, device: str) -> Precision:
     return resolve_precision("float32" if is_open else config.precision, device)
 
 
-def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manifest:
-    """Return the manifest of a checkpoint of this job; `more` are further fields."""
+def manifest_of(job: Job, steps_done: int, consumed: int, *, is_passing: bool = False) -> Manifest:
+    """Return the manifest of a checkpoint of this job, without states."""
     settings = {
         key: value
         for key, value in stored_settings(job.config).items()
@@ -206,7 +206,7 @@ def manifest_of(job: Job, steps_done: int, consumed: int, **more: Any) -> Manife
         stream=stream_of(job.config, job.tokens),
         first_epoch=job.order.first_epoch,
         settings={"model": job.name, **settings, "shape.dropout": job.shape.dropout},
-        **more,
+        is_passing=is_passing,
     )
 
 

@@ -1,24 +1,123 @@
-"""Encode optimizer settings and schedule states as JSON values, and check them on load.
+"""State of optimizers and schedules: what is saved of them, and checks before it is loaded.
 
 A checkpoint may come from another person, or be damaged. So loaded values are compared with this
 run's: their names must exist here, and their types must match. A state that could not be loaded
 again is refused before it is written.
+
+    optimizer.<name>.<key>      tensors of files: `check_state_keys`, `check_values`
+    OptimizerSettings, Schedule     JSON values of the manifest
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
-from phalanx.checkpoint.dry_step import DRY_SHAPE, dry_state
 from phalanx.checkpoint.encoding import decoded, encoded
 from phalanx.checkpoint.untrusted import brief
+from phalanx.comm.comm import local_shard
 from phalanx.errors import CheckpointError
+
+SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "row_var", "col_var")
+"""State keys of torch's optimizers whose values are means of squares, hence at least 0.
+
+Adagrad's `sum` is excluded, because a user's optimizer may have a `sum` below 0."""
+
+
+class CombinedOptimizer:
+    """Several optimizers with the attributes of one that checkpoints use."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        """Collect the present parameter groups and states of `parts`."""
+        self.parts = parts
+        self.param_groups = [group for each in parts for group in each.param_groups]
+        self.state = {p: held for each in parts for p, held in each.state.items()}
+
+
+AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
+
+
+def check_state_keys(
+    moments: Mapping[str, torch.Tensor],
+    trained: Mapping[str, torch.Tensor],
+    optimizer: AnyOptimizer,
+) -> None:
+    """Raise CheckpointError if a parameter's saved state has other keys than `optimizer` stores."""
+    found: dict[str, set[str]] = {}
+    for stored_name in moments:
+        name, key = parameter_and_key(stored_name)
+        found.setdefault(name, set()).add(key)
+    names = {parameter: name for name, parameter in trained.items()}
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    for part, group in [(each, group) for each in parts for group in each.param_groups]:
+        if (kept := dry_state(part, group)) is None:
+            continue
+        keys = {key for key, value in kept.items() if value is not None}
+        for name in (names[parameter] for parameter in group["params"]):
+            if (has := found.get(name)) is not None and has != keys:
+                wrong = next(iter(sorted(has ^ keys)))
+                lacks = "has a" if wrong in has else "lacks the"
+                raise CheckpointError(
+                    f"it is of another optimizer: its state of {name} {lacks} {brief(wrong)}, and "
+                    f"this run's {type(part).__name__} keeps {', '.join(sorted(keys))}"
+                )
+
+
+def check_values(moments: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError on step counts and means of squares that no optimizer can have."""
+    for stored_name, value in moments.items():
+        name, key = parameter_and_key(stored_name)
+        if key == "step":
+            count = float(value)
+            if not (0 <= count < 2**53 and count.is_integer()):
+                raise CheckpointError(
+                    f"its optimizer has taken {count:g} steps of {name}; expected a whole number "
+                    "from 0 to 2**53 - 1"
+                )
+        elif key in SQUARES and (local_shard(value) < 0).any():
+            raise CheckpointError(
+                f"the {key} of {name} has elements below 0; expected means of squares"
+            )
+
+
+def parameter_and_key(stored_name: str) -> tuple[str, str]:
+    """Return the parameter name and the key in `optimizer.<name>.<key>`."""
+    name, _, key = stored_name.removeprefix("optimizer.").rpartition(".")
+    return name, key
+
+
+DRY_SHAPE: Final = (3, 2)
+"""Shape of the dummy parameter of `dry_state`; factored state of it has a different shape."""
+
+
+def dry_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the state an optimizer stores after one step on a dummy parameter of `group`.
+
+    The dummy parameter has DRY_SHAPE. The optimizer, its parameters and its state do not change.
+
+    Returns:
+        The state by key; None if the step fails, for example because the optimizer needs sparse
+        gradients, or has attributes that `Optimizer.__getstate__` drops from a copy.
+    """
+    like = next(iter(group["params"]), torch.zeros(()))
+    parameter = nn.Parameter(torch.zeros(DRY_SHAPE, dtype=like.dtype, device=like.device))
+    parameter.grad = torch.ones_like(parameter)
+    dry = copy.copy(optimizer)
+    dry.state = defaultdict(dict)
+    dry.param_groups = [{**group, "params": [parameter]}]
+    try:
+        dry.step()
+    except Exception:  # a user's optimizer may raise anything on an unknown parameter
+        return None
+    return dict(dry.state[parameter])
+
 
 _COUNTS: Final = ("last_epoch", "_step_count")
 """Step counters in the state of each torch schedule; integers."""
@@ -30,8 +129,44 @@ _RATES: Final = ("lr", *_OF_SCHEDULES)
 """Settings that are at least 0."""
 
 
-def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Check the saved state of a schedule, and load it into `scheduler`."""
+class Schedule:
+    """A learning-rate schedule, as a part of a run."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the encoded state."""
+        return encoded(self._scheduler.state_dict(), type(self._scheduler).__name__)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Check an encoded state, and load it."""
+        _load_schedule(self._scheduler, saved)
+
+
+class OptimizerSettings:
+    """The settings of each parameter group of an optimizer, as a part of a run."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the encoded settings of the groups, without their parameters."""
+        kind = type(self._optimizer).__name__
+        return [_settings_of(group, kind) for group in self._optimizer.param_groups]
+
+    def load_state_dict(self, groups: list[dict[str, Any]]) -> None:
+        """Check encoded settings, and restore them."""
+        if len(groups) != (here := len(self._optimizer.param_groups)):
+            raise CheckpointError(
+                f"it was saved with an optimizer of {len(groups)} parameter groups, but this "
+                f"script's {type(self._optimizer).__name__} has {here}; make the same optimizers"
+            )
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            _load_settings(self._optimizer, group, saved)
+
+
+def _load_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
     kind = type(scheduler).__name__
     try:
         state, own = decoded(saved), decoded(encoded(scheduler.state_dict(), kind))
@@ -48,19 +183,17 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
         ) from error
 
 
-def settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the encoded settings of a parameter group, without its parameters."""
+def _settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
     own = {name: value for name, value in group.items() if name != "params"}
     return encoded(own, f"{what}, its settings")
 
 
-def load_settings(
+def _load_settings(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
 ) -> None:
-    """Check the saved settings of a parameter group, and restore them."""
     what = type(optimizer).__name__
     try:
-        settings, own = decoded(saved), decoded(settings_of(group, what))
+        settings, own = decoded(saved), decoded(_settings_of(group, what))
         for name, value in settings.items():
             if name not in own and name not in _OF_SCHEDULES:
                 raise ValueError(f"it has the unknown setting {brief(name)}")
