@@ -404,9 +404,8 @@ def of_accumulated_passes() -> tuple[list[int], list[str]]:
         if run.is_first:
             model.half()  # to export it
         check_end()
-    return [loader.state_dict()["batches"] for loader in loaders[1:]], [
-        str(each) for each in caught
-    ]
+    batches = [loader.state_dict()["batches"] for loader in loaders[1:]]
+    return batches, [str(each) for each in caught]
 
 
 def test_passes_that_a_script_may_make_raise_no_alarm() -> None:

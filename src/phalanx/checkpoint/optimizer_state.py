@@ -1,11 +1,11 @@
-"""State of optimizers and schedules: what is saved of them, and checks before it is loaded.
+"""State of optimizers and schedules: its saved form, and checks before it is loaded.
 
 A checkpoint may come from another person, or be damaged. So loaded values are compared with this
 run's: their names must exist here, and their types must match. A state that could not be loaded
 again is refused before it is written.
 
     optimizer.<name>.<key>      tensors of files: `check_state_keys`, `check_values`
-    OptimizerSettings, Schedule     JSON values of the manifest
+    OptimizerSettings, SavedSchedule   JSON values of the manifest
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ _RATES: Final = ("lr", *_OF_SCHEDULES)
 """Settings that are at least 0."""
 
 
-class Schedule:
+class SavedSchedule:
     """A learning-rate schedule, as a part of a run."""
 
     def __init__(self, scheduler: Any) -> None:

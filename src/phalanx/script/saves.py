@@ -15,7 +15,7 @@ from torch import nn
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.files import find_whole
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.checkpoint.optimizer_state import OptimizerSettings, Schedule
+from phalanx.checkpoint.optimizer_state import OptimizerSettings, SavedSchedule
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.run_state import RunState, Several, Stateful
 from phalanx.checkpoint.saver import Saver
@@ -133,7 +133,7 @@ def parts_of(
     """Return the parts of a training loop that a checkpoint has, besides its tensors."""
     return {
         "settings": Several("optimizers", [OptimizerSettings(each) for each in optimizers]),
-        "schedulers": Several("schedulers", [Schedule(each) for each in schedulers]),
+        "schedulers": Several("schedulers", [SavedSchedule(each) for each in schedulers]),
         "loaders": Several("loaders", loaders),
         "draws": generator,
     }
