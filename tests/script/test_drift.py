@@ -179,9 +179,8 @@ SETTING = r"of group 0 of \w+ is .* on rank \d and .* on rank \d; give it the sa
 KIND = r"the kind of optimizer 0 is .* on rank \d and .* on rank \d; make the same optimizer"
 STEPS = r"rank \d has taken \d steps and rank \d has taken \d, so their weights differ; each rank"
 CLIPS = r"run.clip was called \d times on rank \d and \d times on rank \d"
-GRADIENTS = r"\d gradients were changed after run.backward on rank \d and \d+ on rank \d: clip"
-WEIGHTS = r"differs: its elements.*weights were written \d+ times more on rank \d: call load_st"
-STATES = r"differs: its elements.*so does the optimizer's \w+ of .*: clip or change"
+CHANGED = r"differs: its elements add up to .*on every rank"
+STATES = r"differs: its elements.*so does the optimizer's \w+ of .*: clip gradients"
 OTHERWISE = r"the optimizers' states are equal, so code other than a step has set weights"
 
 Variant = tuple[str, Callable[[Any], torch.optim.Optimizer], Mistake, str]
@@ -221,23 +220,23 @@ OF_ONE_OPTIMIZER: list[tuple[Callable[[Any], torch.optim.Optimizer], Mistake, st
     (sgd, once(lambda loop: loop.run.clip(1e-3), NUM_STEPS - 1), CLIPS),
     (sgd, lambda loop, number: float(loop.run.clip(0.1 + is_odd())),
      r"the arguments of run.clip is .*1, p=2.0 on rank \d and .*1, p=2.0.*give run.clip the same"),
-    (sgd, always(lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)), GRADIENTS),
-    (adamw, once(lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)), GRADIENTS),
-    (sgd, once(lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3)), GRADIENTS),
-    (adamw, once(lambda loop: [g.add_(0.1) for g in loop.gradients()]), GRADIENTS),
-    (adamw, once(lambda loop: loop.gradients()[0].zero_()), GRADIENTS),
-    (sgd, once(new_gradients), GRADIENTS),
-    (sgd, once(without_a_gradient), GRADIENTS),
-    (sgd, once(lambda loop: [g.mul_(3.0) for g in loop.gradients()], NUM_STEPS - 1), GRADIENTS),
-    (sgd, once(loaded), WEIGHTS),
-    (adamw, once(loaded, 0), WEIGHTS),
-    (adamw, once(lambda loop: nn.init.normal_(loop.weight)), WEIGHTS),
-    (sgd, once(lambda loop: nn.init.zeros_(loop.weight[0])), WEIGHTS),
-    (sgd, always(lambda loop: loop.weight.mul_(0.99)), WEIGHTS),
-    (sgd, always(lambda loop: loop.weight.clamp_(-0.1, 0.1)), WEIGHTS),
-    (adamw, once(lambda loop: loop.weight.add_(1e-5)), WEIGHTS),
-    (adamw, once(lambda loop: loop.weight.copy_(loop.weight.flip(0))), WEIGHTS),
-    (sgd, once(lambda loop: loop.weight[0, 0].add_(1.0), NUM_STEPS - 1), WEIGHTS),
+    (sgd, always(lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)), CHANGED),
+    (adamw, once(lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)), CHANGED),
+    (sgd, once(lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3)), CHANGED),
+    (adamw, once(lambda loop: [g.add_(0.1) for g in loop.gradients()]), CHANGED),
+    (adamw, once(lambda loop: loop.gradients()[0].zero_()), CHANGED),
+    (sgd, once(new_gradients), CHANGED),
+    (sgd, once(without_a_gradient), CHANGED),
+    (sgd, once(lambda loop: [g.mul_(3.0) for g in loop.gradients()], NUM_STEPS - 1), CHANGED),
+    (sgd, once(loaded), CHANGED),
+    (adamw, once(loaded, 0), CHANGED),
+    (adamw, once(lambda loop: nn.init.normal_(loop.weight)), CHANGED),
+    (sgd, once(lambda loop: nn.init.zeros_(loop.weight[0])), CHANGED),
+    (sgd, always(lambda loop: loop.weight.mul_(0.99)), CHANGED),
+    (sgd, always(lambda loop: loop.weight.clamp_(-0.1, 0.1)), CHANGED),
+    (adamw, once(lambda loop: loop.weight.add_(1e-5)), CHANGED),
+    (adamw, once(lambda loop: loop.weight.copy_(loop.weight.flip(0))), CHANGED),
+    (sgd, once(lambda loop: loop.weight[0, 0].add_(1.0), NUM_STEPS - 1), CHANGED),
     (adamw, once(data_of), OTHERWISE),
     (sgd, once(lambda loop: loop.weight.data.add_(0.1)), OTHERWISE),
     (adamw, once(scaled_state), STATES),

@@ -54,7 +54,7 @@ class Digest(NamedTuple):
 
 @dataclass(frozen=True)
 class RankState:
-    """State of one rank that ranks compare, and counts that help to explain a difference.
+    """State of one rank that ranks compare.
 
     Attributes:
         rank: the global rank.
@@ -62,8 +62,6 @@ class RankState:
         settings: settings of the optimizers, by a name such as "lr of group 0 of SGD".
         weights: digests of the parameters, by name.
         states: digests of optimizer states, by a name such as "exp_avg of 0.weight".
-        gradient_writes: gradients that were changed between run.backward and a step.
-        weight_writes: in-place writes to parameters up to the last step, including the optimizer's.
     """
 
     rank: int
@@ -71,8 +69,6 @@ class RankState:
     settings: Mapping[str, str]
     weights: Mapping[str, Digest]
     states: Mapping[str, Digest]
-    gradient_writes: int
-    weight_writes: int
 
     def to_text(self) -> str:
         """Return this state as JSON, for the job's store."""
@@ -144,30 +140,21 @@ def _of_setting(name: str, a: RankState, b: RankState) -> str:
 
 def _of_weights(name: str, a: RankState, b: RankState) -> str:
     words = f"{name} {_values(a.weights.get(name), b.weights.get(name), a, b)}; "
-    if a.gradient_writes != b.gradient_writes:
-        return words + (
-            f"{a.gradient_writes} gradients were changed after run.backward on rank {a.rank} and "
-            f"{b.gradient_writes} on rank {b.rank}: clip them on every rank, by run.clip, and not "
-            "under `if run.is_first`"
-        )
-    if a.weight_writes != b.weight_writes:
-        return words + (
-            f"weights were written {abs(a.weight_writes - b.weight_writes)} times more on rank "
-            f"{max(a, b, key=lambda facts: facts.weight_writes).rank}: call load_state_dict, and "
-            "other code that sets weights, on every rank, or before run.prepare"
-        )
     for state in _names([a.states, b.states]):
         if _first_unequal_pair([a, b], "states", state):
             return words + (
-                f"so does the optimizer's {state}: clip or change gradients, and load the state of "
-                "an optimizer, on every rank"
+                f"so does the optimizer's {state}: clip gradients by run.clip, and change "
+                "gradients, weights and the optimizer's state on every rank"
             )
     if a.states:
         return words + (
             "the optimizers' states are equal, so code other than a step has set weights on one "
-            "rank only; set weights on every rank, or before run.prepare"
+            "rank only; call load_state_dict, and set weights, on every rank, or before run.prepare"
         )
-    return words + "weights, or gradients, were changed on one rank only; change them on every rank"
+    return words + (
+        "weights, or gradients, were changed on one rank only; change them on every rank, and clip "
+        "gradients by run.clip"
+    )
 
 
 def _of_state(name: str, a: RankState, b: RankState) -> str:

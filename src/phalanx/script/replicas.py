@@ -83,7 +83,6 @@ class Replicas:
 
     Attributes:
         is_checked: whether `check` has run since the current step began.
-        gradient_writes: see `RankState`; counted by `UserStep`.
     """
 
     def __init__(
@@ -105,8 +104,7 @@ class Replicas:
         self._num_backwards = self._num_numbers = 0
         self._is_due = True
         self.is_checked = self._is_rounding = self._is_refused = False
-        self.gradient_writes = 0
-        self._first_version = self._version = self._versions()
+        self._version = self._versions()
         self._addresses = self._addresses_now()
 
     def check_last_step(self, call: str = "backward") -> bool:
@@ -261,8 +259,6 @@ class Replicas:
             self._settings,
             {name: _digest(held) for name, held in self._weights.items()},
             {name: _digest(held) for name, held in self._states().items()},
-            self.gradient_writes,
-            self._version - self._first_version,
         )
 
     def _raise_difference(self, call: str) -> None:

@@ -22,7 +22,7 @@ from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
 from phalanx.models.attention import to_device
 from phalanx.parallel.accumulate import Runner
-from phalanx.script.as_prepared import PreparedModelCheck, RecordedGradients, warn_of_buffers
+from phalanx.script.as_prepared import PreparedModelCheck, warn_of_buffers
 from phalanx.script.draws import DrawWatch
 from phalanx.script.drift import AHEAD, BATCHES, STEPS
 from phalanx.script.gather import Gathers, OwnTerms, own_terms
@@ -36,6 +36,9 @@ from phalanx.train.clip import gradient_norm, scale_to
 
 _NUM_SHARED: Final = 8
 """Numbers of a call that the data ranks add up, see `UserStep._check`."""
+
+_REDUCED: Final = "is_reduced_by_phalanx"
+"""Attribute of the gradients that a step has reduced, which loss.backward() does not set."""
 
 _MOST_SPREAD: Final = 1e-6
 """Largest relative spread of a whole-batch loss over the ranks: rounding on unlike processors."""
@@ -89,7 +92,6 @@ class UserStep(StepState):
         self._known = {*map(id, self.parameters.values())}
         self._checked: set[tuple[frozenset[int], int]] = set()
         self._odd_loss: Tensor | None = None
-        self._made = RecordedGradients()
 
     def backward(self, loss: Tensor | RowsLoss, retain_graph: bool) -> Tensor:
         """Compute and reduce the gradients of the global batch's loss, see `Run.backward`."""
@@ -177,16 +179,14 @@ class UserStep(StepState):
                 return  # a closure calls run.backward within the step
             if self.state is not State.ACCUMULATING:
                 self.draw_watch.look()
-            gradients = self.gradients()
             if self._odd_loss is not None:
                 self._refuse_odd_loss(float(self._odd_loss.detach()))
-            self.refuse_step(own, has_gradients=bool(gradients))
+            self.refuse_step(own, has_gradients=bool(self.gradients()))
             if self._num_data > 1 and not self._is_gathered:
                 raise ScriptError(
                     "optimizer.step(): no loss since the last step is computed from rows that "
                     f"run.gather returned, so ranks used their own rows or the same; {FORMS}"
                 )
-            self.replicas.gradient_writes += self._made.num_changed(gradients)
 
         def after(own: torch.optim.Optimizer, *_: Any) -> None:
             self._after_step(own)
@@ -224,15 +224,15 @@ class UserStep(StepState):
         self._hooks.take(self._accumulation)
         if self._num_begun == 2:  # not steps_done, which may differ between ranks
             warn_of_buffers(self._model, self._comm)
-        unrecorded = self._made.unrecorded(self.gradients())
+        kept = {p: p.grad for p in self.parameters.values() if p.grad is not None}
+        others = [gradient for gradient in kept.values() if not hasattr(gradient, _REDUCED)]
         # Under fsdp torch.autograd.grad leaves gradients of zeros.
-        if any(bool(local_shard(gradient).any()) for gradient in unrecorded):
+        if any(bool(local_shard(gradient).any()) for gradient in others):
             raise ScriptError(
                 "backward: there are gradients of this rank alone, as loss.backward() adds them; "
                 "call run.backward(loss) in its place"
             )
         # As loss.backward() does, run.backward adds to the gradients that zero_grad() has left.
-        kept = {p: p.grad for p in self.parameters.values() if p.grad is not None}
         self._kept = {p: gradient.clone() for p, gradient in kept.items()}
         self._clear()
         self._odd_loss = None
@@ -419,7 +419,8 @@ class UserStep(StepState):
         self._kept = {}
         self._gathers.has_graph = False
         self.complete()
-        self._made.note(self.gradients())
+        for gradient in self.gradients():
+            setattr(gradient, _REDUCED, True)
 
     def _is_finite(self) -> bool:
         """Return whether there are gradients and all are finite; else a GradScaler skips."""
