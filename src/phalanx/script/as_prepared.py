@@ -10,9 +10,8 @@ import warnings
 from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
@@ -97,14 +96,6 @@ def _objects_kept(model: nn.Module) -> dict[str, object]:
         for prefix, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the number of in-place writes to a tensor, including its local shard if sharded."""
-    if isinstance(tensor, DTensor):
-        # `to_local` makes a tensor, which takes 15 us, and a check reads all parameters each step.
-        return tensor._version + tensor._local_tensor._version  # pyright: ignore[reportPrivateUsage]
-    return tensor._version
 
 
 def refuse_max_norm(model: nn.Module) -> None:

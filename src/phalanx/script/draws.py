@@ -24,6 +24,7 @@ from phalanx.script.checks import check_arguments
 from phalanx.script.deal import shard_rows
 from phalanx.script.loader import RankLoader
 from phalanx.script.order import JobGenerator
+from phalanx.script.replicas import is_compared
 
 
 def draw_rows(
@@ -71,7 +72,11 @@ def draw_rows(
 
 
 class DrawWatch:
-    """Detects, on the first rank, that a loop draws from torch's own generators in a step."""
+    """Detects, on the first rank, that a loop draws from torch's own generators in a step.
+
+    It prevents equal numbers for the different rows of ranks. It looks in the first steps, and then
+    in some: see `replicas.is_compared`.
+    """
 
     def __init__(self, comm: Comm, num_tickets: Callable[[], int]) -> None:
         """Start; `num_tickets()` returns how many numbers the model's dropouts have drawn."""
@@ -79,11 +84,12 @@ class DrawWatch:
         self._device = comm.device
         self._num_tickets = num_tickets
         self._states: list[Tensor] = []
-        self._num_before = 0
+        self._num_before = self._num_marks = 0
 
     def mark(self) -> None:
         """Record the generator states, after a batch was read or a backward has ended."""
-        if self._is_on:
+        self._num_marks += 1
+        if self._is_on and is_compared(self._num_marks // 2):
             self._states, self._num_before = self._own_states(), self._num_tickets()
 
     def look(self) -> None:

@@ -27,7 +27,6 @@ from phalanx.comm.join import job_store
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
-from phalanx.script.as_prepared import version_of
 from phalanx.script.drift import (
     CLIPS,
     STEPS,
@@ -48,6 +47,12 @@ NUM_ALWAYS_CHECKED: Final = 20
 
 STEPS_APART: Final = 50
 """After them, number of backwards from one that compares to the next."""
+
+
+def is_compared(number: int) -> bool:
+    """Return whether checks that cost time look at backward `number`."""
+    return number <= NUM_ALWAYS_CHECKED or number % STEPS_APART == 0
+
 
 _SEEN: Final = 2 * 3
 """Number of checksum words of a rank's last batch of a stream, with their squares."""
@@ -104,8 +109,8 @@ class Replicas:
         self._num_backwards = self._num_numbers = 0
         self._is_due = True
         self.is_checked = self._is_rounding = self._is_refused = False
+        self._shards = self._shards_now()
         self._version = self._versions()
-        self._addresses = self._addresses_now()
 
     def check_last_step(self, call: str = "backward") -> bool:
         """Refuse differences that the last step found; compare weights if the step is due.
@@ -123,11 +128,11 @@ class Replicas:
                 self._take_settings(self._counts)
             self._raise_difference(call)
         at = self._num_backwards + 1  # equal on all ranks, which have reduced as many losses
-        self._is_due = at <= NUM_ALWAYS_CHECKED or at % STEPS_APART == 0
+        self._is_due = is_compared(at)
         self._apart = torch.zeros_like(self._apart)
         if self._is_due:
             self._apart = self._spread_of(self._weights).double()
-            self._addresses = self._addresses_now()
+            self._shards = self._shards_now()
         return sums_show_equal(seen, self._size)
 
     def words(self, counts: Mapping[str, int], seen: str = "") -> Tensor:
@@ -199,17 +204,20 @@ class Replicas:
     # Helpers of the methods above.
 
     def _versions(self) -> int:
-        return sum([version_of(held.tensor) for held in self._weights.values()])
+        """Return the number of in-place writes to weights; a DTensor's shard counts its own."""
+        return sum([shard._version for shard in self._shards])
 
     def _is_written(self) -> bool:
         """Return whether weights were written since the last step, for example for an export."""
         # `model.half()` replaces a parameter's tensor, which changes its address but no version.
         # Training keeps addresses, except in the first forward of FSDP2, before any comparison.
-        return (self._versions(), self._addresses_now()) != (self._version, self._addresses)
+        pairs = zip(self._shards, self._shards_now(), strict=True)
+        is_moved = any(kept.data_ptr() != now.data_ptr() for kept, now in pairs)
+        return is_moved or self._versions() != self._version
 
     @torch.no_grad()
-    def _addresses_now(self) -> list[int]:
-        return [local_shard(held.tensor).data_ptr() for held in self._weights.values()]
+    def _shards_now(self) -> list[Tensor]:
+        return [local_shard(held.tensor).detach() for held in self._weights.values()]
 
     def _take_settings(self, counts: Mapping[str, int]) -> None:
         """Read the current counts and settings."""

@@ -30,7 +30,7 @@ from phalanx.script.hooks import ReducedGradientHooks
 from phalanx.script.loss import FORMS, RowsLoss
 from phalanx.script.optimizer import warn_of_state
 from phalanx.script.reading import BatchTracker
-from phalanx.script.replicas import NUM_ALWAYS_CHECKED, STEPS_APART, AsyncHostCopy, Replicas
+from phalanx.script.replicas import STEPS_APART, AsyncHostCopy, Replicas, is_compared
 from phalanx.script.step_state import State, StepState
 from phalanx.train.clip import gradient_norm, scale_to
 
@@ -219,8 +219,7 @@ class UserStep(StepState):
         """Start a step: make the checks between steps, and set earlier gradients aside."""
         self._reading.check_stream(self.replicas.check_last_step())
         self._num_begun += 1
-        is_quick = self._num_begun > NUM_ALWAYS_CHECKED and self._num_begun % STEPS_APART != 0
-        self._as_prepared.check("backward", is_quick=is_quick)
+        self._as_prepared.check("backward", is_quick=not is_compared(self._num_begun))
         self._hooks.take(self._accumulation)
         if self._num_begun == 2:  # not steps_done, which may differ between ranks
             warn_of_buffers(self._model, self._comm)
