@@ -22,7 +22,7 @@ def work() -> None:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), stream
         )  # of the server, and of ranks that it forks
-    multiprocessing.set_forkserver_preload(["phalanx.launch.preload", "phalanx.script.loop_proof"])
+    multiprocessing.set_forkserver_preload(["phalanx.launch.preload", "quick"])
     # `main` stops a server that it has started itself.
     forkserver.ensure_running()
     for line in sys.stdin:

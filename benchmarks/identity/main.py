@@ -118,7 +118,7 @@ class Lanes:
 
     def __init__(self, source: Path, count: int) -> None:
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
-        environment = {**os.environ, "PYTHONPATH": str(source / "src")}
+        environment = {**os.environ, "PYTHONPATH": f"{source / 'src'}{os.pathsep}{HERE}"}
         command, pipe = [sys.executable, str(HERE / "lane.py")], subprocess.PIPE
         for _ in range(count):
             lane = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -166,7 +166,7 @@ def measured(out: Path, shown: str, strategy: str) -> dict[str, Any]:
         "norm": [line["grad_norm"] for line in steps],
         "evaluation": [{n: v for n, v in each.items() if n != "time"} for each in evaluations],
         "sent": document["sent"],
-        "memory": {} if "served_text" in document and document["served_text"] else memory,
+        "memory": {} if document.get("served_text") else memory,
         "best": [document["best"], kept],
     }
 
@@ -291,7 +291,8 @@ def record(args: argparse.Namespace) -> None:
         done = dict(zip(names, pool.map(partial(recorded, lanes), names, folders), strict=True))
     lanes.close()
     args.file.write_text(json.dumps(done, indent=1) + "\n")
-    sys.exit(1 if any("error" in each for each in done.values()) else 0)
+    if failed := [name for name, numbers in done.items() if "error" in numbers]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def compare(args: argparse.Namespace) -> None:
