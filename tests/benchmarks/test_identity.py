@@ -52,7 +52,15 @@ def test_one_bit_that_differs_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["script pp2 resumed", "loop fsdp2 resumed", "train cp2 float32"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "script pp2 resumed",
+        "loop fsdp2 loss=whole resumed",
+        "train cp2 float32",
+        "train dp2:ps float32 eval-every=4",
+    ],
+)
 def test_two_records_of_one_tree_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
