@@ -59,7 +59,7 @@ OTHERS = {
         f"float32 {PASSES} corpus.tail=keep": "pp2 | dp2",
         f"float32 {PASSES} corpus.tail=pad": "dp2",
         # Of two workers that wait for each other the order of messages changes no sum.
-        "float32 eval-every=4": "dp2:ssp/0 dp2:quorum/2 | dp2:ps dp2:local/2",
+        "float32 eval-every=4": "dp2:ssp/0 | dp2:ps dp2:local/2",
         "float32 eval-every=4 server.table-rule=adagrad shape.tied=false": "| dp2:ps",
     },
     "script": {
