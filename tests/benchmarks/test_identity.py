@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from phalanx.strategy import KINDS, Strategy
-from phalanx.strategy.kinds import SERVED
 
 MAIN = Path(__file__).parents[2] / "benchmarks/identity/main.py"
 IDENTITY: dict[str, Any] = runpy.run_path(str(MAIN))
@@ -20,12 +19,20 @@ IDENTITY: dict[str, Any] = runpy.run_path(str(MAIN))
 def test_every_built_kind_is_recorded() -> None:
     recorded = {
         (axis, part.kind)
-        for text in IDENTITY["TRAIN"]
-        for axis, part in Strategy.parse(text).named()
+        for name in IDENTITY["all_runs"]()
+        for axis, part in Strategy.parse(name.split()[1]).named()
     }
     built = {(axis, name) for axis, kinds in KINDS.items() for name in kinds if kinds[name].about}
-    served = {("dp", kind) for kind in SERVED}  # their bits depend on the order of messages
-    assert built - recorded - served <= {("recompute", "none")}
+    # Workers that do not wait for each other push in any order.
+    assert built - recorded == {("dp", "async"), ("dp", "quorum")}
+
+
+def test_a_name_is_a_command_and_each_kind_is_resumed() -> None:
+    names = IDENTITY["all_runs"]()
+    assert len({*names}) == len(names)
+    resumed = {name.split()[0] for name in names if name.endswith(" resumed")}
+    assert resumed == {"train", "script", "loop"}
+    assert all(name.removesuffix(" resumed") in names for name in names)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +52,15 @@ def test_one_bit_that_differs_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["script pp2 resumed", "loop fsdp2 resumed", "train cp2 float32"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "script pp2 resumed",
+        "loop fsdp2 loss=whole resumed",
+        "train cp2 float32",
+        "train dp2:ps float32 eval-every=4",
+    ],
+)
 def test_two_records_of_one_tree_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import goldens
 from forked_torchrun import run_two
 from phalanx.cli import verify
 from phalanx.cli.main import main
@@ -37,11 +38,9 @@ def document_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, An
 def test_settings_reach_the_run_and_the_document_has_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    document = document_of(
-        capsys, "dp2", "--no-three", "--steps", "2", "--optimizer.clip-p", "inf",
-        "--shape.norm", "layer", "--shape.qk-norm", "false", "--shape.num-layers", "1",
-    )  # fmt: skip
+    document = document_of(capsys, *goldens.VERIFIED["dp2"].split())
     assert document["is_equal"]
+    assert goldens.facts_of_verdicts(document) == goldens.read("verify")["dp2"]
     for verdict in document["verdicts"]:
         assert verdict["strategy"] == "dp2" and verdict["place"] is None
         assert set(verdict["largest_errors"]) >= {"loss", "gradient", "norm", "weight"}
@@ -55,7 +54,8 @@ def test_settings_reach_the_run_and_the_document_has_all(
 def test_a_step_of_new_shapes_sends_the_headers_that_are_predicted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    document = document_of(capsys, "pp2", "--no-three", "--steps", "2", "--shape.num-layers", "1")
+    document = document_of(capsys, *goldens.VERIFIED["pp2"].split())
+    assert goldens.facts_of_verdicts(document) == goldens.read("verify")["pp2"]
     sent = {row["phase"]: row for row in document["verdicts"][0]["sent"]}
     assert sent["sizes"]["counted"] == sent["sizes"]["predicted"] == 2 * HEADER_BYTES
 
