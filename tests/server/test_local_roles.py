@@ -13,6 +13,7 @@ import pytest
 import torch
 import zmq
 
+from lossy_messages import lose_messages
 from marks import by_hand
 from phalanx.errors import TrainingError
 from phalanx.server import coordinator, heartbeats, replica, requests, role, tasks, wire
@@ -25,7 +26,7 @@ from phalanx.server.secret import Secret
 from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE
 from phalanx.server.task_scheduler import TaskScheduler
-from phalanx.server.wire import Faults, Listener
+from phalanx.server.wire import Listener
 from workers_in_threads import lose, run_workers
 
 pytestmark = pytest.mark.usefixtures("fast_clocks")
@@ -122,9 +123,10 @@ def end(clients: list[Client]) -> None:
     ],
 )
 def test_whole_numbers_survive_lost_doubled_and_reordered_messages(
-    consistency: Consistency,
+    consistency: Consistency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=3)) as made:
+    lose_messages(monkeypatch, drop=0.1, double=0.05, reorder=0.05, seed=3)
+    with local_roles(2) as made:
         end(run(made, consistency, 4, {}))
 
 
@@ -258,8 +260,9 @@ def test_a_shard_that_is_lost_with_its_only_server_ends_the_job(
         client.close()
 
 
-def test_what_peers_leave_behind_does_not_pile_up() -> None:
-    with local_roles(1, Faults(double=0.5, seed=1)) as made:
+def test_what_peers_leave_behind_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_messages(monkeypatch, double=0.5, seed=1)
+    with local_roles(1) as made:
         for _ in range(4):
             client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
             client.is_shared = False

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lossy_messages import lose_messages
 from phalanx.server import coordinator, replica, requests, role, wire
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
@@ -18,7 +19,6 @@ from phalanx.server.placed_weights import PlacedWeights
 from phalanx.server.replica import perform
 from phalanx.server.row_gradient import flat_parts, sparse_of
 from phalanx.server.shard import Shard
-from phalanx.server.wire import Faults
 from workers_in_threads import run_workers
 
 TABLES = [(97, 3), (40, 1)]
@@ -107,8 +107,11 @@ def run(made: LocalRoles, consistency: Consistency, num_steps: int, at: dict[int
 @pytest.mark.parametrize(
     "consistency", [Consistency("ps", 3), Consistency("ssp", 3, 2), Consistency("async", 3)]
 )
-def test_rows_survive_lost_doubled_and_reordered_messages(consistency: Consistency) -> None:
-    with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=5)) as made:
+def test_rows_survive_lost_doubled_and_reordered_messages(
+    consistency: Consistency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_messages(monkeypatch, drop=0.1, double=0.05, reorder=0.05, seed=5)
+    with local_roles(2) as made:
         run(made, consistency, 4, {})
 
 

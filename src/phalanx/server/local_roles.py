@@ -7,14 +7,13 @@ import tempfile
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.server.processes import JobRoles, make_here, meeting_of, names_of
 from phalanx.server.requests import JobAddress
 from phalanx.server.role import Role
 from phalanx.server.secret import Secret
-from phalanx.server.wire import Faults
 
 
 @dataclass
@@ -63,11 +62,10 @@ class LocalRoles:
 
 
 @contextmanager
-def local_roles(num_servers: int = 2, faults: Faults | None = None) -> Generator[LocalRoles]:
+def local_roles(num_servers: int = 2) -> Generator[LocalRoles]:
     """Run the roles of a job inside the block."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-ps-"))
-    meeting = replace(meeting_of(folder, Secret.new()), faults=faults)
-    made = LocalRoles(folder, meeting, num_servers)
+    made = LocalRoles(folder, meeting_of(folder, Secret.new()), num_servers)
     try:
         for name in names_of(num_servers):
             made.start(name)

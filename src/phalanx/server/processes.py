@@ -38,7 +38,7 @@ class JobRoles:
 
     def make(self, kind: str, name: str, address: str, log: Log) -> Role:
         """Create a coordinator, a scheduler or a server that listens at `address`."""
-        own = (name, self.meeting.secret, address, log, self.meeting.faults)
+        own = (name, self.meeting.secret, address, log)
         if kind == "coordinator":
             return Coordinator(self.num_servers, self.job, self.journal, *own[1:])
         member = (self.meeting.coordinator, secrets.token_hex(8), *own)

@@ -30,7 +30,7 @@ from phalanx.server.role import SILENT_S, Settings
 from phalanx.server.secret import Secret
 from phalanx.server.tasks import LEASE_S
 from phalanx.server.unanswered import JobStopped, ended, known_so_far, lost, report_late, unanswered
-from phalanx.server.wire import Connection, Faults
+from phalanx.server.wire import Connection
 
 AGAIN_S: Final = 0.5
 """Time before the first retry of a request, in seconds; it doubles with each retry."""
@@ -58,12 +58,10 @@ class JobAddress:
     Attributes:
         coordinator: address of the coordinator.
         secret: secret of the job.
-        faults: faults to inject into messages, for tests.
     """
 
     coordinator: str
     secret: Secret
-    faults: Faults | None = None
 
     @property
     def is_on_one_host(self) -> bool:
@@ -323,9 +321,8 @@ class Requests:
 
     def _link(self, address: str) -> Connection:
         if address not in self._links:
-            meeting = self._meeting
-            own = (self._context, meeting.secret, address, report, meeting.faults)
-            self._links[address] = link = Connection(*own)
+            link = Connection(self._context, self._meeting.secret, address, report)
+            self._links[address] = link
             self._poller.register(link.socket, zmq.POLLIN)
         return self._links[address]
 

@@ -13,7 +13,7 @@ from phalanx.server.heartbeats import BEAT_S
 from phalanx.server.loop_clock import TICK_S, LoopClock
 from phalanx.server.message import WireError, WireMessage
 from phalanx.server.secret import Secret
-from phalanx.server.wire import Connection, Faults, Listener, Log
+from phalanx.server.wire import Connection, Listener, Log
 
 SILENT_S: Final = 10.0
 """Silence of the coordinator before it is reported, and between two reports, in seconds."""
@@ -46,19 +46,11 @@ class Role:
         clock: time for which the loop has listened.
     """
 
-    def __init__(
-        self,
-        name: str,
-        secret: Secret,
-        address: str,
-        log: Log,
-        faults: Faults | None = None,
-    ) -> None:
-        self.name = name
-        self.secret, self.log, self.faults = secret, log, faults
+    def __init__(self, name: str, secret: Secret, address: str, log: Log) -> None:
+        self.name, self.secret, self.log = name, secret, log
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.listener = Listener(self.context, secret, address, log, faults)
+            self.listener = Listener(self.context, secret, address, log)
         except zmq.ZMQError:  # nothing can listen at the address
             self.context.destroy(linger=0)
             raise
@@ -76,8 +68,7 @@ class Role:
 
     def link(self, address: str) -> Connection:
         """Return a new connection to another role, whose messages the loop handles."""
-        own = (self.context, self.secret, address, self.log, self.faults)
-        link = Connection(*own)
+        link = Connection(self.context, self.secret, address, self.log)
         self._poller.register(link.socket, zmq.POLLIN)
         self._links.append(link)
         return link

@@ -11,10 +11,7 @@ a stranger would fill the log, and ZeroMQ stops all connections while a monitor'
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import zmq
@@ -38,39 +35,6 @@ KEYLESS: Final = ("ipc://", "inproc://")
 Log = Callable[[str], None]
 
 
-@dataclass
-class Faults:
-    """Faults that tests inject: messages of a socket are dropped, doubled and reordered at random.
-
-    The rates `drop`, `double` and `reorder` are probabilities.
-    """
-
-    drop: float = 0.0
-    double: float = 0.0
-    reorder: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
-        self._held: list[list[Any]] = []
-
-    def of_socket(self) -> Faults:
-        """Return faults with the same rates and a new seed, for another socket."""
-        return dataclasses.replace(self, seed=self._random.randrange(1 << 32))
-
-    def passed(self, frames: list[Any]) -> list[list[Any]]:
-        """Return the messages to send now instead of the message `frames`."""
-        chance = self._random.random()
-        if chance < self.drop:
-            return []
-        held, self._held = self._held, []
-        if chance < self.drop + self.reorder and not held:
-            self._held = [frames]
-            return []
-        copies = 2 if self._random.random() < self.double else 1
-        return [frames] * copies + held
-
-
 def _new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str
 ) -> tuple[zmq.Socket[bytes], int]:
@@ -86,6 +50,15 @@ def _new_socket(
     return socket, frame_bytes
 
 
+def send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> bool:
+    """Send a message; return False if its queue is full, or if nobody receives it."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.Again:  # requests are retried
+        return False
+    return True
+
+
 class Listener:
     """The end of connections that peers connect to, such as a server's.
 
@@ -99,7 +72,6 @@ class Listener:
         secret: Secret,
         address: str,
         log: Log,
-        faults: Faults | None = None,
     ) -> None:
         """Listen at an address.
 
@@ -107,7 +79,6 @@ class Listener:
             zmq.ZMQError: this host cannot listen at the address.
         """
         self._log = log
-        self._faults = None if faults is None else faults.of_socket()
         self.socket, self._frame_bytes = _new_socket(context, zmq.ROUTER, address)
         if not address.startswith(KEYLESS):
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.curve("listener")
@@ -131,12 +102,8 @@ class Listener:
 
     def send(self, peer: bytes, message: WireMessage) -> None:
         """Send a message to a peer; drop the message if the peer has disconnected."""
-        frames = [peer, *encode(message, self._frame_bytes)]
-        for each in [frames] if self._faults is None else self._faults.passed(frames):
-            try:
-                self.socket.send_multipart(each, zmq.NOBLOCK, copy=False)
-            except zmq.Again:  # its queue is full; the peer retries its requests
-                self._log(f"dropped a message '{message.kind}': the peer's queue is full")
+        if not send_frames(self.socket, [peer, *encode(message, self._frame_bytes)]):
+            self._log(f"dropped a message '{message.kind}': the peer's queue is full")
 
     def close(self) -> None:
         """Stop listening."""
@@ -156,10 +123,8 @@ class Connection:
         secret: Secret,
         address: str,
         log: Log,
-        faults: Faults | None = None,
     ) -> None:
         self._log = log
-        self._faults = None if faults is None else faults.of_socket()
         self.address = address
         self.socket, self._frame_bytes = _new_socket(context, zmq.DEALER, address)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # else heartbeats queue up while disconnected
@@ -210,10 +175,4 @@ class Connection:
 
     def _send(self, message: WireMessage) -> bool:
         """Send; return False if no listener accepts the message."""
-        frames = encode(message, self._frame_bytes)
-        for each in [frames] if self._faults is None else self._faults.passed(frames):
-            try:
-                self.socket.send_multipart(each, zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return False
-        return True
+        return send_frames(self.socket, encode(message, self._frame_bytes))
