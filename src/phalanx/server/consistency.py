@@ -24,6 +24,32 @@ ASYNCHRONOUS: Final = ("async", "quorum")
 """The asynchronous kinds: an update takes the gradients that have arrived, of any iteration."""
 
 
+class DoneTasks:
+    """The tasks that are done, each once, in whatever order they end.
+
+    Attributes:
+        below: slot -> clock below which all its tasks are done.
+        ahead: (clock, slot) of tasks that are done while an earlier one of their slot is not.
+    """
+
+    def __init__(self, num_slots: int, begin: int) -> None:
+        """Start with the tasks of all clocks below `begin`."""
+        self.below = dict.fromkeys(range(num_slots), begin)
+        self.ahead = set[tuple[int, int]]()
+
+    def has(self, clock: int, slot: int) -> bool:
+        """Return whether a task is done."""
+        return clock < self.below[slot] or (clock, slot) in self.ahead
+
+    def add(self, clock: int, slot: int) -> None:
+        """Record that a task is done, which may have been recorded before."""
+        if not self.has(clock, slot):
+            self.ahead.add((clock, slot))
+        while (self.below[slot], slot) in self.ahead:
+            self.ahead.remove((self.below[slot], slot))
+            self.below[slot] += 1
+
+
 @dataclass(frozen=True)
 class Consistency:
     """The consistency model of a job.

@@ -5,18 +5,27 @@ secret. No handshake contains the listener's public key, so a peer without the s
 one: ZeroMQ closes its connection before it reads a message. Sockets in a job's folder (ipc), which
 only its owner can enter, need no keys.
 
+[Note: Strangers] ZeroMQ accepts a connection before its peer has shown the secret, and reads a
+whole frame of its handshake. So a role has a low limit of descriptors, and short frames over TCP:
+1,000 strangers take about 50 MB of it. For descriptors of its own the role raises the limit.
+
 [Note: No monitor] ZeroMQ can report refused connections to a monitor socket. A listener has none:
 a stranger would fill the log, and ZeroMQ stops all connections while a monitor's queue is full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+import resource
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import zmq
 
-from phalanx.server.descriptors import own_descriptors
+from phalanx.errors import ConfigError
 from phalanx.server.message import FRAME_BYTES, WireError, WireMessage, decode, encode
 from phalanx.server.secret import Secret
 
@@ -27,7 +36,7 @@ CURVE_BYTES: Final = 64
 """Most bytes that CURVE adds to a frame."""
 
 TCP_FRAME_BYTES: Final = 1 << 15
-"""Most bytes of a frame over TCP, where strangers can begin one, see descriptors.py."""
+"""Most bytes of a frame over TCP, see [Note: Strangers]."""
 
 KEYLESS: Final = ("ipc://", "inproc://")
 """Beginnings of addresses that other users cannot reach, because their folder is private."""
@@ -35,19 +44,75 @@ KEYLESS: Final = ("ipc://", "inproc://")
 Log = Callable[[str], None]
 
 
+MOST_PORT: Final = 65_535
+"""Largest port number."""
+
+
+def check_address(option: str, address: str) -> None:
+    """Check that others can connect to an address, which is sent to them unchanged.
+
+    Raises:
+        ConfigError: it is no TCP address, the only kind that is encrypted; its host is 0.0.0.0,
+            [::] or *; or the port is too large.
+    """
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"{option} is {address}; expected tcp://HOST:PORT")
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if port.isdecimal() and (len(port) > 5 or int(port) > MOST_PORT):
+        raise ConfigError(
+            f"{option} is {address}, but the largest port is {MOST_PORT}; * selects any free port"
+        )
+    is_any = host.startswith("*")
+    with suppress(OSError, ValueError):  # neither an IP address nor a name that this host resolves
+        number = host.strip("[]") if host.startswith("[") else host and socket.gethostbyname(host)
+        is_any = is_any or ipaddress.ip_address(number).is_unspecified
+    if is_any:
+        raise ConfigError(
+            f"{option} is {address}, which is any address of this host; expected the address that "
+            f"others connect to, such as tcp://10.0.0.1:{port}, or tcp://127.0.0.1:{port} on one "
+            "host"
+        )
+
+
+MOST_DESCRIPTORS: Final = 1024
+"""Most descriptors of a role, its connections included, see [Note: Strangers]."""
+
+_CHANGING = threading.Lock()
+
+
+def limit_descriptors() -> None:
+    """Limit the descriptors of this process to `MOST_DESCRIPTORS`, unless its limit is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, MOST_DESCRIPTORS), hard))
+
+
+@contextmanager
+def own_descriptors() -> Generator[None]:
+    """Let this process open descriptors inside the block that strangers cannot take."""
+    with _CHANGING:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(soft, min(2 * MOST_DESCRIPTORS, hard)), hard)
+        )
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def _new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str
 ) -> tuple[zmq.Socket[bytes], int]:
     """Return a new socket for an address, and the most bytes of its frames."""
     with own_descriptors():
-        socket = context.socket(kind)
+        made = context.socket(kind)
     frame_bytes = FRAME_BYTES if address.startswith(KEYLESS) else TCP_FRAME_BYTES
-    socket.setsockopt(zmq.LINGER, 200)
-    socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
-    socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+    made.setsockopt(zmq.LINGER, 200)
+    made.setsockopt(zmq.SNDHWM, MOST_WAITING)
+    made.setsockopt(zmq.RCVHWM, MOST_WAITING)
     # A stranger's handshake is held to it, too, so it bounds the memory of each connection.
-    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes + CURVE_BYTES)
-    return socket, frame_bytes
+    made.setsockopt(zmq.MAXMSGSIZE, frame_bytes + CURVE_BYTES)
+    return made, frame_bytes
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> bool:
@@ -57,6 +122,13 @@ def send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> bool:
     except zmq.Again:  # requests are retried
         return False
     return True
+
+
+def _received(socket: zmq.Socket[bytes]) -> Iterator[list[Any]]:
+    """Yield the frames of each message that has arrived, without waiting."""
+    with suppress(zmq.Again):
+        while True:
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
 
 
 class Listener:
@@ -89,16 +161,12 @@ class Listener:
     def receive(self) -> list[tuple[bytes, WireMessage]]:
         """Return the messages that have arrived, each with its sender, without waiting."""
         found: list[tuple[bytes, WireMessage]] = []
-        while True:
+        for peer, *frames in _received(self.socket):
             try:
-                received = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return found
-            peer = received.pop(0).bytes
-            try:
-                found.append((peer, decode(received)))
+                found.append((peer.bytes, decode(frames)))
             except WireError as error:
                 self._log(f"refused: {error}")
+        return found
 
     def send(self, peer: bytes, message: WireMessage) -> None:
         """Send a message to a peer; drop the message if the peer has disconnected."""
@@ -150,15 +218,12 @@ class Connection:
         """Return the messages that have arrived, without waiting."""
         self._send_waiting()
         found: list[WireMessage] = []
-        while True:
+        for frames in _received(self.socket):
             try:
-                received = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return found
-            try:
-                found.append(decode(received))
+                found.append(decode(frames))
             except WireError as error:
                 self._log(f"refused: {error}")
+        return found
 
     def close(self) -> None:
         """Close the connection."""
