@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.server.consistency import Consistency
-from phalanx.server.message import WireMessage, answer, num_frames
+from phalanx.server.message import NAMES, WireMessage, num_frames
 from phalanx.server.placement import CHUNK_BYTES, PlacedWeights
 from phalanx.server.requests import SCHEDULER, JobAddress, Requests
 from phalanx.server.role import Settings
@@ -75,7 +76,7 @@ class Client:
     ) -> dict[int, WireMessage]:
         """Send the same request to each shard; return the answers by shard."""
         shards = range(self.requests.num_shards)
-        return self.requests.ask(dict.fromkeys(shards, answer(kind, **fields)), idle)
+        return self.requests.ask(dict.fromkeys(shards, WireMessage(kind, fields)), idle)
 
     def lay_out(
         self, sizes: Sequence[int], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES,
@@ -95,19 +96,17 @@ class Client:
         `weights` has a flat tensor of each group and table, `kept` its state tensors. `p` is the
         exponent of the gradient norm.
         """
+        placed = self.placed
+        spec: Settings = {
+            "dtype": NAMES[self._dtype], "rule": rule, "p": p,
+            "consistency": vars(self.consistency), "tables": [width for _, width in placed.tables],
+        }  # fmt: skip
+        fields: Settings = {"version": version, "steps": steps, "num_kept": [*map(len, kept)]}
+        flats = [*enumerate(weights), *((g, flat) for g, each in enumerate(kept) for flat in each)]
         requests: dict[int, WireMessage] = {}
-        for shard in range(self.placed.num_shards):
-            tensors = [self.placed.cut(shard, group, flat) for group, flat in enumerate(weights)]
-            for group, flats in enumerate(kept):
-                tensors += [self.placed.cut(shard, group, flat) for flat in flats]
-            dtype = str(self._dtype).removeprefix("torch.")
-            spec = {"sizes": self.placed.sizes(shard), "dtype": dtype, "rule": rule, "p": p}
-            spec |= {
-                "consistency": vars(self.consistency),
-                "tables": [width for _, width in self.placed.tables],
-            }
-            fields: dict[str, Any] = {"spec": spec, "version": version, "steps": steps}
-            fields["num_kept"] = [len(flats) for flats in kept]
+        for shard in range(placed.num_shards):
+            tensors = [placed.cut(shard, group, flat) for group, flat in flats]
+            fields = {**fields, "spec": {**spec, "sizes": placed.sizes(shard)}}
             requests[shard] = WireMessage("init", fields, tensors)
         self.requests.ask(requests)
 
@@ -145,9 +144,7 @@ class Client:
         """
         replies = self._ask_all("totals", idle, needed=needed)
         found: dict[int, list[list[float]]] = {}
-        for shard in range(
-            self.placed.num_shards
-        ):  # fixed order, so that all workers get equal sums
+        for shard in range(self.placed.num_shards):  # in order: all workers get equal sums
             for version, *numbers in replies[shard]["totals"]:
                 found.setdefault(int(version), []).append(numbers)
         self.applied = min(int(reply["version"]) for reply in replies.values())
@@ -185,18 +182,19 @@ class Client:
     def pull_rows(self, table: int, rows: Tensor, target: Tensor, needed: int) -> None:
         """Wait for version `needed`; copy `rows` of a table into the same rows of `target`."""
         fields = {"needed": needed, "recipes": [], "shared": self.is_shared, "table": table}
-        dealt = {shard: each for shard, *each in self.placed.places[table].deal(rows)}
-        asked = {s: WireMessage("pull", fields, [there]) for s, (_, there) in dealt.items()}
-        found = {
-            s: target.new_empty(len(there), target.shape[1]) for s, (_, there) in dealt.items()
-        }
+        asked, which, values = dict[int, WireMessage](), dict[int, Tensor](), dict[int, Tensor]()
+        for shard, which[shard], there in self.placed.places[table].deal(rows):
+            asked[shard] = WireMessage("pull", fields, [there])
+            values[shard] = target.new_empty(len(there), target.shape[1])
         group = self.placed.num_flat + table
-        replies = self._pulled(asked, lambda s, v: v.read_rows(group, dealt[s][1], found[s]))
+        replies = self._pulled(
+            asked, lambda shard, view: view.read_rows(group, asked[shard].tensors[0], values[shard])
+        )
         self.sent_bytes += rows.nbytes
         for shard, reply in replies.items():
             if reply.tensors:
-                copy_concatenated(reply.tensors, [found[shard].view(-1)])
-            target[rows[dealt[shard][0]]] = found[shard]
+                copy_concatenated(reply.tensors, [values[shard].view(-1)])
+            target[rows[which[shard]]] = values[shard]
 
     def _pulled(
         self, asked: Mapping[int, WireMessage], read: Callable[[int, SharedView], bool],
@@ -207,13 +205,17 @@ class Client:
         Memory that already has the versions of a pull is read without a request. If memory cannot
         be mapped, or weights change too often to be read, the server is asked to send the weights.
         """
-        primaries = {shard: self._primary(shard) for shard in asked}  # the map may change meanwhile
+        known = self.requests.map  # which may change meanwhile
+        names = {shard: known["holders"][shard][0] for shard in asked}
+        primaries = {
+            shard: (name, known["incarnations"].get(name)) for shard, name in names.items()
+        }
         replies: dict[int, WireMessage] = {}
         for shard, message in asked.items() if self.is_shared else ():
             due = max([message["needed"], *(1 + applied for applied, *_ in message["recipes"])])
-            found = self._mapped.ready(shard, primaries[shard], due)
-            if found is not None and read(shard, found[1]):
-                replies[shard] = WireMessage("ok", {"version": found[0]})
+            ready = self._mapped.ready(shard, primaries[shard], due)
+            if ready is not None and read(shard, ready[1]):
+                replies[shard] = WireMessage("ok", {"version": ready[0]})
         sent = self.requests.ask({s: m for s, m in asked.items() if s not in replies}, idle)
         missed: dict[int, WireMessage] = {}
         for shard, reply in sent.items():
@@ -227,11 +229,6 @@ class Client:
         replies |= sent | self.requests.ask(missed)
         self.received_bytes += sum(each.nbytes for r in replies.values() for each in r.tensors)
         return replies
-
-    def _primary(self, shard: int) -> tuple[str, Any]:
-        """Return name and process of the server whose memory has a shard, by the latest map."""
-        name = self.requests.map["holders"][shard][0]
-        return name, self.requests.map["incarnations"].get(name)
 
     def read(self, flats: Sequence[Sequence[Tensor]]) -> tuple[float | None, set[int]]:
         """Fill `flats`, per group or table the weights, then optimizer state.
@@ -254,28 +251,26 @@ class Client:
 
     def upload_state(self, clock: int, flats: Sequence[Tensor]) -> None:
         """Upload this worker's state for a checkpoint at `clock`: equally many flats per group."""
-        num = len(flats) // len(self.placed.numels)
+        placed, num = self.placed, len(flats) // len(self.placed.numels)
         requests: dict[int, WireMessage] = {}
-        for shard in range(self.placed.num_shards):
-            tensors = [self.placed.cut(shard, at // num, flat) for at, flat in enumerate(flats)]
-            fields = {"slot": self.worker, "clock": clock}
-            requests[shard] = WireMessage("lend", fields, tensors)
+        for shard in range(placed.num_shards):
+            tensors = [placed.cut(shard, at // num, flat) for at, flat in enumerate(flats)]
+            requests[shard] = WireMessage("lend", {"slot": self.worker, "clock": clock}, tensors)
         self.requests.ask(requests)
 
     def download_states(self, clock: int) -> list[list[Tensor]]:
         """Return the tensors of each worker, once all have called `upload_state` for `clock`."""
         replies = self._ask_all("lent", clock=clock)
         size = len(replies[0].tensors) // self.consistency.num_slots
-        found: list[list[Tensor]] = []
+        groups = [at * len(self.placed.numels) // size for at in range(size)]
+        states: list[list[Tensor]] = []
         for slot in range(self.consistency.num_slots):
-            groups = [at * len(self.placed.numels) // size for at in range(size)]
-            found.append([torch.empty(self.placed.numels[g], dtype=self._dtype) for g in groups])
+            states.append([torch.empty(self.placed.numels[g], dtype=self._dtype) for g in groups])
             for shard, reply in replies.items():
-                for at, (group, flat) in enumerate(zip(groups, found[-1], strict=True)):
-                    copy_concatenated(
-                        [reply.tensors[slot * size + at]], self.placed.pieces(shard, group, flat)
-                    )
-        return found
+                sent = reply.tensors[slot * size : (slot + 1) * size]
+                for part, group, flat in zip(sent, groups, states[-1], strict=True):
+                    copy_concatenated([part], self.placed.pieces(shard, group, flat))
+        return states
 
     def gradient(self, flats: Sequence[Tensor], needed: int) -> None:
         """Wait until `needed` updates are complete; fill `flats` with the next update's gradient.
@@ -290,8 +285,7 @@ class Client:
     def ages(self) -> dict[int, int]:
         """Return staleness in versions -> number of gradients applied, summed over all servers."""
         replies = self._ask_all("stats")
-        counted: dict[int, int] = {}
+        counted = Counter[int]()
         for reply in replies.values():
-            for age, number in reply["ages"]:
-                counted[int(age)] = counted.get(int(age), 0) + int(number)
+            counted.update(dict(reply["ages"]))
         return dict(sorted(counted.items()))

@@ -18,7 +18,7 @@ Version v of the weights has v updates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 ASYNCHRONOUS: Final = ("async", "quorum")
 """The asynchronous kinds: an update takes the gradients that have arrived, of any iteration."""
@@ -65,11 +65,6 @@ class Consistency:
     num_slots: int
     option: int = 0
     grace_s: float = 0.0
-
-    @classmethod
-    def of(cls, fields: Any) -> Consistency:
-        """Create a Consistency from the dict that `vars` returned for another."""
-        return cls(**fields)
 
     @property
     def is_asynchronous(self) -> bool:

@@ -57,13 +57,6 @@ class WireMessage:
             raise WireError(f"a message '{self.kind}' lacks '{name}'")
         return self.fields[name]
 
-    def text(self, name: str) -> str:
-        """Return a field that must be a string; raise WireError if it is not."""
-        found = self[name]
-        if not isinstance(found, str):
-            raise WireError(f"'{name}' of a message '{self.kind}' is not a string")
-        return found
-
 
 def answer(kind: str, tensors: Sequence[Tensor] = (), **fields: Any) -> WireMessage:
     """Return a message by the names of its fields."""

@@ -149,17 +149,17 @@ class RowPlaces:
     @classmethod
     def of(cls, chunks: Sequence[Sequence[WeightRange]], width: int) -> RowPlaces:
         """Create from the table's chunks on each shard; a row has `width` elements."""
-        found: dict[int, tuple[int, int]] = {}
-        num_rows = sum(chunk.end - chunk.begin for each in chunks for chunk in each) // width
+        placed: list[tuple[int, int, int]] = []  # first row, shard, and first row on the shard
+        num_rows = 0
         for shard, each in enumerate(chunks):
             at = 0
             for chunk in each:
-                found[chunk.begin // width] = shard, at
+                placed.append((chunk.begin // width, shard, at))
                 at += (chunk.end - chunk.begin) // width
-        begins = sorted(found)
-        places = torch.tensor([found[begin] for begin in begins]).view(-1, 2)
-        chunk_rows = begins[1] if len(begins) > 1 else max(1, num_rows)
-        return cls(chunk_rows, places[:, 0], places[:, 1])
+            num_rows += at
+        begins, shards, theirs = torch.tensor(sorted(placed)).view(-1, 3).T
+        chunk_rows = int(begins[1]) if len(begins) > 1 else max(1, num_rows)
+        return cls(chunk_rows, shards, theirs)
 
     def deal(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (shard, positions in `rows`, indices on the shard) per shard with any of `rows`."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import TrainingError
@@ -80,7 +80,6 @@ def serve(roles: JobRoles, name: str, folder: Path, log: Path) -> None:
         raise TrainingError(role.refusal)
 
 
-@dataclass
 class LocalRoles:
     """A coordinator, a scheduler and servers that run as threads of this process.
 
@@ -88,21 +87,16 @@ class LocalRoles:
         folder: folder of the sockets, the journal and the log.
         meeting: address and secret with which workers join.
         num_servers: number of servers.
+        log: file to which all roles write.
         roles: name -> role.
     """
 
-    folder: Path
-    meeting: JobAddress
-    num_servers: int
-    roles: dict[str, Role] = field(default_factory=dict[str, Role])
-    _stops: dict[str, tuple[threading.Event, threading.Thread]] = field(
-        default_factory=dict[str, tuple[threading.Event, threading.Thread]]
-    )
-
-    @property
-    def log(self) -> Path:
-        """The log file to which all roles write."""
-        return self.folder / "log"
+    def __init__(self, folder: Path, num_servers: int) -> None:
+        """Start no role yet."""
+        self.folder, self.meeting = folder, meeting_of(folder, Secret.new())
+        self.num_servers, self.log = num_servers, folder / "log"
+        self.roles: dict[str, Role] = {}
+        self._stops: dict[str, tuple[threading.Event, threading.Thread]] = {}
 
     def start(self, name: str) -> None:
         """Start a role, named as in `names_of`."""
@@ -129,7 +123,7 @@ class LocalRoles:
 def local_roles(num_servers: int = 2) -> Generator[LocalRoles]:
     """Run the roles of a job inside the block, for `phalanx verify` and `show`, and for tests."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-ps-"))
-    local = LocalRoles(folder, meeting_of(folder, Secret.new()), num_servers)
+    local = LocalRoles(folder, num_servers)
     try:
         for name in names_of(num_servers):
             local.start(name)

@@ -128,7 +128,8 @@ class Replicas:
                 state, tensors = shard.state()
                 backup.sent.clear()
                 epoch = self._member.map["epoch"]
-                backup.link.send(answer("copy", tensors, shard=number, epoch=epoch, state=state))
+                fields = {"shard": number, "epoch": epoch, "state": state}
+                backup.link.send(WireMessage("copy", fields, tensors))
 
     def change(self, number: int, op: str, fields: Settings, tensors: Any = ()) -> None:
         """Perform an operation on a shard, and send it to the backup.
@@ -169,7 +170,8 @@ class Replicas:
         backup, epoch = self.backups[number], self._member.map["epoch"]
         backup.sent_s = time.monotonic()
         if number in self.shards and backup.index < (sent := self.shards[number].index):
-            backup.link.send(answer("where", shard=number, epoch=epoch, sent=sent))
+            fields = {"shard": number, "epoch": epoch, "sent": sent}
+            backup.link.send(WireMessage("where", fields))
 
     def hear_backup(self, number: int, message: WireMessage) -> None:
         """Handle a backup's report on its copy: drop acknowledged operations, resend lost ones."""

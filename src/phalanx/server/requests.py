@@ -371,12 +371,13 @@ class Requests:
             if time.monotonic() - self._asked_map_s > RESEND_S / 2:
                 self._ask_map(asked)
             self._hear()
-            address, known = self._coordinator.address, no_answer(self._coordinator.address)
+            known = no_answer(self._coordinator.address)
             if self.map["epoch"] >= 0:
-                num = len(self.map.get("addresses", ()))
-                scheduler = "a scheduler" if self.map["scheduler"] else "no scheduler"
-                known = f"the coordinator at {address} has registered {num} of its servers and "
-                known += scheduler
+                known = (
+                    f"the coordinator at {self._coordinator.address} has registered "
+                    f"{len(self.map.get('addresses', ()))} of its servers and "
+                    f"{'a' if self.map['scheduler'] else 'no'} scheduler"
+                )
             if self._clock.now_s - reported_s > SILENT_S:
                 reported_s = self._clock.now_s
                 report(f"worker {self.worker} waits for {whom}: {known}")

@@ -158,7 +158,7 @@ class Membership:
     def hear(self, message: WireMessage) -> None:
         """Handle a message from the coordinator: a map, or a refusal, which ends the role."""
         if message.kind == "refused":
-            self._role.refusal = f"the coordinator refuses {self._role.name}: {message.text('why')}"
+            self._role.refusal = f"the coordinator refuses {self._role.name}: {message['why']}"
             self._role.log(self._role.refusal)
             self._role.is_over = True
         elif message.kind == "map":

@@ -140,7 +140,7 @@ class Shard:
     ) -> None:  # fmt: skip
         """Copy weights, and restore optimizer state `kept` of each weight as of `steps` steps."""
         self.spec = spec
-        self.consistency = Consistency.of(spec["consistency"])
+        self.consistency = Consistency(**spec["consistency"])
         self.version, self.index, self.num_workers = version, 0, ALL_WORKERS
         self.ages = Counter[int]()
         self.done = DoneTasks(self.consistency.num_slots, version)

@@ -60,7 +60,7 @@ class Server(Role):
 
     @override
     def run(self, stop: threading.Event | None = None) -> None:
-        alive = answer("alive", name=self.name, incarnation=self.member.incarnation)
+        alive = WireMessage("alive", {"name": self.name, "incarnation": self.member.incarnation})
         beats = HeartbeatThread(self.secret, self.log, alive, self._beats_to)
         try:
             super().run(stop)

@@ -100,21 +100,6 @@ def own_descriptors() -> Generator[None]:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _new_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str
-) -> tuple[zmq.Socket[bytes], int]:
-    """Return a new socket for an address, and the most bytes of its frames."""
-    with own_descriptors():
-        made = context.socket(kind)
-    frame_bytes = FRAME_BYTES if address.startswith(KEYLESS) else TCP_FRAME_BYTES
-    made.setsockopt(zmq.LINGER, 200)
-    made.setsockopt(zmq.SNDHWM, MOST_WAITING)
-    made.setsockopt(zmq.RCVHWM, MOST_WAITING)
-    # A stranger's handshake is held to it, too, so it bounds the memory of each connection.
-    made.setsockopt(zmq.MAXMSGSIZE, frame_bytes + CURVE_BYTES)
-    return made, frame_bytes
-
-
 def send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> bool:
     """Send a message; return False if its queue is full, or if nobody receives it."""
     try:
@@ -124,14 +109,42 @@ def send_frames(socket: zmq.Socket[bytes], frames: list[Any]) -> bool:
     return True
 
 
-def _received(socket: zmq.Socket[bytes]) -> Iterator[list[Any]]:
-    """Yield the frames of each message that has arrived, without waiting."""
-    with suppress(zmq.Again):
+class _End:
+    """An end of connections: a socket whose frames are short enough for its address."""
+
+    def __init__(
+        self, kind: int, context: zmq.Context[zmq.Socket[bytes]], address: str, log: Log
+    ) -> None:
+        self.address, self._log = address, log
+        with own_descriptors():
+            self.socket = context.socket(kind)
+        self._is_keyless = address.startswith(KEYLESS)
+        self._frame_bytes = FRAME_BYTES if self._is_keyless else TCP_FRAME_BYTES
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
+        self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+        # A stranger's handshake is held to it, too, so it bounds the memory of each connection.
+        self.socket.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes + CURVE_BYTES)
+
+    def _received(self, num_ids: int) -> Iterator[tuple[list[Any], WireMessage]]:
+        """Yield the first `num_ids` frames and the message of all that has arrived."""
         while True:
-            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            ids, frames = frames[:num_ids], frames[num_ids:]
+            try:
+                yield ids, decode(frames)
+            except WireError as error:
+                self._log(f"refused: {error}")
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
 
 
-class Listener:
+class Listener(_End):
     """The end of connections that peers connect to, such as a server's.
 
     Attributes:
@@ -139,20 +152,15 @@ class Listener:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        secret: Secret,
-        address: str,
-        log: Log,
+        self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret, address: str, log: Log
     ) -> None:
         """Listen at an address.
 
         Raises:
             zmq.ZMQError: this host cannot listen at the address.
         """
-        self._log = log
-        self.socket, self._frame_bytes = _new_socket(context, zmq.ROUTER, address)
-        if not address.startswith(KEYLESS):
+        super().__init__(zmq.ROUTER, context, address, log)
+        if not self._is_keyless:
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.curve("listener")
             self.socket.curve_server = True
         self.socket.bind(address)
@@ -160,25 +168,15 @@ class Listener:
 
     def receive(self) -> list[tuple[bytes, WireMessage]]:
         """Return the messages that have arrived, each with its sender, without waiting."""
-        found: list[tuple[bytes, WireMessage]] = []
-        for peer, *frames in _received(self.socket):
-            try:
-                found.append((peer.bytes, decode(frames)))
-            except WireError as error:
-                self._log(f"refused: {error}")
-        return found
+        return [(peer.bytes, message) for (peer,), message in self._received(1)]
 
     def send(self, peer: bytes, message: WireMessage) -> None:
         """Send a message to a peer; drop the message if the peer has disconnected."""
         if not send_frames(self.socket, [peer, *encode(message, self._frame_bytes)]):
             self._log(f"dropped a message '{message.kind}': the peer's queue is full")
 
-    def close(self) -> None:
-        """Stop listening."""
-        self.socket.close()
 
-
-class Connection:
+class Connection(_End):
     """The end of a connection that connects to a listener.
 
     Attributes:
@@ -186,17 +184,11 @@ class Connection:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        secret: Secret,
-        address: str,
-        log: Log,
+        self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret, address: str, log: Log
     ) -> None:
-        self._log = log
-        self.address = address
-        self.socket, self._frame_bytes = _new_socket(context, zmq.DEALER, address)
+        super().__init__(zmq.DEALER, context, address, log)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # else heartbeats queue up while disconnected
-        if not address.startswith(KEYLESS):
+        if not self._is_keyless:
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.curve("link")
             self.socket.curve_serverkey = secret.curve("listener")[0]
         self.socket.connect(address)
@@ -208,36 +200,21 @@ class Connection:
 
         A message to a listener that has gone is dropped: requests are retried.
         """
-        if self._send_waiting():
-            self._send(message)
-        else:
+        if not self.is_open:
             self._waiting[message.kind, message.fields.get("q")] = message
             self._send_waiting()
+        else:
+            send_frames(self.socket, encode(message, self._frame_bytes))
 
     def receive(self) -> list[WireMessage]:
         """Return the messages that have arrived, without waiting."""
         self._send_waiting()
-        found: list[WireMessage] = []
-        for frames in _received(self.socket):
-            try:
-                found.append(decode(frames))
-            except WireError as error:
-                self._log(f"refused: {error}")
-        return found
+        return [message for _, message in self._received(0)]
 
-    def close(self) -> None:
-        """Close the connection."""
-        self.socket.close()
-
-    def _send_waiting(self) -> bool:
-        """Send the queue if the listener accepts it; return `is_open`."""
-        for key, message in () if self.is_open else list(self._waiting.items()):
-            if not self._send(message):
+    def _send_waiting(self) -> None:
+        """Send the queue if the listener accepts it."""
+        for key, message in list(self._waiting.items()):
+            if not send_frames(self.socket, encode(message, self._frame_bytes)):
                 break
             self.is_open = True
             del self._waiting[key]
-        return self.is_open
-
-    def _send(self, message: WireMessage) -> bool:
-        """Send; return False if no listener accepts the message."""
-        return send_frames(self.socket, encode(message, self._frame_bytes))
