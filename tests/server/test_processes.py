@@ -103,7 +103,7 @@ def work(
         for clock in range(num_steps):
             if worker == 0 and clock in at:
                 at[clock]()
-            assert client.ask_scheduler("own", clock=clock)["is_mine"]
+            assert client.ask_scheduler("claim", clock=clock)["is_mine"]
             grads = [torch.full_like(flat, float(3**worker + clock)) for flat in weights]
             numbers = {
                 "base": version,

@@ -34,7 +34,7 @@ def workers(num: int) -> Generator[list[Client]]:
         own = (Consistency("ps", num), (0, 5))
         joined = [Client(made.meeting, each, *own) for each in range(num)]
         for each in joined:
-            each.ask_scheduler("own", clock=0)
+            each.ask_scheduler("claim", clock=0)
         try:
             yield joined
         finally:

@@ -163,11 +163,11 @@ def test_a_report_waits_until_the_backup_has_what_it_reports(kind: str, pair: Pa
 @pytest.mark.parametrize("pair", [Consistency("local", 2, 2)], indirect=True)
 def test_the_states_for_a_checkpoint_wait_until_the_backup_has_them(pair: Pair) -> None:
     for slot in range(2):
-        pair.ask(pair.a, "lend", [torch.ones(2)], clock=0, slot=slot)
-    asked = pair.ask(pair.a, "lent", clock=0)
+        pair.ask(pair.a, "upload", [torch.ones(2)], clock=0, slot=slot)
+    asked = pair.ask(pair.a, "download", clock=0)
     assert asked() is None
     pair.deliver(pair.a, pair.b)
-    assert asked() is not None and len(pair.b.replicas.shards[0].lent) == 2
+    assert asked() is not None and len(pair.b.replicas.shards[0].uploads) == 2
 
 
 @pytest.mark.parametrize("pair", [Consistency("quorum", 3, 3)], indirect=True)

@@ -63,7 +63,7 @@ def work(
         for clock in range(num_steps):
             if worker == 0 and clock in at:
                 at[clock]()
-            assert client.ask_scheduler("own", clock=clock)["is_mine"]
+            assert client.ask_scheduler("claim", clock=clock)["is_mine"]
             grads = grads_of(worker, clock)
             numbers = {"base": version, "tokens": 1.0, "loss": 1.0, "rate": rate}
             client.push(clock, worker, grads, **numbers)

@@ -19,7 +19,7 @@ def test_a_lost_workers_task_is_given_to_one_that_waits() -> None:
     tasks = Tasks(3, 0, 5, is_asynchronous=False, clock=lambda: now[0])
     for worker in range(3):
         tasks.leases.renew(worker)
-        assert tasks.own(worker, 0)
+        assert tasks.claim(worker, 0)
     for worker in (0, 1):
         tasks.finish(0, worker)
     assert tasks.help(0, 0, is_through=False) is None
@@ -29,9 +29,9 @@ def test_a_lost_workers_task_is_given_to_one_that_waits() -> None:
     assert tasks.help(0, 0, is_through=False) == (0, 2)
     assert tasks.help(1, 0, is_through=False) is None
     tasks.leases.renew(2)  # it comes back, and finds its task taken
-    assert not tasks.own(2, 0)
+    assert not tasks.claim(2, 0)
     tasks.finish(0, 2)
-    assert tasks.own(2, 1) and tasks.num_live == 3
+    assert tasks.claim(2, 1) and tasks.num_live == 3
 
 
 def test_workers_are_not_lost_while_the_scheduler_does_not_listen(
@@ -49,7 +49,7 @@ def test_workers_are_not_lost_while_the_scheduler_does_not_listen(
     asks = {"tasks": [2, 0, 5], "is_open": False, "limit": 0, "is_through": False}
     try:
         for worker in range(2):
-            scheduler.handle(b"", WireMessage("own", {**asks, "worker": worker, "clock": 0}))
+            scheduler.handle(b"", WireMessage("claim", {**asks, "worker": worker, "clock": 0}))
         for _ in range(5):
             now_s[0] += 100 * LEASE_S
             assert num_live() == 2  # the other's word waits behind this one's
@@ -76,7 +76,7 @@ def test_each_task_is_done_once_however_workers_come_and_go(seed: int, is_open: 
         tasks.leases.renew(worker)
         version = min(tasks.done.below.values())
         if clocks[worker] < 4 and (is_open or clocks[worker] <= version):
-            task = (clocks[worker], worker) if tasks.own(worker, clocks[worker]) else None
+            task = (clocks[worker], worker) if tasks.claim(worker, clocks[worker]) else None
             clocks[worker] += 1
         else:
             through = clocks[worker] == 4
@@ -110,7 +110,7 @@ def test_every_task_is_computed_however_answers_and_workers_are_lost(
         clock, version = clocks[worker], min(tasks.done.below.values())
         is_own = clock < 4 and (is_open or clock <= version)
         if is_own:
-            task = (clock, worker) if tasks.own(worker, clock) else None
+            task = (clock, worker) if tasks.claim(worker, clock) else None
         else:
             limit = 99 if is_open else version
             task = tasks.help(worker, limit, is_through=clock == 4)
@@ -144,14 +144,14 @@ def test_a_task_that_its_helper_has_forgotten_is_given_again() -> None:
         now = [0.0]
         tasks = Tasks(3, 0, 5, is_asynchronous=False, clock=lambda now=now: now[0])
         for worker in (0, 2):
-            assert tasks.own(worker, 0)
+            assert tasks.claim(worker, 0)
             tasks.finish(0, worker)
         now[0] = LEASE_S + 1
         for worker in (0, 2):
             tasks.leases.renew(worker)
         assert tasks.help(0, 0, is_through=False) == (0, 1)
         tasks.leases.renew(1)
-        assert not tasks.own(1, 0)
+        assert not tasks.claim(1, 0)
         assert tasks.help(1, 0, is_through=False) is None
         if loses_answer:
             assert tasks.help(0, 0, is_through=False) == (0, 1)
@@ -160,7 +160,7 @@ def test_a_task_that_its_helper_has_forgotten_is_given_again() -> None:
         tasks.leases.renew(1)
         assert tasks.help(1, 0, is_through=False) == (0, 1)
         assert tasks.help(1, 0, is_through=False) == (0, 1)  # this answer was lost, too
-        assert tasks.own(1, 0)
+        assert tasks.claim(1, 0)
 
 
 def test_who_is_there_and_holds_others_up_is_known() -> None:

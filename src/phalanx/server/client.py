@@ -143,13 +143,13 @@ class Client:
         An entry has the totals of every shard, see `Shard.totals`. `idle` is called while waiting.
         """
         replies = self._ask_all("totals", idle, needed=needed)
-        found: dict[int, list[list[float]]] = {}
+        totals: dict[int, list[list[float]]] = {}
         for shard in range(self.placed.num_shards):  # in order: all workers get equal sums
             for version, *numbers in replies[shard]["totals"]:
-                found.setdefault(int(version), []).append(numbers)
+                totals.setdefault(int(version), []).append(numbers)
         self.applied = min(int(reply["version"]) for reply in replies.values())
         self._note_done(replies.values())
-        return {v: each for v, each in found.items() if len(each) == self.placed.num_shards}
+        return {v: each for v, each in totals.items() if len(each) == self.placed.num_shards}
 
     def _note_done(self, replies: Iterable[WireMessage]) -> None:
         of_each = [dict(reply["done"]) for reply in replies]
@@ -255,12 +255,12 @@ class Client:
         requests: dict[int, WireMessage] = {}
         for shard in range(placed.num_shards):
             tensors = [placed.cut(shard, at // num, flat) for at, flat in enumerate(flats)]
-            requests[shard] = WireMessage("lend", {"slot": self.worker, "clock": clock}, tensors)
+            requests[shard] = WireMessage("upload", {"slot": self.worker, "clock": clock}, tensors)
         self.requests.ask(requests)
 
     def download_states(self, clock: int) -> list[list[Tensor]]:
         """Return the tensors of each worker, once all have called `upload_state` for `clock`."""
-        replies = self._ask_all("lent", clock=clock)
+        replies = self._ask_all("download", clock=clock)
         size = len(replies[0].tensors) // self.consistency.num_slots
         groups = [at * len(self.placed.numels) // size for at in range(size)]
         states: list[list[Tensor]] = []

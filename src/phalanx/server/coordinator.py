@@ -67,10 +67,10 @@ class JobJournal:
         with _naming(path):
             self._open()
             self._file.execute("BEGIN IMMEDIATE")
-            found = self.load()
-            if found is not None and (found["job"] != job or found.get("closed")):
+            saved = self.load()
+            if saved is not None and (saved["job"] != job or saved.get("closed")):
                 self.close()
-                why = "has ended" if found["job"] == job else f"is {found['job']}, not {job}"
+                why = "has ended" if saved["job"] == job else f"is {saved['job']}, not {job}"
                 raise ConfigError(
                     f"journal is {path}, whose job {why}; give another --journal, or remove it"
                 )
@@ -120,8 +120,8 @@ class JobJournal:
         self._file.close()
 
     def _read(self, name: str) -> Any:
-        found = self._file.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
-        return None if found is None else json.loads(found[0])
+        row = self._file.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
+        return None if row is None else json.loads(row[0])
 
     def _write(self, name: str, value: Any) -> None:
         text = json.dumps(value)

@@ -44,14 +44,14 @@ def chunks_of(
 
     A group in `widths` is a table with rows of that width, and is cut between rows.
     """
-    found: list[WeightRange] = []
+    chunks: list[WeightRange] = []
     for group, size in enumerate(sizes):
         width = (widths or {}).get(group)
         most = max(1, chunk_bytes // (itemsize * (width or 1)))
         if width is not None:
             most = min(most, CHUNK_ROWS) * width
-        found += [WeightRange(group, at, min(at + most, size)) for at in range(0, size, most)]
-    return found
+        chunks += [WeightRange(group, at, min(at + most, size)) for at in range(0, size, most)]
+    return chunks
 
 
 def ranked(key: str, weights: Mapping[str, float]) -> list[str]:
@@ -126,10 +126,10 @@ class PlacedWeights:
     def of_shards(self, table: int, grad: Tensor) -> list[list[Tensor]]:
         """Return each shard's rows and values of a table's sparse gradient, see table.py."""
         rows, values = grad.indices()[0], grad.values()
-        found = [[rows[:0], values[:0].view(-1)] for _ in range(self.num_shards)]
+        parts = [[rows[:0], values[:0].view(-1)] for _ in range(self.num_shards)]
         for shard, which, there in self.places[table].deal(rows):
-            found[shard] = [there, values[which].view(-1)]
-        return found
+            parts[shard] = [there, values[which].view(-1)]
+        return parts
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ A push and a pull under `ps`, for one of the shards:
     worker               primary               backup
       | push --------------> | add the gradient    |
       |                      | op push ----------> | add the gradient
-      |                      | <-------------- has |
+      |                      | <-------------- ack |
       | <------ ok update    |                     |
       | totals ------------> | parked until all workers have pushed the clock
       | <------ ok totals    |                     |
       | pull, recipes -----> | step the optimizer  |
       |                      | op apply ---------> | step the optimizer
-      |                      | <-------------- has |
+      |                      | <-------------- ack |
       | <------ ok, weights  |                     |
 
 `MESSAGES` is read from `TABLE`, and roles dispatch by it: role R needs a method `on_KIND` for each
@@ -52,7 +52,7 @@ worker -> scheduler
   *       worker tasks is_open q? shard? is_known? done?    -> ok is_over num_live stop_signal
   beat
   agree   facts                                             -> ok facts
-  own     clock                                             -> ok is_mine
+  claim   clock                                             -> ok is_mine
   help    limit is_through                                  -> ok task
   finish  clock slot                                        -> ok
   stats                                                     -> ok late
@@ -68,15 +68,15 @@ worker -> server
   pull    needed recipes shared? table? [rows]              -> ok version place? [weights]
   read                                                      -> ok version steps num_kept [all]
   gradient  needed                                          -> ok [sums]
-  lend    clock slot [state]                                -> ok
-  lent    clock                                             -> ok [states]
+  upload  clock slot [state]                                -> ok
+  download  clock                                           -> ok [states]
   live    num_live                                          -> ok
   stats                                                     -> ok ages version
 
 primary -> backup
   *       shard epoch                                       -> fenced shard
-  copy    state [all]                                       -> has shard index
-  op      index op fields [gradients, state]                -> has shard index | gap shard
+  copy    state [all]                                       -> ack shard index
+  op      index op fields [gradients, state]                -> ack shard index | gap shard
   where   sent                                              -> at shard index sent | gap shard
 """
 """A block for each sender and receiver; `*` has the fields and answers of all kinds of its block.
@@ -117,8 +117,8 @@ def _read(table: str) -> dict[str, dict[str, Row]]:
         for line in lines:
             request, _, replies = line.partition("->")
             kind, *fields = request.split()
-            words = [each.split() for each in replies.split("|") if each.strip()]
-            answers = {name: frozenset(more) for name, *more in words}
+            lists = [each.split() for each in replies.split("|") if each.strip()]
+            answers = {name: frozenset(names) for name, *names in lists}
             if kind == "*":
                 common, common_answers = fields, answers
                 continue

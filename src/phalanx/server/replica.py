@@ -69,8 +69,9 @@ class Replicas:
         So a process holds no shards while it waits for the name of a killed process, or if it
         resumes after another process got its name.
         """
-        name, own = self._role.name, self._member.incarnation
-        return name if self._member.map.get("incarnations", {}).get(name, own) == own else ""
+        name, process = self._role.name, self._member.incarnation
+        holder = self._member.map.get("incarnations", {}).get(name, process)
+        return name if holder == process else ""
 
     def changed(self) -> None:
         """Drop shards that the new map gives to others, and copy shards to new backups."""
@@ -180,7 +181,7 @@ class Replicas:
         if message.kind == "gap" or (is_behind and index + 1 not in backup.sent):
             backup.index = -1  # operations were lost, or a new process has the name
             self.copy(number)
-        elif message.kind in ("has", "at"):
+        elif message.kind in ("ack", "at"):
             backup.index = max(index, backup.index)  # reports may arrive out of order
             for each in [each for each in backup.sent if each <= index]:
                 del backup.sent[each]
@@ -206,7 +207,7 @@ class Replicas:
                 shard.close()
             shard = self.shards[number] = Shard.of_state(state, message.tensors)
         self.synced[number] = int(message["epoch"])
-        return answer("has", shard=number, index=shard.index)
+        return answer("ack", shard=number, index=shard.index)
 
     def on_op(self, message: WireMessage) -> WireMessage:
         """Perform an operation if it is the next; report a gap before it."""
@@ -216,7 +217,7 @@ class Replicas:
             return answer("gap", shard=number)
         if index == shard.index + 1:
             shard.perform(str(message["op"]), message["fields"], list(message.tensors))
-        return answer("has", shard=number, index=shard.index)
+        return answer("ack", shard=number, index=shard.index)
 
     def on_where(self, message: WireMessage) -> WireMessage:
         """Report the last operation of a shard's copy."""

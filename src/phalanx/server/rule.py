@@ -59,8 +59,8 @@ class Optimizers:
         """
         self._names = [rule["name"]] * len(flats) + [rule.get("tables")] * len(tables)
         decays = [*rule.get("decays", [0.0] * len(flats)), *(0.0 for _ in tables)]
-        own = zip(self._names, [*flats, *tables], decays, strict=True)
-        self._each = [_optimizer(name, weight, decay, rule) for name, weight, decay in own]
+        each = zip(self._names, [*flats, *tables], decays, strict=True)
+        self._each = [_optimizer(name, weight, decay, rule) for name, weight, decay in each]
         own_rate = rule["tables_rate"] if tables else 1.0
         self._rates = [1.0] * len(flats) + [own_rate] * len(tables)
 

@@ -130,7 +130,7 @@ class Shard:
         ages: staleness in versions -> number of gradients applied with it.
         optimizers: optimizers of the weights, with their state.
         memory: shared memory of the weights, which workers on this host map; None without it.
-        lent: slot -> state that its worker has uploaded for a checkpoint of this version.
+        uploads: slot -> state that its worker has uploaded for a checkpoint of this version.
         done: tasks that were pushed.
     """
 
@@ -146,7 +146,7 @@ class Shard:
         self.done = DoneTasks(self.consistency.num_slots, version)
         self.open: dict[int, PendingUpdate] = {}
         self._latest: dict[int, tuple[int, int]] = {}  # slot -> clock and update of its last push
-        self.lent: dict[int, list[Tensor]] = {}
+        self.uploads: dict[int, list[Tensor]] = {}
         self._totals: dict[int, list[float]] = {}
         self.dtype = DTYPES[spec["dtype"]]
         self.memory = SharedTensors(spec["sizes"], self.dtype) if IS_POSSIBLE else None
@@ -175,8 +175,8 @@ class Shard:
                 self.apply(int(fields["version"]), rate, scale, fields.get("noted"))
             case "close":
                 self.apply_asynchronous()
-            case "lend":
-                self.lent[int(fields["slot"])] = list(tensors)
+            case "upload":
+                self.uploads[int(fields["slot"])] = list(tensors)
             case "live":
                 self.num_workers = int(fields["num_live"])
             case _:
@@ -276,7 +276,7 @@ class Shard:
             with nullcontext() if self.memory is None else self.memory.changing():
                 self.optimizers.step(update.total, rate)
         self.version += 1
-        self.lent.clear()
+        self.uploads.clear()
         return True
 
     def apply_asynchronous(self) -> None:
@@ -326,7 +326,7 @@ class Shard:
             "num_workers": self.num_workers, "ages": list(self.ages.items()),
             "done": list(self.done.below.items()), "ahead": list(self.done.ahead),
             "latest": list(self._latest.items()), "totals": list(self._totals.items()),
-            "lent": [(slot, len(each)) for slot, each in self.lent.items()],
+            "uploads": [(slot, len(each)) for slot, each in self.uploads.items()],
             "open": [
                 {
                     "version": version, "tasks": list(update.tasks.items()),
@@ -337,7 +337,7 @@ class Shard:
                 for version, update in self.open.items()
             ],
         }  # fmt: skip
-        tensors = [*self.weights, *chain(*kept), *chain(*self.lent.values())]
+        tensors = [*self.weights, *chain(*kept), *chain(*self.uploads.values())]
         for update in self.open.values():
             parts = [*update.total, *chain(*update.waiting.values())]
             tensors += [flat for part in parts for flat in flat_parts(part)]
@@ -358,7 +358,7 @@ class Shard:
         def take(num: int) -> list[Tensor]:
             return [each.clone() for each in islice(parts, num)]
 
-        shard.lent = {slot: take(num) for slot, num in fields["lent"]}
+        shard.uploads = {slot: take(num) for slot, num in fields["uploads"]}
         for each in fields["open"]:
             update = shard.open[each["version"]] = PendingUpdate()
             update.tasks = {slot: Pushed(*numbers) for slot, numbers in each["tasks"]}

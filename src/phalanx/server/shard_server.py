@@ -228,18 +228,20 @@ class Server(Role):
             return None
         return answer("ok", [flat.clone() for flat in shard.gradient()])
 
-    def on_lend(self, shard: Shard, message: WireMessage) -> WireMessage:
+    def on_upload(self, shard: Shard, message: WireMessage) -> WireMessage:
         """Store a worker's local state for a checkpoint."""
         slot = message["slot"]
-        if message["clock"] == shard.version and slot not in shard.lent:
-            self.replicas.change(message["shard"], "lend", {"slot": slot}, list(message.tensors))
+        if message["clock"] == shard.version and slot not in shard.uploads:
+            self.replicas.change(message["shard"], "upload", {"slot": slot}, list(message.tensors))
         return answer("ok")
 
-    def on_lent(self, shard: Shard, message: WireMessage) -> WireMessage | None:
+    def on_download(self, shard: Shard, message: WireMessage) -> WireMessage | None:
         """Return the state of all workers, once all have sent theirs."""
-        if message["clock"] == shard.version and len(shard.lent) < shard.consistency.num_slots:
+        if message["clock"] == shard.version and len(shard.uploads) < shard.consistency.num_slots:
             return None
-        return answer("ok", [flat for _, of_slot in sorted(shard.lent.items()) for flat in of_slot])
+        return answer(
+            "ok", [flat for _, of_slot in sorted(shard.uploads.items()) for flat in of_slot]
+        )
 
     def on_live(self, shard: Shard, message: WireMessage) -> WireMessage:
         """Set the number of live workers, which may complete an asynchronous update."""

@@ -122,8 +122,8 @@ class SharedView:
             memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
             raw = torch.frombuffer(memory, dtype=torch.uint8)
-        self._changes, found, self._version, self._touched = raw[:32].view(torch.int64)
-        if int(found) != mark:
+        self._changes, its_mark, self._version, self._touched = raw[:32].view(torch.int64)
+        if int(its_mark) != mark:
             raise OSError("the server has replaced these weights")
         flat = raw[_HEAD:].view(dtype)
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))

@@ -57,8 +57,8 @@ class Table:
         an id that is not a row raises a TrainingError.
         """
         self.weight, self._name, self._pull = weight, name, pull
-        self._is_here = torch.zeros(len(weight), dtype=torch.bool)
-        self._here: list[Tensor] = []
+        self._is_pulled = torch.zeros(len(weight), dtype=torch.bool)
+        self._pulled: list[Tensor] = []
         for module in modules:
             module.register_forward_pre_hook(self._look_up, with_kwargs=True)
 
@@ -71,17 +71,17 @@ class Table:
                 f"a sample has the id {int(wrong[0])}, but the embedding {self._name} has rows "
                 f"from 0 to {len(self.weight) - 1}"
             )
-        rows = rows[~self._is_here[rows]]
+        rows = rows[~self._is_pulled[rows]]
         if len(rows):
             self._pull(rows, self.weight.detach())
-            self._is_here[rows] = True
-            self._here.append(rows)
+            self._is_pulled[rows] = True
+            self._pulled.append(rows)
 
     def expire(self) -> None:
         """Mark all rows as outdated, so that each is pulled at its next lookup."""
-        for rows in self._here:
-            self._is_here[rows] = False
-        self._here.clear()
+        for rows in self._pulled:
+            self._is_pulled[rows] = False
+        self._pulled.clear()
 
     def gradient(self) -> Tensor:
         """Return the gradient, a coalesced sparse tensor.

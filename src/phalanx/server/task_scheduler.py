@@ -61,7 +61,7 @@ class Tasks:
         of_slots = {self._taken.get((first, slot), slot) for slot in slots}
         return [(worker, first) for worker in sorted(of_slots) if not self.is_lost(worker)]
 
-    def own(self, worker: int, clock: int) -> bool:
+    def claim(self, worker: int, clock: int) -> bool:
         """Assign a worker its task of a clock; return False if it is done or assigned elsewhere."""
         task = (clock, worker)
         taken = self._taken.get(task, worker)
@@ -76,7 +76,7 @@ class Tasks:
         Tasks of live workers that nobody has taken are assigned only with asynchronous kinds, and
         only to a worker that has finished its slot (`is_through`). A task whose taker is lost, or
         asks for help itself, is assigned again, also if its slot's worker is live: that worker may
-        have skipped it (see `own`), and the taker may have missed the answer or been restarted.
+        have skipped it (see `claim`), and the taker may have missed the answer or been restarted.
         """
         last = min(self.end - 1, limit)
         for slot, first in sorted(self.done.below.items(), key=lambda item: item[::-1]):
@@ -161,9 +161,9 @@ class TaskScheduler(Role):
         self._facts = self._facts or message["facts"]
         return {"facts": self._facts}
 
-    def on_own(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
+    def on_claim(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
         """Assign a worker its own task, unless another computes it."""
-        return {"is_mine": tasks.own(worker, int(message["clock"]))}
+        return {"is_mine": tasks.claim(worker, int(message["clock"]))}
 
     def on_help(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
         """Assign a worker a task of another, if one is left."""
