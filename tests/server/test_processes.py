@@ -21,8 +21,8 @@ from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.message import WireMessage
+from phalanx.server.message_table import MESSAGES, PROTOCOL, Dispatch
 from phalanx.server.processes import LocalRoles, local_roles
-from phalanx.server.protocol import MESSAGES, PROTOCOL, Dispatch
 from phalanx.server.role import Role
 from phalanx.server.secret import Secret
 from phalanx.server.shard_server import Server

@@ -22,8 +22,8 @@ from typing_extensions import override
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.server.liveness import BEAT_S, LEASE_S, Leases
 from phalanx.server.message import WireMessage, answer
+from phalanx.server.message_table import PROTOCOL
 from phalanx.server.placement import ranked
-from phalanx.server.protocol import PROTOCOL
 from phalanx.server.role import Role, Settings
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Log

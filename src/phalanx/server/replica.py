@@ -44,7 +44,7 @@ class Backup:
     sent_s: float = 0.0
 
 
-class Replicas:
+class ShardReplicas:
     """The shards that a server stores, each as its primary or as its backup.
 
     Attributes:

@@ -25,7 +25,7 @@ from phalanx.launch.failure import report
 from phalanx.server.consistency import Consistency
 from phalanx.server.liveness import LEASE_S, RESEND_S, HeartbeatThread, LoopClock
 from phalanx.server.message import WireMessage
-from phalanx.server.protocol import PROTOCOL
+from phalanx.server.message_table import PROTOCOL
 from phalanx.server.role import SILENT_S, Settings, no_answer
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection

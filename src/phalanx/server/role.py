@@ -11,7 +11,7 @@ import zmq
 
 from phalanx.server.liveness import BEAT_S, TICK_S, LoopClock
 from phalanx.server.message import WireError, WireMessage, answer
-from phalanx.server.protocol import Dispatch
+from phalanx.server.message_table import Dispatch
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Connection, Listener, Log
 
@@ -39,7 +39,7 @@ class Role:
     """A process that handles messages one after another until the job has ended.
 
     Attributes:
-        kind: receiver of its messages in the table of protocol.py.
+        kind: receiver of its messages in the table of message_table.py.
         name: name of the role in the job.
         address: address at which the role listens.
         is_over: whether the loop must exit.

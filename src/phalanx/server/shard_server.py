@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from phalanx.server.liveness import BEAT_S, HeartbeatThread, LoopClock
 from phalanx.server.message import WireMessage, answer, in_frames
-from phalanx.server.protocol import PROTOCOL, Dispatch
-from phalanx.server.replica import Replicas
+from phalanx.server.message_table import PROTOCOL, Dispatch
+from phalanx.server.replica import ShardReplicas
 from phalanx.server.role import Membership, Role, Settings
 from phalanx.server.secret import Secret
 from phalanx.server.shard import Shard, split_parts
@@ -44,7 +44,7 @@ class Server(Role):
         super().__init__(name, secret, address, log)
         self._constant = {"job": job, "protocol": PROTOCOL, "weight": weight}
         self.member = Membership(self, coordinator, incarnation, self.facts, self._changed)
-        self.replicas = Replicas(self, self.member)
+        self.replicas = ShardReplicas(self, self.member)
         self._of_primary = Dispatch("backup", self.replicas)
         self._parked: dict[tuple[bytes, int], WireMessage] = {}
         self._open = set[tuple[bytes, int]]()  # received requests that are not answered

@@ -16,7 +16,7 @@ from typing_extensions import override
 from phalanx.server.consistency import DoneTasks
 from phalanx.server.liveness import Leases
 from phalanx.server.message import WireMessage, answer
-from phalanx.server.protocol import PROTOCOL
+from phalanx.server.message_table import PROTOCOL
 from phalanx.server.role import Membership, Role
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Log

@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.message import WireError, WireMessage
-from phalanx.server.protocol import MESSAGES, Dispatch
-from phalanx.server.replica import Replicas
+from phalanx.server.message_table import MESSAGES, Dispatch
+from phalanx.server.replica import ShardReplicas
 from phalanx.server.shard_server import Server
 from phalanx.server.task_scheduler import TaskScheduler
 
@@ -15,7 +15,7 @@ HANDLERS = {
     "coordinator": Coordinator,
     "scheduler": TaskScheduler,
     "server": Server,
-    "backup": Replicas,
+    "backup": ShardReplicas,
 }
 
 

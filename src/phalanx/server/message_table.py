@@ -98,7 +98,7 @@ class Row:
         sender: role, or roles, that send it.
         needed: names of the fields that it must have.
         optional: names of the fields that it may have.
-        answers: kind of answer -> names of its fields, those of optional fields with `?`.
+        answers: kind of answer -> names of its fields; an optional one ends with `?`.
     """
 
     sender: str
