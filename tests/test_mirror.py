@@ -75,7 +75,6 @@ ACROSS = {
     "script/test_registered.py": "checkpoint/registered by run.register",
     "script/test_trainer_options.py": "session and trainer: what Options say",
     "script/test_wrong_jobs.py": "trainer, arguments and checks: jobs that are wrong",
-    "server/test_cluster.py": "servers and workers in threads, with lost messages",
     "show/test_methods_shown.py": "what every topic of phalanx show says",
     "train/job/test_longer_samples.py": "resume with samples of another length",
     "train/test_compile.py": "text, loop and notice under --compile",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
-from phalanx.server.local_roles import LocalRoles
+from phalanx.server.processes import LocalRoles
 
 
 def run_workers(
@@ -47,8 +46,8 @@ def find_lost(made: LocalRoles, name: str) -> None:
     assert isinstance(keeper, Coordinator)
 
     def tick() -> None:
-        if name in keeper._heard_s:
-            keeper._heard_s[name] = -math.inf
+        if name in keeper.leases.heard_s:
+            keeper.leases.end(name)
         Coordinator.tick(keeper)
 
     keeper.tick = tick

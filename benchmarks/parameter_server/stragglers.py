@@ -15,7 +15,7 @@ import torch
 
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import local_roles
+from phalanx.server.processes import local_roles
 
 NUM_WORKERS = 4
 SECONDS = 12.0

@@ -20,7 +20,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import local_roles
+from phalanx.server.processes import local_roles
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.served_step import ClockedStep
 

@@ -14,8 +14,8 @@ from phalanx.server import shared
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
-from phalanx.server.local_roles import LocalRoles, local_roles
 from phalanx.server.message import WireMessage
+from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE, SharedView
 from workers_in_threads import find_lost, lose
@@ -32,13 +32,16 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 class Counted(Client):
     """A client that keeps the kinds of its requests to servers, by shard."""
 
-    asked: list[tuple[str, int]]
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.asked = list[tuple[str, int]]()
+        ask = self.requests.ask
 
-    def ask(self, asked: Mapping[int, WireMessage], *args: Any) -> dict[int, WireMessage]:
-        if not hasattr(self, "asked"):
-            self.asked = []
-        self.asked += [(message.kind, shard) for shard, message in asked.items() if shard >= 0]
-        return super().ask(asked, *args)
+        def counted(asked: Mapping[int, WireMessage], *args: Any) -> dict[int, WireMessage]:
+            self.asked += [(message.kind, shard) for shard, message in asked.items() if shard >= 0]
+            return ask(asked, *args)
+
+        self.requests.ask = counted
 
     def pulled(self, *args: Any) -> tuple[int, float, list[int]]:
         """Pull; return the version, the sum of the weights, and the shards that were asked."""
@@ -62,13 +65,13 @@ def client_of(made: LocalRoles, kind: str) -> Counted:
 
 
 def primary_of(made: LocalRoles, client: Client, shard: int) -> Server:
-    server = made.roles[client.map["holders"][shard][0]]
+    server = made.roles[client.requests.map["holders"][shard][0]]
     assert isinstance(server, Server)
     return server
 
 
 def view_of(client: Client, shard: int) -> SharedView:
-    return client._mapped._of_shard[shard].view
+    return client._mapped._of_shard[shard][2]
 
 
 def test_a_version_in_memory_is_read_without_a_request() -> None:
@@ -103,14 +106,15 @@ def test_a_version_is_published_once_the_backup_has_it() -> None:
         client.add(0, 1.0)
         client.totals(1)
         server, held = primary_of(made, client, 0), view_of(client, 0)
-        late = list[Any]()
-        server._handle_backup_report = lambda *args: late.append(args)
+        late = list[WireMessage]()
+        link = server.replicas.backups[0].link
+        hear, server._links[link] = server._links[link], late.append
         thread = threading.Thread(target=client.pull, args=([torch.zeros(600)], 1, [(0, 1.0, 1.0)]))
         thread.start()
-        while server.shards[0].version == 0 or not late:
+        while server.replicas.shards[0].version == 0 or not late:
             time.sleep(0.001)
         assert held.version == 0
-        del server._handle_backup_report  # the primary asks again, and hears
+        server._links[link] = hear  # the primary asks again, and hears
         thread.join()
         assert held.version == 1
         client.close()
@@ -120,7 +124,7 @@ def until_copied(made: LocalRoles, backup: str) -> Coordinator:
     """Wait until a beat of the backup of shard 0 says that it has a copy."""
     keeper = made.roles["coordinator"]
     assert isinstance(keeper, Coordinator)
-    while (0, backup) not in keeper._synced:
+    while (0, backup) not in keeper.synced:
         time.sleep(0.001)
     return keeper
 
@@ -132,7 +136,7 @@ def test_the_memory_of_a_server_that_was_replaced_is_not_read(comes_back: bool) 
         client = client_of(made, "async")
         client.pulled(0)
         client.add(0, 1.0)
-        former, (name, backup) = view_of(client, 0), client.map["holders"][0]
+        former, (name, backup) = view_of(client, 0), client.requests.map["holders"][0]
         until_copied(made, backup)
         lose(made, name)
         if comes_back:
@@ -150,7 +154,7 @@ def test_a_server_that_got_its_shard_back_is_read_in_its_new_memory() -> None:
         client = client_of(made, "async")
         client.pulled(0)
         client.add(0, 1.0)
-        former, (name, backup) = view_of(client, 0), client.map["holders"][0]
+        former, (name, backup) = view_of(client, 0), client.requests.map["holders"][0]
         keeper = until_copied(made, backup)
         find_lost(made, name)
         while keeper.map["holders"][0] != [name, backup]:

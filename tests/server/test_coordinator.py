@@ -7,11 +7,11 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.server.coordinator import Coordinator, Fenced, JobJournal, JournalError
+from phalanx.server.liveness import LEASE_S
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
 from phalanx.server.shard import Shard
 from phalanx.server.shard_server import Server
-from phalanx.server.tasks import LEASE_S
 
 
 def listen(coordinator: Coordinator, now_s: list[float], for_s: float) -> None:
@@ -80,7 +80,7 @@ def test_a_journal_that_is_deleted_is_written_again(tmp_path: Path) -> None:
         for path in tmp_path.glob("journal*"):
             path.unlink()
         JobJournal(tmp_path / "journal", "job").close()  # a coordinator of another start
-        coordinator._change("something happens")
+        coordinator.change("something happens")
         assert coordinator.is_over and "no longer writes the journal" in coordinator.refusal
     finally:
         coordinator.close()
@@ -130,7 +130,7 @@ def test_a_server_that_was_held_for_lost_has_no_copy_until_it_is_sent_one(tmp_pa
         before = coordinator.map["epoch"]
         beat("a", [(1, before)])
         beat("b", [(0, before)])
-        coordinator._lose(["b"])
+        coordinator.evict(["b"])
         assert coordinator.map["holders"] == [["a"], ["a"]]
         for _ in range(2):
             beat("b", [(0, before)])
@@ -270,13 +270,13 @@ def test_a_copy_of_before_another_was_the_backup_does_not_count(tmp_path: Path) 
         (third,) = set("abc") - {primary, backup}
         beat(backup, [(0, before)])
         coordinator.map["holders"][0] = [primary, third]
-        coordinator._lose([third])
+        coordinator.evict([third])
         assert coordinator.map["holders"][0] == [primary, backup]
-        coordinator._change("the third has gone")
+        coordinator.change("the third has gone")
         beat(backup, [(0, before)])
-        assert (0, backup) not in coordinator._synced
+        assert (0, backup) not in coordinator.synced
         beat(backup, [(0, coordinator.map["epoch"])])
-        assert (0, backup) in coordinator._synced
+        assert (0, backup) in coordinator.synced
     finally:
         coordinator.close()
 
@@ -304,14 +304,14 @@ def test_a_server_that_joins_again_is_the_backup_at_the_next_loss(
         for name in "abc" * 2:
             beat(name)
         assert any("b" in of[1:] for of in holders())
-        coordinator._lose(["b"])
+        coordinator.evict(["b"])
         for name in "acb":
             beat(name)
         assert [set(of) for of in holders()] == [{"a", "c"}] * 3
-        coordinator._lose(["c"])
+        coordinator.evict(["c"])
         assert holders() == [["a", "b"]] * 3, "no push is acknowledged before b has it"
         beat("b", has_copies)
-        coordinator._lose(["a"])
+        coordinator.evict(["a"])
         assert [of[0] for of in holders()] == ["b" if has_copies else "a"] * 3
         for shard in range(3):
             lost = f"shard {shard} is lost with a: b has no full copy yet"
@@ -325,11 +325,11 @@ def test_a_backup_forgets_a_copy_that_is_older_than_its_office(tmp_path: Path) -
     server = Server("job", f"ipc://{tmp_path}/coordinator", "1", *own)
     rest = {"term": 1, "addresses": {}, "holders": [["a", "b"]]}
     try:
-        server._take({**rest, "epoch": 5, "since": [5]})
-        server._synced[0] = 5
-        server._take({**rest, "epoch": 6, "since": [5]})
+        server.member.take({**rest, "epoch": 5, "since": [5]})
+        server.replicas.synced[0] = 5
+        server.member.take({**rest, "epoch": 6, "since": [5]})
         assert server.facts()["synced"] == [(0, 5)]
-        server._take({**rest, "epoch": 9, "since": [8]})  # c was the backup in epochs 6 to 7
+        server.member.take({**rest, "epoch": 9, "since": [8]})  # c was the backup in epochs 6 to 7
         assert server.facts()["synced"] == []
     finally:
         server.close()
@@ -340,10 +340,10 @@ def test_a_map_of_a_later_term_is_new_in_the_same_epoch(tmp_path: Path) -> None:
     server = Server("job", f"ipc://{tmp_path}/coordinator", "1", *own)
     rest = {"epoch": 5, "addresses": {"x": f"ipc://{tmp_path}/x"}, "since": [5]}
     try:
-        server._take({**rest, "term": 1, "holders": [["a", "x"]]})
-        assert server._backups
-        server._take({**rest, "term": 2, "holders": [["a"]]})
-        assert not server._backups
+        server.member.take({**rest, "term": 1, "holders": [["a", "x"]]})
+        assert server.replicas.backups
+        server.member.take({**rest, "term": 2, "holders": [["a"]]})
+        assert not server.replicas.backups
     finally:
         server.close()
 
@@ -356,13 +356,13 @@ def test_a_server_without_its_name_holds_nothing(
     server, said = Server("job", f"ipc://{tmp_path}/coordinator", "2", *own), list[str]()
     monkeypatch.setattr(server.listener, "send", lambda _, message: said.append(message.kind))
     rest = {"term": 1, "addresses": {}, "since": [1, 1], "holders": [["a", "b"], ["b", "a"]]}
-    asked = {"q": 1, "is_known": True}
+    asked = {"q": 1, "is_known": True, "needed": 0, "recipes": []}
     copied = {"epoch": 5, "sent": 0}
     try:
         for epoch, (incarnation, answers) in enumerate(
             [("1", ["moved", "fenced"]), ("2", ["empty", "gap"]), ("3", ["moved", "fenced"])], 5
         ):
-            server._take({**rest, "epoch": epoch, "incarnations": {"a": incarnation}})
+            server.member.take({**rest, "epoch": epoch, "incarnations": {"a": incarnation}})
             server.handle(b"", WireMessage("pull", {**asked, "shard": 0}))
             server.handle(b"", WireMessage("where", {**copied, "shard": 1}))
             assert said == answers
@@ -381,12 +381,12 @@ def test_a_primary_that_is_replaced_acknowledges_nothing(
     rest = {"term": 1, "addresses": addresses, "since": [1]}
     shard = {"sizes": [1], "dtype": "float32", "rule": {"name": "sgd"}, "p": 2.0}
     try:
-        server._take({**rest, "epoch": 1, "holders": [["a", "b"]]})
+        server.member.take({**rest, "epoch": 1, "holders": [["a", "b"]]})
         spec = {**shard, "consistency": {"kind": "ps", "num_slots": 1}}
-        server.shards[0] = Shard(spec, [torch.zeros(1)])
-        server.after(0, lambda: found.append(1))
+        server.replicas.shards[0] = Shard(spec, [torch.zeros(1)])
+        server.replicas.after(0, lambda: found.append(1))
         assert not found
-        server._take({**rest, "epoch": 2, "holders": [holders]})
+        server.member.take({**rest, "epoch": 2, "holders": [holders]})
         assert bool(found) == is_answered
     finally:
         server.close()

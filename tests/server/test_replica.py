@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from hypothesis import example, given
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from phalanx.server.consistency import Consistency
 from phalanx.server.message import WireMessage
-from phalanx.server.replica import ReplicatedShards
 from phalanx.server.secret import Secret
 from phalanx.server.shard import Shard
+from phalanx.server.shard_server import Server
 from phalanx.server.wire import Connection
 
 NAMES = "primary", "backup"
@@ -28,7 +28,7 @@ MAP = {
 class _Pair:
     """A primary and a backup; a test decides which of their messages arrive, and in what order."""
 
-    def __init__(self, primary: ReplicatedShards, backup: ReplicatedShards) -> None:
+    def __init__(self, primary: Server, backup: Server) -> None:
         self.primary, self.backup = primary, backup
         self.to_backup: list[WireMessage] = []
         self.to_primary: list[WireMessage] = []
@@ -38,59 +38,63 @@ class _Pair:
         """Send to the backup: this is the primary's connection."""
         self.to_backup.append(message)
 
-    def reply(self, _: bytes, __: WireMessage, kind: str, tensors: Any = (), **more: Any) -> None:
-        self.to_primary.append(WireMessage(kind, more, tensors))
+    def reply(self, _: bytes, __: WireMessage, reply: WireMessage) -> None:
+        self.to_primary.append(reply)
+
+    def check_backup(self, due: int) -> None:
+        has = self.backup.replicas.shards[0].index
+        assert has >= due, "acknowledged, but the backup lacks it"
 
     def push(self) -> None:
         fields = {"clock": self.num_pushed, "slot": 0, "base": 0, "tokens": 1.0, "loss": 0.0}
         grads = [torch.full((3,), float(self.num_pushed), dtype=torch.float64)]
-        self.primary.change(0, "push", fields, grads)
+        self.primary.replicas.change(0, "push", fields, grads)
         self.num_pushed += 1
         due = self.num_pushed
 
         def acknowledge() -> None:
             assert self.num_acknowledged == due - 1, "in order"
-            assert self.backup.shards[0].index >= due, "acknowledged, but the backup lacks it"
+            self.check_backup(due)
             self.num_acknowledged = due
 
-        self.primary.after(0, acknowledge)
+        self.primary.replicas.after(0, acknowledge)
 
     def push_again(self) -> None:
         """Repeat the last push, as a worker does whose answer was lost."""
         due = self.num_pushed
 
         def acknowledge() -> None:
-            assert self.backup.shards[0].index >= due, "acknowledged, but the backup lacks it"
+            self.check_backup(due)
 
-        self.primary.after(0, acknowledge)
+        self.primary.replicas.after(0, acknowledge)
 
     def deliver_to_backup(self, message: WireMessage) -> None:
-        self.backup.handle_replication(b"primary", message)
+        self.backup.handle(b"primary", message)
 
     def deliver_to_primary(self, message: WireMessage) -> None:
-        self.primary.hear(cast("Connection", self), message)
+        self.primary.replicas.hear_backup(0, message)
 
     def ask_again(self) -> None:
-        self.primary._ask_again(0, self.primary._backups[0])
+        self.primary.replicas.query_backup(0)
 
 
 @contextmanager
 def _pair() -> Generator[_Pair]:
     with tempfile.TemporaryDirectory() as folder:
-        made: list[ReplicatedShards] = []
+        made: list[Server] = []
         for name in NAMES:
             where = f"ipc://{folder}/coordinator", name, name, Secret(bytes(32))
-            made.append(ReplicatedShards("job", *where, f"ipc://{folder}/{name}", print))
+            made.append(Server("job", *where, f"ipc://{folder}/{name}", print))
         pair = _Pair(*made)
-        pair.primary.link = lambda _: cast("Connection", pair)
+        pair.primary.link = lambda *_: cast("Connection", pair)
         pair.primary.unlink = lambda _: None
         pair.backup.reply = pair.reply
         for role in made:
-            role._take(dict(MAP))
+            role.member.take(dict(MAP))
         spec = {"sizes": [3], "dtype": "float64", "rule": {"name": "sgd"}, "p": 2.0}
         spec["consistency"] = vars(Consistency("ps", 1))
-        pair.primary.shards[0] = Shard(spec, [torch.zeros(3, dtype=torch.float64)])
-        pair.primary.begin(0)
+        pair.primary.replicas.shards[0] = Shard(spec, [torch.zeros(3, dtype=torch.float64)])
+        pair.primary.replicas.copy(0)
         try:
             yield pair
         finally:
@@ -144,6 +148,6 @@ def test_backup_has_each_operation_before_it_is_acknowledged(
             pair.ask_again()
         assert pair.num_acknowledged == pair.num_pushed
         assert not pair.to_backup, "the primary still asks"
-        states = [role.shards[0].state() for role in (pair.primary, pair.backup)]
+        states = [role.replicas.shards[0].state() for role in (pair.primary, pair.backup)]
         assert states[0][0] == states[1][0]
         assert all(torch.equal(*each) for each in zip(states[0][1], states[1][1], strict=True))

@@ -10,32 +10,31 @@ from contextlib import contextmanager
 import pytest
 
 from phalanx.errors import TrainingError
-from phalanx.server import coordinator, requests, unanswered
+from phalanx.server import coordinator, requests
+from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import local_roles
 from phalanx.server.message import WireMessage
-from phalanx.server.requests import JobAddress, Requests
+from phalanx.server.processes import local_roles
+from phalanx.server.requests import JobAddress, JobStopped
 from phalanx.server.secret import Secret
-from phalanx.server.unanswered import JobStopped
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What workers report."""
     found = list[str]()
-    for module in (requests, unanswered):
-        monkeypatch.setattr(module, "report", found.append)
+    monkeypatch.setattr(requests, "report", found.append)
     return found
 
 
 @contextmanager
-def workers(num: int) -> Generator[list[Requests]]:
+def workers(num: int) -> Generator[list[Client]]:
     """Workers of a job that has servers, and no weights."""
     with local_roles(2) as made:
         own = (Consistency("ps", num), (0, 5))
-        joined = [Requests(made.meeting, each, *own) for each in range(num)]
+        joined = [Client(made.meeting, each, *own) for each in range(num)]
         for each in joined:
-            each.ask_scheduler("own", clock=0)
+            each.ask_scheduler("claim", clock=0)
         try:
             yield joined
         finally:
@@ -52,9 +51,9 @@ def test_a_worker_names_another_that_is_there_and_pushes_nothing(
     monkeypatch.setattr(requests, "LATE_S", 0.05)
     monkeypatch.setattr(JobAddress, "is_on_one_host", False)
     with workers(2) as (first, _):
-        first._timeout_s = 1.0
+        first.requests._timeout_s = 1.0
         with pytest.raises(TrainingError, match="has waited 1 s"):
-            first.ask(WAIT)
+            first.requests.ask(WAIT)
     words = "worker 0 has waited 0.05 s for push 1 of worker 1, whose process is alive"
     assert any(words in line for line in lines)  # the other worker may wait as well
 
@@ -66,7 +65,7 @@ def test_a_worker_that_waits_hears_that_a_signal_ends_the_job() -> None:
         )
         stopping.start()
         with pytest.raises(JobStopped) as stopped:
-            second.ask(WAIT)
+            second.requests.ask(WAIT)
         stopping.join()
         assert stopped.value.signum == signal.SIGTERM
         second.leave()
@@ -75,16 +74,17 @@ def test_a_worker_that_waits_hears_that_a_signal_ends_the_job() -> None:
 
 def test_a_server_that_comes_back_between_requests_is_not_lost_from_the_first_loss_on() -> None:
     with workers(1) as (first,):
-        name = first.map["holders"][0][0]
-        of_all = first.map["addresses"]
+        name = first.requests.map["holders"][0][0]
+        of_all = first.requests.map["addresses"]
         of_others = {other: address for other, address in of_all.items() if other != name}
 
         def take(addresses: dict[str, str]) -> None:
-            later = {"epoch": first.map["epoch"] + 1, "addresses": addresses}
-            first._take({**first.map, **later})
+            later = {"epoch": first.requests.map["epoch"] + 1, "addresses": addresses}
+            first.requests._take({**first.requests.map, **later})
 
         def check(now_s: float) -> None:
-            requests._check_lost(0, first.map, first._gone_s, now_s)
+            first.requests._clock.now_s = now_s
+            first.requests._check_lost(0)
 
         take(of_others)
         for now_s in (0.0, requests.UNREPLICATED_LOSS_S):
@@ -113,7 +113,7 @@ def test_a_worker_says_whom_it_waits_for_to_begin(
     monkeypatch.setattr(requests, "SILENT_S", 0.05)
     nobody = JobAddress("tcp://127.0.0.1:9", Secret.new())
     with pytest.raises(TrainingError, match="worker 3 has waited in vain for the servers: the co"):
-        Requests(nobody, 3, Consistency("ps", 4), (0, 5), timeout_s=0.5)
+        Client(nobody, 3, Consistency("ps", 4), (0, 5), timeout_s=0.5)
     assert "worker 3 waits for the servers: the coordinator at tcp://127.0.0.1:9 does" in lines[0]
 
 
@@ -122,13 +122,13 @@ def test_a_worker_of_a_job_that_has_ended_says_so(monkeypatch: pytest.MonkeyPatc
     with workers(1) as (first,):
         first.end()
         with pytest.raises(TrainingError, match="has ended; a new job needs"):
-            Requests(first._meeting, 0, Consistency("ps", 1), (0, 5))
+            Client(first.requests._meeting, 0, Consistency("ps", 1), (0, 5))
 
 
 def test_a_worker_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with workers(1) as (first,):
-        assert first.map["protocol"] == requests.PROTOCOL
-        said = rf"has version {requests.PROTOCOL} of .*, but this worker has version 7;"
-        monkeypatch.setattr(requests, "PROTOCOL", 7)
+        assert first.requests.map["protocol"] == requests.PROTOCOL
+        said = rf"has version {requests.PROTOCOL} of .*, but this worker has version 8;"
+        monkeypatch.setattr(requests, "PROTOCOL", 8)
         with pytest.raises(TrainingError, match=said):
-            Requests(first._meeting, 0, Consistency("ps", 1), (0, 5))
+            Client(first.requests._meeting, 0, Consistency("ps", 1), (0, 5))

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.server.consistency import Consistency
-from phalanx.server.replica import perform
 from phalanx.server.shard import MOST_TOTALS, Shard
 
 
@@ -163,18 +162,18 @@ def test_a_copy_made_in_the_middle_ends_with_the_same_bits() -> None:
             grads = [torch.randn(len(flat)).double() for flat in shard.weights]
             fields = {"clock": clock, "slot": slot, "base": clock, "tokens": 2.0, "loss": 1.0}
             for each in target:
-                perform(each, "push", fields, grads)
+                each.perform("push", fields, grads)
 
     step([shard], 0, [2, 0, 1])
     noted, totals = {"noted": shard.noted(0)}, shard.totals()
-    perform(shard, "apply", {"version": 0, "rate": 0.1, "scale": 1.0, **noted}, [])
+    shard.perform("apply", {"version": 0, "rate": 0.1, "scale": 1.0, **noted}, [])
     step([shard], 1, [2, 0])
     fields, tensors = shard.state()
     copy = Shard.of_state(json.loads(json.dumps(fields)), tensors)
     assert copy.totals() == shard.totals() == totals != []  # a worker may ask it, late
     step([shard, copy], 1, [1])
     for each in (shard, copy):
-        perform(each, "apply", {"version": 1, "rate": 0.1, "scale": 0.5}, [])
+        each.perform("apply", {"version": 1, "rate": 0.1, "scale": 0.5}, [])
     ours, theirs = shard.state(), copy.state()
     assert ours[0] == theirs[0]
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))

@@ -19,7 +19,8 @@ from phalanx.server.wire import Connection
 class Link:
     """A connection between the servers; its messages stay in `queue` until a test delivers them."""
 
-    def __init__(self) -> None:
+    def __init__(self, hear: Callable[[WireMessage], None]) -> None:
+        self.hear = hear
         self.queue: list[WireMessage] = []
 
     def send(self, message: WireMessage) -> None:
@@ -46,8 +47,8 @@ class Pair:
         own = (name, Secret(bytes(32)), f"ipc://{folder}/{name}", print)
         server = Server("job", f"ipc://{folder}/coordinator", name, *own)
 
-        def link(_: str) -> Connection:
-            self._links[name].append(made := Link())
+        def link(_: str, hear: Callable[[WireMessage], None]) -> Connection:
+            self._links[name].append(made := Link(hear))
             return cast("Connection", made)
 
         server.link, server.unlink = link, lambda _: None
@@ -57,7 +58,7 @@ class Pair:
     def take(self, server: Server, epoch: int, holders: list[str], since: int) -> None:
         """Give a server the map of an epoch."""
         rest = {"term": 1, "incarnations": {}, "addresses": {"a": "a", "b": "b"}}
-        server._take({**rest, "epoch": epoch, "holders": [holders], "since": [since]})
+        server.member.take({**rest, "epoch": epoch, "holders": [holders], "since": [since]})
 
     def ask(
         self, server: Server, kind: str, tensors: Any = (), **fields: Any
@@ -90,7 +91,7 @@ class Pair:
                 target.handle(b"server", message)
                 for peer, answer in self._answers[begin:]:
                     if peer == b"server":
-                        source.hear(cast("Connection", link), answer)
+                        link.hear(answer)
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Generator[Pair]:
 
 
 def is_done(server: Server, clock: int, slot: int) -> bool:
-    return server.shards[0].has(clock, slot)
+    return server.replicas.shards[0].done.has(clock, slot)
 
 
 @pytest.mark.parametrize("pair", [Consistency("ps", 2)], indirect=True)
@@ -134,7 +135,7 @@ def test_a_former_primary_with_a_copy_of_a_later_epoch_closes_no_update(pair: Pa
     pair.take(pair.b, 2, ["b"], 1)
     pair.take(pair.b, 3, ["b", "a"], 3)
     pair.deliver(pair.b, pair.a)
-    copy = pair.a.shards[0]
+    copy = pair.a.replicas.shards[0]
     index = copy.index
     copy.consistency = Consistency("quorum", 3, 2)  # the grace time ends
     pair.a.tick()
@@ -162,11 +163,11 @@ def test_a_report_waits_until_the_backup_has_what_it_reports(kind: str, pair: Pa
 @pytest.mark.parametrize("pair", [Consistency("local", 2, 2)], indirect=True)
 def test_the_states_for_a_checkpoint_wait_until_the_backup_has_them(pair: Pair) -> None:
     for slot in range(2):
-        pair.ask(pair.a, "lend", [torch.ones(2)], clock=0, slot=slot)
-    asked = pair.ask(pair.a, "lent", clock=0)
+        pair.ask(pair.a, "upload", [torch.ones(2)], clock=0, slot=slot)
+    asked = pair.ask(pair.a, "download", clock=0)
     assert asked() is None
     pair.deliver(pair.a, pair.b)
-    assert asked() is not None and len(pair.b.shards[0].lent) == 2
+    assert asked() is not None and len(pair.b.replicas.shards[0].uploads) == 2
 
 
 @pytest.mark.parametrize("pair", [Consistency("quorum", 3, 3)], indirect=True)
@@ -176,9 +177,9 @@ def test_a_backup_that_becomes_the_primary_knows_how_many_workers_are_left(pair:
         pair.push(pair.a, 0, slot, num_live=3)
     pair.deliver(pair.a, pair.b)
     reported = pair.ask(pair.a, "live", num_live=2)
-    assert pair.a.shards[0].version == 1 and reported() is None
+    assert pair.a.replicas.shards[0].version == 1 and reported() is None
     pair.deliver(pair.a, pair.b, most=1)  # not the operation that closes the update
-    assert reported() is None and pair.b.shards[0].version == 0
+    assert reported() is None and pair.b.replicas.shards[0].version == 0
     pair.take(pair.b, 2, ["b"], 1)
     pulled = pair.ask(pair.b, "pull", needed=1, recipes=[])
     assert pulled() is None
@@ -193,18 +194,18 @@ def test_a_copy_has_the_number_of_workers(pair: Pair) -> None:
     pair.take(pair.a, 2, ["a", "b"], 2)
     pair.take(pair.b, 2, ["a", "b"], 2)
     pair.deliver(pair.a, pair.b)
-    assert pair.b.shards[0].num_workers == 2
+    assert pair.b.replicas.shards[0].num_workers == 2
 
 
 @pytest.mark.parametrize("pair", [Consistency("ps", 2)], indirect=True)
 def test_requests_before_the_weights_are_answered_once_these_come(pair: Pair) -> None:
     """A malformed one is refused, and does not end the server."""
-    shard = pair.a.shards.pop(0)
+    shard = pair.a.replicas.shards.pop(0)
     pushed = [pair.push(pair.a, 0, slot, is_known=False) for slot in range(2)]
-    malformed = pair.ask(pair.a, "totals", is_known=False)
+    malformed = pair.ask(pair.a, "totals", is_known=False, needed="x")
     pair.a.tick()
     assert not any(answer() for answer in (*pushed, malformed))
-    pair.a.shards[0] = shard
+    pair.a.replicas.shards[0] = shard
     pair.a.tick()
     pair.deliver(pair.a, pair.b)
     answers = [answer() for answer in (*pushed, malformed)]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from phalanx.server import shared
+from phalanx.server.liveness import LEASE_S
 from phalanx.server.shared import IS_POSSIBLE, MappedShards, SharedTensors, SharedView
-from phalanx.server.tasks import LEASE_S
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86")
 

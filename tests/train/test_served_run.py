@@ -26,11 +26,12 @@ from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.launch.local import run_ranks
 from phalanx.launch.separate_jobs import Work
-from phalanx.server import coordinator, tasks
+from phalanx.server import coordinator
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import local_roles
-from phalanx.server.unanswered import JobEnded
+from phalanx.server.processes import local_roles
+from phalanx.server.requests import JobEnded
+from phalanx.server.task_scheduler import Tasks
 from phalanx.train import served_run
 from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.loop import train as train_session
@@ -238,7 +239,7 @@ def lost_before_saves(job: Job, steps: Sequence[int]) -> list[str]:
             raise KeyboardInterrupt
         save(session)
 
-    tasks.LEASE_S = -1.0  # worker 1 is lost from the start, so that worker 0 computes its tasks
+    Tasks.is_lost = lambda *_: True  # from the start, so that worker 0 computes all tasks
     left, save = list(steps), ServedSession.begin_save
     ServedSession.begin_save = killed
     with local_roles(1) as made:
@@ -278,7 +279,7 @@ def lost_for_a_step(job: Job) -> None:
         session.client.close()
         raise KeyboardInterrupt
 
-    tasks.LEASE_S = -1.0
+    Tasks.is_lost = lambda *_: True
     with local_roles(1) as made:
         save, ServedSession.begin_save = ServedSession.begin_save, killed
         with suppress(KeyboardInterrupt):
@@ -293,7 +294,7 @@ def lost_for_a_step(job: Job) -> None:
 
 def read_while_others_update(job: Job) -> None:
     """Be worker 0, which reads a shard a step later than the others for its first checkpoint."""
-    read, tasks.LEASE_S = Client.read, -1.0
+    read, Tasks.is_lost = Client.read, lambda *_: True
 
     def later(client: Client, flats: Any) -> tuple[float | None, set[int]]:
         Client.read = read
@@ -323,7 +324,7 @@ def test_a_checkpoint_that_was_due_is_written_after_the_next_step(
 
 def read_once(job: Job) -> None:
     """Be worker 0, which computes the tasks of worker 1, too."""
-    tasks.LEASE_S = -1.0
+    Tasks.is_lost = lambda *_: True
     with local_roles(1) as made:
         assert isinstance(served_run.train_worker(job, 0, made.meeting), Summary)
 

@@ -12,10 +12,10 @@ from torch import nn
 from phalanx.comm.alone import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
-from phalanx.server import tasks
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.server.processes import LocalRoles, local_roles
+from phalanx.server.task_scheduler import Tasks
 from phalanx.train.local_step import LocalStep
 from phalanx.train.optimizer import build_optimizer, learning_rate
 from phalanx.train.served_step import AsyncStep, ClockedStep, ServedStep
@@ -100,7 +100,7 @@ def test_who_joins_computes_the_tasks_of_others_that_it_waits_for(
         with pytest.raises(KeyboardInterrupt):
             step([batch])
         step.client.close()
-        monkeypatch.setattr(tasks, "LEASE_S", -1.0)  # both are lost from now on
+        monkeypatch.setattr(Tasks, "is_lost", lambda *_: True)  # both are lost from now on
         monkeypatch.setattr(ServedStep, "batch_of", staticmethod(lambda *_: [batch]))
         step = worker(made, kind, consistency)
         assert step.steps_done == num_steps

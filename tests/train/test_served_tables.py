@@ -15,7 +15,7 @@ from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, TrainingError
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.train.optimizer import build_optimizer, learning_rate
 from phalanx.train.served_step import ClockedStep
 

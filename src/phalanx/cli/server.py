@@ -86,11 +86,10 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
 
     from phalanx.launch.garbage import collect_as_usual
     from phalanx.launch.malloc import keep_freed_memory
-    from phalanx.server.address import check_address
-    from phalanx.server.descriptors import limit_descriptors
     from phalanx.server.processes import JobRoles
     from phalanx.server.requests import JobAddress
     from phalanx.server.secret import read_secret
+    from phalanx.server.wire import check_address, limit_descriptors
 
     console = screen()
 

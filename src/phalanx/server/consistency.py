@@ -18,10 +18,36 @@ Version v of the weights has v updates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 ASYNCHRONOUS: Final = ("async", "quorum")
 """The asynchronous kinds: an update takes the gradients that have arrived, of any iteration."""
+
+
+class DoneTasks:
+    """The tasks that are done, each once, in whatever order they end.
+
+    Attributes:
+        below: slot -> clock below which all its tasks are done.
+        ahead: (clock, slot) of tasks that are done while an earlier one of their slot is not.
+    """
+
+    def __init__(self, num_slots: int, begin: int) -> None:
+        """Start with the tasks of all clocks below `begin`."""
+        self.below = dict.fromkeys(range(num_slots), begin)
+        self.ahead = set[tuple[int, int]]()
+
+    def has(self, clock: int, slot: int) -> bool:
+        """Return whether a task is done."""
+        return clock < self.below[slot] or (clock, slot) in self.ahead
+
+    def add(self, clock: int, slot: int) -> None:
+        """Record that a task is done, which may have been recorded before."""
+        if not self.has(clock, slot):
+            self.ahead.add((clock, slot))
+        while (self.below[slot], slot) in self.ahead:
+            self.ahead.remove((self.below[slot], slot))
+            self.below[slot] += 1
 
 
 @dataclass(frozen=True)
@@ -39,11 +65,6 @@ class Consistency:
     num_slots: int
     option: int = 0
     grace_s: float = 0.0
-
-    @classmethod
-    def of(cls, fields: Any) -> Consistency:
-        """Create a Consistency from the dict that `vars` returned for another."""
-        return cls(**fields)
 
     @property
     def is_asynchronous(self) -> bool:

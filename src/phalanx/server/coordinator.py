@@ -3,10 +3,9 @@
 It writes the map to a journal on disk (SQLite, write-ahead log) before it sends the map to anyone.
 Every change starts a new epoch. A starting coordinator starts a new term of the journal: an older
 coordinator detects this at its next change, and exits, and members ignore maps of older terms. A
-server without a heartbeat for `LEASE_S`, counted while the coordinator listens (loop_clock.py), is
-lost: the backup of each shard becomes its primary, and another server becomes the backup. A
-server's heartbeat thread reports that it is alive (heartbeats.py), its loop which shards it has
-copied.
+server whose lease is over (liveness.py) is lost, and is evicted from the map: the backup of each
+shard becomes its primary, and another server becomes the backup. A server's heartbeat thread
+reports that it is alive, its loop which shards it has copied.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from typing import Any
 from typing_extensions import override
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.server.heartbeats import BEAT_S
-from phalanx.server.message import PROTOCOL, WireMessage
+from phalanx.server.liveness import BEAT_S, LEASE_S, Leases
+from phalanx.server.message import WireMessage, answer
+from phalanx.server.message_table import PROTOCOL
 from phalanx.server.placement import ranked
 from phalanx.server.role import Role, Settings
-from phalanx.server.tasks import LEASE_S
+from phalanx.server.secret import Secret
+from phalanx.server.wire import Log
 
 
 class Fenced(Exception):
@@ -66,10 +67,10 @@ class JobJournal:
         with _naming(path):
             self._open()
             self._file.execute("BEGIN IMMEDIATE")
-            found = self.load()
-            if found is not None and (found["job"] != job or found.get("closed")):
+            saved = self.load()
+            if saved is not None and (saved["job"] != job or saved.get("closed")):
                 self.close()
-                why = "has ended" if found["job"] == job else f"is {found['job']}, not {job}"
+                why = "has ended" if saved["job"] == job else f"is {saved['job']}, not {job}"
                 raise ConfigError(
                     f"journal is {path}, whose job {why}; give another --journal, or remove it"
                 )
@@ -119,8 +120,8 @@ class JobJournal:
         self._file.close()
 
     def _read(self, name: str) -> Any:
-        found = self._file.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
-        return None if found is None else json.loads(found[0])
+        row = self._file.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
+        return None if row is None else json.loads(row[0])
 
     def _write(self, name: str, value: Any) -> None:
         text = json.dumps(value)
@@ -135,10 +136,19 @@ class Coordinator(Role):
     shard its primary, then its backup), `since` (for each shard the epoch in which its backup was
     assigned), `scheduler` (its address), `protocol`, `job`, `ended` and `closed` (all members
     know of the end).
+
+    Attributes:
+        map: the map.
+        leases: leases of the servers in the map.
+        synced: (shard, server) of the backups that have a full copy.
     """
 
-    def __init__(self, num_servers: int, job: str, journal: Path, *args: Any, **more: Any) -> None:
-        super().__init__("coordinator", *args, **more)
+    kind = "coordinator"
+
+    def __init__(
+        self, num_servers: int, job: str, journal: Path, secret: Secret, address: str, log: Log
+    ) -> None:
+        super().__init__("coordinator", secret, address, log)
         try:
             self._journal = JobJournal(journal, job)
         except PhalanxError:
@@ -150,111 +160,115 @@ class Coordinator(Role):
             "holders": [], "since": [], "scheduler": "", "ended": False,
         }  # fmt: skip
         self.map |= {"term": self._journal.term, "protocol": PROTOCOL}
-        self._heard_s = dict.fromkeys(self.map["addresses"], self.clock.now_s)
-        self._scheduler_s = self.clock.now_s  # time of its last heartbeat
-        self._synced = set[tuple[int, str]]()
+        self.leases = Leases(lambda: self.clock.now_s, self.map["addresses"])
+        self._scheduler = Leases(lambda: self.clock.now_s, ["scheduler"])
+        self.synced = set[tuple[int, str]]()
         self._asked_s: dict[tuple[str, str], float] = {}  # first request for a name in use
         self._ended_s = 0.0
         self._told = set[str]()  # servers, and the scheduler's address, notified of the end
-        self._change(f"term {self._journal.term} begins")
+        self.change(f"term {self._journal.term} begins")
 
     @override
-    def handle(self, peer: bytes, message: WireMessage) -> None:
-        if message.kind == "alive":  # ignored if the server is lost or replaced
-            if self.map["incarnations"].get(message["name"]) == message["incarnation"]:
-                self._heard_s[message["name"]] = self.clock.now_s
-            return
-        if message.kind == "beat":
-            if why := self._why_refused(message):
-                self.log(f"refused: {message['name']} {why}")
-                self.reply(peer, message, "refused", why=f"it {why}")
-                return
-            known = [message.fields.get("term", 0), message.fields.get("epoch", 0)]
-            if known > [self.map["term"], self.map["epoch"]]:
-                self._leave(
-                    f"{message['name']} has a map of term {known[0]}, epoch {known[1]}, later than "
-                    "the journal: it is a different journal, or was deleted"
-                )
-                return
-            self._hear(message)
-        elif message.kind == "end" and not self.map["ended"]:
-            self.map["ended"] = True
-            self._change("the job has ended")
-        self.reply(peer, message, "map", **self.map)
-
-    @override
-    def reply(self, *args: Any, **more: Any) -> None:
+    def reply(self, peer: bytes, request: WireMessage, reply: WireMessage) -> None:
         """Answer a request, unless another coordinator or journal is newer.
 
         This coordinator's map may then have a change that is not in the journal.
         """
         if not self.refusal:
-            super().reply(*args, **more)
+            super().reply(peer, request, reply)
 
-    def _why_refused(self, beat: WireMessage) -> str:
-        """Return why the sender of a heartbeat cannot join this job, or "" if it can."""
+    def on_map(self, _: WireMessage) -> WireMessage:
+        """Return the map."""
+        return WireMessage("map", self.map)
+
+    def on_end(self, message: WireMessage) -> WireMessage:
+        """End the job; its members are notified at their next heartbeat."""
+        if not self.map["ended"]:
+            self.map["ended"] = True
+            self.change("the job has ended")
+        return self.on_map(message)
+
+    def on_alive(self, message: WireMessage) -> None:
+        """Renew the lease of a server, unless it is lost or replaced."""
+        if self.map["incarnations"].get(message["name"]) == message["incarnation"]:
+            self.leases.renew(message["name"])
+
+    def on_beat(self, beat: WireMessage) -> WireMessage | None:
+        """Admit or refuse a member, note what it reports, and return the map."""
         protocol, job = beat.fields.get("protocol", PROTOCOL), beat.fields.get("job")
+        why = ""
         if protocol != PROTOCOL:
-            return (
+            why = (
                 f"has version {protocol} of the message protocol, but the coordinator has version "
                 f"{PROTOCOL}; install the same version of phalanx on all hosts"
             )
-        if job != self.map["job"]:
-            return f"is of job {job}, but this is job {self.map['job']}"
-        return ""
-
-    def _hear(self, message: WireMessage) -> None:
-        name, address = str(message["name"]), str(message["address"])
-        if message["role"] == "scheduler":
-            self._scheduler_s = self.clock.now_s
-            if self.map["ended"]:
-                self._told.add(address)
-            if self.map["scheduler"] != address:
-                self.map["scheduler"] = address
-                self._change(f"the scheduler is at {address}")
-            return
-        if self.map["incarnations"].get(name) != message["incarnation"]:
-            if name in self._heard_s:
-                self._keep(name, str(message["incarnation"]))
-                return
-            self.map["incarnations"][name] = message["incarnation"]
-            self.map["addresses"][name] = address
-            if len(self.map["homes"]) < self._num_servers:
-                self.map["homes"][name] = float(message.fields.get("weight", 1.0))
-            self._place()
-            self._change(f"{name} has joined at {address}")
-        self._heard_s[name] = self.clock.now_s
-        for shard, epoch in message["synced"]:
-            if self.map["holders"][shard][1:] == [name] and epoch >= self.map["since"][shard]:
-                self._synced.add((int(shard), name))  # an older copy lacks later operations
-        self._balance()
+        elif job != self.map["job"]:
+            why = f"is of job {job}, but this is job {self.map['job']}"
+        if why:
+            self.log(f"refused: {beat['name']} {why}")
+            return answer("refused", why=f"it {why}")
+        known = [beat.fields.get("term", 0), beat.fields.get("epoch", 0)]
+        if known > [self.map["term"], self.map["epoch"]]:
+            self._leave(
+                f"{beat['name']} has a map of term {known[0]}, epoch {known[1]}, later than "
+                "the journal: it is a different journal, or was deleted"
+            )
+            return None
+        if beat["role"] != "scheduler":
+            self._hear_server(beat)
+            return self.on_map(beat)
+        self._scheduler.renew("scheduler")
+        address = str(beat["address"])
         if self.map["ended"]:
-            self._told.add(name)
+            self._told.add(address)
+        if self.map["scheduler"] != address:
+            self.map["scheduler"] = address
+            self.change(f"the scheduler is at {address}")
+        return self.on_map(beat)
 
-    def _keep(self, name: str, incarnation: str) -> None:
-        """Reserve a name for the process that has it, until that process is lost.
+    def _hear_server(self, beat: WireMessage) -> None:
+        """Admit a server to the map, and note of which shards it has copies.
 
         Raises:
-            ValueError: the process is not lost, and another has waited for the name for 2 leases.
+            ValueError: another process has the name, is not lost, and this one has waited for the
+                name for 2 leases.
         """
-        now_s, key = self.clock.now_s, (name, incarnation)
-        if key not in self._asked_s:
-            self.log(f"another process also has the name {name}; it waits until the first is lost")
-        if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
-            raise ValueError(
-                f"another process already has the name {name}; give each server its own --name"
-            )
-
-    def _balance(self) -> None:
-        """Promote a synced backup that is no primary, if the shard's primary has several shards."""
+        name, incarnation = str(beat["name"]), str(beat["incarnation"])
+        if self.map["incarnations"].get(name) != incarnation:
+            if name in self.leases.heard_s:  # the name belongs to a process until that one is lost
+                now_s, key = self.clock.now_s, (name, incarnation)
+                if key not in self._asked_s:
+                    self.log(
+                        f"another process also has the name {name}; it waits until the first is "
+                        "lost"
+                    )
+                if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
+                    raise ValueError(
+                        f"another process already has the name {name}; give each server its own "
+                        "--name"
+                    )
+                return
+            self.map["incarnations"][name] = incarnation
+            self.map["addresses"][name] = str(beat["address"])
+            if len(self.map["homes"]) < self._num_servers:
+                self.map["homes"][name] = float(beat.fields.get("weight", 1.0))
+            self._place()
+            self.change(f"{name} has joined at {beat['address']}")
+        self.leases.renew(name)
         holders = self.map["holders"]
+        for shard, epoch in beat["synced"]:
+            if holders[shard][1:] == [name] and epoch >= self.map["since"][shard]:
+                self.synced.add((int(shard), name))  # an older copy lacks later operations
+        # Promote a synced backup that is no primary, if the shard's primary has several shards.
         for shard, names in enumerate(holders):
-            if len(names) == 2 and (shard, names[1]) in self._synced:
+            if len(names) == 2 and (shard, names[1]) in self.synced:
                 primaries = [each[0] for each in holders]
                 if primaries.count(names[0]) > 1 and names[1] not in primaries:
                     holders[shard] = names[1:]
                     self._add_backup(shard, names[0])
-                    self._change(f"shard {shard} moves to {names[1]}")
+                    self.change(f"shard {shard} moves to {names[1]}")
+        if self.map["ended"]:
+            self._told.add(name)
 
     def _place(self) -> None:
         """Assign each shard a primary, and a backup if there is another server for it."""
@@ -272,19 +286,19 @@ class Coordinator(Role):
     def _add_backup(self, shard: int, name: str) -> None:
         self.map["holders"][shard].append(name)
         self.map["since"][shard] = self.map["epoch"] + 1
-        self._synced.discard((shard, name))
+        self.synced.discard((shard, name))
 
-    def _lose(self, lost: list[str]) -> None:
+    def evict(self, lost: list[str]) -> None:
         """Remove lost servers from the map; synced backups become primaries of their shards."""
         for name in lost:
             self.map["addresses"].pop(name, None)
             self.map["incarnations"].pop(name, None)
-            self._heard_s.pop(name, None)
+            self.leases.heard_s.pop(name, None)
             self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key[0] != name}
             for shard, names in enumerate(self.map["holders"]):
                 if names == [name]:
                     self.log(f"shard {shard} is lost with {name}: no other server has a copy")
-                if names[:1] == [name] and names[1:] and (shard, names[1]) not in self._synced:
+                if names[:1] == [name] and names[1:] and (shard, names[1]) not in self.synced:
                     self.log(f"shard {shard} is lost with {name}: {names[1]} has no full copy yet")
                     names[:] = [name]
                 if name in names and names != [name]:
@@ -294,23 +308,23 @@ class Coordinator(Role):
     @override
     def tick(self) -> None:
         super().tick()
-        now_s = self.clock.now_s
-        lost = [name for name, at_s in self._heard_s.items() if now_s - at_s > LEASE_S]
+        lost = [str(name) for name in self.leases.heard_s if self.leases.is_over(name)]
         if self.map["ended"]:  # members are notified at their next heartbeat
-            self._ended_s = self._ended_s or now_s
-            is_told = self._heard_s.keys() <= self._told.union(lost)
-            if now_s - self._scheduler_s <= LEASE_S:
+            self._ended_s = self._ended_s or self.clock.now_s
+            is_told = self.leases.heard_s.keys() <= self._told.union(lost)
+            if not self._scheduler.is_over("scheduler"):
                 is_told &= self.map["scheduler"] in self._told.union([""])
-            if is_told and now_s - self._ended_s > 2 * BEAT_S:
+            if is_told and self.clock.now_s - self._ended_s > 2 * BEAT_S:
                 self.map["closed"] = self.is_over = True
-                self._change("all members know of the end")
+                self.change("all members know of the end")
         elif lost:
-            self._lose(lost)
-            self._change(f"{', '.join(lost)} lost")
+            self.evict(lost)
+            self.change(f"{', '.join(lost)} lost")
         elif self._journal.is_deleted:
-            self._change("the journal was deleted, and is written again")
+            self.change("the journal was deleted, and is written again")
 
-    def _change(self, why: str) -> None:
+    def change(self, why: str) -> None:
+        """Start a new epoch: save the map, or exit if a later coordinator owns the journal."""
         self.map["epoch"] += 1
         try:
             self._journal.save(self.map)

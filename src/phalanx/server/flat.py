@@ -71,8 +71,8 @@ class FlatParameters:
         steps = max(float(state["step"]) for state in held) if self._has_steps else 0.0
 
         def of(parameter: nn.Parameter, name: str) -> Tensor:
-            found = self._state[parameter].get(name)
-            return torch.zeros(parameter.numel()).to(parameter) if found is None else found.view(-1)
+            state = self._state[parameter].get(name)
+            return torch.zeros(parameter.numel()).to(parameter) if state is None else state.view(-1)
 
         kept = [
             [torch.cat([of(parameter, name) for parameter in group]) for name in self.names]

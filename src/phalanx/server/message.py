@@ -7,7 +7,7 @@ Nothing is pickled, and a message in any other format is refused before it is pr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,10 +15,6 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import PhalanxError
-
-PROTOCOL: Final = 6
-"""Version of the messages. The coordinator refuses members of another version, and a worker that
-joins refuses such a coordinator."""
 
 MOST_HEADER_BYTES: Final = 1 << 20
 
@@ -61,12 +57,10 @@ class WireMessage:
             raise WireError(f"a message '{self.kind}' lacks '{name}'")
         return self.fields[name]
 
-    def text(self, name: str) -> str:
-        """Return a field that must be a string; raise WireError if it is not."""
-        found = self[name]
-        if not isinstance(found, str):
-            raise WireError(f"'{name}' of a message '{self.kind}' is not a string")
-        return found
+
+def answer(kind: str, tensors: Sequence[Tensor] = (), **fields: Any) -> WireMessage:
+    """Return a message by the names of its fields."""
+    return WireMessage(kind, fields, tensors)
 
 
 def encode(message: WireMessage, frame_bytes: int = FRAME_BYTES) -> list[Any]:
@@ -120,23 +114,20 @@ def decode(frames: list[Any]) -> WireMessage:
         raise WireError("a header whose kind is not a string, or whose fields are not a dict")
     if not all(type(size) is int for _, size in sizes):
         raise WireError("a header with a size that is not a whole number")
-    tensors = [_tensor_of(views, size * dtype.itemsize, dtype) for dtype, size in sizes]
+    tensors: list[Tensor] = []
+    for dtype, size in sizes:
+        parts, missing = list[memoryview](), size * dtype.itemsize  # begins with the next frame
+        while missing > 0 and (view := next(views, None)) is not None:
+            parts.append(view)
+            missing -= view.nbytes
+        if missing:
+            due = size * dtype.itemsize
+            raise WireError(f"a tensor of {due - missing} bytes; expected {due}")
+        is_one = len(parts) == 1 and not parts[0].readonly
+        joined = parts[0] if is_one else bytearray().join(parts)
+        tensors.append(
+            torch.frombuffer(joined, dtype=dtype) if parts else torch.empty(0, dtype=dtype)
+        )
     if (view := next(views, None)) is not None:
         raise WireError(f"a frame of {view.nbytes} bytes after the last tensor")
     return WireMessage(kind, fields, tensors)
-
-
-def _tensor_of(views: Iterator[memoryview], due: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of `due` bytes, which begin with the next frame."""
-    whole, num_bytes = list[memoryview](), 0
-    while num_bytes < due:
-        if (view := next(views, None)) is None:
-            break
-        whole.append(view)
-        num_bytes += view.nbytes
-    if num_bytes != due:
-        raise WireError(f"a tensor of {num_bytes} bytes; expected {due}")
-    if not whole:
-        return torch.empty(0, dtype=dtype)
-    is_one = len(whole) == 1 and not whole[0].readonly
-    return torch.frombuffer(whole[0] if is_one else bytearray().join(whole), dtype=dtype)

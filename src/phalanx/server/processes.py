@@ -1,11 +1,15 @@
-"""The roles of a job as processes."""
+"""The roles of a job as processes, or as threads of this process."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +42,20 @@ class JobRoles:
 
     def make(self, kind: str, name: str, address: str, log: Log) -> Role:
         """Create a coordinator, a scheduler or a server that listens at `address`."""
-        own = (name, self.meeting.secret, address, log, self.meeting.faults)
+        secret, coordinator = self.meeting.secret, self.meeting.coordinator
         if kind == "coordinator":
-            return Coordinator(self.num_servers, self.job, self.journal, *own[1:])
-        member = (self.meeting.coordinator, secrets.token_hex(8), *own)
-        return (TaskScheduler if kind == "scheduler" else Server)(self.job, *member)
+            return Coordinator(self.num_servers, self.job, self.journal, secret, address, log)
+        member = TaskScheduler if kind == "scheduler" else Server
+        return member(self.job, coordinator, secrets.token_hex(8), name, secret, address, log)
+
+    def make_here(self, name: str, folder: Path, log: Path) -> Role:
+        """Create a role on this host, with its socket in `folder`, that appends to a log file."""
+
+        def note(line: str) -> None:
+            with log.open("a") as file:
+                file.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
+
+        return self.make(name.rstrip("0123456789"), name, f"ipc://{folder}/{name}", note)
 
 
 def names_of(num_servers: int) -> Sequence[str]:
@@ -50,33 +63,71 @@ def names_of(num_servers: int) -> Sequence[str]:
     return ["coordinator", "scheduler", *(f"server{number}" for number in range(num_servers))]
 
 
-def address_of(folder: Path, name: str) -> str:
-    """Return the address of a role on this host: a socket in the job's folder."""
-    return f"ipc://{folder}/{name}"
-
-
 def meeting_of(folder: Path, secret: Secret) -> JobAddress:
     """Return the address and secret with which workers on this host join the job."""
-    return JobAddress(address_of(folder, "coordinator"), secret)
-
-
-def make_here(roles: JobRoles, name: str, folder: Path, log: Path) -> Role:
-    """Create a role on this host, with its socket in `folder`, that appends to a log file."""
-
-    def note(line: str) -> None:
-        with log.open("a") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
-
-    return roles.make(name.rstrip("0123456789"), name, address_of(folder, name), note)
+    return JobAddress(f"ipc://{folder}/coordinator", secret)
 
 
 def serve(roles: JobRoles, name: str, folder: Path, log: Path) -> None:
     """Run a role on this host until the job has ended."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    role = make_here(roles, name, folder, log)
+    role = roles.make_here(name, folder, log)
     role.log(f"process {os.getpid()}, at {role.address}")
     PULSE.heed()  # the workers obey a stop signal and end the job, and so this role
     with PULSE.waiting(f"running as {name}"):
         role.run()
     if role.refusal:
         raise TrainingError(role.refusal)
+
+
+class LocalRoles:
+    """A coordinator, a scheduler and servers that run as threads of this process.
+
+    Attributes:
+        folder: folder of the sockets, the journal and the log.
+        meeting: address and secret with which workers join.
+        num_servers: number of servers.
+        log: file to which all roles write.
+        roles: name -> role.
+    """
+
+    def __init__(self, folder: Path, num_servers: int) -> None:
+        """Start no role yet."""
+        self.folder, self.meeting = folder, meeting_of(folder, Secret.new())
+        self.num_servers, self.log = num_servers, folder / "log"
+        self.roles: dict[str, Role] = {}
+        self._stops: dict[str, tuple[threading.Event, threading.Thread]] = {}
+
+    def start(self, name: str) -> None:
+        """Start a role, named as in `names_of`."""
+        job = JobRoles("job", self.meeting, self.folder / "journal", self.num_servers)
+        self.roles[name] = role = job.make_here(name, self.folder, self.log)
+        stop = threading.Event()
+        thread = threading.Thread(target=role.run, args=(stop,), name=name, daemon=True)
+        thread.start()
+        self._stops[name] = stop, thread
+
+    def stop(self, name: str) -> None:
+        """Stop a role without notifying the others."""
+        stop, thread = self._stops.pop(name)
+        stop.set()
+        thread.join()
+
+    def close(self) -> None:
+        """Stop all roles."""
+        for name in list(self._stops):
+            self.stop(name)
+
+
+@contextmanager
+def local_roles(num_servers: int = 2) -> Generator[LocalRoles]:
+    """Run the roles of a job inside the block, for `phalanx verify` and `show`, and for tests."""
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-ps-"))
+    local = LocalRoles(folder, num_servers)
+    try:
+        for name in names_of(num_servers):
+            local.start(name)
+        yield local
+    finally:
+        local.close()
+        shutil.rmtree(folder)

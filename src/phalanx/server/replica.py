@@ -1,36 +1,24 @@
 """Primary-backup replication of shards: a backup has an operation before it is acknowledged.
 
 A primary sends its backup each operation that changes a shard, in order; a new backup first gets a
-copy of the shard. A backup refuses operations of an older epoch, so that a primary that has been
+copy of the shard. A backup fences operations of an older epoch, so that a primary that has been
 replaced without knowing it cannot acknowledge a request.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from typing_extensions import override
-
-from phalanx.server.heartbeats import BEAT_S, HeartbeatThread
-from phalanx.server.loop_clock import LoopClock
-from phalanx.server.message import PROTOCOL, WireMessage
-from phalanx.server.role import Member, Settings
+from phalanx.server.liveness import RESEND_S
+from phalanx.server.message import WireMessage, answer
+from phalanx.server.role import Membership, Role, Settings
 from phalanx.server.shard import Shard
 from phalanx.server.wire import Connection
-
-AGAIN_S: Final = 1.0
-"""Time after which a primary queries a backup about unacknowledged operations, in seconds, see
-[Note: Sent again] in requests.py."""
-
-STUCK_S: Final = 300.0
-"""Time a server may spend on one message, in seconds, before it stops its heartbeats, so that its
-backup becomes primary; by default a worker waits twice as long for an answer."""
 
 
 @dataclass
@@ -50,60 +38,27 @@ class Backup:
     name: str
     since: int
     link: Connection
+    waiting: deque[tuple[int, Callable[[], None]]]
     index: int = -1
     sent: dict[int, WireMessage] = field(default_factory=dict[int, WireMessage])
     sent_s: float = 0.0
-    waiting: deque[tuple[int, Callable[[], None]]] = field(
-        default_factory=deque[tuple[int, Callable[[], None]]]
-    )
 
 
-class ReplicatedShards(Member):
-    """A member that stores shards as a primary or as a backup.
+class ShardReplicas:
+    """The shards that a server stores, each as its primary or as its backup.
 
     Attributes:
-        shards: number -> shard that this server stores.
+        shards: number -> shard.
+        backups: number -> backup of a shard whose primary is this server.
+        synced: number of a shard that is backed up here -> epoch of its copy.
     """
 
-    kind = "server"
-
-    def __init__(self, job: str, *args: Any, weight: float = 1.0, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._job, self._weight = job, weight
-        self._beat_clock, self._seen_s, self._seen_at_s = LoopClock(4 * BEAT_S), 0.0, 0.0
-        self._is_stuck = False
+    def __init__(self, role: Role, member: Membership) -> None:
+        """Store no shards; `role` is the server, and `member` has the map."""
+        self._role, self._member = role, member
         self.shards: dict[int, Shard] = {}
-        self._backups: dict[int, Backup] = {}
-        self._synced: dict[int, int] = {}  # shard backed up here -> epoch of its copy
-
-    @override
-    def facts(self) -> Settings:
-        synced = sorted(self._synced.items())
-        return {"job": self._job, "protocol": PROTOCOL, "weight": self._weight, "synced": synced}
-
-    @override
-    def run(self, stop: threading.Event | None = None) -> None:
-        alive = WireMessage("alive", {"name": self.name, "incarnation": self.incarnation})
-        beats = HeartbeatThread(self.secret, self.log, alive, self._beats_to)
-        try:
-            super().run(stop)
-        finally:
-            beats.close()
-
-    def _beats_to(self) -> str:
-        """Return the receiver of heartbeats: the coordinator, or "" while the loop is stuck."""
-        self._beat_clock.look()
-        begun_s, now_s = self._begun_s, self._beat_clock.now_s
-        if begun_s != self._seen_s:
-            self._seen_s, self._seen_at_s = begun_s, now_s
-            self._is_stuck = False
-        if not self._is_stuck and now_s - self._seen_at_s > STUCK_S:
-            self._is_stuck = True
-            self.log(
-                f"at one message for {STUCK_S:g} s: heartbeats stop, so the coordinator declares "
-                "this server lost"
-            )
-        return "" if self._is_stuck else self._coordinator.address
+        self.backups: dict[int, Backup] = {}
+        self.synced: dict[int, int] = {}
 
     # The map.
 
@@ -114,54 +69,39 @@ class ReplicatedShards(Member):
         So a process holds no shards while it waits for the name of a killed process, or if it
         resumes after another process got its name.
         """
-        who = self.map.get("incarnations", {}).get(self.name, self.incarnation)
-        return self.name if who == self.incarnation else ""
+        name, process = self._role.name, self._member.incarnation
+        holder = self._member.map.get("incarnations", {}).get(name, process)
+        return name if holder == process else ""
 
-    @override
     def changed(self) -> None:
+        """Drop shards that the new map gives to others, and copy shards to new backups."""
+        known = self._member.map
         # A copy of a later epoch belongs to a map that this server has not received.
-        now = self.map["epoch"]
-        self._synced = {s: e for s, e in self._synced.items() if e > now or self._counts(s, e)}
+        self.synced = {
+            shard: epoch
+            for shard, epoch in self.synced.items()
+            if epoch > known["epoch"] or self._is_backup(shard, epoch)
+        }
         for shard in list(self.shards):
-            if self._holder not in self.map["holders"][shard] and shard not in self._synced:
+            if self._holder not in known["holders"][shard] and shard not in self.synced:
                 self.shards.pop(shard).close()
-        for shard, names in enumerate(self.map["holders"]):
-            due = names[1] if names[1:] and self.is_primary(shard) else None
-            since = self.map["since"][shard]
-            address = None if due is None else self.map["addresses"].get(due)
-            held = self._backups.get(shard)
-            if held is not None and (due, since) == (held.name, held.since):
-                continue
-            waiting = self._drop_backup(shard)
-            if address is not None and due is not None:
-                self._backups[shard] = Backup(due, since, self.link(address), waiting=waiting)
-                self._copy(shard)
+        for shard, names in enumerate(known["holders"]):
+            name = names[1] if names[1:] and self.is_primary(shard) else None
+            since, waiting = known["since"][shard], deque[tuple[int, Callable[[], None]]]()
+            backup = self.backups.get(shard)
+            if backup is not None:
+                if (name, since) == (backup.name, backup.since):
+                    continue
+                waiting = self.backups.pop(shard).waiting
+                self._role.unlink(backup.link)
+            address = None if name is None else known["addresses"].get(name)
+            if name is not None and address is not None:
+                link = self._role.link(address, functools.partial(self.hear_backup, shard))
+                self.backups[shard] = Backup(name, since, link, waiting)
+                self.copy(shard)
             elif self.is_primary(shard):  # else drop the actions: workers retry at the new primary
                 for _, act in waiting:
                     act()
-
-    def _counts(self, shard: int, epoch: int) -> bool:
-        """Return whether a copy sent in `epoch` belongs to this server's current role as backup."""
-        is_backup = self._holder in self.map["holders"][shard][1:]
-        return is_backup and epoch >= self.map["since"][shard]
-
-    def _drop_backup(self, shard: int) -> deque[tuple[int, Callable[[], None]]]:
-        """Remove the backup of a shard, if any; return the actions that waited for it."""
-        backup = self._backups.pop(shard, None)
-        if backup is None:
-            return deque()
-        self.unlink(backup.link)
-        return backup.waiting
-
-    def _copy(self, number: int) -> None:
-        """Send a copy of a shard to its backup."""
-        backup, shard = self._backups[number], self.shards.get(number)
-        backup.sent_s = time.monotonic()
-        if shard is not None:
-            state, tensors = shard.state()
-            backup.sent.clear()
-            fields = {"shard": number, "epoch": self.map["epoch"], "state": state}
-            backup.link.send(WireMessage("copy", fields, tensors))
 
     def is_primary(self, number: int) -> bool:
         """Return whether this server is the primary of a shard.
@@ -169,39 +109,40 @@ class ReplicatedShards(Member):
         A server with a current copy is a backup, even if its own map, of an epoch before the copy,
         has it as primary: an operation of its own would give the copy an index of the primary's.
         """
-        holders = self.map.get("holders", [])
+        holders = self._member.map.get("holders", [])
         is_first = 0 <= number < len(holders) and holders[number][0] == self._holder
-        return is_first and number not in self._synced
+        return is_first and number not in self.synced
 
-    # Replication.
+    def _is_backup(self, number: int, epoch: int) -> bool:
+        """Return whether a copy sent in `epoch` belongs to this server's current role as backup."""
+        known = self._member.map
+        return self._holder in known["holders"][number][1:] and epoch >= known["since"][number]
 
-    def begin(self, number: int) -> None:
-        """Send a newly created shard to its backup, if there is one."""
-        if number in self._backups:
-            self._copy(number)
+    # The primary.
 
-    @override
-    def tick(self) -> None:
-        super().tick()
-        for shard in self.shards.values():
-            if shard.memory is not None:
-                shard.memory.touch()
-        for number, backup in self._backups.items():
-            if time.monotonic() - backup.sent_s > AGAIN_S:
-                self._ask_again(number, backup)
+    def copy(self, number: int) -> None:
+        """Send a copy of a shard to its backup, if there is one."""
+        backup, shard = self.backups.get(number), self.shards.get(number)
+        if backup is not None:
+            backup.sent_s = time.monotonic()
+            if shard is not None:
+                state, tensors = shard.state()
+                backup.sent.clear()
+                epoch = self._member.map["epoch"]
+                fields = {"shard": number, "epoch": epoch, "state": state}
+                backup.link.send(WireMessage("copy", fields, tensors))
 
     def change(self, number: int, op: str, fields: Settings, tensors: Any = ()) -> None:
         """Perform an operation on a shard, and send it to the backup.
 
         A new version is published once the backup has the operation.
         """
-        shard = self.shards[number]
+        shard, backup = self.shards[number], self.backups.get(number)
         before = shard.version
-        perform(shard, op, fields, tensors)
-        backup = self._backups.get(number)
+        shard.perform(op, fields, tensors)
         if backup is not None:
-            more = {"shard": number, "epoch": self.map["epoch"], "index": shard.index, "op": op}
-            message = WireMessage("op", {**more, "fields": fields}, tensors)
+            more = {"shard": number, "epoch": self._member.map["epoch"], "index": shard.index}
+            message = WireMessage("op", {**more, "op": op, "fields": fields}, tensors)
             backup.sent[shard.index] = message
             backup.sent_s = time.monotonic()
             backup.link.send(message)
@@ -210,36 +151,37 @@ class ReplicatedShards(Member):
 
     def after(self, number: int, act: Callable[[], None]) -> None:
         """Call `act` once the backup has acknowledged all operations so far."""
-        backup = self._backups.get(number)
-        index = self.shards[number].index
+        backup, index = self.backups.get(number), self.shards[number].index
         if backup is None or backup.index >= index:
             act()
         else:
             backup.waiting.append((index, act))
 
-    def _ask_again(self, number: int, backup: Backup) -> None:
+    def tick(self) -> None:
+        """Touch shared memory, and query backups that have not acknowledged for `RESEND_S`."""
+        for shard in self.shards.values():
+            if shard.memory is not None:
+                shard.memory.touch()
+        for number, backup in self.backups.items():
+            if time.monotonic() - backup.sent_s > RESEND_S:
+                self.query_backup(number)
+
+    def query_backup(self, number: int) -> None:
+        """Ask a backup which operation it had last, if it lacks one, see [Note: Sent again]."""
+        backup, epoch = self.backups[number], self._member.map["epoch"]
         backup.sent_s = time.monotonic()
-        if number in self.shards and backup.index < self.shards[number].index:
-            fields = {"shard": number, "epoch": self.map["epoch"]}
-            fields["sent"] = self.shards[number].index
+        if number in self.shards and backup.index < (sent := self.shards[number].index):
+            fields = {"shard": number, "epoch": epoch, "sent": sent}
             backup.link.send(WireMessage("where", fields))
 
-    @override
-    def hear(self, link: Connection, message: WireMessage) -> None:
-        super().hear(link, message)
-        for number, backup in self._backups.items():
-            if backup.link is link:
-                self._handle_backup_report(number, backup, message)
-                return
-
-    def _handle_backup_report(self, number: int, backup: Backup, message: WireMessage) -> None:
+    def hear_backup(self, number: int, message: WireMessage) -> None:
         """Handle a backup's report on its copy: drop acknowledged operations, resend lost ones."""
-        index = int(message.fields.get("index", -1))
+        backup, index = self.backups[number], int(message.fields.get("index", -1))
         is_behind = message.kind == "at" and index < message["sent"]
         if message.kind == "gap" or (is_behind and index + 1 not in backup.sent):
             backup.index = -1  # operations were lost, or a new process has the name
-            self._copy(number)
-        elif message.kind in ("has", "at"):
+            self.copy(number)
+        elif message.kind in ("ack", "at"):
             backup.index = max(index, backup.index)  # reports may arrive out of order
             for each in [each for each in backup.sent if each <= index]:
                 del backup.sent[each]
@@ -249,54 +191,44 @@ class ReplicatedShards(Member):
                 for each in [each for each in backup.sent if each <= message["sent"]]:
                     backup.link.send(backup.sent[each])
 
-    def handle_replication(self, peer: bytes, message: WireMessage) -> None:
-        """Handle a primary's copy, operation or query, unless the primary has been replaced."""
-        number, epoch = int(message["shard"]), int(message["epoch"])
-        is_old = epoch < self._synced.get(number, 0)
-        if is_old or (epoch <= self.map["epoch"] and not self._counts(number, epoch)):
-            self.reply(peer, message, "fenced", shard=number)  # the sender's map is outdated
-            return
-        shard = self.shards.get(number)
-        if message.kind == "where":
-            if shard is None or number not in self._synced:
-                self.reply(peer, message, "gap", shard=number)
-            else:
-                more = {"index": shard.index, "sent": message["sent"]}
-                self.reply(peer, message, "at", shard=number, **more)
-            return
-        if message.kind == "copy":
-            state = message["state"]
-            if shard is None or shard.index <= state["index"] or number not in self._synced:
-                if shard is not None:
-                    shard.close()
-                shard = self.shards[number] = Shard.of_state(state, message.tensors)
-            self._synced[number] = epoch
-        elif shard is None or number not in self._synced or int(message["index"]) > shard.index + 1:
-            self.reply(peer, message, "gap", shard=number)
-            return
-        elif int(message["index"]) == shard.index + 1:
-            perform(shard, str(message["op"]), message["fields"], list(message.tensors))
-        self.reply(peer, message, "has", shard=number, index=shard.index)
+    # The backup: what it answers to a primary that it has not fenced.
 
-    @override
+    def is_fenced(self, number: int, epoch: int) -> bool:
+        """Return whether a primary that sends in `epoch` has been replaced."""
+        is_old = epoch < self.synced.get(number, 0)
+        return is_old or (epoch <= self._member.map["epoch"] and not self._is_backup(number, epoch))
+
+    def on_copy(self, message: WireMessage) -> WireMessage:
+        """Store a copy of a shard, unless this server has later operations of its primary."""
+        number, state = int(message["shard"]), message["state"]
+        shard = self.shards.get(number)
+        if shard is None or shard.index <= state["index"] or number not in self.synced:
+            if shard is not None:
+                shard.close()
+            shard = self.shards[number] = Shard.of_state(state, message.tensors)
+        self.synced[number] = int(message["epoch"])
+        return answer("ack", shard=number, index=shard.index)
+
+    def on_op(self, message: WireMessage) -> WireMessage:
+        """Perform an operation if it is the next; report a gap before it."""
+        number, index = int(message["shard"]), int(message["index"])
+        shard = self.shards.get(number)
+        if shard is None or number not in self.synced or index > shard.index + 1:
+            return answer("gap", shard=number)
+        if index == shard.index + 1:
+            shard.perform(str(message["op"]), message["fields"], list(message.tensors))
+        return answer("ack", shard=number, index=shard.index)
+
+    def on_where(self, message: WireMessage) -> WireMessage:
+        """Report the last operation of a shard's copy."""
+        number = int(message["shard"])
+        if number not in self.shards or number not in self.synced:
+            return answer("gap", shard=number)
+        return answer("at", shard=number, index=self.shards[number].index, sent=message["sent"])
+
     def close(self) -> None:
-        for number in list(self._backups):
-            self.unlink(self._backups.pop(number).link)
+        """Close the connections to backups, and shared memory."""
+        for number in list(self.backups):
+            self._role.unlink(self.backups.pop(number).link)
         for shard in self.shards.values():
             shard.close()
-        super().close()
-
-
-def perform(shard: Shard, op: str, fields: Settings, tensors: Any) -> None:
-    """Perform an operation on a shard, identically on a primary and on its backup."""
-    if op == "push":
-        shard.push(fields, tensors)
-    elif op == "apply":
-        shard.apply(int(fields["version"]), fields["rate"], fields["scale"], fields.get("noted"))
-    elif op == "lend":
-        shard.lent[int(fields["slot"])] = list(tensors)
-    elif op == "live":
-        shard.num_workers = int(fields["num_live"])
-    else:
-        shard.apply_asynchronous()
-    shard.index += 1

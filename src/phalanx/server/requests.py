@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import zmq
 
@@ -23,19 +23,16 @@ from phalanx.comm.waits import declared
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
 from phalanx.server.consistency import Consistency
-from phalanx.server.heartbeats import HeartbeatThread
-from phalanx.server.loop_clock import LoopClock
-from phalanx.server.message import PROTOCOL, WireMessage
-from phalanx.server.role import SILENT_S, Settings
+from phalanx.server.liveness import LEASE_S, RESEND_S, HeartbeatThread, LoopClock
+from phalanx.server.message import WireMessage
+from phalanx.server.message_table import PROTOCOL
+from phalanx.server.role import SILENT_S, Settings, no_answer
 from phalanx.server.secret import Secret
-from phalanx.server.tasks import LEASE_S
-from phalanx.server.unanswered import JobStopped, ended, known_so_far, lost, report_late, unanswered
-from phalanx.server.wire import Connection, Faults
+from phalanx.server.wire import Connection
 
-AGAIN_S: Final = 0.5
-"""Time before the first retry of a request, in seconds; it doubles with each retry."""
-
-LONGEST_AGAIN_S: Final = 4.0
+MOST_RESEND_S: Final = 4.0
+"""Longest time between two retries of a request, in seconds; it begins with RESEND_S, and doubles
+with each retry."""
 
 LATE_S: Final = 20.0
 """Time a worker waits for other workers before it reports their names, in seconds; it doubles with
@@ -51,6 +48,18 @@ SCHEDULER: Final = -1
 ASK_MAP: Final = WireMessage("map")
 
 
+class JobStopped(TrainingError):
+    """A signal to worker 0 has ended the job."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(f"worker 0 has ended the job, by signal {signum}")
+
+
+class JobEnded(TrainingError):
+    """The job of a worker that starts has ended."""
+
+
 @dataclass(frozen=True)
 class JobAddress:
     """The address and secret with which a job's processes find each other.
@@ -58,12 +67,10 @@ class JobAddress:
     Attributes:
         coordinator: address of the coordinator.
         secret: secret of the job.
-        faults: faults to inject into messages, for tests.
     """
 
     coordinator: str
     secret: Secret
-    faults: Faults | None = None
 
     @property
     def is_on_one_host(self) -> bool:
@@ -79,43 +86,7 @@ class _Asked:
     message: WireMessage
     address: str = ""
     sent_s: float = 0.0
-    again_s: float = field(default_factory=lambda: AGAIN_S)
-
-
-def _are_of_others(waiting: Iterable[_Asked]) -> bool:
-    """Return whether all waiting requests are answered when other workers push."""
-    return all(each.message.kind == "totals" for each in waiting)
-
-
-def _is_met(known: Settings, address: str) -> bool:
-    """Return whether the map of the coordinator at `address` has its servers and a scheduler.
-
-    Raises:
-        TrainingError: the job has ended, or its messages have another version.
-    """
-    version = known.get("protocol", 2)  # maps of version 2 may lack it
-    if known["epoch"] >= 0 and version != PROTOCOL:
-        raise TrainingError(
-            f"the coordinator at {address} has version {version} of the message protocol, but this "
-            f"worker has version {PROTOCOL}; install the same version of phalanx on all hosts"
-        )
-    if known.get("ended"):
-        raise ended(address)
-    return bool(known["holders"] and known["scheduler"])
-
-
-def holder(known: Settings, shard: int) -> str:
-    """Return the address of a shard's primary, or of the scheduler; "" if there is none."""
-    if shard == SCHEDULER:
-        return known["scheduler"]
-    return known["addresses"].get(known["holders"][shard][0], "")
-
-
-def _check_lost(shard: int, known: Settings, gone_s: dict[int, float], now_s: float) -> None:
-    """Raise an error if a shard without a backup has had no primary for UNREPLICATED_LOSS_S."""
-    is_gone = known["holders"][shard][0] not in known["addresses"]
-    if is_gone and now_s - gone_s.setdefault(shard, now_s) > UNREPLICATED_LOSS_S:
-        raise lost(known, shard)
+    resend_s: float = field(default_factory=lambda: RESEND_S)
 
 
 class Requests:
@@ -123,19 +94,15 @@ class Requests:
 
     Attributes:
         worker: number of this worker.
-        consistency: consistency model of the job.
+        identity: fields of each message to the scheduler.
         map: latest map from the coordinator.
-        num_live: number of live workers, as the scheduler last reported.
+        is_leaving: whether this worker takes no more steps, so that no signal stops it.
     """
 
     def __init__(
-        self,
-        meeting: JobAddress,
-        worker: int,
-        consistency: Consistency,
-        tasks: tuple[int, int],
+        self, meeting: JobAddress, worker: int, consistency: Consistency, tasks: tuple[int, int],
         timeout_s: float = 600.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Connect, and wait until the job has its servers and a scheduler.
 
         Args:
@@ -145,9 +112,9 @@ class Requests:
             tasks: first clock of the job's tasks, and the clock after the last.
             timeout_s: longest wait for an answer, without time in which this process is stopped.
         """
-        self.worker, self.consistency = worker, consistency
+        self.worker, self.is_leaving, self._stop_signal = worker, False, 0
         self._meeting, self._timeout_s = meeting, timeout_s
-        self._own = {
+        self.identity: Settings = {
             "worker": worker,
             "tasks": [consistency.num_slots, *tasks],
             "is_open": consistency.is_asynchronous,
@@ -157,52 +124,52 @@ class Requests:
         self._poller = zmq.Poller()
         self._numbers = itertools.count(1)
         self._links: dict[str, Connection] = {}
-        self._due = set[int]()
+        self._waiting: dict[int, _Asked] = {}
         self._inbox: dict[int, WireMessage] = {}
         self._known = set[int]()
         self._gone_s: dict[int, float] = {}
         self._coordinator = self._link(meeting.coordinator)
         self._asked_map_s = 0.0
         self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
-        self.num_live = consistency.num_slots
         try:
-            self._wait_for(lambda: _is_met(self.map, meeting.coordinator), "the servers")
+            self._wait_for(self._is_met, "the servers")
         except BaseException:
             self._unlink_all()
             raise
-        beat = WireMessage("beat", self._own)
-        self._stop_signal, self._is_leaving = 0, False
+        beat = WireMessage("beat", self.identity)
         self._beats = HeartbeatThread(
             meeting.secret, report, beat, lambda: self.map["scheduler"], self._hear_of_stop
         )
 
-    def _hear_of_stop(self, answer: WireMessage) -> None:
+    def _is_met(self) -> bool:
+        """Return whether the map has the job's servers and a scheduler.
+
+        Raises:
+            TrainingError: the job has ended, or its messages have another version.
+        """
+        address, version = self._coordinator.address, self.map.get("protocol", 2)
+        if self.map["epoch"] >= 0 and version != PROTOCOL:  # maps of version 2 may lack it
+            raise TrainingError(
+                f"the coordinator at {address} has version {version} of the message protocol, but "
+                f"this worker has version {PROTOCOL}; install the same version of phalanx on all "
+                "hosts"
+            )
+        if self.map.get("ended"):
+            raise JobEnded(
+                f"the job of the coordinator at {address} has ended; a new job needs a coordinator "
+                "with a new journal"
+            )
+        return bool(self.map["holders"] and self.map["scheduler"])
+
+    def _hear_of_stop(self, reply: WireMessage) -> None:
         """Store the signal by which worker 0 ended the job; called by the heartbeat thread."""
-        if self.worker > 0 and not self._is_leaving:
-            self._stop_signal = int(answer.fields.get("stop_signal", 0))
+        if self.worker > 0:
+            self._stop_signal = int(reply.fields.get("stop_signal", 0))
 
     @property
     def num_shards(self) -> int:
         """Number of shards of the weights."""
         return len(self.map["holders"])
-
-    def ask_scheduler(self, kind: str, **fields: Any) -> WireMessage:
-        """Send a request to the scheduler; return its answer, and update `num_live`.
-
-        With an asynchronous kind, a change of `num_live` is sent to the servers.
-        """
-        asked = WireMessage(kind, {**self._own, **fields})
-        reply = self.ask({SCHEDULER: asked})[SCHEDULER]
-        before, self.num_live = self.num_live, int(reply["num_live"])
-        if self.num_live != before and self.consistency.is_asynchronous:
-            live = WireMessage("live", {"num_live": self.num_live})
-            self.ask(dict.fromkeys(range(self.num_shards), live))
-        return reply
-
-    def leave(self) -> None:
-        """Notify the scheduler that this worker takes no more steps."""
-        self._is_leaving, self._stop_signal = True, 0
-        self.ask_scheduler("leave")
 
     def end(self) -> None:
         """End the job, so that all its roles exit."""
@@ -230,102 +197,142 @@ class Requests:
             JobStopped: a signal to worker 0 has ended the job, so answers may never arrive.
             TrainingError: a request is refused, or times out, or its shard is lost.
         """
-        self._heed_stop()
-        waiting: dict[int, _Asked] = {}
+        self._check_stop()
+        due: dict[int, _Asked] = {}
         for shard, message in asked.items():
             number = next(self._numbers)
-            fields = {**message.fields, "q": number, "shard": shard}
-            fields["is_known"] = shard in self._known
-            waiting[number] = _Asked(shard, WireMessage(message.kind, fields, message.tensors))
-        found: dict[int, WireMessage] = {}
-        self._due |= waiting.keys()
+            more = {"q": number, "shard": shard, "is_known": shard in self._known}
+            request = WireMessage(message.kind, {**message.fields, **more}, message.tensors)
+            due[number] = _Asked(shard, request)
+        self._waiting |= due
+        answers: dict[int, WireMessage] = {}
         # On one host launch/heartbeat_monitor.py watches all workers.
         patience_s = math.inf if self._meeting.is_on_one_host else LATE_S
         begin_s = self._clock.now_s
-        until_s = begin_s + self._timeout_s
-        for each in waiting.values():
-            self._send(each)
-        while waiting:
-            self._hear()
-            for number in [number for number in waiting if number in self._inbox]:
-                self._process_answer(number, waiting, found)
-            self._retry_unanswered(waiting)
-            if idle is not None and waiting:
-                idle()
-            if self._clock.now_s - begin_s > patience_s and _are_of_others(waiting.values()):
-                report_late(self.worker, dict(self.ask_scheduler("stats")["late"]), patience_s)
-                patience_s *= 2
-            if waiting:
-                self._heed_stop()
-            if self._clock.now_s > until_s:
-                kinds = (each.message.kind for each in waiting.values())
-                raise unanswered(self.worker, kinds, self._timeout_s)
-        return found
+        try:
+            for each in due.values():
+                self._send(each)
+            while due:
+                self._hear()
+                for number in [number for number in due if number in self._inbox]:
+                    reply = self._inbox.pop(number)
+                    if self._is_answer(due[number], reply):
+                        answers[due.pop(number).shard] = reply
+                        del self._waiting[number]
+                self._retry(due)
+                if not due:
+                    break
+                if idle is not None:
+                    idle()
+                waited_s = self._clock.now_s - begin_s
+                kinds = {each.message.kind for each in due.values()}
+                if waited_s > patience_s and kinds == {"totals"}:  # other workers have to push
+                    self._report_late(patience_s)
+                    patience_s *= 2
+                self._check_stop()
+                if waited_s > self._timeout_s:
+                    raise TrainingError(
+                        f"worker {self.worker} has waited {self._timeout_s:g} s for an answer to "
+                        f"{', '.join(sorted(kinds))}; see the log of the servers"
+                    )
+        finally:
+            for number in due:
+                del self._waiting[number]
+                self._inbox.pop(number, None)
+        return answers
 
-    def _heed_stop(self) -> None:
+    def _check_stop(self) -> None:
         """Raise JobStopped if a signal has ended the job and this worker has not left it."""
-        if self._stop_signal and not self._is_leaving:
+        if self._stop_signal and not self.is_leaving:
             raise JobStopped(self._stop_signal)
 
-    def _process_answer(
-        self, number: int, waiting: dict[int, _Asked], found: dict[int, WireMessage]
-    ) -> None:
-        """Process an answer: store it in `found`, or retry if it is "moved" or "resend"."""
-        reply, each = self._inbox.pop(number), waiting[number]
-        if reply.kind == "refused":
-            raise TrainingError(f"a server refuses '{each.message.kind}': {reply['why']}")
-        if reply.kind == "empty":
-            raise lost(self.map, each.shard)
-        if reply.kind == "moved":
-            self._ask_map()
-            each.sent_s, each.again_s = time.monotonic(), AGAIN_S / 5
-            return
-        if reply.kind == "resend":
-            self._send(each)
-            return
-        del waiting[number]
-        self._due.remove(number)
-        found[each.shard] = reply
-        self._known.add(each.shard)
+    def _report_late(self, for_s: float) -> None:
+        """Report the live workers whose tasks this worker has waited for."""
+        (reply,) = self.ask({SCHEDULER: WireMessage("stats", self.identity)}).values()
+        for other, clock in reply["late"]:
+            if other != self.worker:
+                report(
+                    f"worker {self.worker} has waited {for_s:g} s for push {clock + 1} of worker "
+                    f"{other}, whose process is alive: that worker or a server is slow, is saving, "
+                    "or hangs"
+                )
 
-    def _retry_unanswered(self, waiting: dict[int, _Asked]) -> None:
-        """Retry requests that are unanswered for `again_s`, and refresh the map."""
+    def _is_answer(self, each: _Asked, reply: WireMessage) -> bool:
+        """Return whether a reply answers a request; send the request again if it has to be.
+
+        Raises:
+            TrainingError: the request is refused, or its shard is lost.
+        """
+        match reply.kind:
+            case "refused":
+                raise TrainingError(f"a server refuses '{each.message.kind}': {reply['why']}")
+            case "empty":
+                raise self._lost(each.shard)
+            case "moved":
+                self._ask_map()
+                each.sent_s, each.resend_s = time.monotonic(), RESEND_S / 5
+            case "resend":
+                self._send(each)
+            case _:
+                self._known.add(each.shard)
+                return True
+        return False
+
+    def _lost(self, shard: int) -> TrainingError:
+        """Return the error for a shard that was lost with its last copy."""
+        why = "no other server had a full copy; resume from the last checkpoint; with "
+        why += "--server.num-servers 2 or more, another server keeps a copy"
+        if self.num_shards > 1:
+            why = "the server with a copy was lost, too, or had not received all of it yet; "
+            why += "resume from the last checkpoint"
+        holder = self.map["holders"][shard][0]
+        return TrainingError(f"{holder} was lost with its part of the weights, and {why}")
+
+    def _retry(self, due: Mapping[int, _Asked]) -> None:
+        """Retry requests that are unanswered for `resend_s`, and refresh the map."""
         now_s = time.monotonic()
-        for each in waiting.values():
-            if now_s - each.sent_s > each.again_s:
-                each.again_s = min(LONGEST_AGAIN_S, 2 * each.again_s)
-                self._send_again(each)
-        if waiting and now_s - self._asked_map_s > AGAIN_S:
+        for each in due.values():
+            if now_s - each.sent_s > each.resend_s:
+                each.resend_s = min(MOST_RESEND_S, 2 * each.resend_s)
+                if each.shard == SCHEDULER or each.address != self._holder(each.shard):
+                    self._send(each)
+                elif each.address:  # query whether the server has it, see [Note: Sent again]
+                    each.sent_s = time.monotonic()
+                    fields = {name: each.message.fields[name] for name in ("q", "shard")}
+                    self._link(each.address).send(WireMessage("again", fields))
+        if due and now_s - self._asked_map_s > RESEND_S:
             epoch = self.map["epoch"]
             self._ask_map()
             self._hear()
             if self.map["epoch"] != epoch:
-                for each in waiting.values():
-                    if each.address != holder(self.map, each.shard):
+                for each in due.values():
+                    if each.address != self._holder(each.shard):
                         self._send(each)
-            for each in waiting.values():
-                if each.shard != SCHEDULER:
-                    _check_lost(each.shard, self.map, self._gone_s, self._clock.now_s)
+            for shard in {each.shard for each in due.values()} - {SCHEDULER}:
+                self._check_lost(shard)
+
+    def _check_lost(self, shard: int) -> None:
+        """Raise an error if a shard without a backup has had no primary for a long time."""
+        now_s = self._clock.now_s
+        is_gone = self.map["holders"][shard][0] not in self.map["addresses"]
+        if is_gone and now_s - self._gone_s.setdefault(shard, now_s) > UNREPLICATED_LOSS_S:
+            raise self._lost(shard)
+
+    def _holder(self, shard: int) -> str:
+        """Return the address of a shard's primary, or of the scheduler; "" if there is none."""
+        if shard == SCHEDULER:
+            return self.map["scheduler"]
+        return self.map["addresses"].get(self.map["holders"][shard][0], "")
 
     def _send(self, each: _Asked) -> None:
-        each.sent_s, each.address = time.monotonic(), holder(self.map, each.shard)
+        each.sent_s, each.address = time.monotonic(), self._holder(each.shard)
         if each.address:
             self._link(each.address).send(each.message)
 
-    def _send_again(self, each: _Asked) -> None:
-        """Query whether a server has received a request, see [Note: Sent again]."""
-        if each.shard == SCHEDULER or each.address != holder(self.map, each.shard):
-            self._send(each)
-        elif each.address:
-            each.sent_s = time.monotonic()
-            fields = {name: each.message.fields[name] for name in ("q", "shard")}
-            self._link(each.address).send(WireMessage("again", fields))
-
     def _link(self, address: str) -> Connection:
         if address not in self._links:
-            meeting = self._meeting
-            own = (self._context, meeting.secret, address, report, meeting.faults)
-            self._links[address] = link = Connection(*own)
+            link = Connection(self._context, self._meeting.secret, address, report)
+            self._links[address] = link
             self._poller.register(link.socket, zmq.POLLIN)
         return self._links[address]
 
@@ -339,17 +346,17 @@ class Requests:
         for message in [each for link in self._links.values() for each in link.receive()]:
             if message.kind == "map":
                 self._take(dict(message.fields))
-            elif (number := message.fields.get("q")) in self._due:
+            elif (number := message.fields.get("q")) in self._waiting:
                 if message.kind != "resend" or number not in self._inbox:
                     self._inbox[number] = message
 
-    def _take(self, found: Settings) -> None:
+    def _take(self, later: Settings) -> None:
         """Store a later map; close connections to addresses that are no longer in it."""
-        if (found["term"], found["epoch"]) <= (self.map["term"], self.map["epoch"]):
+        if (later["term"], later["epoch"]) <= (self.map["term"], self.map["epoch"]):
             return
-        self.map = found
-        self._gone_s = {s: at_s for s, at_s in self._gone_s.items() if not holder(found, s)}
-        live = {self._coordinator.address, self.map["scheduler"], *self.map["addresses"].values()}
+        self.map = later
+        self._gone_s = {s: at_s for s, at_s in self._gone_s.items() if not self._holder(s)}
+        live = {self._coordinator.address, later["scheduler"], *later["addresses"].values()}
         for address in self._links.keys() - live:
             link = self._links.pop(address)
             self._poller.unregister(link.socket)
@@ -361,10 +368,16 @@ class Requests:
         reported_s = self._clock.now_s
         until_s = reported_s + self._timeout_s
         while not is_so():
-            if time.monotonic() - self._asked_map_s > AGAIN_S / 2:
+            if time.monotonic() - self._asked_map_s > RESEND_S / 2:
                 self._ask_map(asked)
             self._hear()
-            known = known_so_far(self.map, self._coordinator.address)
+            known = no_answer(self._coordinator.address)
+            if self.map["epoch"] >= 0:
+                known = (
+                    f"the coordinator at {self._coordinator.address} has registered "
+                    f"{len(self.map.get('addresses', ()))} of its servers and "
+                    f"{'a' if self.map['scheduler'] else 'no'} scheduler"
+                )
             if self._clock.now_s - reported_s > SILENT_S:
                 reported_s = self._clock.now_s
                 report(f"worker {self.worker} waits for {whom}: {known}")

@@ -58,11 +58,9 @@ class Optimizers:
         `tables_rate`, the factor of their learning rate relative to the flat weights.
         """
         self._names = [rule["name"]] * len(flats) + [rule.get("tables")] * len(tables)
-        decays = rule.get("decays", [0.0] * len(flats))
-        self._each = [
-            *(_of_flat(rule, *pair) for pair in zip(map(_held, flats), decays, strict=True)),
-            *(_of_table(rule, _held(table)) for table in tables),
-        ]
+        decays = [*rule.get("decays", [0.0] * len(flats)), *(0.0 for _ in tables)]
+        each = zip(self._names, [*flats, *tables], decays, strict=True)
+        self._each = [_optimizer(name, weight, decay, rule) for name, weight, decay in each]
         own_rate = rule["tables_rate"] if tables else 1.0
         self._rates = [1.0] * len(flats) + [own_rate] * len(tables)
 
@@ -98,22 +96,15 @@ class Optimizers:
         return [next(iter(optimizer.state.values()), {}) for optimizer in self._each]
 
 
-def _held(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
-
-
-def _of_table(rule: Settings, table: nn.Parameter) -> torch.optim.Optimizer:
-    if rule["tables"] == "adagrad":
-        return RowAdagrad(table, rule["eps"])
-    return torch.optim.SGD([table], lr=0.0)
-
-
-def _of_flat(rule: Settings, flat: nn.Parameter, decay: float) -> torch.optim.Optimizer:
-    name = rule["name"]
+def _optimizer(name: str, weight: Tensor, decay: float, rule: Settings) -> torch.optim.Optimizer:
+    """Return the optimizer of one weight."""
+    parameter = nn.Parameter(weight, requires_grad=False)
     if name == "adamw":
         betas = (float(rule["betas"][0]), float(rule["betas"][1]))
         how: dict[str, Any] = {"betas": betas, "eps": rule["eps"], "fused": True}
-        return torch.optim.AdamW([flat], lr=0.0, weight_decay=decay, **how)
+        return torch.optim.AdamW([parameter], lr=0.0, weight_decay=decay, **how)
+    if name == "adagrad":
+        return RowAdagrad(parameter, rule["eps"])
     momentum = 0.0 if name == "sgd" else float(rule["momentum"])
     is_nesterov = name == "nesterov"
-    return torch.optim.SGD([flat], 0.0, momentum, weight_decay=decay, nesterov=is_nesterov)
+    return torch.optim.SGD([parameter], 0.0, momentum, weight_decay=decay, nesterov=is_nesterov)

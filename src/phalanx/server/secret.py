@@ -38,8 +38,8 @@ class Secret:
 
     def curve(self, who: str) -> tuple[bytes, bytes]:
         """Return the CURVE public and secret keys of one end of a connection, as z85 text."""
-        made: bytes = z85.encode(hashlib.sha256(self.key + who.encode()).digest())
-        return zmq.curve_public(made), made
+        key: bytes = z85.encode(hashlib.sha256(self.key + who.encode()).digest())
+        return zmq.curve_public(key), key
 
 
 MOST_BYTES: Final = 1000

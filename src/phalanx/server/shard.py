@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, Final
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.reductions import power_sum
-from phalanx.server.consistency import Consistency
+from phalanx.server.consistency import Consistency, DoneTasks
 from phalanx.server.message import DTYPES
-from phalanx.server.row_gradient import flat_parts, sparse_of
 from phalanx.server.rule import Optimizers, Settings
 from phalanx.server.shared import IS_POSSIBLE, SharedTensors
+from phalanx.server.table import flat_parts, sparse_of
 
 MOST_TOTALS: Final = 16
 """Number of updates whose totals are kept, for workers that request them late."""
@@ -37,9 +37,20 @@ ALL_WORKERS: Final = 1 << 30
 """Number of live workers while it is not known: then a quorum waits for all that it needs."""
 
 
-def in_order(of_slots: Mapping[int, float]) -> float:
-    """Return the sum over slots in their order, see [Note: Order of a sum]."""
-    return sum(of_slots[slot] for slot in sorted(of_slots))
+class Pushed(NamedTuple):
+    """The numbers of a pushed task.
+
+    Attributes:
+        tokens: number of tokens, which is the weight of the task's gradient in the mean.
+        base: version of the weights with which the gradient was computed.
+        loss: sum of the losses of the tokens.
+        rate: learning rate, used by updates that do not belong to a clock.
+    """
+
+    tokens: float
+    base: int
+    loss: float
+    rate: float
 
 
 @dataclass
@@ -47,43 +58,49 @@ class PendingUpdate:
     """The gradients pushed so far for one pending update.
 
     Attributes:
-        tokens: slot -> number of tokens, which is the weight of the task's gradient in the mean.
-        bases: slot -> version of the weights with which the gradient was computed.
-        losses: slot -> sum of the losses of the tokens.
+        tasks: slot -> numbers of its task.
         total: sum, weighted by tokens, of the gradients of the first `num_added` slots.
         num_added: number of slots in `total`.
         waiting: slot -> gradient that waits for gradients of lower slots.
-        rates: slot -> learning rate, used by updates that do not belong to a clock.
         is_save_due: whether worker 0 requests a checkpoint after the update.
         since_s: time of the first push, by `time.monotonic`.
     """
 
-    tokens: dict[int, float] = field(default_factory=dict[int, float])
-    bases: dict[int, int] = field(default_factory=dict[int, int])
-    losses: dict[int, float] = field(default_factory=dict[int, float])
+    tasks: dict[int, Pushed] = field(default_factory=dict[int, Pushed])
     total: list[Tensor] = field(default_factory=list[Tensor])
     num_added: int = 0
     waiting: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
-    rates: dict[int, float] = field(default_factory=dict[int, float])
     is_save_due: bool = False
     since_s: float = field(default_factory=time.monotonic)
 
     @property
-    def num_tokens(self) -> float:
-        """Number of tokens of all slots."""
-        return in_order(self.tokens)
+    def tokens(self) -> float:
+        """Number of tokens of all slots, see [Note: Order of a sum]."""
+        return sum(self.tasks[slot].tokens for slot in sorted(self.tasks))
 
-    def add(self, slot: int, tokens: float, grads: Sequence[Tensor], empty: list[Tensor]) -> None:
+    @property
+    def loss(self) -> float:
+        """Sum of the losses of all tokens, see [Note: Order of a sum]."""
+        return sum(self.tasks[slot].loss for slot in sorted(self.tasks))
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The stored elements of `total`, which may be sparse."""
+        return [flat.values() if flat.is_sparse else flat for flat in self.total]
+
+    def add(
+        self, slot: int, task: Pushed, grads: Sequence[Tensor], empty: Callable[[], list[Tensor]]
+    ) -> None:
         """Add one gradient, the mean over its tokens, see [Note: Order of a sum].
 
-        `empty` is uninitialized memory for the sum, used if there is none yet. `grads` has the
-        chunks of each flat weight in order, then `row_gradient.flat_parts` of each table.
+        `empty` returns uninitialized memory for the sum. `grads` has the chunks of each flat weight
+        in order, then `table.flat_parts` of each table.
         """
-        self.tokens[slot], self.waiting[slot] = tokens, list(grads)
+        self.tasks[slot], self.waiting[slot] = task, list(grads)
         while self.num_added in self.waiting:
-            ready, weight = self.waiting.pop(self.num_added), self.tokens[self.num_added]
-            self.total, is_first = self.total or empty, not self.total
-            chunks = iter(ready)
+            chunks = iter(self.waiting.pop(self.num_added))
+            weight, is_first = self.tasks[self.num_added].tokens, not self.total
+            self.total = self.total or empty()
             for number, flat in enumerate(self.total):
                 if flat.is_sparse:
                     grad = sparse_of(next(chunks), next(chunks), flat.shape)
@@ -113,7 +130,8 @@ class Shard:
         ages: staleness in versions -> number of gradients applied with it.
         optimizers: optimizers of the weights, with their state.
         memory: shared memory of the weights, which workers on this host map; None without it.
-        lent: slot -> state that its worker has uploaded for a checkpoint of this version.
+        uploads: slot -> state that its worker has uploaded for a checkpoint of this version.
+        done: tasks that were pushed.
     """
 
     def __init__(
@@ -122,15 +140,13 @@ class Shard:
     ) -> None:  # fmt: skip
         """Copy weights, and restore optimizer state `kept` of each weight as of `steps` steps."""
         self.spec = spec
-        self.consistency = Consistency.of(spec["consistency"])
+        self.consistency = Consistency(**spec["consistency"])
         self.version, self.index, self.num_workers = version, 0, ALL_WORKERS
-        self.first = version
         self.ages = Counter[int]()
-        self.done = {slot: version for slot in range(self.consistency.num_slots)}
-        self.ahead = set[tuple[int, int]]()
+        self.done = DoneTasks(self.consistency.num_slots, version)
         self.open: dict[int, PendingUpdate] = {}
         self._latest: dict[int, tuple[int, int]] = {}  # slot -> clock and update of its last push
-        self.lent: dict[int, list[Tensor]] = {}
+        self.uploads: dict[int, list[Tensor]] = {}
         self._totals: dict[int, list[float]] = {}
         self.dtype = DTYPES[spec["dtype"]]
         self.memory = SharedTensors(spec["sizes"], self.dtype) if IS_POSSIBLE else None
@@ -149,33 +165,41 @@ class Shard:
 
     # Operations, which change the shard.
 
-    def has(self, clock: int, slot: int) -> bool:
-        """Return whether a task has been pushed."""
-        return clock < self.done[slot] or (clock, slot) in self.ahead
+    def perform(self, op: str, fields: Any, tensors: Sequence[Tensor]) -> None:
+        """Perform an operation, identically on a primary and on its backup."""
+        match op:
+            case "push":
+                self.push(fields, tensors)
+            case "apply":
+                rate, scale = fields["rate"], fields["scale"]
+                self.apply(int(fields["version"]), rate, scale, fields.get("noted"))
+            case "close":
+                self.apply_asynchronous()
+            case "upload":
+                self.uploads[int(fields["slot"])] = list(tensors)
+            case "live":
+                self.num_workers = int(fields["num_live"])
+            case _:
+                raise ValueError(f"unknown operation '{op}'")
+        self.index += 1
 
     def push(self, fields: Any, grads: Sequence[Tensor]) -> bool:
         """Add the gradient of a task to its update; return False if it was pushed before."""
         clock, slot = int(fields["clock"]), int(fields["slot"])
-        if self.has(clock, slot):
+        if self.done.has(clock, slot):
             return False
         for table, at in zip(self._tables, range(-2 * len(self._tables), 0, 2), strict=True):
             sparse_of(grads[at], grads[at + 1], table.shape)  # raises before anything has changed
-        self.ahead.add((clock, slot))
-        while (self.done[slot], slot) in self.ahead:
-            self.ahead.remove((self.done[slot], slot))
-            self.done[slot] += 1
+        self.done.add(clock, slot)
         self.num_workers = int(fields.get("num_live", self.num_workers))
         version = self.version if self.consistency.is_asynchronous else clock
         self._latest[slot] = clock, version
         update = self.open.setdefault(version, PendingUpdate())
         # In an asynchronous update, slots are numbered in the order of arrival.
-        number = len(update.tokens) if self.consistency.is_asynchronous else slot
-        update.bases[number] = int(fields["base"])
-        update.losses[number] = float(fields["loss"])
-        update.rates[number] = float(fields.get("rate", 0.0))
+        number = len(update.tasks) if self.consistency.is_asynchronous else slot
+        numbers = (fields["base"], float(fields["loss"]), float(fields.get("rate", 0.0)))
         update.is_save_due |= bool(fields.get("is_save_due"))
-        empty = [] if update.total else self._no_sum()
-        update.add(number, float(fields["tokens"]), grads, empty)
+        update.add(number, Pushed(float(fields["tokens"]), *numbers), grads, self._no_sum)
         return True
 
     def update_of(self, clock: int, slot: int) -> int:
@@ -198,7 +222,7 @@ class Shard:
         version = self.version
         while (update := self.open.get(version)) is not None:
             waited_s = time.monotonic() - update.since_s
-            if not self.consistency.is_due(len(update.tokens), waited_s, self.num_workers):
+            if not self.consistency.is_due(len(update.tasks), waited_s, self.num_workers):
                 break
             version += 1
         return version
@@ -210,30 +234,25 @@ class Shard:
         save request is 1 if worker 0 requests a checkpoint, else 0.
         """
         for version in range(self.version, self.completed()):
-            self._note(version)
+            self.noted(version)
         return [[version, *numbers] for version, numbers in self._totals.items()]
-
-    def _note(self, version: int) -> None:
-        if version in self._totals:
-            return
-        update, power = self.open[version], 0.0
-        if update.total:
-            power = float(power_sum(_values(update.total), self.spec["p"]))
-        loss, wish = in_order(update.losses), float(update.is_save_due)
-        self._keep_totals(version, [update.num_tokens, loss, power, wish])
-
-    def _keep_totals(self, version: int, totals: list[float]) -> None:
-        self._totals[version] = totals
-        while len(self._totals) > MOST_TOTALS + self.consistency.staleness:
-            del self._totals[next(iter(self._totals))]
 
     def noted(self, version: int) -> list[float]:
         """Return the totals of a complete update, which are sent to the backup with `apply`.
 
         They are computed here if the worker got them from the shard's previous primary.
         """
-        self._note(version)
+        if version not in self._totals:
+            update = self.open[version]
+            power = float(power_sum(update.values, self.spec["p"])) if update.total else 0.0
+            numbers = [update.tokens, update.loss, power, float(update.is_save_due)]
+            self._keep_totals(version, numbers)
         return self._totals[version]
+
+    def _keep_totals(self, version: int, totals: list[float]) -> None:
+        self._totals[version] = totals
+        while len(self._totals) > MOST_TOTALS + self.consistency.staleness:
+            del self._totals[next(iter(self._totals))]
 
     def apply(
         self, version: int, rate: float, scale: float | None, noted: list[float] | None = None
@@ -249,22 +268,22 @@ class Shard:
         if noted is not None:
             self._keep_totals(version, noted)
         update = self.open.pop(version)
-        for base in update.bases.values():
-            self.ages[max(0, version - base)] += 1
+        for task in update.tasks.values():
+            self.ages[max(0, version - task.base)] += 1
         if scale is not None and update.total:
-            mean = scale / max(update.num_tokens, 1.0)
-            torch._foreach_mul_(_values(update.total), mean)  # pyright: ignore[reportPrivateUsage]
+            mean = scale / max(update.tokens, 1.0)
+            torch._foreach_mul_(update.values, mean)  # pyright: ignore[reportPrivateUsage]
             with nullcontext() if self.memory is None else self.memory.changing():
                 self.optimizers.step(update.total, rate)
         self.version += 1
-        self.lent.clear()
+        self.uploads.clear()
         return True
 
     def apply_asynchronous(self) -> None:
         """Apply an asynchronous update; with k of N gradients, scale the learning rate by k/N."""
         update = self.open[self.version]
-        share = len(update.tokens) / self.consistency.num_slots
-        self.apply(self.version, max(update.rates.values()) * share, 1.0)
+        rate = max(task.rate for task in update.tasks.values())
+        self.apply(self.version, rate * (len(update.tasks) / self.consistency.num_slots), 1.0)
 
     # Reading.
 
@@ -300,54 +319,56 @@ class Shard:
 
     def state(self) -> tuple[Settings, list[Tensor]]:
         """Return fields and copied tensors from which `of_state` makes an equal shard."""
-        kept, tensors = self.optimizers.kept(), [flat.clone() for flat in self.weights]
+        kept = self.optimizers.kept()
         fields: Settings = {
-            "spec": self.spec, "version": self.version, "first": self.first, "index": self.index,
-            "num_kept": [len(each) for each in kept], "ages": list(self.ages.items()),
-            "done": list(self.done.items()), "ahead": list(self.ahead), "open": [],
-            "latest": list(self._latest.items()),
-            "steps": self.optimizers.steps, "num_workers": self.num_workers,
-            "totals": list(self._totals.items()),
-            "lent": [(slot, len(each)) for slot, each in self.lent.items()],
+            "spec": self.spec, "version": self.version, "index": self.index,
+            "num_kept": [*map(len, kept)], "steps": self.optimizers.steps,
+            "num_workers": self.num_workers, "ages": list(self.ages.items()),
+            "done": list(self.done.below.items()), "ahead": list(self.done.ahead),
+            "latest": list(self._latest.items()), "totals": list(self._totals.items()),
+            "uploads": [(slot, len(each)) for slot, each in self.uploads.items()],
+            "open": [
+                {
+                    "version": version, "tasks": list(update.tasks.items()),
+                    "num_added": update.num_added, "has_total": bool(update.total),
+                    "waiting": [(slot, len(each)) for slot, each in update.waiting.items()],
+                    "is_save_due": update.is_save_due,
+                }
+                for version, update in self.open.items()
+            ],
         }  # fmt: skip
-        tensors += [each.clone() for of_weight in kept for each in of_weight]
-        tensors += [each.clone() for of_slot in self.lent.values() for each in of_slot]
-        for number, update in self.open.items():
-            parts = [*update.total, *(t for each in update.waiting.values() for t in each)]
-            tensors += [flat.clone() for part in parts for flat in flat_parts(part)]
-            fields["open"].append([
-                number, list(update.tokens.items()), list(update.bases.items()),
-                list(update.losses.items()), list(update.rates.items()), update.num_added,
-                bool(update.total), [(slot, len(each)) for slot, each in update.waiting.items()],
-                update.is_save_due,
-            ])  # fmt: skip
-        return fields, tensors
+        tensors = [*self.weights, *chain(*kept), *chain(*self.uploads.values())]
+        for update in self.open.values():
+            parts = [*update.total, *chain(*update.waiting.values())]
+            tensors += [flat for part in parts for flat in flat_parts(part)]
+        return fields, [flat.clone() for flat in tensors]
 
     @classmethod
     def of_state(cls, fields: Settings, tensors: Sequence[Tensor]) -> Shard:
         """Create a shard from the fields and tensors that `state` returned."""
         (weights, *kept), parts = split_parts(tensors, fields["spec"], fields["num_kept"])
         shard = cls(fields["spec"], weights, kept, fields["version"], fields["steps"])
-        shard.first, shard.index = fields["first"], fields["index"]
-        shard.num_workers = fields["num_workers"]
+        shard.index, shard.num_workers = fields["index"], fields["num_workers"]
         shard.ages = Counter(dict(fields["ages"]))
-        shard.done = dict(fields["done"])
-        shard.ahead = {(clock, slot) for clock, slot in fields["ahead"]}
+        shard.done.below = dict(fields["done"])
+        shard.done.ahead = {(clock, slot) for clock, slot in fields["ahead"]}
         shard._latest = {slot: (clock, version) for slot, (clock, version) in fields["latest"]}
         shard._totals = dict(fields["totals"])
-        shard.lent = {slot: [next(parts).clone() for _ in range(n)] for slot, n in fields["lent"]}
-        for number, tokens, bases, losses, rates, num_added, has_total, waiting, due in fields[
-            "open"
-        ]:
-            update = PendingUpdate(dict(tokens), dict(bases), dict(losses))
-            update.rates, update.num_added, update.is_save_due = dict(rates), num_added, due
-            for total in shard._no_sum() if has_total else ():
-                first = next(parts).clone()
-                is_rows = total.is_sparse
-                own = sparse_of(first, next(parts).clone(), total.shape) if is_rows else first
-                update.total.append(own)
-            update.waiting = {s: [next(parts).clone() for _ in range(n)] for s, n in waiting}
-            shard.open[number] = update
+
+        def take(num: int) -> list[Tensor]:
+            return [each.clone() for each in islice(parts, num)]
+
+        shard.uploads = {slot: take(num) for slot, num in fields["uploads"]}
+        for each in fields["open"]:
+            update = shard.open[each["version"]] = PendingUpdate()
+            update.tasks = {slot: Pushed(*numbers) for slot, numbers in each["tasks"]}
+            update.num_added, update.is_save_due = each["num_added"], each["is_save_due"]
+            if each["has_total"]:
+                update.total = take(shard._num_flat)
+                for table in shard._tables:
+                    rows, values = take(2)
+                    update.total.append(sparse_of(rows, values, table.shape))
+            update.waiting = {slot: take(num) for slot, num in each["waiting"]}
         return shard
 
 
@@ -364,8 +385,3 @@ def split_parts(
         raise ValueError(f"{len(tensors)} tensors; expected {sum(nums)}")
     parts = iter(tensors)
     return [list(islice(parts, num)) for num in nums], parts
-
-
-def _values(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the stored elements of dense and sparse gradients."""
-    return [grad.values() if grad.is_sparse else grad for grad in grads]

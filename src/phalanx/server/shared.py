@@ -21,7 +21,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.memory_file import memory_file
-from phalanx.server.descriptors import own_descriptors
+from phalanx.server.wire import own_descriptors
 
 _NAME: Final = "phalanx-weights"
 
@@ -123,8 +122,8 @@ class SharedView:
             memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
             raw = torch.frombuffer(memory, dtype=torch.uint8)
-        self._changes, found, self._version, self._touched = raw[:32].view(torch.int64)
-        if int(found) != mark:
+        self._changes, its_mark, self._version, self._touched = raw[:32].view(torch.int64)
+        if int(its_mark) != mark:
             raise OSError("the server has replaced these weights")
         flat = raw[_HEAD:].view(dtype)
         self.tensors = list(flat[: sum(sizes)].split(list(sizes)))
@@ -164,15 +163,6 @@ class SharedView:
         return False
 
 
-@dataclass(frozen=True)
-class _Mapped:
-    """The mapped memory of a shard, at `place`, when `primary` was asked for it."""
-
-    primary: Hashable
-    place: Sequence[int | str]
-    view: SharedView
-
-
 class MappedShards:
     """The memory of shards that a worker has mapped.
 
@@ -181,18 +171,19 @@ class MappedShards:
     """
 
     def __init__(self) -> None:
-        self._of_shard: dict[int, _Mapped] = {}
+        # Shard -> primary that sent the place, place, and mapping.
+        self._of_shard: dict[int, tuple[Hashable, Sequence[int | str], SharedView]] = {}
 
     def ready(self, shard: int, primary: Hashable, due: int) -> tuple[int, SharedView] | None:
         """Return a version of at least `due` and the memory; None if it has no such version.
 
         The weights in the memory may already be newer than the version, but not older.
         """
-        held = self._of_shard.get(shard)
-        if held is None or held.primary != primary:
+        asked, _, view = self._of_shard.get(shard, (None, (), None))
+        if view is None or asked != primary:
             return None
-        version = held.view.version
-        return (version, held.view) if version >= due else None
+        version = view.version
+        return (version, view) if version >= due else None
 
     def map(
         self, shard: int, primary: Hashable, place: Sequence[int | str], sizes: Sequence[int],
@@ -202,15 +193,13 @@ class MappedShards:
 
         Return None if the memory is on another host or no longer exists.
         """
-        held = self._of_shard.get(shard)
-        try:
-            if held is not None and held.place == place:
-                view = held.view
-            else:
+        _, mapped, view = self._of_shard.get(shard, (None, (), None))
+        if view is None or mapped != place:
+            try:
                 view = SharedView(place, sizes, dtype)
-        except OSError:
-            return None
-        self._of_shard[shard] = _Mapped(primary, place, view)
+            except OSError:
+                return None
+        self._of_shard[shard] = primary, place, view
         return view
 
 

@@ -1,4 +1,8 @@
-"""A worker's copy of an embedding table, for which it pulls only the rows that a forward uses."""
+"""Embedding tables, of which workers pull and push only the rows that a batch looks up.
+
+The gradient of a table is a coalesced sparse tensor of torch. A message represents it by two flat
+tensors: the ascending indices of the rows on the receiving server, and the concatenated rows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import TrainingError
-from phalanx.server.row_gradient import sparse_of
+
+
+def sparse_of(rows: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a coalesced sparse tensor of a table's shape with `values` in `rows`.
+
+    Raises:
+        ValueError: `rows` are not ascending row indices of the table, or `values` has another size.
+    """
+    num_rows, width = shape
+    in_table = not len(rows) or (int(rows[0]) >= 0 and int(rows[-1]) < num_rows)
+    if rows.dtype != torch.int64 or not in_table or not bool((rows.diff() > 0).all()):
+        raise ValueError(f"rows of a table are not ascending numbers from 0 to {num_rows - 1}")
+    if values.numel() != len(rows) * width:
+        raise ValueError(f"{values.numel()} values; expected {len(rows)} rows of {width}")
+    return torch.sparse_coo_tensor(
+        rows[None], values.view(-1, width), (num_rows, width), is_coalesced=True,
+        check_invariants=False,
+    )  # fmt: skip
+
+
+def flat_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the flat tensors of a message for `tensor`: itself, or rows and values if sparse."""
+    if not tensor.is_sparse:
+        return [tensor]
+    return [tensor.indices()[0].contiguous(), tensor.values().reshape(-1)]
 
 
 class Table:
@@ -29,8 +57,8 @@ class Table:
         an id that is not a row raises a TrainingError.
         """
         self.weight, self._name, self._pull = weight, name, pull
-        self._is_here = torch.zeros(len(weight), dtype=torch.bool)
-        self._here: list[Tensor] = []
+        self._is_pulled = torch.zeros(len(weight), dtype=torch.bool)
+        self._pulled: list[Tensor] = []
         for module in modules:
             module.register_forward_pre_hook(self._look_up, with_kwargs=True)
 
@@ -43,17 +71,17 @@ class Table:
                 f"a sample has the id {int(wrong[0])}, but the embedding {self._name} has rows "
                 f"from 0 to {len(self.weight) - 1}"
             )
-        rows = rows[~self._is_here[rows]]
+        rows = rows[~self._is_pulled[rows]]
         if len(rows):
             self._pull(rows, self.weight.detach())
-            self._is_here[rows] = True
-            self._here.append(rows)
+            self._is_pulled[rows] = True
+            self._pulled.append(rows)
 
     def expire(self) -> None:
         """Mark all rows as outdated, so that each is pulled at its next lookup."""
-        for rows in self._here:
-            self._is_here[rows] = False
-        self._here.clear()
+        for rows in self._pulled:
+            self._is_pulled[rows] = False
+        self._pulled.clear()
 
     def gradient(self) -> Tensor:
         """Return the gradient, a coalesced sparse tensor.

@@ -1,68 +1,190 @@
-"""The scheduler of a worker group: it assigns tasks to workers, and tracks who computes them."""
+"""The scheduler of a worker group: it assigns tasks to workers, and tracks who computes them.
+
+Each worker computes the tasks of its slot, one per clock. If the lease of a worker is over, or it
+has left, workers that wait compute its tasks. With the asynchronous kinds, where no worker waits
+for others, a worker that has finished its slot helps the slot that is furthest behind.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
 
-from phalanx.server.message import PROTOCOL, WireMessage
-from phalanx.server.role import Member
-from phalanx.server.tasks import Tasks
+from phalanx.server.consistency import DoneTasks
+from phalanx.server.liveness import Leases
+from phalanx.server.message import WireMessage, answer
+from phalanx.server.message_table import PROTOCOL
+from phalanx.server.role import Membership, Role
+from phalanx.server.secret import Secret
+from phalanx.server.wire import Log
 
 
-class TaskScheduler(Member):
+@dataclass
+class Tasks:
+    """The tasks of a worker group.
+
+    Attributes:
+        num_slots: number of workers, which is the number of tasks per clock.
+        begin: first clock.
+        end: clock after the last.
+        is_asynchronous: whether the consistency is asynchronous, see `Consistency.is_asynchronous`.
+        clock: function that returns the seconds for which the scheduler has listened.
+    """
+
+    num_slots: int
+    begin: int
+    end: int
+    is_asynchronous: bool
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.done = DoneTasks(self.num_slots, self.begin)
+        self.leases = Leases(self.clock, range(self.num_slots))
+        self._taken: dict[tuple[int, int], int] = {}  # task -> worker to which it is assigned
+
+    def is_lost(self, worker: int) -> bool:
+        """Return whether a worker has left, or its lease is over."""
+        return self.leases.is_over(worker)
+
+    @property
+    def num_live(self) -> int:
+        """Number of live workers."""
+        return sum(not self.is_lost(worker) for worker in range(self.num_slots))
+
+    def late(self) -> list[tuple[int, int]]:
+        """Return (worker, clock) of live workers that have not pushed tasks of the oldest clock."""
+        first = min(self.done.below.values())
+        slots = [slot for slot, below in self.done.below.items() if below == first < self.end]
+        of_slots = {self._taken.get((first, slot), slot) for slot in slots}
+        return [(worker, first) for worker in sorted(of_slots) if not self.is_lost(worker)]
+
+    def claim(self, worker: int, clock: int) -> bool:
+        """Assign a worker its task of a clock; return False if it is done or assigned elsewhere."""
+        task = (clock, worker)
+        taken = self._taken.get(task, worker)
+        if self.done.has(*task) or (taken != worker and not self.is_lost(taken)):
+            return False
+        self._taken[task] = worker
+        return True
+
+    def help(self, worker: int, limit: int, *, is_through: bool) -> tuple[int, int] | None:
+        """Assign a worker with no task in hand one of a clock up to `limit`; None if there is none.
+
+        Tasks of live workers that nobody has taken are assigned only with asynchronous kinds, and
+        only to a worker that has finished its slot (`is_through`). A task whose taker is lost, or
+        asks for help itself, is assigned again, also if its slot's worker is live: that worker may
+        have skipped it (see `claim`), and the taker may have missed the answer or been restarted.
+        """
+        last = min(self.end - 1, limit)
+        for slot, first in sorted(self.done.below.items(), key=lambda item: item[::-1]):
+            is_left = self.is_lost(slot) or (self.is_asynchronous and is_through)
+            is_open = is_left and slot != worker
+            taken_here = (clock for clock, of_slot in self._taken if of_slot == slot)
+            for clock in range(first, last + 1) if is_open else sorted(taken_here):
+                taken = self._taken.get((clock, slot))
+                is_free = is_open if taken is None else taken == worker or self.is_lost(taken)
+                if is_free and clock <= last and not self.done.has(clock, slot):
+                    self._taken[clock, slot] = worker
+                    return clock, slot
+        return None
+
+    def finish(self, clock: int, slot: int) -> None:
+        """Record that a task is pushed."""
+        self.done.add(clock, slot)
+        self._taken.pop((clock, slot), None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all tasks are pushed."""
+        return all(below >= self.end for below in self.done.below.values())
+
+
+class TaskScheduler(Role):
     """The role that answers workers' requests for tasks.
 
     It stores nothing on disk: after a restart it learns the range of tasks from the first request,
     and the finished tasks from workers, which report the servers' state after each push.
+
+    Attributes:
+        tasks: the tasks of the workers; None before the first request.
     """
 
     kind = "scheduler"
 
-    def __init__(self, job: str, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._job = job
-        self._tasks: Tasks | None = None
+    def __init__(
+        self, job: str, coordinator: str, incarnation: str, name: str, secret: Secret, address: str,
+        log: Log,
+    ) -> None:  # fmt: skip
+        super().__init__(name, secret, address, log)
+        facts = {"job": job, "protocol": PROTOCOL}
+        self.member = Membership(self, coordinator, incarnation, lambda: facts)
+        self.tasks: Tasks | None = None
         self._stop_signal = 0  # signal by which worker 0 ended the job, or 0
         self._facts: dict[str, Any] | None = None
 
     @override
-    def facts(self) -> dict[str, Any]:
-        return {"job": self._job, "protocol": PROTOCOL}
-
-    def _now_s(self) -> float:
-        return self.clock.now_s
+    def handle(self, peer: bytes, message: WireMessage) -> None:
+        """Note who asks and what all servers have, and answer."""
+        method, worker = self.dispatch.method(message), int(message["worker"])
+        if self.tasks is None:
+            size, begin, end = message["tasks"]
+            is_open = bool(message["is_open"])
+            self.tasks = Tasks(size, begin, end, is_open, lambda: self.clock.now_s)
+        tasks = self.tasks
+        if message.kind not in ("beat", "stats"):  # a worker that has left may beat and ask
+            tasks.leases.renew(worker)
+        for slot, below in message.fields.get("done", ()):
+            for clock in range(tasks.done.below[slot], below):
+                tasks.finish(clock, slot)
+        more = method(tasks, worker, message)
+        more |= {"is_over": tasks.is_over, "num_live": tasks.num_live}
+        self.reply(peer, message, answer("ok", stop_signal=self._stop_signal, **more))
 
     @override
-    def handle(self, peer: bytes, message: WireMessage) -> None:
-        worker = int(message["worker"])
-        if self._tasks is None:
-            size, begin, end = message["tasks"]
-            self._tasks = Tasks(size, begin, end, bool(message["is_open"]), self._now_s)
-        tasks = self._tasks
-        if message.kind in ("leave", "stop"):
-            tasks.leave(worker)
-            self._stop_signal = int(message.fields.get("signum", self._stop_signal))
-        elif message.kind == "beat":
-            tasks.beat(worker)
-        elif message.kind != "stats":
-            tasks.hear(worker)
-        for slot, done in message.fields.get("done", ()):  # tasks that all servers have
-            for clock in range(tasks.done[slot], done):
-                tasks.finish(clock, slot)
-        more: dict[str, Any] = {}
-        if message.kind == "agree":
-            self._facts = more["facts"] = self._facts or message["facts"]
-        elif message.kind == "own":
-            more["is_mine"] = tasks.own(worker, int(message["clock"]))
-        elif message.kind == "help":
-            through = bool(message["is_through"])
-            more["task"] = tasks.help(worker, int(message["limit"]), is_through=through)
-        elif message.kind == "finish":
-            tasks.finish(int(message["clock"]), int(message["slot"]))
-        live = tasks.num_live
-        if message.kind == "stats":
-            more["late"] = tasks.late()
-        more["stop_signal"] = self._stop_signal
-        self.reply(peer, message, "ok", is_over=tasks.is_over, num_live=live, **more)
+    def tick(self) -> None:
+        super().tick()
+        self.member.tick()
+
+    # Requests of workers. A method returns the fields of the answer that others lack.
+
+    def on_beat(self, tasks: Tasks, worker: int, _: WireMessage) -> dict[str, Any]:
+        """Renew the lease of a worker that has not left."""
+        if not tasks.leases.has_left(worker):
+            tasks.leases.renew(worker)
+        return {}
+
+    def on_agree(self, _: Tasks, __: int, message: WireMessage) -> dict[str, Any]:
+        """Return the facts of the job that the first worker has sent."""
+        self._facts = self._facts or message["facts"]
+        return {"facts": self._facts}
+
+    def on_claim(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
+        """Assign a worker its own task, unless another computes it."""
+        return {"is_mine": tasks.claim(worker, int(message["clock"]))}
+
+    def on_help(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
+        """Assign a worker a task of another, if one is left."""
+        is_through = bool(message["is_through"])
+        return {"task": tasks.help(worker, int(message["limit"]), is_through=is_through)}
+
+    def on_finish(self, tasks: Tasks, _: int, message: WireMessage) -> dict[str, Any]:
+        """Record that a task is pushed."""
+        tasks.finish(int(message["clock"]), int(message["slot"]))
+        return {}
+
+    def on_stats(self, tasks: Tasks, _: int, __: WireMessage) -> dict[str, Any]:
+        """Return the live workers that others wait for."""
+        return {"late": tasks.late()}
+
+    def on_leave(self, tasks: Tasks, worker: int, _: WireMessage) -> dict[str, Any]:
+        """Record that a worker takes no more steps."""
+        tasks.leases.end(worker)
+        return {}
+
+    def on_stop(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
+        """Record the signal by which worker 0 ends the job."""
+        self._stop_signal = int(message["signum"])
+        return self.on_leave(tasks, worker, message)

@@ -20,7 +20,7 @@ from phalanx.errors import time_text
 from phalanx.launch.local import run_ranks
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import LocalRoles, local_roles
+from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.show.main_device import Calls
 from phalanx.show.shown import MOST_RANKS, Grid, Shown, ShowTopic
 

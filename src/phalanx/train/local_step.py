@@ -150,7 +150,7 @@ class LocalStep(ServedStep):
         client, loss, tokens = self.client, *self._sums.tolist()
         wire = torch.bfloat16 if self._begin[0].dtype == torch.float32 else self._begin[0].dtype
         moved = [(b - now).to(wire) for b, now in zip(self._begin, self.flat.weights, strict=True)]
-        client.ask_scheduler("own", clock=clock)
+        client.ask_scheduler("claim", clock=clock)
         numbers = {"base": self.version, "tokens": tokens, "loss": loss}
         client.push(clock, client.worker, moved, **numbers, is_save_due=self.is_save_due)
         self._totals = client.totals(clock + 1)

@@ -15,11 +15,10 @@ from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.separate_jobs import Work, run_supervised
-from phalanx.server.address import check_address
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
-from phalanx.server.requests import JobAddress
+from phalanx.server.requests import JobAddress, JobEnded, JobStopped
 from phalanx.server.secret import Secret, read_secret
-from phalanx.server.unanswered import JobEnded, JobStopped
+from phalanx.server.wire import check_address
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job
 from phalanx.train.job.run_folder import STARTED

@@ -238,7 +238,7 @@ class ClockedStep(ServedStep):
     def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         clock, own = self.steps_done, self.client.worker
         made: tuple[Tensor, Tensor] | None = None
-        if self.client.ask_scheduler("own", clock=clock)["is_mine"]:
+        if self.client.ask_scheduler("claim", clock=clock)["is_mine"]:
             made = self.take_task(clock, own, microbatches)
         with self.phase("reduce"):
             self._totals = self.client.totals(self.consistency.needs(clock + 1), self.help)
@@ -299,7 +299,7 @@ class AsyncStep(ServedStep):
 
     @override
     def compute_gradients(self, microbatches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        self._is_mine = bool(self.client.ask_scheduler("own", clock=self.steps_done)["is_mine"])
+        self._is_mine = bool(self.client.ask_scheduler("claim", clock=self.steps_done)["is_mine"])
         if not self._is_mine:  # another worker computed it; the records repeat the last loss
             self.optimizer.zero_grad()
             self._made = self._made or self.loss_without_push(microbatches)

@@ -16,7 +16,7 @@ from phalanx.comm.together import barrier, broadcast_object
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import local_roles
+from phalanx.server.processes import local_roles
 from phalanx.strategy import Strategy
 from phalanx.train.served_step import ClockedStep
 from phalanx.train.step import Step, StepResult

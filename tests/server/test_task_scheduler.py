@@ -8,30 +8,30 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.server.liveness import LEASE_S
 from phalanx.server.message import WireMessage
 from phalanx.server.secret import Secret
-from phalanx.server.task_scheduler import TaskScheduler
-from phalanx.server.tasks import LEASE_S, Tasks
+from phalanx.server.task_scheduler import Tasks, TaskScheduler
 
 
 def test_a_lost_workers_task_is_given_to_one_that_waits() -> None:
     now = [0.0]
     tasks = Tasks(3, 0, 5, is_asynchronous=False, clock=lambda: now[0])
     for worker in range(3):
-        tasks.hear(worker)
-        assert tasks.own(worker, 0)
+        tasks.leases.renew(worker)
+        assert tasks.claim(worker, 0)
     for worker in (0, 1):
         tasks.finish(0, worker)
     assert tasks.help(0, 0, is_through=False) is None
     now[0] = LEASE_S + 1
-    tasks.hear(0)
-    tasks.hear(1)
+    tasks.leases.renew(0)
+    tasks.leases.renew(1)
     assert tasks.help(0, 0, is_through=False) == (0, 2)
     assert tasks.help(1, 0, is_through=False) is None
-    tasks.hear(2)  # it comes back, and finds its task taken
-    assert not tasks.own(2, 0)
+    tasks.leases.renew(2)  # it comes back, and finds its task taken
+    assert not tasks.claim(2, 0)
     tasks.finish(0, 2)
-    assert tasks.own(2, 1) and tasks.num_live == 3
+    assert tasks.claim(2, 1) and tasks.num_live == 3
 
 
 def test_workers_are_not_lost_while_the_scheduler_does_not_listen(
@@ -43,13 +43,13 @@ def test_workers_are_not_lost_while_the_scheduler_does_not_listen(
     def num_live() -> int:
         """Return how many workers there are once worker 0 has asked."""
         scheduler.handle(b"", WireMessage("help", {**asks, "worker": 0}))
-        assert scheduler._tasks is not None
-        return scheduler._tasks.num_live
+        assert scheduler.tasks is not None
+        return scheduler.tasks.num_live
 
     asks = {"tasks": [2, 0, 5], "is_open": False, "limit": 0, "is_through": False}
     try:
         for worker in range(2):
-            scheduler.handle(b"", WireMessage("own", {**asks, "worker": worker, "clock": 0}))
+            scheduler.handle(b"", WireMessage("claim", {**asks, "worker": worker, "clock": 0}))
         for _ in range(5):
             now_s[0] += 100 * LEASE_S
             assert num_live() == 2  # the other's word waits behind this one's
@@ -73,10 +73,10 @@ def test_each_task_is_done_once_however_workers_come_and_go(seed: int, is_open: 
         worker = rng.randrange(3)
         if rng.random() < 0.1:
             continue  # it stalls, and may be held for lost
-        tasks.hear(worker)
-        version = min(tasks.done.values())
+        tasks.leases.renew(worker)
+        version = min(tasks.done.below.values())
         if clocks[worker] < 4 and (is_open or clocks[worker] <= version):
-            task = (clocks[worker], worker) if tasks.own(worker, clocks[worker]) else None
+            task = (clocks[worker], worker) if tasks.claim(worker, clocks[worker]) else None
             clocks[worker] += 1
         else:
             through = clocks[worker] == 4
@@ -103,14 +103,14 @@ def test_every_task_is_computed_however_answers_and_workers_are_lost(
 
     def ask(worker: int) -> None:
         """Push the task in hand, or ask for one; the answer is lost sometimes."""
-        tasks.hear(worker)
+        tasks.leases.renew(worker)
         if worker in hands:
             tasks.finish(*hands.pop(worker))
             return
-        clock, version = clocks[worker], min(tasks.done.values())
+        clock, version = clocks[worker], min(tasks.done.below.values())
         is_own = clock < 4 and (is_open or clock <= version)
         if is_own:
-            task = (clock, worker) if tasks.own(worker, clock) else None
+            task = (clock, worker) if tasks.claim(worker, clock) else None
         else:
             limit = 99 if is_open else version
             task = tasks.help(worker, limit, is_through=clock == 4)
@@ -126,7 +126,7 @@ def test_every_task_is_computed_however_answers_and_workers_are_lost(
         worker = rng.randrange(3)
         if rng.random() < 0.2:
             hands.pop(worker, None)
-            clocks[worker] = tasks.done[worker]
+            clocks[worker] = tasks.done.below[worker]
         elif rng.random() < 0.8:
             ask(worker)
     lost_share = 0.0
@@ -144,35 +144,35 @@ def test_a_task_that_its_helper_has_forgotten_is_given_again() -> None:
         now = [0.0]
         tasks = Tasks(3, 0, 5, is_asynchronous=False, clock=lambda now=now: now[0])
         for worker in (0, 2):
-            assert tasks.own(worker, 0)
+            assert tasks.claim(worker, 0)
             tasks.finish(0, worker)
         now[0] = LEASE_S + 1
         for worker in (0, 2):
-            tasks.hear(worker)
+            tasks.leases.renew(worker)
         assert tasks.help(0, 0, is_through=False) == (0, 1)
-        tasks.hear(1)
-        assert not tasks.own(1, 0)
+        tasks.leases.renew(1)
+        assert not tasks.claim(1, 0)
         assert tasks.help(1, 0, is_through=False) is None
         if loses_answer:
             assert tasks.help(0, 0, is_through=False) == (0, 1)
             continue
         now[0] += LEASE_S + 1  # the helper is lost for good
-        tasks.hear(1)
+        tasks.leases.renew(1)
         assert tasks.help(1, 0, is_through=False) == (0, 1)
         assert tasks.help(1, 0, is_through=False) == (0, 1)  # this answer was lost, too
-        assert tasks.own(1, 0)
+        assert tasks.claim(1, 0)
 
 
 def test_who_is_there_and_holds_others_up_is_known() -> None:
     now = [0.0]
     tasks = Tasks(3, 0, 2, is_asynchronous=False, clock=lambda: now[0])
     for worker in (0, 1):
-        tasks.hear(worker)
+        tasks.leases.renew(worker)
     tasks.finish(0, 0)
     assert tasks.late() == [(1, 0), (2, 0)]
     now[0] = LEASE_S + 1
     for worker in (0, 1):
-        tasks.hear(worker)
+        tasks.leases.renew(worker)
     assert tasks.late() == [(1, 0)]
     assert tasks.help(0, 0, is_through=False) == (0, 2)
     assert tasks.late() == [(0, 0), (1, 0)]

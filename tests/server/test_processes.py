@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,19 +13,22 @@ import pytest
 import torch
 import zmq
 
+from lossy_messages import lose_messages
 from marks import by_hand
 from phalanx.errors import TrainingError
-from phalanx.server import coordinator, heartbeats, replica, requests, role, tasks, wire
+from phalanx.server import coordinator, liveness, replica, requests, role
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
-from phalanx.server.local_roles import LocalRoles, local_roles
-from phalanx.server.message import PROTOCOL, WireMessage
+from phalanx.server.message import WireMessage
+from phalanx.server.message_table import MESSAGES, PROTOCOL, Dispatch
+from phalanx.server.processes import LocalRoles, local_roles
+from phalanx.server.role import Role
 from phalanx.server.secret import Secret
 from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE
 from phalanx.server.task_scheduler import TaskScheduler
-from phalanx.server.wire import Faults, Listener
+from phalanx.server.wire import Listener
 from workers_in_threads import lose, run_workers
 
 pytestmark = pytest.mark.usefixtures("fast_clocks")
@@ -33,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("fast_clocks")
 SIZES = [700, 37]
 
 CLOCKS = {
-    "AGAIN_S": 0.05, "LONGEST_AGAIN_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01,
+    "RESEND_S": 0.05, "MOST_RESEND_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01,
     "LEASE_S": 1e6,
 }  # fmt: skip
 """Seconds of constants of the modules of a job, in these tests: no load makes a lease expire."""
@@ -42,9 +45,39 @@ CLOCKS = {
 @pytest.fixture
 def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have roles and workers ask again, beat and look up ten times as often, and lose nobody."""
-    for module in (heartbeats, coordinator, replica, requests, role, tasks, wire):
+    for module in (coordinator, liveness, replica, requests, role):
         for name in CLOCKS.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, CLOCKS[name])
+
+
+@pytest.fixture(autouse=True)
+def as_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    """Compare each message that a role gets, and each of its answers, with the table."""
+    wrong, method, reply = list[str](), Dispatch.method, Role.reply
+
+    def get(dispatch: Dispatch, message: WireMessage) -> Any:
+        found = method(dispatch, message)
+        row = dispatch._rows[message.kind]
+        more = message.fields.keys() - row.needed - row.optional
+        wrong.extend(f"{message.kind} {name}" for name in more)
+        return found
+
+    def answer(role: Role, peer: bytes, request: WireMessage, made: WireMessage) -> None:
+        rows = {**MESSAGES[role.kind], **(MESSAGES["backup"] if role.kind == "server" else {})}
+        fields = rows[request.kind].answers.get(made.kind) if request.kind in rows else None
+        if fields is None:
+            wrong.extend([f"{request.kind} -> {made.kind}"] * (made.kind != "refused"))
+        elif made.kind != "map":
+            names = {name.rstrip("?") for name in fields}
+            needed = {name for name in fields if not name.endswith("?")}
+            if not needed <= made.fields.keys() <= names:
+                wrong.append(f"{request.kind} -> {made.kind} {sorted(made.fields)}")
+        reply(role, peer, request, made)
+
+    monkeypatch.setattr(Dispatch, "method", get)
+    monkeypatch.setattr(Role, "reply", answer)
+    yield
+    assert not wrong
 
 
 def flats() -> list[torch.Tensor]:
@@ -70,7 +103,7 @@ def work(
         for clock in range(num_steps):
             if worker == 0 and clock in at:
                 at[clock]()
-            assert client.ask_scheduler("own", clock=clock)["is_mine"]
+            assert client.ask_scheduler("claim", clock=clock)["is_mine"]
             grads = [torch.full_like(flat, float(3**worker + clock)) for flat in weights]
             numbers = {
                 "base": version,
@@ -122,9 +155,10 @@ def end(clients: list[Client]) -> None:
     ],
 )
 def test_whole_numbers_survive_lost_doubled_and_reordered_messages(
-    consistency: Consistency,
+    consistency: Consistency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=3)) as made:
+    lose_messages(monkeypatch, drop=0.1, double=0.05, reorder=0.05, seed=3)
+    with local_roles(2) as made:
         end(run(made, consistency, 4, {}))
 
 
@@ -134,7 +168,7 @@ def test_a_server_that_is_lost_is_replaced_by_its_backup_and_comes_back() -> Non
         assert isinstance(keeper, Coordinator)
 
         def lose_server() -> None:
-            while (1, "server0") not in keeper._synced:  # its next beat says that it has a copy
+            while (1, "server0") not in keeper.synced:  # its next beat says that it has a copy
                 time.sleep(0.001)
             lose(made, "server1")
 
@@ -148,8 +182,7 @@ def test_nobody_is_lost_and_nobody_gives_up_where_a_whole_job_was_suspended(
 ) -> None:
     clock, late_s = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock() + late_s[0])
-    for module in (coordinator, tasks):
-        monkeypatch.setattr(module, "LEASE_S", 100.0)
+    monkeypatch.setattr(liveness, "LEASE_S", 100.0)
 
     def suspend() -> None:
         late_s[0] += 1000.0
@@ -170,8 +203,8 @@ def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
         end(run(made, Consistency("ps", 2), 7, at))
         assert "term 2 begins" in made.log.read_text()
         scheduler = made.roles["scheduler"]
-        assert isinstance(scheduler, TaskScheduler) and scheduler._tasks is not None
-        assert scheduler._tasks.is_over  # it knows also what was pushed before it began
+        assert isinstance(scheduler, TaskScheduler) and scheduler.tasks is not None
+        assert scheduler.tasks.is_over  # it knows also what was pushed before it began
 
 
 @pytest.mark.parametrize(
@@ -179,9 +212,9 @@ def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
     [
         ({"job": "another job"}, "is of job another job, but this is job "),
         (
-            {"protocol": 7, "job": "another job"},
-            f"has version 7 of the message protocol, but the coordinator has version {PROTOCOL}; "
-            "install the same version of phalanx on all hosts",
+            {"protocol": PROTOCOL + 1, "job": "another job"},
+            f"has version {PROTOCOL + 1} of the message protocol, but the coordinator has version "
+            f"{PROTOCOL}; install the same version of phalanx on all hosts",
         ),
     ],
 )
@@ -192,7 +225,7 @@ def test_a_server_of_another_job_or_version_is_refused(
         common = ("x", made.meeting.secret, f"ipc://{made.folder}/x", lambda _: None)
         other = Server(made.meeting.secret.job, made.meeting.coordinator, "1", *common)
         facts = other.facts() | fact
-        monkeypatch.setattr(other, "facts", lambda: facts)
+        monkeypatch.setattr(other.member, "facts", lambda: facts)
         thread = threading.Thread(target=other.run)
         thread.start()
         thread.join(20)
@@ -228,7 +261,7 @@ def test_weights_that_change_too_often_to_be_read_are_sent_once() -> None:
         client.create(first, rule, 2.0)
         server = made.roles["server0"]
         assert isinstance(server, Server)
-        memory = server.shards[0].memory
+        memory = server.replicas.shards[0].memory
         assert memory is not None
         for received_bytes in (80 + 48, 0):
             client.received_bytes = 0
@@ -258,24 +291,26 @@ def test_a_shard_that_is_lost_with_its_only_server_ends_the_job(
         client.close()
 
 
-def test_what_peers_leave_behind_does_not_pile_up() -> None:
-    with local_roles(1, Faults(double=0.5, seed=1)) as made:
+def test_what_peers_leave_behind_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_messages(monkeypatch, double=0.5, seed=1)
+    with local_roles(1) as made:
         for _ in range(4):
             client, weights = one_worker(made), [torch.zeros(10, dtype=torch.float64)]
             client.is_shared = False
             for _ in range(5):
                 client.pull(weights, 0)
             client.read([[flat] for flat in weights])  # what was sent twice has come by now
-            assert not client._inbox and not client._due
+            assert not client.requests._inbox and not client.requests._waiting
             client.close()
         client = one_worker(made)
         gone = f"ipc://{made.folder}/gone"
-        client._link(gone)
+        client.requests._link(gone)
         made.start("server1")
-        while "server1" not in client.map["addresses"]:
-            client._ask_map()
-            client._hear()
-        assert gone not in client._links and made.meeting.coordinator in client._links
+        while "server1" not in client.requests.map["addresses"]:
+            client.requests._ask_map()
+            client.requests._hear()
+        links = client.requests._links
+        assert gone not in links and made.meeting.coordinator in links
         client.close()
 
 

@@ -10,28 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.server import coordinator, replica, requests, role, wire
+from lossy_messages import lose_messages
+from phalanx.server import coordinator, liveness, replica, requests, role
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.local_roles import LocalRoles, local_roles
-from phalanx.server.placed_weights import PlacedWeights
-from phalanx.server.replica import perform
-from phalanx.server.row_gradient import flat_parts, sparse_of
+from phalanx.server.placement import PlacedWeights
+from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.server.shard import Shard
-from phalanx.server.wire import Faults
+from phalanx.server.table import flat_parts, sparse_of
 from workers_in_threads import run_workers
 
 TABLES = [(97, 3), (40, 1)]
 RULE = {"name": "sgd", "tables": "sgd", "tables_rate": 1.0}
 
-CLOCKS = {"AGAIN_S": 0.05, "LONGEST_AGAIN_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01}
+CLOCKS = {"RESEND_S": 0.05, "MOST_RESEND_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01}
 """Seconds of constants of the modules of a job, in these tests."""
 
 
 @pytest.fixture
 def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have roles and workers ask again, beat and look up ten times as often."""
-    for module in (coordinator, replica, requests, role, wire):
+    for module in (coordinator, liveness, replica, requests, role):
         for name in CLOCKS.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, CLOCKS[name])
 
@@ -64,7 +63,7 @@ def work(
         for clock in range(num_steps):
             if worker == 0 and clock in at:
                 at[clock]()
-            assert client.ask_scheduler("own", clock=clock)["is_mine"]
+            assert client.ask_scheduler("claim", clock=clock)["is_mine"]
             grads = grads_of(worker, clock)
             numbers = {"base": version, "tokens": 1.0, "loss": 1.0, "rate": rate}
             client.push(clock, worker, grads, **numbers)
@@ -107,8 +106,11 @@ def run(made: LocalRoles, consistency: Consistency, num_steps: int, at: dict[int
 @pytest.mark.parametrize(
     "consistency", [Consistency("ps", 3), Consistency("ssp", 3, 2), Consistency("async", 3)]
 )
-def test_rows_survive_lost_doubled_and_reordered_messages(consistency: Consistency) -> None:
-    with local_roles(2, Faults(drop=0.1, double=0.05, reorder=0.05, seed=5)) as made:
+def test_rows_survive_lost_doubled_and_reordered_messages(
+    consistency: Consistency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_messages(monkeypatch, drop=0.1, double=0.05, reorder=0.05, seed=5)
+    with local_roles(2) as made:
         run(made, consistency, 4, {})
 
 
@@ -116,7 +118,7 @@ def test_rows_survive_lost_doubled_and_reordered_messages(consistency: Consisten
 def test_rows_of_a_lost_server_are_its_backups_and_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coordinator, "LEASE_S", 1.0)
+    monkeypatch.setattr(liveness, "LEASE_S", 1.0)
     with local_roles(2) as made:
         at = {3: lambda: made.stop("server1"), 6: lambda: made.start("server1")}
         run(made, Consistency("ps", 2), 9, at)
@@ -149,20 +151,20 @@ def push(target: list[Shard], clock: int, slots: list[int]) -> None:
             grads += flat_parts(grad)
         fields = {"clock": clock, "slot": slot, "base": clock, "tokens": 2.0, "loss": 1.0}
         for each in target:
-            perform(each, "push", fields, grads)
+            each.perform("push", fields, grads)
 
 
 def test_a_copy_of_tables_made_in_the_middle_ends_with_the_same_bits() -> None:
     shard = shard_of(Consistency("ssp", 3, 2))
     push([shard], 0, [2, 0, 1])
-    perform(shard, "apply", {"version": 0, "rate": 0.1, "scale": 1.0}, [])
+    shard.perform("apply", {"version": 0, "rate": 0.1, "scale": 1.0}, [])
     push([shard], 1, [2, 0])
     fields, tensors = shard.state()
     copy = Shard.of_state(json.loads(json.dumps(fields)), tensors)
     push([shard, copy], 1, [1])
     assert shard.totals() == copy.totals()
     for each in (shard, copy):
-        perform(each, "apply", {"version": 1, "rate": 0.1, "scale": 0.5}, [])
+        each.perform("apply", {"version": 1, "rate": 0.1, "scale": 0.5}, [])
     ours, theirs = shard.state(), copy.state()
     assert ours[0] == theirs[0]
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
@@ -182,7 +184,7 @@ def test_rows_that_are_none_of_the_table_are_refused_before_anything_changes(
     fields = {"clock": 0, "slot": 0, "base": 0, "tokens": 1.0, "loss": 0.0}
     with pytest.raises(ValueError, match=words):
         shard.push(fields, grads)
-    assert not shard.has(0, 0) and not shard.open
+    assert not shard.done.has(0, 0) and not shard.open
 
 
 def test_each_row_is_on_one_shard_and_chunks_keep_rows_whole() -> None:
