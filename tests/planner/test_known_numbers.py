@@ -15,8 +15,7 @@ from phalanx.account.parameters import num_parameters
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.planner.hardware import device
-from phalanx.planner.planned import PlannedStep, plan_of
-from phalanx.planner.recipe import PURE_BYTES, STATE_BYTES
+from phalanx.planner.planned import PURE_BYTES, STATE_BYTES, PlannedStep, plan_of
 from phalanx.planner.search import least_bytes
 from phalanx.strategy import Strategy
 

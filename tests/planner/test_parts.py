@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 from phalanx.models.registry import shape_of
+from phalanx.parallel.plan import plan_decoder
 from phalanx.planner import parts
 from phalanx.planner.hardware import cluster
 from phalanx.planner.parts import ring_slowdown
@@ -58,3 +62,10 @@ def test_a_ring_on_a_gpu_is_priced_in_plain_operators() -> None:
     assert fused.attention == pytest.approx(heads.attention, rel=0.1)
     # 9 pairs of chunks of 1,024 positions, each in 4 blocks of queries.
     assert ring.block.host - heads.block.host == pytest.approx(36 * 28 * DEFAULT.launch_s, rel=0.1)
+
+
+@pytest.mark.parametrize("text", ["cp4", "cp4:ulysses", "cp2,tp4", "cp2:ulysses,tp2", "tp2"])
+def test_the_unit_of_a_length_is_a_multiple_of_what_the_plan_cuts(text: str) -> None:
+    strategy = Strategy.parse(text)
+    shards = plan_decoder(strategy, shape_of("demo"), torch.float32).position_shards
+    assert strategy.length_unit == math.lcm(shards, strategy.sample_shards * strategy.tp.degree)

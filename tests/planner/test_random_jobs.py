@@ -11,7 +11,6 @@ import pytest
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.models.registry import shape_of
-from phalanx.planner.departure import departures
 from phalanx.planner.explain import advice, figures
 from phalanx.planner.given import price_microbatches
 from phalanx.planner.hardware import cluster
@@ -75,7 +74,6 @@ def check_job(seed: int, most_devices: int, num_strategies: int) -> None:
     with contextlib.suppress(ConfigError):  # the one sentence
         candidates = search(asked).candidates
     best = candidates[0] if candidates else None
-    departures(asked, best)
     for each in candidates:
         figures(asked, each)
         advice(asked, each)

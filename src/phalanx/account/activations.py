@@ -163,15 +163,14 @@ def _tied_bytes(case: Case) -> int:
 
 def _passing(case: Case) -> int:
     """Return the ring's bytes in transit in backward, less the MLP's bytes freed before then."""
-    shape, tp, cp = case.shape, case.strategy.tp, case.strategy.cp
-    if cp.degree == 1 or cp.kind != "ring":
+    shape, tp, ranks = case.shape, case.strategy.tp, case.strategy.ring_ranks
+    if ranks == 1:
         return 0
     item_bytes = getattr(torch, case.precision).itemsize
-    num_chunks = 2 * cp.degree
-    num_held = -(-case.seq_len // num_chunks) * num_chunks // cp.degree
+    num_held = 2 * -(-case.seq_len // (2 * ranks))  # two chunks of equal length
     pair = 2 * shape.num_kv_heads * shape.head_dim  # a key and a value of one position
     # With two ranks, no gradient is computed while another is sent.
-    num_gradients = 3 if cp.degree == 2 else 4
+    num_gradients = 3 if ranks == 2 else 4
     passing = 2 * pair * item_bytes + num_gradients * pair * max(4, item_bytes)
     freed = (2 if shape.mlp == "gelu" else 4) * shape.ffn * item_bytes
     return max(0, passing - freed) * num_held * case.num_sequences // tp.degree

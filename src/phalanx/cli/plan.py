@@ -21,11 +21,10 @@ from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.planner import explain, hardware
 from phalanx.planner.chart import check_picture, draw_scaling
-from phalanx.planner.departure import departures
 from phalanx.planner.given import priced_strategy
 from phalanx.planner.perfetto import write_trace
+from phalanx.planner.planned import PURE, PURE_BYTES, STATE_BYTES
 from phalanx.planner.price import timeline
-from phalanx.planner.recipe import PURE, PURE_BYTES, STATE_BYTES
 from phalanx.planner.search import Candidate, Inequality, Question, search
 from phalanx.planner.several import BestPlan, best_on, fits_on, numbers_of, scaled
 from phalanx.planner.software import software
@@ -219,7 +218,6 @@ def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
     best = found.candidates[0] if found.candidates else None
     name = None if best is None else str(best.planned.strategy)
     document = _answer(question, found.candidates, explain.neighbours(name, found.rejected))
-    document |= {"recipe": [asdict(each) for each in departures(question, best)]}
     if best is None:
         document |= {"fits_on": fits_on(question)}
     return document | {"num_legal": found.num_legal, "num_priced": found.num_priced}

@@ -15,10 +15,9 @@ from phalanx.account.parameters import num_parameters
 from phalanx.errors import StrategyError, time_text
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
-from phalanx.planner.planned import PlannedStep
-from phalanx.planner.recipe import PURE_BYTES, RING, STATE_BYTES
+from phalanx.planner.planned import PURE_BYTES, STATE_BYTES, PlannedStep
 from phalanx.planner.search import Candidate, Inequality, Question, fits
-from phalanx.strategy import Axis, Recompute, Strategy
+from phalanx.strategy import POSITIONS, Axis, Recompute, Strategy
 
 NUM_REJECTED: Final = 8
 """Number of rejected strategies that are reported: the nearest to the best."""
@@ -26,7 +25,7 @@ NUM_REJECTED: Final = 8
 _BOUND: Final = 0.7
 """Fraction of a step above which compute alone bounds the step."""
 
-WORTH: Final = 0.02
+_WORTH: Final = 0.02
 """Fraction of a step below which a cause is not reported."""
 
 
@@ -118,7 +117,7 @@ def causes_s(candidate: Candidate) -> dict[str, float]:
     return {
         "compute": cost.compute_s,
         "tp": cost.tensor_s,
-        RING: cost.ring_s,
+        POSITIONS: cost.ring_s,
         "pp": cost.bubble_s,
         _of_data(candidate.planned.strategy): cost.exposed_s,
         "optimizer": cost.optimizer_s,
@@ -209,12 +208,12 @@ _NAMES: Final = {"compute": "compute", "pp": "the bubble of pp", "optimizer": "t
 
 
 def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
-    """Yield (seconds, text) for each cause above `WORTH` except compute, with a way to lower it."""
+    """Yield (seconds, text) for each cause above `_WORTH` but compute, with a way to lower it."""
     strategy = candidate.planned.strategy
     data = _of_data(strategy)
     levers = {
         "tp": "that compute does not hide; a lower degree sends less",
-        RING: "of ring communication that attention does not hide; a lower degree or longer "
+        POSITIONS: "of ring communication that attention does not hide; a lower degree or longer "
         "sequences hide more",
         "pp": f"for the bubble of {strategy.pp.degree} stages with "
         f"{_microbatches(of.accumulation)}; a larger batch with more microbatches lowers this part",
@@ -224,7 +223,7 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
     }
     for cause, lever in levers.items():
         seconds = of.causes_s[cause]
-        if seconds > WORTH * of.step_time_s:
+        if seconds > _WORTH * of.step_time_s:
             name = cause if cause == "optimizer" else _text(strategy, cause)
             yield (
                 seconds,

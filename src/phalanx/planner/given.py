@@ -15,7 +15,6 @@ from phalanx.planner.search import (
     Question,
     check,
     fits,
-    length_unit,
     steps_of,
     that_fit,
 )
@@ -74,7 +73,7 @@ def price_microbatches(
 
 def _check_length(question: Question, strategy: Strategy) -> None:
     """Raise StrategyError if the strategy cannot divide the positions of a sequence."""
-    unit = length_unit(strategy)
+    unit = strategy.length_unit
     if question.seq_len % unit:
         legal = max(1, round(question.seq_len / unit)) * unit
         raise StrategyError(

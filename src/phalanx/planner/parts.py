@@ -81,7 +81,7 @@ def part_seconds(
 @functools.lru_cache(maxsize=1 << 14)
 def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     work = work_of(case)
-    ranks = ring_ranks(case.strategy)
+    ranks = case.strategy.ring_ranks
     if device.core is not None:
         slowdown = ring_slowdown(case.strategy, case.seq_len, case.precision)
         work = Work(*(tuple(_slowed(each, slowdown) for each in part) for part in work))
@@ -114,14 +114,9 @@ _MOST_QUERIES: Final = 256
 """Queries in a block of a ring's plain operators (parallel/context/partial.py)."""
 
 
-def ring_ranks(strategy: Strategy) -> int:
-    """Return the number of ranks of a strategy's ring; 1 without one."""
-    return max((axis.degree for _, axis in strategy.axes() if axis.kind == "ring"), default=1)
-
-
 def ring_slowdown(strategy: Strategy, seq_len: int, precision: str) -> float:
     """Return the time of a ring's attention on a CPU / (attention to a full row / ranks)."""
-    if (ranks := ring_ranks(strategy)) == 1:
+    if (ranks := strategy.ring_ranks) == 1:
         return 1.0
     factor, positions = _RING_COST[precision]
     return factor + positions / max(1, seq_len // (2 * ranks))

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from phalanx.account.parameters import num_parameters
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan, plan_decoder
-from phalanx.planner.recipe import STATE_BYTES
 from phalanx.strategy import Axis, Strategy
+
+STATE_BYTES: Final = 16
+"""Bytes per parameter: value, gradient and the two moments of AdamW, 32 bits each."""
+
+PURE, PURE_BYTES = "pure-bfloat16", 8
+"""A precision that `train` does not support, and its bytes per parameter: all four in 16 bits."""
 
 
 @dataclass(frozen=True)

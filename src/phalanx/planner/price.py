@@ -28,7 +28,7 @@ from phalanx.planner.parts import NOTHING, DeviceHostSeconds, part_seconds
 from phalanx.planner.planned import PlannedStep, plan_of
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
-from phalanx.strategy import Strategy
+from phalanx.strategy import POSITIONS, Strategy
 
 ADAM_WORDS = 7
 """32-bit words that AdamW reads and writes per parameter: value, gradient and two moments."""
@@ -209,7 +209,7 @@ class Costs:
                 device += self._entry_s(entry) / num_blocks
                 host += entry.calls * host_call_s / num_blocks
                 tensor[entry.phase] = DeviceHostSeconds(device, host)
-            elif _is_of_ring(entry):
+            elif entry.axis == POSITIONS and entry.phase != "agree":
                 ring_s += self._entry_s(entry) / num_blocks
         # Attention overlaps ring communication, except on CPU, where the same cores do both.
         ring_s = max(0.0, ring_s - (attention_s if self.job.device.core is None else 0.0))
@@ -287,11 +287,6 @@ def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float
 
 def _is_of_data(entry: Entry) -> bool:
     return bool({"dp", "fsdp"} & {*entry.axis.split("_")}) and entry.phase != "agree"
-
-
-def _is_of_ring(entry: Entry) -> bool:
-    is_other = _is_of_data(entry) or entry.axis == "pp" or entry.axis.startswith("tp")
-    return not is_other and entry.phase != "agree"
 
 
 def _less(entry: Entry, other: Entry | None) -> Entry:

@@ -31,9 +31,8 @@ from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
 from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
-from phalanx.planner.recipe import RING
 from phalanx.planner.software import Software
-from phalanx.strategy import AXES, Axis, Recompute, Strategy
+from phalanx.strategy import AXES, POSITIONS, Axis, Recompute, Strategy
 from phalanx.strategy.kinds import KINDS
 
 RECOMPUTE: Final = ("none", "selective", "full")
@@ -425,14 +424,11 @@ def _splits(question: Question, *, is_wide: bool) -> Iterator[Strategy]:
     most = {
         "pp": min(_MOST_PP, shape.num_layers),
         "tp": _MOST_TP if is_wide else min(_MOST_TP, question.cluster.levels[0].devices),
+        POSITIONS: _MOST_RING if is_wide else max(1, question.seq_len // _LEAST_TOKENS),
     }
-    of_samples = _MOST_RING if is_wide else max(1, question.seq_len // _LEAST_TOKENS)
-    axes = [name for name in AXES if name not in ("dp", "fsdp")]
+    axes = [name for name in AXES if name in most]
     most |= dict.fromkeys(question.without, 1)
-    choices = [
-        [size for size in _divisors(num_devices) if size <= most.get(name, of_samples)]
-        for name in axes
-    ]
+    choices = [[size for size in _divisors(num_devices) if size <= most[name]] for name in axes]
     for degrees in itertools.product(*choices):
         strategy = Strategy()
         for name, degree in zip(axes, degrees, strict=True):
@@ -440,16 +436,11 @@ def _splits(question: Question, *, is_wide: bool) -> Iterator[Strategy]:
         tp = strategy.tp.degree
         if shape.num_heads % tp or shape.num_kv_heads % tp:
             continue
-        if question.seq_len % length_unit(strategy) == 0:
-            ring: Axis = getattr(strategy, RING)
-            for kind in KINDS[RING] if ring.degree > 1 else [ring.kind]:
-                yield dataclasses.replace(strategy, **{RING: Axis(ring.degree, kind)})
-
-
-def length_unit(strategy: Strategy) -> int:
-    """Return the unit that must divide the sequence length; a ring has two chunks per rank."""
-    shards, tp = strategy.sample_shards, strategy.tp.degree
-    return math.lcm(2 * shards if shards > 1 else 1, shards * tp)
+        degree = strategy.sample_shards
+        for kind in KINDS[POSITIONS] if degree > 1 else [getattr(strategy, POSITIONS).kind]:
+            split = dataclasses.replace(strategy, **{POSITIONS: Axis(degree, kind)})
+            if question.seq_len % split.length_unit == 0:
+                yield split
 
 
 def of_data(replicas: int) -> Iterator[tuple[Axis, Axis]]:

@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.planner.explain import Figures, figures
 from phalanx.planner.hardware import CLUSTERS
 from phalanx.planner.machine import Cluster
-from phalanx.planner.recipe import STATE_BYTES
+from phalanx.planner.planned import STATE_BYTES
 from phalanx.planner.search import Question, search
 
 _MOST_LARGER: Final = 1 << 10

@@ -13,7 +13,7 @@ from phalanx.planner.calibration import ASSUMED, this_machine
 from phalanx.planner.choice import choose
 from phalanx.planner.search import Question
 from phalanx.planner.software import SOFTWARE
-from phalanx.strategy import AXES, Strategy
+from phalanx.strategy import POSITIONS, Strategy
 from phalanx.train.precision import resolve
 
 DEFAULT_ROWS: Final = 4
@@ -65,6 +65,6 @@ def _precision(config: TrainConfig, device: str) -> str:
 
 def _without(config: TrainConfig) -> tuple[str, ...]:
     """Return the strategy axes that other settings exclude."""
-    within_samples = [name for name in AXES if name not in ("pp", "dp", "fsdp")]
     stages = ("pp",) if config.precision == "float16" else ()
-    return (*stages, *(within_samples if config.compile else ()))
+    within_samples = (POSITIONS, "tp") if config.compile else ()
+    return (*stages, *within_samples)
