@@ -121,24 +121,6 @@ def _measured_s(
     return alone_s * (1.0 if cluster.device.core is None else link.in_step)
 
 
-def exchange_s(
-    group: GroupLayout, sent_bytes: float, cluster: Cluster, software: Software
-) -> float:
-    """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
-
-    Data for ranks of other units is sent over the rank's own link.
-    """
-    first = cluster.levels[0]
-    inside = min(group.size, max(1, first.devices // group.stride))
-    inner_bandwidth = first.link.among(inside) * software.inner_bandwidth
-    inner_s = sent_bytes * inside / group.size / inner_bandwidth if inside > 1 else 0.0
-    if inside == group.size:
-        return inner_s + first.link.latency_s + software.call_s
-    link = cluster.levels[1].link
-    outer_s = sent_bytes * (1 - inside / group.size) / (link.bandwidth * software.outer_bandwidth)
-    return max(inner_s, outer_s) + link.latency_s + software.call_s
-
-
 def num_units(cluster: Cluster) -> int:
     """Return the number of innermost units (servers) that a cluster's devices occupy."""
     return -(-cluster.num_devices // cluster.levels[0].devices)

@@ -160,6 +160,24 @@ def flops_of_token(shape: ModelShape, seq_len: int) -> float:
     return 6 * num_parameters(shape).matmul + 12 * shape.num_layers * width * seq_len
 
 
+def exchange_s(
+    group: network.GroupLayout, sent_bytes: float, cluster: Cluster, software: Software
+) -> float:
+    """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
+
+    Data for ranks of other units is sent over the rank's own link.
+    """
+    first = cluster.levels[0]
+    inside = min(group.size, max(1, first.devices // group.stride))
+    inner_bandwidth = first.link.among(inside) * software.inner_bandwidth
+    inner_s = sent_bytes * inside / group.size / inner_bandwidth if inside > 1 else 0.0
+    if inside == group.size:
+        return inner_s + first.link.latency_s + software.call_s
+    link = cluster.levels[1].link
+    outer_s = sent_bytes * (1 - inside / group.size) / (link.bandwidth * software.outer_bandwidth)
+    return max(inner_s, outer_s) + link.latency_s + software.call_s
+
+
 def _exchange_s(run: PublishedRun) -> float:
     """Return the time of a step's all-to-alls of tokens to experts and back."""
     if run.experts is None or run.expert_ranks == 1:
@@ -169,7 +187,7 @@ def _exchange_s(run: PublishedRun) -> float:
     sent = 2 * tokens * planned.shape.hidden * (ranks - 1) / ranks
     group = network.GroupLayout(ranks, planned.strategy.tp.degree)
     job = run.cluster.of(max(ranks, planned.strategy.num_ranks))
-    once = network.exchange_s(group, sent, job, run.software)
+    once = exchange_s(group, sent, job, run.software)
     blocks = planned.shape.num_layers / planned.strategy.pp.degree
     return _ALL_TO_ALLS * once * blocks * planned.accumulation
 
