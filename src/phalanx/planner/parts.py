@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from phalanx.account.count import Case, one_block_shape
-from phalanx.account.work import Operation, Work, work_of
+from phalanx.account.count import Case, Work, one_block_shape, work_of
+from phalanx.account.recorder import Operation
 from phalanx.models.shape import ModelShape
 from phalanx.planner import roofline
 from phalanx.planner.machine import Device

@@ -1,7 +1,7 @@
 """The predicted time of a step of a strategy on a cluster, by cause.
 
 The price is of the step that `train` runs: the operations of a block, counted on the meta device
-(account/work.py), and the traffic, the cut and the schedule of the plan. No process is started.
+(account/count.py), and the traffic, the cut and the schedule of the plan. No process is started.
 
     a stage     forward  = blocks x block + collectives of tp and of rings
                 backward = blocks x (backward + again) + their collectives

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from phalanx.account.work import Operation
+from phalanx.account.recorder import Operation
 from phalanx.planner.machine import Core, Device
 from phalanx.planner.software import Software, on_device
 
