@@ -84,7 +84,7 @@ def measured(row: dict[str, Any]) -> Measured | None:
         PhalanxError: the planner cannot read it.
     """
     run = published.read(row)
-    shape = run.planned.shape
+    shape = run.planned.model.shape
     if (step_s := published.measured_s(row, shape)) is None:
         return None
     tokens = row["global_batch_seqs"] * row["seq_len"]

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from phalanx.account.memory import StageMemory, heaviest, memory, of_libraries
 from phalanx.account.parameters import num_parameters
+from phalanx.account.step import DecoderModel, PlannedStep, decoder_step
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.hardware import CLUSTERS, FABRIC
-from phalanx.planner.held import heaviest, memory, of_libraries
 from phalanx.planner.machine import Cluster, Level
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE, TYPICAL, Software
 from phalanx.strategy import AXES, Recompute, Strategy
@@ -69,7 +69,7 @@ class PublishedRun:
         expert_ranks: degree of expert parallelism.
     """
 
-    planned: PlannedStep
+    planned: PlannedStep[DecoderModel]
     cluster: Cluster
     software: Software
     experts: Mapping[str, Any] | None = None
@@ -102,7 +102,7 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     shape, strategy = _shape(row), Strategy.parse(_strategy(row))
     if software.name == "nanotron" and 1 < strategy.pp.degree <= shape.num_layers:
         strategy = dataclasses.replace(strategy, cut=_cut(shape, strategy.pp.degree))
-    planned = PlannedStep(
+    planned = decoder_step(
         shape=shape,
         strategy=strategy,
         seq_len=row["seq_len"],
@@ -130,15 +130,21 @@ def held(run: PublishedRun) -> tuple[int, bool]:
     more than requested.
     """
     room = run.cluster.device.usable_bytes
-    stages = memory(run.planned, run.cluster.device, run.software)
+    stages = _memory(run, run.planned)
     if run.cluster.device.kind == "tpu" and heaviest(stages).total > room:
         full = dataclasses.replace(run.planned.strategy, recompute=Recompute("full"))
         recomputed = dataclasses.replace(run.planned, strategy=full)
-        stages = memory(recomputed, run.cluster.device, run.software)
+        stages = _memory(run, recomputed)
     total = heaviest(stages).total
     if run.software.name in _OF_THE_FIRST_STAGE:
         return stages[0].total - of_libraries(run.planned.strategy), total <= room
     return total, total <= room
+
+
+def _memory(run: PublishedRun, step: PlannedStep[DecoderModel]) -> list[StageMemory]:
+    of = run.software
+    kind = run.cluster.device.kind
+    return memory(step, kind, kept=of.kept, logit_bytes=of.logit_bytes)
 
 
 def measured_s(row: Mapping[str, Any], shape: ModelShape) -> float | None:
@@ -184,11 +190,11 @@ def _exchange_s(run: PublishedRun) -> float:
         return 0.0
     planned, ranks = run.planned, run.expert_ranks
     tokens = planned.microbatch * planned.seq_len * run.experts["topk"]
-    sent = 2 * tokens * planned.shape.hidden * (ranks - 1) / ranks
+    sent = 2 * tokens * planned.model.shape.hidden * (ranks - 1) / ranks
     group = network.GroupLayout(ranks, planned.strategy.tp.degree)
     job = run.cluster.of(max(ranks, planned.strategy.num_ranks))
     once = exchange_s(group, sent, job, run.software)
-    blocks = planned.shape.num_layers / planned.strategy.pp.degree
+    blocks = planned.model.shape.num_layers / planned.strategy.pp.degree
     return _ALL_TO_ALLS * once * blocks * planned.accumulation
 
 

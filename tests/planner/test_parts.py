@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
+from phalanx.account.step import decoder_step
 from phalanx.models.registry import shape_of
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner import parts
 from phalanx.planner.hardware import cluster
 from phalanx.planner.parts import ring_slowdown
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import DEFAULT, software
 from phalanx.strategy import Strategy
 
@@ -35,7 +35,7 @@ def test_attention_of_a_ring_is_priced_with_it(monkeypatch: pytest.MonkeyPatch) 
     device, shape = cluster("this").device, shape_of("demo")
     ring_s, heads_s = (
         parts.part_seconds(
-            PlannedStep(shape, Strategy.parse(text), 1024, 2, 1, "float32"), device, DEFAULT, None
+            decoder_step(shape, Strategy.parse(text), 1024, 2, 1, "float32"), device, DEFAULT, None
         ).attention
         for text in ("cp2", "cp2:ulysses")
     )
@@ -48,7 +48,7 @@ def test_a_ring_on_a_gpu_is_priced_in_plain_operators() -> None:
     device, shape = cluster("h100").device, shape_of("llama3-1b")
     ring, heads, fused = (
         parts.part_seconds(
-            PlannedStep(shape, Strategy.parse(text), 8192, 1, 1), device, software(name), None
+            decoder_step(shape, Strategy.parse(text), 8192, 1, 1), device, software(name), None
         )
         for text, name in (
             ("cp4", "phalanx"),

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from phalanx.account.step import DecoderModel, PlannedStep
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of
 from phalanx.planner import search as searching
-from phalanx.planner.given import priced_strategy
 from phalanx.planner.hardware import cluster
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
-from phalanx.planner.search import Candidate, Found, Inequality, Question, fits, search
+from phalanx.planner.search import (
+    Candidate,
+    Found,
+    Inequality,
+    Question,
+    fits,
+    priced_strategy,
+    search,
+)
 from phalanx.planner.software import SOFTWARE
 from phalanx.strategy import Strategy
 
@@ -23,7 +31,8 @@ def question(
     model: str, cluster_text: str, seq_len: int, num_sequences: int, **sizes: int
 ) -> Question:
     shape = dataclasses.replace(shape_of(model), **sizes)
-    return Question(shape, cluster(cluster_text), SOFTWARE["phalanx"], seq_len, num_sequences)
+    model = DecoderModel(shape, seq_len)
+    return Question(model, cluster(cluster_text), SOFTWARE["phalanx"], num_sequences)
 
 
 SMALL = question("llama3-1b", "h100:4", 2048, 16, num_layers=4)
@@ -48,8 +57,8 @@ def check_rejected(asked: Question, found: Found) -> None:
         assert failed.left > failed.right == asked.cluster.device.usable_bytes
         strategy = Strategy.parse(failed.strategy)
         rows = asked.num_sequences // strategy.data_ranks
-        sizes = [n for n in asked.microbatches(strategy, rows) if f"with {n} x" in failed.what]
-        sizes = sizes or [1]
+        sizes = searching.microbatches(asked, strategy, rows)
+        sizes = [n for n in sizes if f"with {n} x" in failed.what] or [1]
         again = fits(asked, asked.step(strategy, sizes[0], rows // sizes[0]))
         assert again == failed, failed
 
@@ -99,17 +108,17 @@ def test_what_fits_depends_on_the_program() -> None:
     ("changed", "said"),
     [
         ({"num_sequences": 0}, "the batch is 0; it must be at least 1"),
-        ({"seq_len": 0}, "the sequence is 0"),
+        ({"model": dataclasses.replace(SMALL.model, seq_len=0)}, "the sequence is 0"),
         ({"num_sequences": 1, "cluster": cluster("h100:7")}, "the nearest batch .* is 7"),
     ],
 )
-def test_a_question_without_a_strategy(changed: dict[str, int], said: str) -> None:
+def test_a_question_without_a_strategy(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         search(dataclasses.replace(SMALL, **changed))
 
 
 def test_an_odd_sequence_is_replicated() -> None:
-    odd = dataclasses.replace(SMALL, seq_len=2047)
+    odd = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, seq_len=2047))
     names = {str(each.planned.strategy) for each in search(odd).candidates}
     assert names and not any("tp" in name for name in names)
 

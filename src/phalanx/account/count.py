@@ -163,6 +163,7 @@ def product_flops(part: Iterable[Operation]) -> int:
     return sum(each.flops for each in part if any(each.product))
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def work_of(case: Case) -> Work:
     """Return the operations of a case; see [Note: Tokens scale].
 
@@ -171,21 +172,10 @@ def work_of(case: Case) -> Work:
     """
     strategy = case.strategy
     one = dataclasses.replace(case, strategy=strategy.with_whole_positions(), num_sequences=1)
-    return _scaled(one, case.num_sequences, strategy.sample_shards)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _scaled(one: Case, num_sequences: int, parts: int) -> Work:
-    """Return the work of `num_sequences` sequences, each split into `parts` by position."""
-    whole, num_tokens = _count(one), one.seq_len
-    if num_sequences == parts:
+    whole, num, parts = _count(one), case.num_sequences, strategy.sample_shards
+    if num == parts:
         return whole
-    return Work(
-        *(
-            tuple(_of_rows(each, num_tokens, num_sequences, parts) for each in part)
-            for part in whole
-        )
-    )
+    return Work(*(tuple(_of_rows(op, one.seq_len, num, parts) for op in part) for part in whole))
 
 
 def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> Operation:
@@ -346,16 +336,12 @@ class Kernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args[:3])
+            factors: tuple[Tensor, Tensor, Tensor] = args[:3]  # q_BHTK, k_BGTK, v_BGTK
+            if not self._is_cuda:
+                return _aten._scaled_dot_product_flash_attention_for_cpu(*factors, 0.0, True)[0]
+            if factors[0].dtype.itemsize == 2:
+                return _aten._scaled_dot_product_flash_attention(*factors, 0.0, True)[0]
+            return _aten._scaled_dot_product_efficient_attention(*factors, None, True, 0.0, True)[0]
         if func is F.rms_norm and self._is_cuda:
             return _FusedNorm.apply(args[0], kwargs["weight"])
         return func(*args, **kwargs)
-
-    def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """Call the device's causal attention operator."""
-        factors = q_BHTK, k_BGTK, v_BGTK
-        if not self._is_cuda:
-            return _aten._scaled_dot_product_flash_attention_for_cpu(*factors, 0.0, True)[0]
-        if q_BHTK.dtype.itemsize == 2:
-            return _aten._scaled_dot_product_flash_attention(*factors, 0.0, True)[0]
-        return _aten._scaled_dot_product_efficient_attention(*factors, None, True, 0.0, True)[0]

@@ -11,18 +11,27 @@ part of the last link. The parts of the recorded run are numbered as they follow
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from phalanx.account.activations import microbatches_for_peak, peak_in_flight
 from phalanx.account.recorder import Operation, Recorder, storage_id
+from phalanx.account.step import InFlight, PlannedStep
 from phalanx.errors import ConfigError, StrategyError, text_of
 from phalanx.parallel.blocks import blocks_of
-from phalanx.parallel.pipeline.links import Links, links_of
+from phalanx.parallel.pipeline.links import Links, cut_links, links_of
+from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import copied_on_meta
+from phalanx.parallel.split import StateBytes
+from phalanx.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -125,3 +134,119 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
             )
         )
     return links_found
+
+
+@dataclass(frozen=True, eq=False)
+class AnyModule:
+    """A module with its objective, samples and optimizer; compared by identity.
+
+    Attributes:
+        name: name of the job, for error messages.
+        model: the whole model, on any device; it is not changed.
+        objective: see `Trainer`.
+        rows: function that returns a microbatch of a given number of rows.
+        optimizer: function that creates the optimizer from parameters.
+        options: arguments of `Plan` other than strategy and model.
+    """
+
+    name: str
+    model: nn.Module
+    objective: Any
+    rows: Callable[[int], Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """Number of distinct parameters, trained or not."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @functools.cached_property
+    def precision(self) -> str:
+        """Data type of the module's first parameter."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    @functools.cached_property
+    def moments(self) -> float:
+        """Optimizer state bytes per parameter byte; 2, as for AdamW, if it cannot be measured."""
+        parameter = nn.Parameter(torch.zeros(64, 64))
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer = self.optimizer([parameter])
+            optimizer.step()
+        except Exception:  # the optimizer needs more than this one parameter
+            return 2.0
+        states = itertools.chain.from_iterable(s.values() for s in optimizer.state.values())
+        held = sum(x.nbytes for x in states if isinstance(x, torch.Tensor) and x.ndim)
+        return held / parameter.nbytes
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - one for each job
+    def links(self, num_rows: int) -> tuple[CountedLink, ...]:
+        """Return the counts of the module's links for a microbatch of `num_rows`.
+
+        Raises:
+            ConfigError: the module does not run on the meta device.
+        """
+        return tuple(count_module(self.model, self.objective, self.rows(num_rows), self.name))
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - one for each job
+    def plan(self, strategy: Strategy, num_rows: int) -> Plan[Any]:
+        """Return the plan of `strategy`; unless it has a cut, stages are balanced by FLOPs.
+
+        Raises:
+            StrategyError: the strategy cannot split the module.
+        """
+        if strategy.pp.degree > 1 and not strategy.cut:
+            costs = [float(link.flops) for link in self.links(num_rows)]
+            cut = cut_links(strategy, self.model, links_of(self.model), costs)
+            strategy = dataclasses.replace(strategy, cut=tuple(map(len, cut)))
+        return Plan(strategy, self.model, **self.options)
+
+    @property
+    def seq_len(self) -> int:
+        """1, because sequences of the planner are rows of the batch."""
+        return 1
+
+    @property
+    def tied_bytes(self) -> int:
+        """0, because the gradient of a tied weight is counted where backward adds to it."""
+        return 0
+
+    def held(self, step: PlannedStep[Any], pp_rank: int) -> StateBytes:
+        """Return the trained state's bytes on a rank of a pp coordinate."""
+        return step.plan.for_pp_rank(pp_rank).holds(step.accumulation)
+
+    def recomputes(self, strategy: Strategy) -> bool:
+        """Return whether blocks are recomputed; segments and selective are not supported.
+
+        Raises:
+            StrategyError: the kind of recomputation is neither `none` nor `full`.
+        """
+        kind = strategy.recompute.kind
+        if kind not in ("none", "full"):
+            raise StrategyError(
+                f"the planner cannot price recompute:{kind} of a module; the nearest is "
+                "recompute:full"
+            )
+        return kind == "full"
+
+    def in_flight(
+        self, step: PlannedStep[Any], device: str, kept: float, logit_bytes: int
+    ) -> list[InFlight]:
+        """Return the bytes in flight at each pp coordinate, as counted on the meta device."""
+        plan, links, again = step.plan, self.links(step.microbatch), self.recomputes(step.strategy)
+        schedule = plan.schedule(microbatches_for_peak(step.strategy, step.accumulation))
+        saved = [link.output if again and link.is_block else link.kept for link in links]
+        cut = plan.cut or [range(len(links))]
+        most = [max(sum(saved[of.start : at]) + links[at].peak for at in of) for of in cut]
+        of_stage = [sum(saved[at] for at in of) for of in cut]
+        return [
+            InFlight(0, peak_in_flight(of_stage, most, schedule, pp_rank), 0, pp_rank)
+            for pp_rank in range(step.strategy.pp.degree)
+        ]
+
+    def flops(self, step: PlannedStep[Any]) -> tuple[float, float]:
+        """Return the FLOPs of a step over all ranks, twice."""
+        replicas = step.num_sequences / step.microbatch
+        flops = replicas * sum(link.flops for link in self.links(step.microbatch))
+        return flops, flops

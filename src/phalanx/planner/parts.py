@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
-from collections.abc import Iterable
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 from phalanx.account.count import Case, Work, one_block_shape, work_of
+from phalanx.account.module import AnyModule
 from phalanx.account.recorder import Operation
-from phalanx.models.shape import ModelShape
+from phalanx.account.step import DecoderModel, PlannedStep
 from phalanx.planner import roofline
 from phalanx.planner.machine import Device
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import Software
 from phalanx.strategy import Strategy
 
@@ -55,23 +54,23 @@ class PartSeconds(NamedTuple):
 
 
 def part_seconds(
-    planned: PlannedStep, device: Device, software: Software, window: int | None
+    step: PlannedStep[DecoderModel], device: Device, software: Software, window: int | None
 ) -> PartSeconds:
     """Return the times of the parts of a model whose blocks have the window `window`.
 
     Raises:
         StrategyError: the strategy cannot split the model.
     """
-    strategy, kept = planned.strategy, planned.strategy.recompute
-    if kept.segment_size(planned.shape.num_layers) is not None:
+    model, strategy, kept = step.model, step.strategy, step.strategy.recompute
+    if kept.segment_size(model.shape.num_layers) is not None:
         kept = dataclasses.replace(kept, kind="full", option=None)
     case = Case(
-        shape=one_block_shape(planned.shape, window, planned.seq_len),
+        shape=one_block_shape(model.shape, window, model.seq_len),
         strategy=dataclasses.replace(strategy.of_block, recompute=kept),
-        seq_len=planned.seq_len,
-        num_sequences=planned.microbatch,
-        precision=planned.precision,
-        has_documents=planned.has_documents,
+        seq_len=model.seq_len,
+        num_sequences=step.microbatch,
+        precision=model.precision,
+        has_documents=model.has_documents,
         device="cpu" if device.kind == "cpu" else "cuda",
         has_casts=strategy.tp.degree == strategy.fsdp.degree == 1,
     )
@@ -84,7 +83,15 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     ranks = case.strategy.ring_ranks
     if device.core is not None:
         slowdown = ring_slowdown(case.strategy, case.seq_len, case.precision)
-        work = Work(*(tuple(_slowed(each, slowdown) for each in part) for part in work))
+        work = Work(
+            *(
+                tuple(
+                    op._replace(flops=round(op.flops * slowdown)) if op.scores else op
+                    for op in part
+                )
+                for part in work
+            )
+        )
     is_plain = ranks > 1 and device.core is None and software.has_plain_ring
 
     def seconds(part: Iterable[Operation]) -> DeviceHostSeconds:
@@ -122,28 +129,50 @@ def ring_slowdown(strategy: Strategy, seq_len: int, precision: str) -> float:
     return factor + positions / max(1, seq_len // (2 * ranks))
 
 
-def _slowed(of: Operation, slowdown: float) -> Operation:
-    return of._replace(flops=round(of.flops * slowdown)) if of.scores else of
+class LinkSeconds(NamedTuple):
+    """Times of a link of a chain for one microbatch on one rank.
+
+    Attributes:
+        forward: its forward; of a decoder's head, its backward too.
+        backward: its backward and recomputation.
+        attention: device seconds of attention in both.
+        is_block: whether tp and rings communicate in the link.
+        sent_bytes: bytes of its output; None if the plan's traffic has them.
+    """
+
+    forward: DeviceHostSeconds
+    backward: DeviceHostSeconds
+    attention: float = 0.0
+    is_block: bool = False
+    sent_bytes: int | None = None
 
 
-def model_spent(planned: PlannedStep, device: Device, software: Software) -> DeviceHostSeconds:
-    """Return the times of all operations of one microbatch on one rank, without pp.
+def link_seconds(step: PlannedStep[Any], device: Device, software: Software) -> list[LinkSeconds]:
+    """Return the times of each link of a model.
 
     Raises:
         StrategyError: the strategy cannot split the model.
     """
-    windows = _windows(planned.shape)
-    of_device = of_host = 0.0
-    for number, (window, num_blocks) in enumerate(windows.items()):
-        of = part_seconds(planned, device, software, window)
-        parts = [(num_blocks, of.block), (num_blocks, of.again_and_backward)]
-        parts += [(1, of.inputs), (1, of.head)] if number == 0 else []
-        of_device += sum(num * part.device for num, part in parts)
-        of_host += sum(num * part.host for num, part in parts)
-    return DeviceHostSeconds(of_device, of_host)
+    if isinstance(step.model, AnyModule):
+        again = step.model.recomputes(step.strategy)
 
+        def alone(operations: Sequence[Operation]) -> float:
+            return max(roofline.seconds(operations, device, software, step.precision))
 
-@functools.lru_cache(maxsize=64)
-def _windows(shape: ModelShape) -> Counter[int | None]:
-    """Return the number of blocks of each window."""
-    return Counter(shape.window_of(number) for number in range(shape.num_layers))
+        links: list[LinkSeconds] = []
+        for link in step.model.links(step.microbatch):
+            forward_s, backward_s = alone(link.forward), alone(link.backward)
+            backward_s += forward_s if again and link.is_block else 0.0
+            of = DeviceHostSeconds(forward_s, 0.0), DeviceHostSeconds(backward_s, 0.0)
+            links.append(LinkSeconds(*of, sent_bytes=link.output))
+        return links
+    shape = step.model.shape
+    windows = [shape.window_of(number) for number in range(shape.num_layers)]
+    parts = {each: part_seconds(step, device, software, each) for each in dict.fromkeys(windows)}
+    blocks = {
+        window: LinkSeconds(of.block, of.again_and_backward, of.attention, is_block=True)
+        for window, of in parts.items()
+    }
+    first = parts[windows[0]]
+    ends = [LinkSeconds(of, NOTHING) for of in (first.inputs, first.head)]
+    return [ends[0], *(blocks[window] for window in windows), ends[1]]

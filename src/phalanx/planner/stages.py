@@ -33,18 +33,6 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
     return max(ranks, key=lambda stages: sum(times[s].forward + times[s].backward for s in stages))
 
 
-def microbatches_for_peak(strategy: Strategy, num: int) -> int:
-    """Return a number of microbatches, at most `num`, whose schedule has the same peak in flight.
-
-    About two microbatches per rank are enough, and a shorter schedule is faster to build. gpipe has
-    all microbatches in flight, and a schedule file may: these need all `num` microbatches.
-    """
-    pp = strategy.pp
-    if pp.kind == "gpipe" or strategy.schedule:
-        return num
-    return min(num, 2 * pp.degree + num % pp.degree)
-
-
 @functools.lru_cache(maxsize=4096)
 def step_s(strategy: Strategy, num_microbatches: int, times: tuple[StageTimes, ...]) -> float:
     """Return the length of a pipeline step; a long step is extrapolated from a shorter one."""

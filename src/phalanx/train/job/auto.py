@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from phalanx.account.step import DecoderModel
 from phalanx.config import TrainConfig
 from phalanx.config.validate import AUTO
 from phalanx.launch.rank_env import is_under_torchrun
@@ -34,17 +35,18 @@ def with_choice(
     microbatch = None if batch.microbatch == AUTO else batch.microbatch
     replicas = given.num_ranks if is_strategy_open else given.data_ranks
     rows = (microbatch or DEFAULT_ROWS) * (batch.accumulation or 1)
+    model = DecoderModel(
+        *(shape, config.corpus.seq_len, _precision(config, device)),
+        has_documents=config.corpus.document_mask,
+    )
     question = Question(
-        shape=shape,
+        model=model,
         # Under torchrun each rank chooses by itself, and all must make the same choice.
         cluster=this_machine(given.num_ranks, ASSUMED if is_under_torchrun() else None),
         software=SOFTWARE["compiled" if config.compile else "phalanx"],
-        seq_len=config.corpus.seq_len,
         num_sequences=batch.global_size or rows * replicas,
-        precision=_precision(config, device),
         microbatch=microbatch,
         without=_without(config),
-        has_documents=config.corpus.document_mask,
     )
     choice = choose(question, None if is_strategy_open else given)
     planned = choice.best.planned
