@@ -22,7 +22,6 @@ from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.planner import explain, hardware
 from phalanx.planner.chart import check_picture, draw_scaling
-from phalanx.planner.perfetto import write_trace
 from phalanx.planner.price import timeline
 from phalanx.planner.search import (
     Candidate,
@@ -34,6 +33,7 @@ from phalanx.planner.search import (
 )
 from phalanx.planner.several import BestPlan, best_on, fits_on, numbers_of, scaled
 from phalanx.planner.software import software
+from phalanx.planner.stages import write_trace
 from phalanx.strategy import Strategy, refuse_servers
 
 EXAMPLE: Final = (

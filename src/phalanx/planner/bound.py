@@ -26,9 +26,9 @@ from phalanx.account.step import DecoderModel, PlannedStep
 from phalanx.comm.axes import AXIS_SETS, SHARDS
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of, splits_backward
-from phalanx.planner import network, roofline
-from phalanx.planner.machine import Cluster, Device
-from phalanx.planner.parts import DeviceHostSeconds, part_seconds
+from phalanx.planner import network
+from phalanx.planner.machine import Cluster
+from phalanx.planner.parts import MEMORY, DeviceHostSeconds, part_seconds
 from phalanx.planner.price import ADAM_WORDS, tensor_host_s
 from phalanx.planner.software import Software
 from phalanx.strategy import Axis, Strategy
@@ -57,7 +57,12 @@ def bound_s(planned: Step, cluster: Cluster, software: Software) -> float:
     least_s, blocks = _pipeline(planned.with_one_data_axis, cluster, software)
     sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
     exposed_s = max(sent_s - overlap * least_s, 0.5 * (1 - overlap) * sent_s)
-    return least_s + exposed_s + _optimizer_s(planned, blocks, cluster.device)
+    optimizer_s = 0.0
+    if cluster.device.core is None:
+        of_block, embedding = _weights(planned)
+        num = (of_block * blocks + embedding) / planned.strategy.num_shards
+        optimizer_s = 4 * ADAM_WORDS * num / (cluster.device.bandwidth * MEMORY)
+    return least_s + exposed_s + optimizer_s
 
 
 def pipeline_s(planned: Step, cluster: Cluster, software: Software) -> float:
@@ -144,13 +149,21 @@ Seconds = Mapping[int | str | None, float]
 def _seconds(planned: Step, cluster: Cluster, software: Software) -> tuple[Seconds, Seconds]:
     """Return the seconds of each part, forward and backward, and of its forward alone."""
     shape, device = planned.model.shape, cluster.device
-    num_calls = _CALLS if planned.strategy.tp.degree > 1 else 0
-    host_s = num_calls * tensor_host_s(planned.strategy, cluster, software)
-    tensor = DeviceHostSeconds(_tensor_s(planned, cluster, software), host_s)
+    strategy = planned.strategy
+    axes, tp = strategy.mesh_axes(), strategy.tp.degree
+    tokens = planned.microbatch * planned.seq_len / strategy.sample_shards
+    stream_bytes = _ITEM_BYTES * tokens * shape.hidden  # the residual, before tp splits it
+    of_half = network.group_of(axes, ("tp",)), _CALLS * stream_bytes * (1 - 1 / tp) / 2, _CALLS // 2
+    halves = "all_gather", "reduce_scatter"
+    host_s = (_CALLS if tp > 1 else 0) * tensor_host_s(strategy, cluster, software)
+    tensor = DeviceHostSeconds(
+        sum(network.seconds(op, *of_half, cluster, software) for op in halves), host_s
+    )
+    sent = network.group_of(axes, ("pp",)), stream_bytes / tp, 1
+    message_s = network.seconds("send", *sent, cluster, software)
     windows = dict.fromkeys(shape.window_of(number) for number in range(shape.num_layers))
     parts = {each: part_seconds(planned, device, software, each) for each in windows}
     any_part = next(iter(parts.values()))
-    message_s = _message_s(planned, cluster, software)
     ends: dict[int | str | None, float] = {
         _INPUTS: any_part.inputs.alone,
         _HEAD: any_part.head.alone,
@@ -160,29 +173,6 @@ def _seconds(planned: Step, cluster: Cluster, software: Software) -> tuple[Secon
         whole = DeviceHostSeconds(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
         both[window], forward[window] = whole.with_collectives(tensor), of.block.alone
     return both, forward
-
-
-def _stream_bytes(planned: Step) -> float:
-    """Return the bytes of one microbatch's residual on a rank, before tp splits it."""
-    tokens = planned.microbatch * planned.seq_len / planned.strategy.sample_shards
-    return _ITEM_BYTES * tokens * planned.model.shape.hidden
-
-
-def _tensor_s(planned: Step, cluster: Cluster, software: Software) -> float:
-    """Return a lower bound of the time of a block's tp collectives for one microbatch."""
-    strategy = planned.strategy
-    sent = _CALLS * _stream_bytes(planned) * (1 - 1 / strategy.tp.degree)
-    group, half = network.group_of(strategy.mesh_axes(), ("tp",)), _CALLS // 2
-    halves = "all_gather", "reduce_scatter"
-    return sum(network.seconds(op, group, sent / 2, half, cluster, software) for op in halves)
-
-
-def _message_s(planned: Step, cluster: Cluster, software: Software) -> float:
-    """Return a lower bound of the time of a message between two stages."""
-    strategy = planned.strategy
-    sent = _stream_bytes(planned) / strategy.tp.degree
-    group = network.group_of(strategy.mesh_axes(), ("pp",))
-    return network.seconds("send", group, sent, 1, cluster, software)
 
 
 def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) -> float:
@@ -207,15 +197,6 @@ def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) ->
     gradients = 2 * (of_block * blocks + embedding) / strategy.num_shards
     of = "all_reduce", ("dp",), 2 * gradients * (1 - 1 / strategy.dp.degree), reductions
     return least_s + _least_s(planned, *of, cluster, software)
-
-
-def _optimizer_s(planned: Step, blocks: int, device: Device) -> float:
-    """Return a lower bound of the AdamW step of the first rank; 0 on a CPU."""
-    if device.core is not None:
-        return 0.0
-    of_block, embedding = _weights(planned)
-    num = (of_block * blocks + embedding) / planned.strategy.num_shards
-    return 4 * ADAM_WORDS * num / (device.bandwidth * roofline.MEMORY)
 
 
 def _weights(planned: Step) -> tuple[float, float]:

@@ -22,9 +22,9 @@ from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
-from phalanx.planner import network, roofline, stages
+from phalanx.planner import network, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import NOTHING, DeviceHostSeconds, link_seconds
+from phalanx.planner.parts import MEMORY, NOTHING, DeviceHostSeconds, link_seconds
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
 from phalanx.strategy import POSITIONS, Strategy
@@ -219,7 +219,14 @@ class _Costs:
         """Traffic that each further microbatch adds."""
         one, two = self._traffic
         before = {(e.phase, e.axis, e.op): e for e in one}
-        return [_less(each, before.get((each.phase, each.axis, each.op))) for each in two]
+        further: list[Entry] = []
+        for each in two:
+            if (less := before.get((each.phase, each.axis, each.op))) is not None:
+                names = ("calls", "payload_bytes", "sent_bytes")
+                more = {name: getattr(each, name) - getattr(less, name) for name in names}
+                each = dataclasses.replace(each, **more)
+            further.append(each)
+        return further
 
     def _entry_s(self, entry: Entry) -> float:
         strategy = self.step.strategy
@@ -256,7 +263,7 @@ class _Costs:
         device = self.job.device
         if device.core is not None:
             return words * min(1.0, device.cores) / device.bandwidth
-        return words / (device.bandwidth * roofline.MEMORY)
+        return words / (device.bandwidth * MEMORY)
 
 
 def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float:
@@ -268,17 +275,6 @@ def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float
 
 def _is_of_data(entry: Entry) -> bool:
     return bool({"dp", "fsdp"} & {*entry.axis.split("_")}) and entry.phase != "agree"
-
-
-def _less(entry: Entry, other: Entry | None) -> Entry:
-    if other is None:
-        return entry
-    return dataclasses.replace(
-        entry,
-        calls=entry.calls - other.calls,
-        payload_bytes=entry.payload_bytes - other.payload_bytes,
-        sent_bytes=entry.sent_bytes - other.sent_bytes,
-    )
 
 
 def timeline(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Timeline | None:
