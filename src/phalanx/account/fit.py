@@ -106,25 +106,20 @@ def check_fit(
     room_text = (
         f"the largest GPU of this host {has}" if device == "cuda" else f"this host {has} left"
     )
-    raise ConfigError(
-        f"{name} ({load.model.num_parameters:,} parameters) does not fit: under "
-        f"{load.strategy}, {ranks} at least {_gib(whole)} GiB ({_parts(load, device, detail)}), "
-        f"but {room_text}; "
-        + (f"try {', or '.join(advice)}" if advice else "spread it over more hosts or GPUs")
-    )
-
-
-def _parts(load: Load, device: str, detail: Detail) -> str:
-    """Return the need of one rank as text, by weights, moments, gradients and activations."""
     need = heaviest(memory(load, device, detail))
     parts = [f"{_gib(need.weights)} of weights", f"{_gib(need.gradients)} of gradients"]
     if load.model.moments:
         parts.insert(1, f"{_gib(need.optimizer)} of AdamW's moments")
-    if detail == "activations":
+    if has_activations:
         tokens = f"{load.microbatch} x {load.seq_len} tokens"
         parts.append(f"{_gib(need.activations)} of activations for {tokens}")
     which = "the fullest" if load.strategy.pp.degree > 1 else "each"
-    return f"{which} {', '.join(parts)}"
+    raise ConfigError(
+        f"{name} ({load.model.num_parameters:,} parameters) does not fit: under "
+        f"{load.strategy}, {ranks} at least {_gib(whole)} GiB ({which} {', '.join(parts)}), "
+        f"but {room_text}; "
+        + (f"try {', or '.join(advice)}" if advice else "spread it over more hosts or GPUs")
+    )
 
 
 def _advice(load: Load, device: str, detail: Detail, num_here: int, room: int) -> list[str]:

@@ -186,19 +186,20 @@ def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequal
         nearest = sorted(rejected, key=lambda each: each.left / each.right)
     else:
         own = Strategy.parse(best)
-        nearest = sorted(rejected, key=lambda each: _distance(own, Strategy.parse(each.strategy)))
+
+        def distance(each: Inequality) -> float:
+            """Count how often degrees double or halve, + 0.5 per other kind, + 1 for recompute."""
+            other = Strategy.parse(each.strategy)
+            found = float(own.recompute != other.recompute)
+            for (_, axis), (_, beside) in zip(own.axes(), other.axes(), strict=True):
+                found += abs(math.log2(axis.degree / beside.degree))
+                found += 0.5 * ((axis.kind, axis.option) != (beside.kind, beside.option))
+            return found
+
+        nearest = sorted(rejected, key=distance)
     # Kinds of one axis often need equal memory: report only one of them.
     alike = {(each.what, each.left): each for each in reversed(nearest)}
     return [each for each in nearest if alike[each.what, each.left] is each][:NUM_REJECTED]
-
-
-def _distance(one: Strategy, other: Strategy) -> float:
-    """Return how many times degrees double or halve, + 0.5 per changed kind, + 1 for recompute."""
-    found = float(one.recompute != other.recompute)
-    for (_, axis), (_, beside) in zip(one.axes(), other.axes(), strict=True):
-        found += abs(math.log2(axis.degree / beside.degree))
-        found += 0.5 * ((axis.kind, axis.option) != (beside.kind, beside.option))
-    return found
 
 
 def advice(question: Question[Any], candidate: Candidate) -> list[str]:
