@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from phalanx.account.memory import StageMemory, heaviest, memory, of_libraries
 from phalanx.account.parameters import num_parameters
-from phalanx.account.step import DecoderModel, PlannedStep, decoder_step
+from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
+from phalanx.account.rank_memory import StageMemory, heaviest, memory, of_libraries
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network

@@ -12,8 +12,8 @@ import torch
 
 from phalanx.account import host
 from phalanx.account.fit import check_fit
-from phalanx.account.memory import Detail, StageMemory, heaviest, memory
-from phalanx.account.step import DecoderModel, PlannedStep, decoder_step
+from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
+from phalanx.account.rank_memory import Detail, StageMemory, heaviest, memory
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
 from phalanx.models.decoder import Decoder

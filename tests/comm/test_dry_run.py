@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.account.recorder import Recorder
+from phalanx.account.recorder import MetaRecorder
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.launch.local import run_ranks
@@ -25,7 +25,7 @@ def most_held(comm: Comm, device: str) -> list[int]:
             ("reduce_scatter", {"is_spent": True}),
         ):
             tensor = comm.empty(SHAPE, given, "tp").copy_(given)
-            with Recorder() as recorder:
+            with MetaRecorder() as recorder:
                 getattr(comm, name)(tensor, "tp", dim, **more)
             found.append(max(recorder.levels()))
     return found

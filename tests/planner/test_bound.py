@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from phalanx.account.step import DecoderModel, decoder_step
+from phalanx.account.planned import DecoderModel, decoder_step
 from phalanx.errors import StrategyError
 from phalanx.models.registry import shape_of
 from phalanx.planner import search

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from phalanx.account.step import DecoderModel
+from phalanx.account.planned import DecoderModel
 from phalanx.config import BatchConfig, TrainConfig
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.account.step import DecoderModel
+from phalanx.account.planned import DecoderModel
 from phalanx.cli.main import main
 from phalanx.errors import StrategyError
 from phalanx.models.registry import shape_of

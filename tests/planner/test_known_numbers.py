@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.account.activations import activations
 from phalanx.account.count import Case, count, one_block_shape
-from phalanx.account.memory import least_bytes
 from phalanx.account.parameters import num_parameters
-from phalanx.account.step import PURE_BYTES, STATE_BYTES, decoder_step
+from phalanx.account.planned import PURE_BYTES, STATE_BYTES, decoder_step
+from phalanx.account.rank_memory import least_bytes
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.planner.hardware import device

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from phalanx.account.step import decoder_step
+from phalanx.account.planned import decoder_step
 from phalanx.models.registry import shape_of
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner import parts

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from phalanx.account.step import DecoderModel
+from phalanx.account.planned import DecoderModel
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.models.registry import shape_of
 from phalanx.planner.explain import advice, figures

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.account.step import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of
 from phalanx.planner import search as searching

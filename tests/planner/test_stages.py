@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from marks import by_hand
-from phalanx.account.memory import memory
-from phalanx.account.step import decoder_step
+from phalanx.account.planned import decoder_step
+from phalanx.account.rank_memory import memory
 from phalanx.models.registry import shape_of
 from phalanx.parallel.pipeline import cut
 from phalanx.parallel.pipeline.cut import schedule_of

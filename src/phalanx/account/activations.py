@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.account.count import Case, Device, count, one_block_shape
-from phalanx.account.step import DecoderModel, InFlight, PlannedStep
+from phalanx.account.planned import DecoderModel, InFlight, PlannedStep
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -237,7 +237,7 @@ def microbatches_for_peak(strategy: Strategy, num: int) -> int:
 def in_flight(
     step: PlannedStep[DecoderModel], device: str, kept: float, logit_bytes: int
 ) -> list[InFlight]:
-    """Return the bytes in flight at each pp coordinate of a decoder; see `memory.memory`."""
+    """Return the bytes in flight at each pp coordinate of a decoder; see `rank_memory.memory`."""
     strategy, model = step.strategy, step.model
     shape, tp = model.shape, strategy.tp.degree
 

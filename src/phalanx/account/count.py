@@ -41,7 +41,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.account.recorder import Operation, Recorder, storage_id, tensors_in
+from phalanx.account.recorder import MetaRecorder, Operation, storage_id, tensors_in
 from phalanx.comm.dry_run import CountingComm
 from phalanx.models import kernels
 from phalanx.models.attention import Documents
@@ -121,7 +121,7 @@ def count(case: Case) -> BlockBytes:
     Raises:
         StrategyError: the strategy cannot split this decoder.
     """
-    recorder = Recorder()
+    recorder = MetaRecorder()
     model, streams = _run(case, recorder, in_chunks=True)
     levels = recorder.levels([_local(p.grad) for p in model.parameters() if p.grad is not None])
     begins: dict[Any, int] = {"end": len(levels) - 1, **recorder.begins}
@@ -226,7 +226,7 @@ def _count(case: Case) -> Work:
             weights.update((storage_id(x), x) for x in tensors_in(results))
         return operation._replace(reads_only_weights=is_of_weights and bool(inputs))
 
-    recorder = Recorder(adjust)
+    recorder = MetaRecorder(adjust)
     _run(case, recorder, weights=weights)
     of = recorder.operations
     return Work(
@@ -240,7 +240,7 @@ def _count(case: Case) -> Work:
 
 def _run(
     case: Case,
-    recorder: Recorder,
+    recorder: MetaRecorder,
     *,
     in_chunks: bool = False,
     weights: dict[int, Tensor] | None = None,

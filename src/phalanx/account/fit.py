@@ -25,9 +25,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from phalanx.account import host
-from phalanx.account.memory import Detail, heaviest, memory
 from phalanx.account.parameters import num_parameters
-from phalanx.account.step import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
+from phalanx.account.rank_memory import Detail, heaviest, memory
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.registry import PRESETS
 from phalanx.strategy import Axis, Recompute

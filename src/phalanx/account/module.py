@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.account.activations import microbatches_for_peak, peak_in_flight
-from phalanx.account.recorder import Operation, Recorder, storage_id
-from phalanx.account.step import InFlight, PlannedStep
+from phalanx.account.planned import InFlight, PlannedStep
+from phalanx.account.recorder import MetaRecorder, Operation, storage_id
 from phalanx.errors import ConfigError, StrategyError, text_of
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.pipeline.links import Links, cut_links, links_of
@@ -77,7 +77,7 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
         links: Links = links_of(model)
     except StrategyError:  # it is no chain
         links = [[""]]
-    recorder, outputs, last = Recorder(), [0] * len(links), len(links) - 1
+    recorder, outputs, last = MetaRecorder(), [0] * len(links), len(links) - 1
     recorder.enter(0)
 
     def advance(part: int, *_: Any) -> None:

@@ -41,7 +41,7 @@ class Operation(NamedTuple):
     reads_only_weights: bool = False
 
 
-class Recorder(TorchDispatchMode):
+class MetaRecorder(TorchDispatchMode):
     """A dispatch mode that records operations, and allocations and frees of storages, by part.
 
     A part of the run begins with the first operator after `enter`; before it, functions of the

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from phalanx.account.fit import check_fit
-from phalanx.account.step import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS

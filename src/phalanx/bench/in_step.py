@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from phalanx.account.step import decoder_step
+from phalanx.account.planned import decoder_step
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks

@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 
 from phalanx.account.fit import check_fit, check_memory_for
-from phalanx.account.step import decoder_step
+from phalanx.account.planned import decoder_step
 from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from rich.text import Text
 
 from phalanx.account.parameters import num_parameters
-from phalanx.account.step import PURE, PURE_BYTES, STATE_BYTES, DecoderModel
+from phalanx.account.planned import PURE, PURE_BYTES, STATE_BYTES, DecoderModel
 from phalanx.cli.plan_text import show_answer, show_arithmetic, show_several
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import ShapeConfig

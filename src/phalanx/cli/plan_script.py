@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.account.module import AnyModule
-from phalanx.account.step import PlannedStep
+from phalanx.account.planned import PlannedStep
 from phalanx.errors import ConfigError, PhalanxError, text_of
 from phalanx.planner import explain, hardware
 from phalanx.planner.price import price

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx.account.parameters import num_parameters
-from phalanx.account.step import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.comm.axes import AXIS_SETS, SHARDS
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of, splits_backward

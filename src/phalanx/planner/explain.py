@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from phalanx.account.step import PURE_BYTES, STATE_BYTES, DecoderModel, PlannedStep
+from phalanx.account.planned import PURE_BYTES, STATE_BYTES, DecoderModel, PlannedStep
 from phalanx.errors import StrategyError, time_text
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network

@@ -25,8 +25,8 @@ from typing import Any, Final, NamedTuple
 
 from phalanx.account.count import Case, Work, one_block_shape, work_of
 from phalanx.account.module import AnyModule
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.account.recorder import Operation
-from phalanx.account.step import DecoderModel, PlannedStep
 from phalanx.planner.machine import Core, Device
 from phalanx.planner.software import Software, on_device
 from phalanx.strategy import Strategy

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from phalanx.account.activations import microbatches_for_peak
-from phalanx.account.step import PlannedStep
+from phalanx.account.planned import PlannedStep
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.pipeline.schedule import Schedule

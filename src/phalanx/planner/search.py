@@ -25,9 +25,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, NamedTuple, cast
 
-from phalanx.account.memory import StageMemory, heaviest, least_bytes, memory
 from phalanx.account.module import AnyModule
-from phalanx.account.step import AnyModel, DecoderModel, PlannedStep
+from phalanx.account.planned import AnyModel, DecoderModel, PlannedStep
+from phalanx.account.rank_memory import StageMemory, heaviest, least_bytes, memory
 from phalanx.errors import BatchError, ConfigError, StrategyError
 from phalanx.parallel.pipeline.cut import check_schedule, num_stages, splits_backward
 from phalanx.planner.bound import balanced_s, bound_s, pipeline_s

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from phalanx.account.step import STATE_BYTES
+from phalanx.account.planned import STATE_BYTES
 from phalanx.errors import ConfigError
 from phalanx.planner.explain import Figures, figures
 from phalanx.planner.hardware import CLUSTERS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from phalanx.account.module import AnyModule
-from phalanx.account.step import PlannedStep
+from phalanx.account.planned import PlannedStep
 from phalanx.data.rows import count_rows, map_batch
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.skeleton import copied_on_meta

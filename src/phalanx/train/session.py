@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.account.flops import Flops
-from phalanx.account.step import PlannedStep
+from phalanx.account.planned import PlannedStep
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.config.schema import RunConfig

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from phalanx.account.flops import Flops, step_flops
 from phalanx.account.parameters import num_parameters
-from phalanx.account.step import DecoderModel, PlannedStep, decoder_step
+from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Comm, Ranks, local_shard

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.account.fit import check_fit
-from phalanx.account.step import decoder_step
+from phalanx.account.planned import decoder_step
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch

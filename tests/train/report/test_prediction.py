@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from phalanx.account.step import decoder_step
+from phalanx.account.planned import decoder_step
 from phalanx.models.registry import shape_of
 from phalanx.planner.calibration import as_cluster, blank
 from phalanx.planner.hardware import cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from phalanx.account.step import DecoderModel
+from phalanx.account.planned import DecoderModel
 from phalanx.config import TrainConfig
 from phalanx.config.validate import AUTO
 from phalanx.launch.rank_env import is_under_torchrun

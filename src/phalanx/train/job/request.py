@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.account.fit import check_fit, check_memory_for
 from phalanx.account.host import may_have_gpu
-from phalanx.account.step import decoder_step
+from phalanx.account.planned import decoder_step
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.untrusted import brief

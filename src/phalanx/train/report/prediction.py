@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from phalanx.account.memory import memory
-from phalanx.account.step import PlannedStep
+from phalanx.account.planned import PlannedStep
+from phalanx.account.rank_memory import memory
 from phalanx.launch.local import num_cores
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import MemoryReport

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.account.memory import StageMemory, memory
 from phalanx.account.module import count_module
-from phalanx.account.step import PlannedStep
+from phalanx.account.planned import PlannedStep
+from phalanx.account.rank_memory import StageMemory, memory
 from phalanx.cli.plan_script import plan_script
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.planner.hardware import device

@@ -28,7 +28,7 @@ class InFlight(NamedTuple):
 
     Attributes:
         casts: weights cast by each block.
-        activations: saved tensors, and temporaries except those of the loss.
+        activations: saved tensors, and temporaries other than the logits'.
         logits: temporaries of the loss.
         like: pp coordinate of the first rank with equal stages.
     """

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from phalanx.account.parameters import num_parameters, parameters_of
-from phalanx.account.step import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.strategy import Strategy
 
@@ -106,7 +106,7 @@ def memory(
     Args:
         step: the model, its strategy and batch; of a decoder, unless `detail` is "all".
         device: kind of the device: "cpu", "gpu" or "tpu".
-        detail: what is counted; see the table above.
+        detail: causes to count; see the table above.
         kept: saved activation bytes, relative to our kernels.
         logit_bytes: bytes held per logit of a microbatch; 0 if the loss runs in chunks.
 
