@@ -12,8 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from main import time_steps
-from phalanx.account.count import Case, one_block_shape
-from phalanx.account.work import work_of
+from phalanx.account.count import Case, one_block_shape, work_of
 from phalanx.launch.local import run_ranks
 from phalanx.models.shape import ModelShape
 from phalanx.strategy import Strategy

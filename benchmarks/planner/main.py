@@ -2,7 +2,7 @@
 
     python benchmarks/planner/main.py RUNS.jsonl [--all] [--json FILE]
 
-RUNS.jsonl has one run a line; the fields are those of `phalanx predict`. Without --all, of the runs
+RUNS.jsonl has one run a line, with the fields that predict.py reads. Without --all, of the runs
 that name a core the core is taken. Beside the error of the planner stands the error of a constant:
 the median MFU of the group itself, which no run but those of the group can know. `left out` prices
 each group as if nobody had published it: with the median of the constants of the other programs,
@@ -25,10 +25,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+import published
 from phalanx.errors import PhalanxError
-from phalanx.planner import published
-from phalanx.planner.published import PublishedRun
 from phalanx.planner.software import DEFAULT, Software, on_device, typical
+from published import PublishedRun
 
 SCALES: Final = (0.8, 0.87, 0.93, 1.0, 1.07, 1.15, 1.25)
 """Speeds of a device beside its constants, of which the one with the least error is taken."""
@@ -83,7 +84,7 @@ def measured(row: dict[str, Any]) -> Measured | None:
         PhalanxError: the planner cannot read it.
     """
     run = published.read(row)
-    shape = run.planned.shape
+    shape = run.planned.model.shape
     if (step_s := published.measured_s(row, shape)) is None:
         return None
     tokens = row["global_batch_seqs"] * row["seq_len"]

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from phalanx.account import host
-from phalanx.account.fit import MemoryInputs, _need_of_rank, check_fit, need_of
+from phalanx.account.fit import check_fit
+from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
+from phalanx.account.rank_memory import Detail, StageMemory, heaviest, memory
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError
 from phalanx.models.decoder import Decoder
@@ -26,14 +28,15 @@ SMALL = ModelShape(
 )  # fmt: skip
 
 
-def load(strategy: str, shape: ModelShape = SMALL, **changes: object) -> MemoryInputs:
-    return dataclasses.replace(
-        MemoryInputs(shape, Strategy.parse(strategy), 2, 1, 32, "float32"), **changes
-    )
+def load(
+    strategy: str, shape: ModelShape = SMALL, accumulation: int = 1
+) -> PlannedStep[DecoderModel]:
+    return decoder_step(shape, Strategy.parse(strategy), 32, 2, accumulation, "float32")
 
 
-def on_gpu(of: MemoryInputs) -> MemoryInputs:
-    return dataclasses.replace(of, device="cuda")
+def need_of(of: PlannedStep[DecoderModel], detail: Detail = "activations") -> StageMemory:
+    """Return the least that the fullest rank needs."""
+    return heaviest(memory(of, "cpu", detail))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_what_is_counted_is_what_the_layout_holds_or_a_little_less(strategy: str
     need = need_of(load(strategy))
     pairs = {
         "weights": (need.weights, holding.parameter_bytes),
-        "moments": (need.moments, holding.optimizer_bytes),
+        "moments": (need.optimizer, holding.optimizer_bytes),
         "gradients": (need.gradients, holding.gradient_bytes + holding.unreduced_bytes),
     }
     for name, (counted, held) in pairs.items():
@@ -57,9 +60,9 @@ def test_what_is_counted_is_what_the_layout_holds_or_a_little_less(strategy: str
 
 def test_both_gradients_and_activations_count_where_they_accumulate() -> None:
     one, two = need_of(load("dp1")), need_of(load("dp1", accumulation=2))
-    assert one.total == one.weights + one.moments + max(one.gradients, one.activations)
-    assert two.total == two.weights + two.moments + two.gradients + two.activations
-    assert need_of(load("dp1", has_activations=False)).activations == 0
+    assert one.total == one.weights + one.optimizer + max(one.gradients, one.activations)
+    assert two.total == two.weights + two.optimizer + two.gradients + two.activations
+    assert need_of(load("dp1"), "state").activations == 0
 
 
 def test_the_limit_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +86,14 @@ def test_the_limit_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_holds_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     big = load("fsdp8", shape_of("llama3-8b"))
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: None)
-    check_fit(on_gpu(big), "llama3-8b", 8)  # nobody can say
+    check_fit(big, "llama3-8b", 8, device="cuda")  # nobody can say
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: 80 << 30)
-    check_fit(on_gpu(big), "llama3-8b", 8)
+    check_fit(big, "llama3-8b", 8, device="cuda")
     monkeypatch.setattr(host, "largest_gpu_bytes", lambda: 8 << 30)
     with pytest.raises(
         ConfigError, match=r"a rank needs at least .* largest GPU of this host has 8"
     ):
-        check_fit(on_gpu(big), "llama3-8b", 8)
+        check_fit(big, "llama3-8b", 8, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,7 @@ def test_the_stages_of_a_pipeline_are_counted_each_with_its_own() -> None:
     of = load("pp2", BLOCKS, accumulation=4)
     fullest = need_of(of).total
     one = need_of(load("dp1", BLOCKS, accumulation=4))
-    assert fullest > (one.weights + one.moments + one.gradients) / 2
+    assert fullest > (one.weights + one.optimizer + one.gradients) / 2
     with torch.device("meta"):
         models = [Decoder(BLOCKS) for _ in range(2)]
     held = [
@@ -160,7 +163,7 @@ def test_a_host_is_refused_for_the_stages_that_it_must_hold(
     monkeypatch: pytest.MonkeyPatch, num_here: int, counted: str
 ) -> None:
     of = load("pp2", BLOCKS, accumulation=4)
-    needs = [_need_of_rank(of, rank).total for rank in range(2)]
+    needs = [each.total for each in memory(of, "cpu", "activations")]
     assert needs[0] != needs[1]
     room = (sum(needs) if counted == "all" else min(needs)) + num_here * host.RANK_BYTES
     monkeypatch.setattr(host, "free_swap_bytes", lambda: 0)

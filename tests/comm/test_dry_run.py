@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.account.count import AllocationTrace
+from phalanx.account.recorder import MetaRecorder
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.launch.local import run_ranks
@@ -25,9 +25,9 @@ def most_held(comm: Comm, device: str) -> list[int]:
             ("reduce_scatter", {"is_spent": True}),
         ):
             tensor = comm.empty(SHAPE, given, "tp").copy_(given)
-            with AllocationTrace() as spans:
+            with MetaRecorder() as recorder:
                 getattr(comm, name)(tensor, "tp", dim, **more)
-            found.append(max(spans.levels([])))
+            found.append(max(recorder.levels()))
     return found
 
 

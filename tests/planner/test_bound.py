@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
+from phalanx.account.planned import DecoderModel, decoder_step
 from phalanx.errors import StrategyError
 from phalanx.models.registry import shape_of
 from phalanx.planner import search
 from phalanx.planner.bound import bound_s
 from phalanx.planner.hardware import cluster
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
 from phalanx.planner.search import Question
 from phalanx.planner.software import SOFTWARE
@@ -29,11 +29,11 @@ def questions(draw: some.DrawFn) -> Question:
     model = draw(some.sampled_from(MODELS))
     num_devices = 2 ** draw(some.integers(0, 12))
     seq_len = 1024 if model == "gpt2-1.5b" else draw(some.sampled_from([2048, 8192, 16384]))
+    shape = dataclasses.replace(shape_of(model), num_layers=draw(some.integers(1, 40)))
     return Question(
-        shape=dataclasses.replace(shape_of(model), num_layers=draw(some.integers(1, 40))),
+        DecoderModel(shape, seq_len),
         cluster=cluster(f"{draw(some.sampled_from(CLUSTERS))}:{num_devices}"),
         software=draw(some.sampled_from(list(SOFTWARE.values()))),
-        seq_len=seq_len,
         num_sequences=num_devices * draw(some.sampled_from([1, 2, 3, 8])),
     )
 
@@ -78,7 +78,7 @@ def test_no_price_of_few_uneven_stages_is_below_its_bound(
         strategy = Strategy.parse(f"pp{pp}:interleaved/{chunks},recompute:{policy}")
         for name in ("llm-foundry", "phalanx"):
             for num in (pp, 3 * pp):
-                planned = PlannedStep(shape, strategy, 8192, 1, num, "bfloat16")
+                planned = decoder_step(shape, strategy, 8192, 1, num, "bfloat16")
                 least = bound_s(planned, job, SOFTWARE[name])
                 step_s = price(planned, job, SOFTWARE[name]).step_s
                 assert 0.6 * step_s < least <= step_s * (1 + 1e-9), (policy, name, num)
@@ -89,7 +89,7 @@ def test_a_price_of_equal_stages_is_its_bound() -> None:
     shape = dataclasses.replace(shape_of("llama3-8b"), num_layers=30, vocab_size=128)
     job = cluster("h100:8")
     for text in ("pp4", "pp4:interleaved/2", "pp8", "pp4:zb/2", "pp4:zbv", "pp4:dualpipev"):
-        planned = PlannedStep(shape, Strategy.parse(text), 8192, 1, 32, "bfloat16")
+        planned = decoder_step(shape, Strategy.parse(text), 8192, 1, 32, "bfloat16")
         cost = price(planned, job, SOFTWARE["phalanx"])
         least = bound_s(planned, job, SOFTWARE["phalanx"])
         assert 0.95 < least / cost.step_s <= 1 + 1e-9, text

@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
+from phalanx.account.planned import DecoderModel
 from phalanx.config import BatchConfig, TrainConfig
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of
 from phalanx.planner.calibration import ASSUMED, as_cluster
 from phalanx.planner.calibration_file import Calibration
 from phalanx.planner.choice import choose
-from phalanx.planner.given import priced_strategy
 from phalanx.planner.machine import Cluster
-from phalanx.planner.search import Candidate, Question, search
+from phalanx.planner.search import Candidate, Question, priced_strategy, search
 from phalanx.planner.software import DEFAULT
 from phalanx.strategy import Strategy
 from phalanx.train.job import auto
@@ -30,7 +30,9 @@ def machine(num_ranks: int | None = None, memory_bytes: float = 4e9) -> Cluster:
 
 def question(memory_bytes: float = 4e9) -> Question:
     shape = dataclasses.replace(shape_of("demo"), num_layers=2)
-    return Question(shape, machine(2, memory_bytes), DEFAULT, 128, 8, has_documents=True)
+    return Question(
+        DecoderModel(shape, 128, has_documents=True), machine(2, memory_bytes), DEFAULT, 8
+    )
 
 
 def test_the_choice_is_the_fastest_and_the_rejected_are_worse() -> None:
@@ -73,8 +75,8 @@ def test_a_run_takes_what_the_planner_ranks_first(monkeypatch: pytest.MonkeyPatc
     request = settle(asked)
     best = search(
         Question(
-            *(request.shape, machine(2), DEFAULT, asked.corpus.seq_len, 8, "float32"),
-            has_documents=True,
+            DecoderModel(request.shape, asked.corpus.seq_len, "float32", has_documents=True),
+            *(machine(2), DEFAULT, 8),
         )
     ).candidates[0]
     assert request.strategy == best.planned.strategy and request.strategy.num_ranks == 2

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.account.planned import DecoderModel
 from phalanx.cli.main import main
 from phalanx.errors import StrategyError
 from phalanx.models.registry import shape_of
 from phalanx.planner.explain import sizes
 from phalanx.planner.hardware import cluster
-from phalanx.planner.planned import plan_of
 from phalanx.planner.search import Question
 from phalanx.planner.software import SOFTWARE
 from phalanx.strategy import Strategy
@@ -26,12 +26,12 @@ def test_the_bubble_of_a_given_batch_is_not_said_to_need_more_microbatches(
 def test_a_run_does_not_resume_on_devices_that_cannot_split_the_model() -> None:
     """A vocabulary of 50,257 rows over tp4 leaves uneven parts, which few degrees of fsdp split."""
     shape = shape_of("gpt2-124m")
-    asked = Question(shape, cluster("h100:32"), SOFTWARE["phalanx"], 1024, 48)
+    asked = Question(DecoderModel(shape, 1024), cluster("h100:32"), SOFTWARE["phalanx"], 48)
     legal: list[int] = []
     for degree in (1, 2, 3, 4, 6, 8):
         strategy = Strategy.parse("tp4").with_degree("fsdp", degree)
         try:
-            plan_of(asked.step(strategy, 1, 48 // degree))
+            _ = asked.step(strategy, 1, 48 // degree).plan
         except StrategyError:
             continue
         legal.append(4 * degree)
@@ -41,6 +41,7 @@ def test_a_run_does_not_resume_on_devices_that_cannot_split_the_model() -> None:
 
 def test_an_interleaved_run_resumes_with_any_number_of_microbatches() -> None:
     """The schedule of five microbatches over two ranks is the one of six without the last."""
-    asked = Question(shape_of("gpt2-124m"), cluster("h100:10"), SOFTWARE["phalanx"], 1024, 10)
+    model = DecoderModel(shape_of("gpt2-124m"), 1024)
+    asked = Question(model, cluster("h100:10"), SOFTWARE["phalanx"], 10)
     strategy = Strategy.parse("pp2:interleaved/2,dp5")
     assert sizes(asked, asked.step(strategy, 1, 2)) == [2, 4, 10]

@@ -12,12 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx.account.activations import activations
 from phalanx.account.count import Case, count, one_block_shape
 from phalanx.account.parameters import num_parameters
+from phalanx.account.planned import PURE_BYTES, STATE_BYTES, decoder_step
+from phalanx.account.rank_memory import least_bytes
 from phalanx.models.registry import shape_of
 from phalanx.models.shape import ModelShape
 from phalanx.planner.hardware import device
-from phalanx.planner.planned import PlannedStep, plan_of
-from phalanx.planner.recipe import PURE_BYTES, STATE_BYTES
-from phalanx.planner.search import least_bytes
 from phalanx.strategy import Strategy
 
 GIB = 2**30
@@ -60,8 +59,8 @@ def test_figure_1_of_zero(text: str, gigabytes: float, held_more: float) -> None
     """Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 devices, 120 to 1.9 GB."""
     shape = zero_shape()
     parameters = num_parameters(shape).total
-    planned = PlannedStep(shape, Strategy.parse(text), 1024, 1, 2)
-    held = plan_of(planned).holds(2)
+    planned = decoder_step(shape, Strategy.parse(text), 1024, 1, 2)
+    held = planned.plan.holds(2)
     state = held.parameter_bytes + held.gradient_bytes + held.optimizer_bytes
     if planned.strategy.fsdp.kind != "zero3":  # zero3 gathers a block at a time
         state += held.gathered_bytes

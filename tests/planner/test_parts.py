@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from phalanx.account.planned import decoder_step
 from phalanx.models.registry import shape_of
+from phalanx.parallel.plan import plan_decoder
 from phalanx.planner import parts
 from phalanx.planner.hardware import cluster
 from phalanx.planner.parts import ring_slowdown
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.software import DEFAULT, software
 from phalanx.strategy import Strategy
 
@@ -31,7 +35,7 @@ def test_attention_of_a_ring_is_priced_with_it(monkeypatch: pytest.MonkeyPatch) 
     device, shape = cluster("this").device, shape_of("demo")
     ring_s, heads_s = (
         parts.part_seconds(
-            PlannedStep(shape, Strategy.parse(text), 1024, 2, 1, "float32"), device, DEFAULT, None
+            decoder_step(shape, Strategy.parse(text), 1024, 2, 1, "float32"), device, DEFAULT, None
         ).attention
         for text in ("cp2", "cp2:ulysses")
     )
@@ -44,7 +48,7 @@ def test_a_ring_on_a_gpu_is_priced_in_plain_operators() -> None:
     device, shape = cluster("h100").device, shape_of("llama3-1b")
     ring, heads, fused = (
         parts.part_seconds(
-            PlannedStep(shape, Strategy.parse(text), 8192, 1, 1), device, software(name), None
+            decoder_step(shape, Strategy.parse(text), 8192, 1, 1), device, software(name), None
         )
         for text, name in (
             ("cp4", "phalanx"),
@@ -58,3 +62,10 @@ def test_a_ring_on_a_gpu_is_priced_in_plain_operators() -> None:
     assert fused.attention == pytest.approx(heads.attention, rel=0.1)
     # 9 pairs of chunks of 1,024 positions, each in 4 blocks of queries.
     assert ring.block.host - heads.block.host == pytest.approx(36 * 28 * DEFAULT.launch_s, rel=0.1)
+
+
+@pytest.mark.parametrize("text", ["cp4", "cp4:ulysses", "cp2,tp4", "cp2:ulysses,tp2", "tp2"])
+def test_the_unit_of_a_length_is_a_multiple_of_what_the_plan_cuts(text: str) -> None:
+    strategy = Strategy.parse(text)
+    shards = plan_decoder(strategy, shape_of("demo"), torch.float32).position_shards
+    assert strategy.length_unit == math.lcm(shards, strategy.sample_shards * strategy.tp.degree)

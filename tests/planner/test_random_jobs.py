@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from phalanx.account.planned import DecoderModel
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.models.registry import shape_of
-from phalanx.planner.departure import departures
 from phalanx.planner.explain import advice, figures
-from phalanx.planner.given import price_microbatches
 from phalanx.planner.hardware import cluster
-from phalanx.planner.search import Candidate, Question, search
+from phalanx.planner.search import Candidate, Question, price_microbatches, search
 from phalanx.planner.software import SOFTWARE
 from phalanx.strategy import Strategy
 
@@ -49,7 +48,7 @@ def question_of(rng: random.Random, most_devices: int) -> Question:
     seq_len = min(shape.max_seq_len, rng.choice((512, 1000, 2048, 8192, 32_768)))
     batch = rng.choice((num * rng.randint(1, 16), num, rng.randint(1, 2000), 1536))
     on = cluster(f"{rng.choice(CLUSTERS)}:{num}")
-    return Question(shape, on, SOFTWARE["phalanx"], seq_len, batch)
+    return Question(DecoderModel(shape, seq_len), on, SOFTWARE["phalanx"], batch)
 
 
 def strategy_of(rng: random.Random, num_devices: int) -> Strategy:
@@ -75,7 +74,6 @@ def check_job(seed: int, most_devices: int, num_strategies: int) -> None:
     with contextlib.suppress(ConfigError):  # the one sentence
         candidates = search(asked).candidates
     best = candidates[0] if candidates else None
-    departures(asked, best)
     for each in candidates:
         figures(asked, each)
         advice(asked, each)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from marks import by_hand
+from phalanx.account.planned import decoder_step
+from phalanx.account.rank_memory import memory
 from phalanx.models.registry import shape_of
 from phalanx.parallel.pipeline import cut
 from phalanx.parallel.pipeline.cut import schedule_of
@@ -18,8 +20,6 @@ from phalanx.parallel.pipeline.simulate import simulate
 from phalanx.parallel.plan import plan_decoder
 from phalanx.planner import stages
 from phalanx.planner.hardware import cluster
-from phalanx.planner.held import memory
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
 from phalanx.planner.software import DEFAULT
 from phalanx.planner.stages import StageTimes
@@ -174,9 +174,9 @@ def test_no_schedule_of_a_million_microbatches_is_made(
     monkeypatch.setattr(cut, "build_schedule", build)
     strategy, job = Strategy.parse(text), cluster("h100:4")
     found = [
-        (price(planned, job, DEFAULT), memory(planned, job.device))
+        (price(planned, job, DEFAULT), memory(planned, job.device.kind))
         for num in (64, 10**6)
-        for planned in [PlannedStep(shape_of("llama3-8b"), strategy, 4096, 1, num, "bfloat16")]
+        for planned in [decoder_step(shape_of("llama3-8b"), strategy, 4096, 1, num, "bfloat16")]
     ]
     assert max(made, default=0) <= 64
     (few, held), (many, held_by_many) = found

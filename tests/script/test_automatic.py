@@ -13,10 +13,10 @@ from phalanx.checkpoint.manifest import find_and_read
 from phalanx.cli.main import main
 from phalanx.config.schema import JobConfig
 from phalanx.errors import ConfigError
-from phalanx.planner.any_module import search_module
 from phalanx.planner.calibration import ASSUMED, as_cluster
 from phalanx.planner.calibration_file import Calibration
 from phalanx.planner.machine import Cluster
+from phalanx.planner.search import search_module
 from phalanx.planner.software import DEFAULT
 from phalanx.script import automatic
 from phalanx.script.counting import module_of, question_of
@@ -41,7 +41,7 @@ def test_a_trainer_takes_what_the_planner_ranks_first() -> None:
     strategy, why = automatic.chosen(job, "a job", asked())
     module = module_of(job, "a job")
     question = question_of(job, module, as_cluster("this", HERE, 2), DEFAULT)
-    best, *_ = search_module(question, module, job.accumulation).candidates
+    best, *_ = search_module(question, job.accumulation).candidates
     assert strategy == best.planned.strategy and strategy.num_ranks == 2
     assert why[0].startswith(f"auto: {strategy} with microbatch {best.planned.microbatch}")
 

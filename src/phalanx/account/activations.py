@@ -23,13 +23,16 @@ compiled blocks, which save the tensors that the compiler chooses.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from phalanx.account.count import BlockBytes, Case, Device, count, one_block_shape
+from phalanx.account.count import Case, Device, count, one_block_shape
+from phalanx.account.planned import DecoderModel, InFlight, PlannedStep
 from phalanx.models.shape import ModelShape
+from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.strategy import Recompute, Strategy
 
@@ -114,64 +117,46 @@ def activations(
         has_documents=has_documents,
         has_casts=is_plain if has_casts is None else has_casts,
     )
-    return _of_blocks(case, strategy.recompute)
-
-
-def _of_blocks(case: Case, recompute: Recompute) -> Activations:
-    """Return the bytes of a whole model whose blocks are all as in `case`."""
-    shape = case.shape
-    segment_size = recompute.segment_size(shape.num_layers)
-    counted = _count_blocks(case)
+    windows = [shape.window_of(number) for number in range(shape.num_layers)]
+    of_window = {
+        each: count(dataclasses.replace(case, shape=one_block_shape(shape, each, seq_len)))
+        for each in dict.fromkeys(windows)
+    }
+    counted = [of_window[window] for window in windows]
     first, blocks = counted[0], [each.block for each in counted]
     held, again = sum(blocks), max(each.recompute for each in counted)
     block_at_work = first.block_at_work
+    segment_size = strategy.recompute.segment_size(shape.num_layers)
     if segment_size is not None:
         starts = range(0, shape.num_layers, segment_size)
         held = len(starts) * first.stream
         again = max(sum(blocks[at : at + segment_size]) for at in starts) - first.stream
         block_at_work += again
+    item_bytes = max(4, getattr(torch, precision).itemsize)
+    tied = shape.vocab_size * shape.hidden * item_bytes // strategy.tp.degree if shape.tied else 0
     return Activations(
         blocks=held,
         recomputed=again,
         inputs=max(each.inputs for each in counted),
         head=first.head,
         gradient=first.stream,
-        ring_buffers=_passing(case),
+        ring_buffers=_ring_buffers(case),
         head_peak=max(first.head, first.head_at_work),
-        tied=_tied_bytes(case),
+        tied=tied,
         block_peak=block_at_work,
     )
 
 
-def _count_blocks(case: Case) -> list[BlockBytes]:
-    """Return the count of each block of a decoder; blocks with the same window are counted once."""
-    shape = case.shape
-    windows = [shape.window_of(number) for number in range(shape.num_layers)]
-    of_window = {window: count(_of_window(case, window)) for window in dict.fromkeys(windows)}
-    return [of_window[window] for window in windows]
-
-
-def _of_window(case: Case, window: int | None) -> Case:
-    return dataclasses.replace(case, shape=one_block_shape(case.shape, window, case.seq_len))
-
-
-def _tied_bytes(case: Case) -> int:
-    wide = max(4, getattr(torch, case.precision).itemsize)
-    shape = case.shape
-    return shape.vocab_size * shape.hidden * wide // case.strategy.tp.degree if shape.tied else 0
-
-
-def _passing(case: Case) -> int:
+def _ring_buffers(case: Case) -> int:
     """Return the ring's bytes in transit in backward, less the MLP's bytes freed before then."""
-    shape, tp, cp = case.shape, case.strategy.tp, case.strategy.cp
-    if cp.degree == 1 or cp.kind != "ring":
+    shape, tp, ranks = case.shape, case.strategy.tp, case.strategy.ring_ranks
+    if ranks == 1:
         return 0
     item_bytes = getattr(torch, case.precision).itemsize
-    num_chunks = 2 * cp.degree
-    num_held = -(-case.seq_len // num_chunks) * num_chunks // cp.degree
+    num_held = 2 * -(-case.seq_len // (2 * ranks))  # two chunks of equal length
     pair = 2 * shape.num_kv_heads * shape.head_dim  # a key and a value of one position
     # With two ranks, no gradient is computed while another is sent.
-    num_gradients = 3 if cp.degree == 2 else 4
+    num_gradients = 3 if ranks == 2 else 4
     passing = 2 * pair * item_bytes + num_gradients * pair * max(4, item_bytes)
     freed = (2 if shape.mlp == "gelu" else 4) * shape.ffn * item_bytes
     return max(0, passing - freed) * num_held * case.num_sequences // tp.degree
@@ -196,14 +181,18 @@ def peak_on_rank(
     """
     if cut is None or schedule is None:
         return of.most
-    kept = [_kept(links, num_layers, of) for links in cut]
-    heads = [*[0] * (len(cut) - 1), of.head]
-    at_work = [
-        held - head + max(of.head_peak, of.block_peak + of.ring_buffers)
-        if head
-        else held + of.block_peak - of.tied + of.ring_buffers
-        for held, head in zip(kept, heads, strict=True)
-    ]
+    kept, at_work = list[int](), list[int]()
+    for links in cut:
+        num_blocks = sum(0 < link <= num_layers for link in links)
+        # A stage saves its inputs, its blocks, and at its end what the head saves, or the sent
+        # output, which is as large as its gradient.
+        held = of.blocks * num_blocks // num_layers + of.inputs
+        if num_layers + 1 in links:
+            kept.append(held + of.head)
+            at_work.append(held + max(of.head_peak, of.block_peak + of.ring_buffers))
+        else:
+            kept.append(held + of.gradient)
+            at_work.append(kept[-1] + of.block_peak - of.tied + of.ring_buffers)
     return peak_in_flight(kept, at_work, schedule, pp_rank)
 
 
@@ -232,9 +221,63 @@ def peak_in_flight(
     return peak
 
 
-def _kept(links: Sequence[int], num_layers: int, of: Activations) -> int:
-    """Return the bytes a stage saves for a microbatch: inputs, blocks, and head or sent output."""
-    last = num_layers + 1
-    num_blocks = sum(0 < link < last for link in links)
-    end = of.head if last in links else of.gradient  # the sent output is as large as its gradient
-    return of.blocks * num_blocks // num_layers + of.inputs + end
+def microbatches_for_peak(strategy: Strategy, num: int) -> int:
+    """Return a number of microbatches, at most `num`, whose schedule has the same peak in flight.
+
+    About two microbatches per rank are enough, and a shorter schedule is faster to build. gpipe has
+    all microbatches in flight, and a schedule file may: these need all `num` microbatches.
+    """
+    pp = strategy.pp
+    if pp.kind == "gpipe" or strategy.schedule:
+        return num
+    return min(num, 2 * pp.degree + num % pp.degree)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def in_flight(
+    step: PlannedStep[DecoderModel], device: str, kept: float, logit_bytes: int
+) -> list[InFlight]:
+    """Return the bytes in flight at each pp coordinate of a decoder; see `rank_memory.memory`."""
+    strategy, model = step.strategy, step.model
+    shape, tp = model.shape, strategy.tp.degree
+
+    def of_one(has_casts: bool | None) -> Activations:
+        """Count one microbatch, scaled to the training program, with its logits in the head."""
+        of = activations(
+            *(shape, strategy, model.seq_len, step.microbatch, model.precision),
+            device="cpu" if device == "cpu" else "cuda",
+            has_documents=model.has_documents,
+            has_casts=has_casts,
+        )
+        head = of.head_peak
+        if logit_bytes:
+            tokens = step.microbatch * model.seq_len // strategy.sample_shards
+            head = of.head + tokens * (shape.vocab_size // tp) * logit_bytes
+        blocks, recomputed = int(of.blocks * kept), int(of.recomputed * kept)
+        return dataclasses.replace(of, blocks=blocks, recomputed=recomputed, head_peak=head)
+
+    cast, uncast = of_one(None), of_one(False)
+    cut = schedule = None
+    if strategy.pp.degree > 1:  # of the strategy, since a plan with one data axis may be illegal
+        cut = cut_of(strategy, shape)
+        schedule = schedule_of(strategy, microbatches_for_peak(strategy, step.accumulation))
+    # fsdp gathers the output projection of the loss in the data type in which others cast it.
+    item_bytes = getattr(torch, model.precision).itemsize
+    head_casts = shape.vocab_size * shape.hidden * item_bytes // tp if item_bytes < 4 else 0
+    ranks: list[InFlight] = []
+    alike: dict[tuple[tuple[int, bool, bool], ...], int] = {}
+    last = shape.num_layers + 1
+    for pp_rank in range(strategy.pp.degree):
+        stages = schedule.stages_of(pp_rank) if schedule is not None else ()
+        cuts = [cut[stage] for stage in stages] if cut is not None else []
+        parts = tuple((len(links), 0 in links, last in links) for links in cuts)
+        most, without_casts, without_logits = (
+            peak_on_rank(of, shape.num_layers, cut, schedule, pp_rank)
+            for of in (cast, uncast, dataclasses.replace(uncast, head_peak=uncast.head))
+        )
+        logits = without_casts - without_logits
+        of_head = min(logits, head_casts)
+        casts = max(most - without_casts + of_head, cast.block_peak - uncast.block_peak)
+        like = alike.setdefault(parts, pp_rank)
+        ranks.append(InFlight(casts, without_logits, logits - of_head, like))
+    return ranks

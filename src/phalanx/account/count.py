@@ -1,17 +1,22 @@
-"""Activation bytes of one decoder block, saved and at peak, counted by a run on the meta device.
+"""Bytes and operations of one decoder block, counted by a run on the meta device.
 
 A decoder of one block, with embedding and head, split as on a rank, runs forward and backward on
-the meta device: nothing is computed, but every allocation and free is recorded.
+the meta device (recorder.py):
 
-    embedding -> [block] -> norm, head        bytes alive at the brackets and at the end:
-    inputs       block      head              each difference is the bytes that a part saves
+    inputs  ->  block  ->  head  ->  loss            forward; the parts of the run
+    end     <-  after <- recompute <- backward  <-   backward; `loss` is the backward of the head
 
-    loss, head <- [again, block]              peak bytes alive in each part, with temporaries:
-    head_at_work  block_at_work               logits and their gradients, gradients in a block
+`count` returns bytes: alive when a part begins, so that each difference is what a part saves; and
+the peaks in the head and in the block's backward, temporaries included. Peaks are counted from the
+bytes alive when the last norm begins, the residual included. Gradients of parameters do not count,
+because they outlive backward. `work_of` returns the operations of each part.
 
-Peaks are counted from the bytes alive when the last norm begins, the residual included. Gradients
-of parameters do not count, because they outlive backward. The count assumes the kernels of the
-given device (models/kernels.py) and its attention operator:
+[Note: Tokens scale] The run of `work_of` has one whole sequence. More sequences, or a part of one,
+change only the number of tokens: the rows of a product, or the inner size of the product that
+computes a weight's gradient. So one run counts microbatches of any size. Operations on weights
+alone, such as casts of weights and of their gradients, do not change with the number of tokens.
+
+The run assumes the kernels of the given device (models/kernels.py) and its attention operator:
 
     cpu, by blocks    phalanx::causal_attention: bfloat16; documents and windows of any type
     cpu, else         _scaled_dot_product_flash_attention_for_cpu
@@ -24,12 +29,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +40,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.account.recorder import MetaRecorder, Operation, storage_id, tensors_in
 from phalanx.comm.dry_run import CountingComm
 from phalanx.models import kernels
 from phalanx.models.attention import Documents
 from phalanx.models.decoder import Block, Decoder
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
@@ -118,190 +121,189 @@ def count(case: Case) -> BlockBytes:
     Raises:
         StrategyError: the strategy cannot split this decoder.
     """
-    model, spans = decoder_of(case), AllocationTrace()
-    kernel_mode, (block, *_) = Kernels(case.device), model.blocks
-    block.forward = MethodType(functools.partial(_forward_with_marks, spans, kernel_mode), block)
-    split(case, model)
-    streams: list[int] = []
-
-    def enter(name: str, _module: Any, args: tuple[Tensor, ...]) -> None:
-        spans.mark(name)
-        streams.append(args[0].untyped_storage().nbytes())
-        if name == "head":
-            args[0].register_hook(functools.partial(spans.mark, "backward"))
-
-    block.register_forward_pre_hook(functools.partial(enter, "block"))
-    model.norm.register_forward_pre_hook(functools.partial(enter, "head"))
-    labels_BT = labels_of(case)  # alive until the end, as all inputs of a step are
-    with kernels.assumed_device(case.device, in_chunks=True), kernel_mode, spans:
-        batch = batch_of(case)
-        loss = model(labels_BT=labels_BT, **batch)
-        spans.mark("loss")
-        loss.backward()
-    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    levels, marks = spans.levels(gradients), spans.marks
+    recorder = MetaRecorder()
+    model, streams = _run(case, recorder, in_chunks=True)
+    levels = recorder.levels([_local(p.grad) for p in model.parameters() if p.grad is not None])
+    begins: dict[Any, int] = {"end": len(levels) - 1, **recorder.begins}
+    begins.setdefault("backward", begins.get("recompute", 0))  # selective: no operator is before
+    at = {part: levels[begin] for part, begin in begins.items()}
     stream, stream_of_head = streams
-    block_from, head_from, loss_from = (levels[marks[name]] for name in ("block", "head", "loss"))
-    end = marks.get("end", len(levels) - 1)
-    again = levels[marks["made again"]] - levels[marks["again"]] if "again" in marks else 0
-    floor = head_from - stream_of_head
+    floor = at["head"] - stream_of_head
     return BlockBytes(
-        inputs=block_from - stream,
+        inputs=at["block"] - stream,
         stream=stream,
-        block=head_from - block_from,
-        recompute=again,
-        head=loss_from - floor,
-        head_at_work=max(levels[marks["head"] : marks["backward"] + 1]) - floor,
-        block_at_work=max(levels[marks["backward"] : end + 1]) - floor,
+        block=at["head"] - at["block"],
+        recompute=at["after"] - at["recompute"] if "recompute" in at else 0,
+        head=at["loss"] - floor,
+        head_at_work=max(levels[begins["head"] : begins["backward"] + 1]) - floor,
+        block_at_work=max(levels[begins["backward"] : begins["end"] + 1]) - floor,
     )
 
 
-def decoder_of(case: Case) -> Decoder:
-    """Return the unsplit decoder of `case` on the meta device."""
+class Work(NamedTuple):
+    """The operations of one microbatch on one rank, by part.
+
+    Attributes:
+        inputs: the embedding, forward and backward.
+        block: forward of one block.
+        backward: backward of one block, without recomputation.
+        recompute: recomputation of one block in backward.
+        head: the last norm, the output projection and the loss, forward and backward.
+    """
+
+    inputs: tuple[Operation, ...]
+    block: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    recompute: tuple[Operation, ...]
+    head: tuple[Operation, ...]
+
+
+def product_flops(part: Iterable[Operation]) -> int:
+    """Return the FLOPs of matrix products, without attention."""
+    return sum(each.flops for each in part if any(each.product))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def work_of(case: Case) -> Work:
+    """Return the operations of a case; see [Note: Tokens scale].
+
+    Raises:
+        StrategyError: the strategy cannot split this decoder.
+    """
+    strategy = case.strategy
+    one = dataclasses.replace(case, strategy=strategy.with_whole_positions(), num_sequences=1)
+    whole, num, parts = _count(one), case.num_sequences, strategy.sample_shards
+    if num == parts:
+        return whole
+    return Work(*(tuple(_of_rows(op, one.seq_len, num, parts) for op in part) for part in whole))
+
+
+def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> Operation:
+    """Scale an operation with the number of tokens; in a product, the size that counts tokens."""
+    if of.reads_only_weights:
+        return of
+    rows, columns, inner = of.product
+    if rows:
+        by_rows = rows == num_tokens or inner != num_tokens
+        size = (rows if by_rows else inner) * num_sequences // parts
+        product = (size, columns, inner) if by_rows else (rows, columns, size)
+        rows, columns, inner = product
+        item_bytes = of.num_bytes / _elements(of.product)
+        num_bytes = int(item_bytes * _elements(product))
+    else:
+        product, num_bytes = of.product, of.num_bytes * num_sequences // parts
+    return Operation(
+        of.name,
+        of.flops * num_sequences // parts,
+        num_bytes,
+        product,
+        of.scores * num_sequences // parts,
+    )
+
+
+def _elements(product: tuple[int, int, int]) -> int:
+    rows, columns, inner = product
+    return rows * columns + rows * inner + inner * columns
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _count(case: Case) -> Work:
+    """Return the operations of `case` from a run on the meta device; results are cached."""
+    unmasked = causal_pairs(case.seq_len, case.shape.window) / case.seq_len**2
+    num_scores = case.shape.num_heads * case.seq_len**2 // case.strategy.tp.degree
+    weights: dict[int, Tensor] = {}
+    """Weights, and results computed from weights alone: storage id -> tensor, kept alive so that no
+    new storage reuses the id."""
+
+    def adjust(operation: Operation, arguments: Any, results: Any) -> Operation:
+        if "attention" in operation.name:
+            flops = int(operation.flops * unmasked)
+            operation = operation._replace(flops=flops, scores=num_scores)
+        inputs = [*tensors_in(arguments)]
+        is_of_weights = all(storage_id(x) in weights for x in inputs if x.ndim)
+        rows, _, inner = operation.product
+        if is_of_weights or (inner == case.seq_len and rows != inner):  # a weight's gradient
+            weights.update((storage_id(x), x) for x in tensors_in(results))
+        return operation._replace(reads_only_weights=is_of_weights and bool(inputs))
+
+    recorder = MetaRecorder(adjust)
+    _run(case, recorder, weights=weights)
+    of = recorder.operations
+    return Work(
+        inputs=(*of["inputs"], *of["end"]),
+        block=tuple(of["block"]),
+        backward=(*of["backward"], *of["after"]),
+        recompute=tuple(of["recompute"]),
+        head=(*of["head"], *of["loss"]),
+    )
+
+
+def _run(
+    case: Case,
+    recorder: MetaRecorder,
+    *,
+    in_chunks: bool = False,
+    weights: dict[int, Tensor] | None = None,
+) -> tuple[Decoder, list[int]]:
+    """Run the decoder of `case` forward and backward, by the parts of the drawing above.
+
+    Returns the decoder with its gradients, and the bytes of the residual at the block and at the
+    head. Adds the parameters as split to `weights`, by the id of their storage.
+    """
     compute: torch.dtype = getattr(torch, case.precision)
     with torch.device("meta"):
         model = Decoder(case.shape).to(torch.promote_types(compute, torch.float32))
     model.compute_dtype = compute
     if not case.has_casts:
         model.blocks.to(compute)
-    return model
+    kernel_mode, (block, *_), streams = Kernels(case.device), model.blocks, list[int]()
 
+    def forward(self: Block, x: Tensor, *args: Any) -> Tensor:
+        is_again = "loss" in recorder.begins
+        recorder.enter("recompute" if is_again else "block")
+        if not is_again:
+            streams.append(x.untyped_storage().nbytes())
+            if x.requires_grad:
+                x.register_hook(functools.partial(recorder.enter, "end"))
+        try:
+            with kernel_mode:  # backward runs without the modes around it
+                return Block.forward(self, x, *args)
+        finally:
+            recorder.enter("after" if is_again else "head")
 
-def split(case: Case, model: Decoder) -> None:
-    """Split `model` in place by the strategy of `case`, as one rank stores it."""
-    compute: torch.dtype = getattr(torch, case.precision)
+    def enter_head(_module: Any, args: tuple[Tensor, ...]) -> None:
+        recorder.enter("head")
+        streams.append(args[0].untyped_storage().nbytes())
+        args[0].register_hook(functools.partial(recorder.enter, "backward"))
+
+    block.forward = MethodType(forward, block)
     comm = CountingComm(case.strategy.mesh_axes(), device=case.device)
     Plan(case.strategy, model, compute=compute).apply(comm)
-
-
-def labels_of(case: Case) -> Tensor:
-    """Return the labels of one microbatch on the meta device."""
-    return torch.empty(case.num_sequences, case.seq_len, dtype=torch.int64, device="meta")
-
-
-def batch_of(case: Case) -> dict[str, Any]:
-    """Return the decoder's inputs for one microbatch, except labels, on the meta device."""
+    model.norm.register_forward_pre_hook(enter_head)
+    if weights is not None:
+        weights |= {storage_id(_local(p)): _local(p) for p in model.parameters()}
+    recorder.enter("inputs")
     rows, length = case.num_sequences, case.seq_len
     ints = functools.partial(torch.empty, dtype=torch.int64, device="meta")
-    documents: Documents | None = None
-    if case.has_documents:
-        documents = ints(rows, length, 1), ints(rows, 2, 1), length
-    return {
-        "tokens_BT": ints(rows, length),
-        "positions_BT": ints(rows if case.has_documents else 1, length),
-        "documents_BT": documents,
-        "dropout_keys_B": ints(rows),
-    }
-
-
-@dataclass(eq=False)
-class _Storage:
-    """A tensor storage, from allocation until it is freed."""
-
-    num_bytes: int
-
-
-class AllocationTrace(TorchDispatchMode):
-    """A dispatch mode that records allocations and frees of storages, and marks between them.
-
-    Attributes:
-        events: each storage with 1 when it is allocated and -1 when it is freed, in order.
-        marks: name of a part of the run -> number of events before the part begins.
-        mark_next: mark to set before the next operator; "" for none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[_Storage, int]] = []
-        self.marks: dict[str, int] = {}
-        self.mark_next = ""
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Storage]] = {}
-
-    def mark(self, name: str, *_: Any) -> None:
-        """Record that the part `name` begins now."""
-        self.marks[name] = len(self.events)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self.mark_next:
-            self.mark(self.mark_next)
-            self.mark_next = ""
-        kwargs = kwargs or {}
-        if func.overloadpacket is torch.ops.phalanx_tensor.ring_attention:
-            # Running it would loop over all blocks of all ring ranks, and save the same tensors.
-            q_BTHK: Tensor = args[0]
-            wide = torch.promote_types(q_BTHK.dtype, torch.float32)
-            sizes = q_BTHK.shape
-            out: Any = (q_BTHK.new_empty(sizes), q_BTHK.new_empty(sizes[:3], dtype=wide))
-        else:
-            out = func(*args, **kwargs)
-        given = {storage_id(x) for x in tensors_in(args, kwargs)}
-        for x in tensors_in(out):
-            if x.ndim and storage_id(x) not in given:
-                self._add(x.untyped_storage())
-        self.on_operator(func, args, kwargs, out)
-        return out
-
-    def on_operator(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        """Handle an operator that has run; subclasses override this hook."""
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = cast(Any, storage)._cdata
-        if key in self._live:
-            return
-        span = _Storage(storage.nbytes())
-
-        def free(_: Any) -> None:
-            del self._live[key]
-            self.events.append((span, -1))
-
-        self._live[key] = weakref.ref(storage, free), span
-        self.events.append((span, 1))
-
-    def levels(self, kept: list[Tensor]) -> list[int]:
-        """Return the bytes alive before the first event and after each, `kept` excluded."""
-        spans = {id(self._live[k][1]) for k in map(storage_id, kept) if k in self._live}
-        sizes = (0 if id(span) in spans else sign * span.num_bytes for span, sign in self.events)
-        return list(itertools.accumulate(sizes, initial=0))
-
-
-def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an operator's arguments or results, in order."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(*cast(Sequence[Any], value))
-        elif isinstance(value, dict):
-            yield from tensors_in(*cast(dict[str, Any], value).values())
-
-
-def storage_id(x: Tensor) -> int:
-    """Return the identity of a tensor's storage."""
-    return cast(Any, x.untyped_storage())._cdata
+    labels_BT = ints(rows, length)  # alive until the end, as all inputs of a step are
+    with kernels.assumed_device(case.device, in_chunks=in_chunks), kernel_mode, recorder:
+        documents: Documents | None = None
+        if case.has_documents:
+            documents = ints(rows, length, 1), ints(rows, 2, 1), length
+        batch: dict[str, Any] = {
+            "tokens_BT": ints(rows, length),
+            "positions_BT": ints(rows if case.has_documents else 1, length),
+            "documents_BT": documents,
+            "dropout_keys_B": ints(rows),
+        }
+        loss = model(labels_BT=labels_BT, **batch)
+        recorder.enter("loss")
+        loss.backward()
+    return model, streams
 
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _forward_with_marks(
-    spans: AllocationTrace, kernel_mode: Kernels, block: Block, x: Tensor, *args: Any
-) -> Tensor:
-    """Run the block's forward; mark begin and end of recomputation, and the end of backward."""
-    is_again = "loss" in spans.marks
-    if is_again:
-        spans.mark("again")
-    elif x.requires_grad:
-        x.register_hook(functools.partial(spans.mark, "end"))
-    try:
-        with kernel_mode:  # backward runs without the modes around it
-            return Block.forward(block, x, *args)
-    finally:
-        spans.mark_next = "made again" if is_again else ""
 
 
 class _FusedNorm(Function):
@@ -334,16 +336,12 @@ class Kernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args[:3])
+            factors: tuple[Tensor, Tensor, Tensor] = args[:3]  # q_BHTK, k_BGTK, v_BGTK
+            if not self._is_cuda:
+                return _aten._scaled_dot_product_flash_attention_for_cpu(*factors, 0.0, True)[0]
+            if factors[0].dtype.itemsize == 2:
+                return _aten._scaled_dot_product_flash_attention(*factors, 0.0, True)[0]
+            return _aten._scaled_dot_product_efficient_attention(*factors, None, True, 0.0, True)[0]
         if func is F.rms_norm and self._is_cuda:
             return _FusedNorm.apply(args[0], kwargs["weight"])
         return func(*args, **kwargs)
-
-    def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """Call the device's causal attention operator."""
-        factors = q_BHTK, k_BGTK, v_BGTK
-        if not self._is_cuda:
-            return _aten._scaled_dot_product_flash_attention_for_cpu(*factors, 0.0, True)[0]
-        if q_BHTK.dtype.itemsize == 2:
-            return _aten._scaled_dot_product_flash_attention(*factors, 0.0, True)[0]
-        return _aten._scaled_dot_product_efficient_attention(*factors, None, True, 0.0, True)[0]

@@ -30,8 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from phalanx.account.count import Case, one_block_shape
-from phalanx.account.work import Work, product_flops, work_of
+from phalanx.account.count import Case, Work, one_block_shape, product_flops, work_of
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.strategy import Recompute, Strategy

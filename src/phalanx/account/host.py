@@ -80,16 +80,12 @@ def _limits() -> Iterator[tuple[int, int]]:
         (_GROUPS, "memory.max", "memory.current"),
         (_GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        places = {base, *(base / above for path in own for above in _with_parents(path))}
+        inner = [Path(path.lstrip("/")) for path in own]
+        places = {base, *(base / above for path in inner for above in (path, *path.parents))}
         for place in places:
             limit_bytes, used_bytes = number_in(place / limit), number_in(place / use)
             if limit_bytes is not None and used_bytes is not None:
                 yield limit_bytes, max(0, used_bytes - _cached_bytes(place / "memory.stat"))
-
-
-def _with_parents(path: str) -> list[Path]:
-    inner = Path(path.lstrip("/"))
-    return [inner, *inner.parents]
 
 
 def _cached_bytes(stat: Path) -> int:

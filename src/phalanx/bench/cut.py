@@ -10,7 +10,8 @@ from typing import Annotated
 import torch
 from rich.table import Table
 
-from phalanx.account.fit import MemoryInputs, check_fit
+from phalanx.account.fit import check_fit
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
@@ -69,8 +70,9 @@ def _strategy_to_cut(text: str) -> Strategy:
 def run(config: CutConfig, say: PrintLine) -> BenchResult:
     """Measure the layers; return tables of the layers and of the cuts by FLOPs and by times."""
     strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
-    alone = MemoryInputs(shape, Strategy(), config.microbatch, 1, config.seq_len, config.precision)
-    check_fit(dataclasses.replace(alone, has_activations=False, has_moments=False), config.model, 1)
+    model = DecoderModel(shape, config.seq_len, config.precision, moments=0)
+    alone = PlannedStep(model, Strategy(), config.microbatch, 1)
+    check_fit(alone, config.model, 1, has_activations=False)
     cut = plan_decoder(strategy, shape).cut
     assert cut is not None, "the strategy has pp"
     by_flops = dataclasses.replace(strategy, cut=tuple(map(len, cut)))

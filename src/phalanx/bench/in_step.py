@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from phalanx.account.planned import decoder_step
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks
@@ -23,8 +24,7 @@ from phalanx.measure.core import SMALL, SMALL_ROWS, small_step, step_s
 from phalanx.planner import calibration
 from phalanx.planner.calibration_file import Calibration, Compute
 from phalanx.planner.machine import Core
-from phalanx.planner.parts import model_spent
-from phalanx.planner.planned import PlannedStep
+from phalanx.planner.parts import link_seconds
 from phalanx.planner.software import DEFAULT
 from phalanx.strategy import Strategy
 
@@ -47,9 +47,10 @@ def core_in_step(found: Calibration, compute: Compute, core: Core) -> Core:
     )
     alone = dataclasses.replace(core, in_step=1.0)
     measured = dataclasses.replace(found, compute=dataclasses.replace(compute, core=alone))
-    planned = PlannedStep(SMALL, Strategy(), SMALL.max_seq_len, SMALL_ROWS, 1, precision)
+    planned = decoder_step(SMALL, Strategy(), SMALL.max_seq_len, SMALL_ROWS, 1, precision)
     device = calibration.as_cluster("this", measured).device
-    in_step = one_s / model_spent(planned, device, DEFAULT).alone
+    links = link_seconds(planned, device, DEFAULT)
+    in_step = one_s / sum(of.forward.alone + of.backward.alone for of in links)
     crowd = math.log(crowd_s / one_s / _RANKS_PER_CORE) / math.log(_RANKS_PER_CORE)
     return dataclasses.replace(core, in_step=in_step, crowd=max(0.0, crowd))
 

@@ -19,7 +19,8 @@ from typing import Annotated, Literal
 import torch
 from rich.table import Table
 
-from phalanx.account.fit import MemoryInputs, check_fit, check_memory_for
+from phalanx.account.fit import check_fit, check_memory_for
+from phalanx.account.planned import decoder_step
 from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
@@ -216,17 +217,12 @@ def _check(strategy: Strategy, config: ScalingConfig) -> None:
     batch = solve_batch(
         BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
     )
-    load = MemoryInputs(
-        shape=config.model_shape,
-        strategy=strategy,
-        microbatch=batch.microbatch,
-        accumulation=batch.accumulation,
-        seq_len=config.seq_len,
-        precision=config.precision,
-        device="cuda" if config.device == "cuda" else "cpu",
-        has_activations=False,
+    load = decoder_step(
+        *(config.model_shape, strategy, config.seq_len),
+        *(batch.microbatch, batch.accumulation, config.precision),
     )
-    check_fit(load, config.model, strategy.num_ranks)
+    device = "cuda" if config.device == "cuda" else "cpu"
+    check_fit(load, config.model, strategy.num_ranks, device=device, has_activations=False)
     num_parts = plan_decoder(strategy, config.model_shape).row_shards
     if batch.microbatch % num_parts:
         legal = -(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks

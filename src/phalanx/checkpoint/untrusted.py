@@ -153,7 +153,7 @@ def decode(hint: Any, value: Any, what: str = "it") -> Any:
         return None if value is None else decode(inner[0], value, what)
     if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
         return _decode_entries(kind, cast("dict[str, Any]", value), what)
-    if kind is dict and isinstance(value, dict):
+    if kind in (dict, Mapping) and isinstance(value, dict):
         entries = cast("dict[str, Any]", value).items()
         return {name: decode(inner[1], each, f"{what} {brief(name)}") for name, each in entries}
     if not is_literal and issubclass(kind, tuple) and isinstance(value, list):

@@ -38,7 +38,6 @@ VERBS: Final[Mapping[str, str]] = {
     "verify": "prove that a strategy computes what one process computes",
     "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",
     "plan": "find the fastest strategies that fit a model on a cluster, by pricing them",
-    "predict": "predict time and memory of published runs, of which a file has one a line",
     "show": "run a method on ranks, step by step; or show devices and clusters of the catalogue",
     "doctor": "show versions, devices and backends, and let two processes meet",
     "convert": "turn Hugging Face weights into a checkpoint, or back",
@@ -51,6 +50,11 @@ NOT_BUILT: Final[Mapping[str, str]] = {
     "report": "phalanx train --report prints where time, bytes and memory went",
 }
 """Planned verb -> command that does a part of its work today."""
+
+MOVED: Final[Mapping[str, str]] = {
+    "predict": "benchmarks/planner/predict.py of the source tree predicts published runs",
+}
+"""Former verb -> where its work is done now."""
 
 LONGEST_LINE: Final = 800
 """Longest line of a usage error, in characters; longer ones, with long values, are shortened."""
@@ -161,6 +165,8 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(
             f"'{verb}' is not built yet; today {NOT_BUILT[verb]}; the verbs are {', '.join(VERBS)}"
         )
+    if verb in MOVED:
+        raise ConfigError(f"'{verb}' is no verb any more; {MOVED[verb]}")
     if verb not in VERBS:
         meant = nearest(verb, VERBS)
         if not meant and (meant := nearest(verb, NOT_BUILT)):

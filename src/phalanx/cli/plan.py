@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from rich.text import Text
 
 from phalanx.account.parameters import num_parameters
+from phalanx.account.planned import PURE, PURE_BYTES, STATE_BYTES, DecoderModel
 from phalanx.cli.plan_text import show_answer, show_arithmetic, show_several
 from phalanx.cli.screen import Preparation, print_json, screen
 from phalanx.config import ShapeConfig
@@ -21,14 +22,18 @@ from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.planner import explain, hardware
 from phalanx.planner.chart import check_picture, draw_scaling
-from phalanx.planner.departure import departures
-from phalanx.planner.given import priced_strategy
-from phalanx.planner.perfetto import write_trace
 from phalanx.planner.price import timeline
-from phalanx.planner.recipe import PURE, PURE_BYTES, STATE_BYTES
-from phalanx.planner.search import Candidate, Inequality, Question, search
+from phalanx.planner.search import (
+    Candidate,
+    Inequality,
+    OfDecoder,
+    Question,
+    priced_strategy,
+    search,
+)
 from phalanx.planner.several import BestPlan, best_on, fits_on, numbers_of, scaled
 from phalanx.planner.software import software
+from phalanx.planner.stages import write_trace
 from phalanx.strategy import Strategy, refuse_servers
 
 EXAMPLE: Final = (
@@ -111,8 +116,8 @@ def run(argv: list[str]) -> int:
     else:
         show_answer(console, document)
     if config.arithmetic:
-        shape, num = question.shape, num_parameters(question.shape).total
-        sizes = {"N": num, "L": shape.num_layers, "T": question.seq_len}
+        model, shape = question.model, question.model.shape
+        sizes = {"N": model.num_parameters, "L": shape.num_layers, "T": model.seq_len}
         sizes |= {"h": shape.hidden, "F": shape.ffn}
         rows = explain.arithmetic(question)
         show_arithmetic(console, sizes, rows)
@@ -156,7 +161,7 @@ def _check_together(config: PlanConfig) -> None:
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
-def question_of(config: PlanConfig) -> Question:
+def question_of(config: PlanConfig) -> OfDecoder:
     """Return the input of the search.
 
     Raises:
@@ -177,10 +182,8 @@ def question_of(config: PlanConfig) -> Question:
     cluster = hardware.cluster(config.cluster)
     if config.scale is not None:  # its numbers replace the number of --cluster
         cluster = hardware.CLUSTERS.get(cluster.name, cluster)
-    return Question(
-        *(shape, cluster, software(config.software), config.sequence, config.global_batch),
-        precision=config.precision,
-    )
+    model = DecoderModel(shape, config.sequence, config.precision)
+    return Question(model, cluster, software(config.software), config.global_batch)
 
 
 def _check_precision(config: PlanConfig, shape: ModelShape) -> None:
@@ -198,34 +201,19 @@ def _check_precision(config: PlanConfig, shape: ModelShape) -> None:
     raise ConfigError(f"--precision {config.precision} {why}; take bfloat16 or float16")
 
 
-def _question_values(question: Question, num_devices: int) -> dict[str, Any]:
-    return {
-        "cluster": question.cluster.name,
-        "device": question.cluster.device.name,
-        "num_devices": num_devices,
-        "usable_bytes": question.cluster.device.usable_bytes,
-        "parameters": num_parameters(question.shape).total,
-        "sequence": question.seq_len,
-        "global_batch": question.num_sequences,
-        "software": question.software.name,
-        "precision": question.precision,
-    }
-
-
-def _found(config: PlanConfig, question: Question) -> dict[str, Any]:
+def _found(config: PlanConfig, question: OfDecoder) -> dict[str, Any]:
     """Search; return the document with the fastest strategies and the nearest rejected ones."""
     found = search(question)
     _write_trace(config, question, found.candidates)
     best = found.candidates[0] if found.candidates else None
     name = None if best is None else str(best.planned.strategy)
     document = _answer(question, found.candidates, explain.neighbours(name, found.rejected))
-    document |= {"recipe": [asdict(each) for each in departures(question, best)]}
     if best is None:
         document |= {"fits_on": fits_on(question)}
     return document | {"num_legal": found.num_legal, "num_priced": found.num_priced}
 
 
-def _given(config: PlanConfig, question: Question) -> dict[str, Any]:
+def _given(config: PlanConfig, question: OfDecoder) -> dict[str, Any]:
     """Price the strategy of --strategy; return the document with its figures or its rejection."""
     assert config.strategy is not None
     strategy = Strategy.parse(config.strategy)
@@ -241,18 +229,18 @@ def _given(config: PlanConfig, question: Question) -> dict[str, Any]:
 
 
 def _answer(
-    question: Question, candidates: Sequence[Candidate], rejected: Sequence[Inequality]
+    question: OfDecoder, candidates: Sequence[Candidate], rejected: Sequence[Inequality]
 ) -> dict[str, Any]:
     num = candidates[0].planned.strategy.num_ranks if candidates else question.cluster.num_devices
     return {
-        "question": _question_values(question, num),
+        "question": explain.question_values(question, num),
         "candidates": [explain.figures(question, each) for each in candidates],
         "rejected": [asdict(each) | {"text": str(each)} for each in rejected],
         "advice": explain.advice(question, candidates[0]) if candidates else [],
     }
 
 
-def _write_trace(config: PlanConfig, question: Question, candidates: Sequence[Candidate]) -> None:
+def _write_trace(config: PlanConfig, question: OfDecoder, candidates: Sequence[Candidate]) -> None:
     """Write the timeline of the fastest candidate that has a pipeline, if --trace is given."""
     if config.trace is None:
         return
@@ -268,7 +256,7 @@ def _write_trace(config: PlanConfig, question: Question, candidates: Sequence[Ca
 
 
 def _several(
-    config: PlanConfig, question: Question, report: Callable[[str], None]
+    config: PlanConfig, question: OfDecoder, report: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the document of the best strategy on each cluster, or number of devices."""
     num_devices = question.cluster.num_devices
@@ -289,7 +277,7 @@ def _several(
         with _written(config.svg):
             draw_scaling(found, Path(config.svg))
     name = "compare" if config.compare is not None else "scale"
-    return {"question": _question_values(question, num_devices), name: found}
+    return {"question": explain.question_values(question, num_devices), name: found}
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
+from phalanx.account.module import AnyModule
+from phalanx.account.planned import PlannedStep
 from phalanx.errors import ConfigError, PhalanxError, text_of
 from phalanx.planner import explain, hardware
-from phalanx.planner.any_module import AnyModule, PlannedModule, search_module
 from phalanx.planner.price import price
-from phalanx.planner.search import Candidate, Inequality, Question, fits
+from phalanx.planner.search import Candidate, Inequality, Question, fits, search_module
 from phalanx.planner.software import software
 from phalanx.script.counting import loader_rate, module_of, question_of
 from phalanx.script.flops import stage_lines
@@ -42,24 +43,13 @@ def plan_script(
         ) from error
     question = question_of(trainer, module, on, software(program))
     answer = _searched if strategy is None else _given
-    candidates, rejected = answer(question, module, trainer, strategy)
+    candidates, rejected = answer(question, trainer, strategy)
     best = candidates[0] if candidates else None
     name = None if best is None else str(best.planned.strategy)
     shown = explain.neighbours(name, rejected) if strategy is None else rejected
     num = best.planned.strategy.num_ranks if best else question.cluster.num_devices
     return {
-        "question": {
-            "model": script,
-            "cluster": question.cluster.name,
-            "device": question.cluster.device.name,
-            "num_devices": num,
-            "usable_bytes": question.cluster.device.usable_bytes,
-            "parameters": module.num_parameters,
-            "sequence": None,
-            "global_batch": trainer.batch_size,
-            "software": question.software.name,
-            "precision": module.precision,
-        },
+        "question": {"model": script} | explain.question_values(question, num),
         "candidates": [explain.figures(question, each) for each in candidates],
         "rejected": [asdict(each) | {"text": str(each)} for each in shown],
         "advice": [*explain.advice(question, best), *_stages(best)] if best else [],
@@ -67,14 +57,12 @@ def plan_script(
     }
 
 
-def _searched(question: Question, module: AnyModule, trainer: Trainer, _: Any) -> tuple[Any, Any]:
-    found = search_module(question, module, trainer.accumulation)
+def _searched(question: Question[AnyModule], trainer: Trainer, _: Any) -> tuple[Any, Any]:
+    found = search_module(question, trainer.accumulation)
     return found.candidates, found.rejected
 
 
-def _given(
-    question: Question, module: AnyModule, trainer: Trainer, text: str | None
-) -> tuple[Any, Any]:
+def _given(question: Question[AnyModule], trainer: Trainer, text: str | None) -> tuple[Any, Any]:
     strategy = Strategy.parse(text or "")
     require_built(strategy)
     refuse_servers(strategy, "a script")
@@ -86,7 +74,7 @@ def _given(
             f"the batch of {trainer.batch_size} rows is not a multiple of {strategy.data_ranks} "
             f"data ranks x accumulation {trainer.accumulation}; the nearest batch is {legal}"
         )
-    planned: Any = PlannedModule(module, strategy, microbatch, trainer.accumulation)
+    planned = question.step(strategy, microbatch, trainer.accumulation)
     held = fits(question, planned)
     if isinstance(held, Inequality):
         return [], [held]
@@ -95,6 +83,6 @@ def _given(
 
 def _stages(best: Candidate) -> list[str]:
     """Return lines on the pipeline stages of the module; empty without a pipeline."""
-    planned: PlannedModule = cast(Any, best.planned)
-    plan = planned.plan
-    return [] if plan.cut is None else stage_lines(plan.strategy, planned.links, plan.cut)
+    planned: PlannedStep[AnyModule] = best.planned
+    plan, links = planned.plan, planned.model.links(planned.microbatch)
+    return [] if plan.cut is None else stage_lines(plan.strategy, links, plan.cut)

@@ -52,10 +52,6 @@ def show_answer(console: Console, document: dict[str, Any]) -> None:
         _say(console, "\nadvice", "bold")
         for line in document["advice"]:
             _say(console, f"  {line}")
-    if document.get("recipe"):
-        _say(console, "\nrules from practice", "bold")
-        for each in document["recipe"]:
-            _show_rule(console, each)
 
 
 def show_arithmetic(
@@ -71,18 +67,6 @@ def show_arithmetic(
     for what, formula, num_bytes in rows:
         drawn.add_row(what, formula, f"{num_bytes / 1e9:,.1f}", f"{num_bytes / 2**30:,.1f}")
     console.print(drawn)
-
-
-def _show_rule(console: Console, of: dict[str, Any]) -> None:
-    """Print a rule, the strategy it chooses, and how the search result differs."""
-    _say(console, f"  {of['kind']}, {of['rule']}: {of['why']}")
-    if of["step_time_s"] is None:
-        _say(console, f"    {of['strategy']} cannot run: {of['why_not']}")
-    else:
-        step = time_text(of["step_time_s"])
-        _say(console, f"    {of['strategy']}, microbatch {of['microbatch']}: {step}")
-    if of["departs"]:
-        _say(console, f"    {of['departs']}")
 
 
 def _say(console: Console, text: str, style: str = "") -> None:

@@ -22,13 +22,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx.account.parameters import num_parameters
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.comm.axes import AXIS_SETS, SHARDS
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of, splits_backward
-from phalanx.planner import network, roofline
-from phalanx.planner.machine import Cluster, Device
-from phalanx.planner.parts import DeviceHostSeconds, part_seconds
-from phalanx.planner.planned import PlannedStep
+from phalanx.planner import network
+from phalanx.planner.machine import Cluster
+from phalanx.planner.parts import MEMORY, DeviceHostSeconds, part_seconds
 from phalanx.planner.price import ADAM_WORDS, tensor_host_s
 from phalanx.planner.software import Software
 from phalanx.strategy import Axis, Strategy
@@ -42,11 +42,13 @@ _CALLS = 8
 _INPUTS, _HEAD, _MESSAGE = "inputs", "head", "message"
 """Keys of a stage's parts other than blocks; the key of a block is its window."""
 
+Step = PlannedStep[DecoderModel]
+
 Parts = Mapping[int | str | None, int]
 """Key of a part -> number of these parts: blocks by window, inputs, heads and messages."""
 
 
-def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
+def bound_s(planned: Step, cluster: Cluster, software: Software) -> float:
     """Return the bound in seconds.
 
     Raises:
@@ -55,10 +57,15 @@ def bound_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float
     least_s, blocks = _pipeline(planned.with_one_data_axis, cluster, software)
     sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
     exposed_s = max(sent_s - overlap * least_s, 0.5 * (1 - overlap) * sent_s)
-    return least_s + exposed_s + _optimizer_s(planned, blocks, cluster.device)
+    optimizer_s = 0.0
+    if cluster.device.core is None:
+        of_block, embedding = _weights(planned)
+        num = (of_block * blocks + embedding) / planned.strategy.num_shards
+        optimizer_s = 4 * ADAM_WORDS * num / (cluster.device.bandwidth * MEMORY)
+    return least_s + exposed_s + optimizer_s
 
 
-def pipeline_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
+def pipeline_s(planned: Step, cluster: Cluster, software: Software) -> float:
     """Return the bound in seconds for all dp and fsdp with as many data ranks.
 
     Raises:
@@ -67,20 +74,20 @@ def pipeline_s(planned: PlannedStep, cluster: Cluster, software: Software) -> fl
     return _pipeline(planned.with_one_data_axis, cluster, software)[0]
 
 
-def balanced_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
+def balanced_s(planned: Step, cluster: Cluster, software: Software) -> float:
     """Return the bound in seconds for all kinds of pp, too: equal ranks without a bubble.
 
     Raises:
         StrategyError: the strategy cannot split the model.
     """
     seconds, _ = _seconds(_of_one_kind(planned.with_one_data_axis), cluster, software)
-    shape = planned.shape
+    shape = planned.model.shape
     parts = [shape.window_of(number) for number in range(shape.num_layers)]
     model_s = sum(seconds[part] for part in (_INPUTS, _HEAD, *parts))
     return planned.accumulation * model_s / planned.strategy.pp.degree
 
 
-def _of_one_kind(planned: PlannedStep) -> PlannedStep:
+def _of_one_kind(planned: Step) -> Step:
     """Return the step of one microbatch with the default kind of pp: its parts take as long."""
     pp = Axis(planned.strategy.pp.degree, Strategy.pp.kind)
     strategy = dataclasses.replace(planned.strategy, pp=pp)
@@ -88,10 +95,10 @@ def _of_one_kind(planned: PlannedStep) -> PlannedStep:
 
 
 @functools.lru_cache(maxsize=1 << 15)
-def _pipeline(planned: PlannedStep, cluster: Cluster, software: Software) -> tuple[float, int]:
+def _pipeline(planned: Step, cluster: Cluster, software: Software) -> tuple[float, int]:
     """Return the bound without dp and fsdp, in seconds, and the blocks of the first rank."""
     strategy, num = planned.strategy, planned.accumulation
-    ranks = _of_ranks(strategy.pp, strategy.cut, planned.shape)
+    ranks = _of_ranks(strategy.pp, strategy.cut, planned.model.shape)
     both, forward = _seconds(_of_one_kind(planned), cluster, software)
     around = forward if splits_backward(strategy) else both
     least_s = max(
@@ -139,16 +146,24 @@ Seconds = Mapping[int | str | None, float]
 
 
 @functools.lru_cache(maxsize=1 << 15)
-def _seconds(planned: PlannedStep, cluster: Cluster, software: Software) -> tuple[Seconds, Seconds]:
+def _seconds(planned: Step, cluster: Cluster, software: Software) -> tuple[Seconds, Seconds]:
     """Return the seconds of each part, forward and backward, and of its forward alone."""
-    shape, device = planned.shape, cluster.device
-    num_calls = _CALLS if planned.strategy.tp.degree > 1 else 0
-    host_s = num_calls * tensor_host_s(planned.strategy, cluster, software)
-    tensor = DeviceHostSeconds(_tensor_s(planned, cluster, software), host_s)
+    shape, device = planned.model.shape, cluster.device
+    strategy = planned.strategy
+    axes, tp = strategy.mesh_axes(), strategy.tp.degree
+    tokens = planned.microbatch * planned.seq_len / strategy.sample_shards
+    stream_bytes = _ITEM_BYTES * tokens * shape.hidden  # the residual, before tp splits it
+    of_half = network.group_of(axes, ("tp",)), _CALLS * stream_bytes * (1 - 1 / tp) / 2, _CALLS // 2
+    halves = "all_gather", "reduce_scatter"
+    host_s = (_CALLS if tp > 1 else 0) * tensor_host_s(strategy, cluster, software)
+    tensor = DeviceHostSeconds(
+        sum(network.seconds(op, *of_half, cluster, software) for op in halves), host_s
+    )
+    sent = network.group_of(axes, ("pp",)), stream_bytes / tp, 1
+    message_s = network.seconds("send", *sent, cluster, software)
     windows = dict.fromkeys(shape.window_of(number) for number in range(shape.num_layers))
     parts = {each: part_seconds(planned, device, software, each) for each in windows}
     any_part = next(iter(parts.values()))
-    message_s = _message_s(planned, cluster, software)
     ends: dict[int | str | None, float] = {
         _INPUTS: any_part.inputs.alone,
         _HEAD: any_part.head.alone,
@@ -160,30 +175,7 @@ def _seconds(planned: PlannedStep, cluster: Cluster, software: Software) -> tupl
     return both, forward
 
 
-def _stream_bytes(planned: PlannedStep) -> float:
-    """Return the bytes of one microbatch's residual on a rank, before tp splits it."""
-    tokens = planned.microbatch * planned.seq_len / planned.strategy.sample_shards
-    return _ITEM_BYTES * tokens * planned.shape.hidden
-
-
-def _tensor_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return a lower bound of the time of a block's tp collectives for one microbatch."""
-    strategy = planned.strategy
-    sent = _CALLS * _stream_bytes(planned) * (1 - 1 / strategy.tp.degree)
-    group, half = network.group_of(strategy.mesh_axes(), ("tp",)), _CALLS // 2
-    halves = "all_gather", "reduce_scatter"
-    return sum(network.seconds(op, group, sent / 2, half, cluster, software) for op in halves)
-
-
-def _message_s(planned: PlannedStep, cluster: Cluster, software: Software) -> float:
-    """Return a lower bound of the time of a message between two stages."""
-    strategy = planned.strategy
-    sent = _stream_bytes(planned) / strategy.tp.degree
-    group = network.group_of(strategy.mesh_axes(), ("pp",))
-    return network.seconds("send", group, sent, 1, cluster, software)
-
-
-def _sent_s(planned: PlannedStep, blocks: int, cluster: Cluster, software: Software) -> float:
+def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) -> float:
     """Return a lower bound of dp and fsdp communication of the first rank: embedding and blocks.
 
     zero3 gathers twice and reduces once for each microbatch; zero2 gathers once a step. Each block
@@ -207,24 +199,15 @@ def _sent_s(planned: PlannedStep, blocks: int, cluster: Cluster, software: Softw
     return least_s + _least_s(planned, *of, cluster, software)
 
 
-def _optimizer_s(planned: PlannedStep, blocks: int, device: Device) -> float:
-    """Return a lower bound of the AdamW step of the first rank; 0 on a CPU."""
-    if device.core is not None:
-        return 0.0
-    of_block, embedding = _weights(planned)
-    num = (of_block * blocks + embedding) / planned.strategy.num_shards
-    return 4 * ADAM_WORDS * num / (device.bandwidth * roofline.MEMORY)
-
-
-def _weights(planned: PlannedStep) -> tuple[float, float]:
+def _weights(planned: Step) -> tuple[float, float]:
     """Return the parameters of a block, and of the embedding, on a rank before fsdp splits them."""
-    count, tp = num_parameters(planned.shape), planned.strategy.tp.degree
-    of_block = (count.attention + count.mlp) / planned.shape.num_layers
+    count, tp = num_parameters(planned.model.shape), planned.strategy.tp.degree
+    of_block = (count.attention + count.mlp) / planned.model.shape.num_layers
     return of_block / tp, count.embedding / tp
 
 
 def _least_s(
-    planned: PlannedStep,
+    planned: Step,
     op: str,
     names: tuple[str, ...],
     sent: float,

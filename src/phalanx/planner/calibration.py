@@ -103,7 +103,12 @@ def as_cluster(name: str, found: Calibration, num_devices: int | None = None) ->
     else:  # ranks share the cores
         device, num_ranks = _cores(name, found, num_there / num), num
     links = {level.name: level.link for level in found.levels}
-    inside, between = links.get("server", _usual_link(device)), links.get("cluster", _ASSUMED)
+    inside, between = links.get("server"), links.get("cluster", _ASSUMED)
+    if inside is None:  # the catalog's link within a host, or an assumed one
+        from phalanx.planner.hardware import CLUSTERS
+
+        known = CLUSTERS.get(device.name)
+        inside = known.levels[0].link if known else _ASSUMED
     num_inside = max(1, num_ranks // found.num_hosts)
     levels: list[Level] = []
     if num_inside > 1 or found.num_hosts == 1:
@@ -172,14 +177,6 @@ def _measured(name: str, found: Calibration, compute: Compute) -> Device:
         source=compute.source,
         date=compute.date,
     )
-
-
-def _usual_link(device: Device) -> Link:
-    """Return the catalog's or the assumed link within a host, for a host without measurements."""
-    from phalanx.planner.hardware import CLUSTERS
-
-    known = CLUSTERS.get(device.name)
-    return known.levels[0].link if known else _ASSUMED
 
 
 def measure(found: Calibration, arithmetics: tuple[str, ...]) -> Compute:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Final, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, cast
 
+from phalanx.checkpoint.untrusted import decode
 from phalanx.errors import ConfigError
 from phalanx.planner.machine import ARITHMETICS, Core, Level
 from phalanx.storage import read_text, replace_file
@@ -91,28 +91,23 @@ def keep(path: Path, found: Calibration) -> None:
     if path.exists():
         before = read(path)
         if (before.kind, before.device_name) == (found.kind, found.device_name):
-            compute = found.compute or before.compute
-            if found.compute and before.compute:
-                compute = _joined(before.compute, found.compute)
+            compute, earlier = found.compute, before.compute
+            if compute and earlier:  # rates of further data types
+                core = compute.core
+                if core and earlier.core:
+                    products = {**earlier.core.products, **core.products}
+                    attention = {**earlier.core.attention, **core.attention}
+                    core = dataclasses.replace(core, products=products, attention=attention)
+                best = {**earlier.best, **compute.best}
+                sustained = {**earlier.sustained, **compute.sustained}
+                compute = dataclasses.replace(compute, best=best, sustained=sustained, core=core)
             linked = found if found.levels else before
             found = dataclasses.replace(
-                found, compute=compute, levels=linked.levels, num_hosts=linked.num_hosts
+                found, compute=compute or earlier, levels=linked.levels, num_hosts=linked.num_hosts
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"format": FORMAT, **dataclasses.asdict(found)}
     replace_file(path, f"{json.dumps(document, indent=1)}\n".encode())
-
-
-def _joined(before: Compute, found: Compute) -> Compute:
-    """Return `found` with rates of further data types from `before`; `found` wins."""
-    core = found.core
-    if core and before.core:
-        products = {**before.core.products, **core.products}
-        attention = {**before.core.attention, **core.attention}
-        core = dataclasses.replace(core, products=products, attention=attention)
-    best = {**before.best, **found.best}
-    sustained = {**before.sustained, **found.sustained}
-    return dataclasses.replace(found, best=best, sustained=sustained, core=core)
 
 
 def read(path: Path) -> Calibration:
@@ -129,9 +124,16 @@ def read(path: Path) -> Calibration:
         document: dict[str, Any] = json.loads(text)
         if document.pop("format") != FORMAT:
             raise ValueError("unknown format")
-        found: Calibration = _typed(Calibration, document, "the file")
-        if found.compute is not None:
-            _check(found.compute)
+        found: Calibration = decode(Calibration, document, "the file")
+        _check(dataclasses.asdict(found), "the file")
+        if (compute := found.compute) is not None:
+            if {*compute.best} != {*compute.sustained} or not {*compute.best} & {*ARITHMETICS}:
+                best, sustained = [*compute.best], [*compute.sustained]
+                raise ValueError(f"best has rates of {best}, sustained {sustained}")
+            if compute.core is not None and not (compute.core.products and compute.core.attention):
+                raise ValueError("core has no rates")
+            if not compute.date[:4].isdecimal():
+                raise ValueError(f"date is {compute.date!r}")
         return found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
@@ -140,46 +142,18 @@ def read(path: Path) -> Calibration:
         ) from None
 
 
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    """Convert a JSON value to the type `kind` of the field `name`.
-
-    Numbers must be finite and above 0; fields in `_MAY_BE_ZERO` may be 0.
+def _check(value: Any, name: str) -> None:
+    """Check the numbers inside `value`: finite, and above 0 or, if in `_MAY_BE_ZERO`, not below.
 
     Raises:
-        ValueError: the value has another type, or is out of range.
+        ValueError: a number is out of range; the message names its field.
     """
-    of = get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return cast(Any, kind)(**{key: _typed(hints[key], value[key], key) for key in value})
-    if get_origin(kind) is UnionType:
-        return None if value is None else _typed(of[0], value, name)
-    if get_origin(kind) is tuple:
-        return tuple(_typed(of[0], each, name) for each in value)
-    if get_origin(kind) is Mapping:
-        return {key: _typed(of[1], each, f"{name} of {key}") for key, each in value.items()}
-    if get_origin(kind) is Literal:
-        is_legal = value in of
-    elif kind is str:
-        is_legal = isinstance(value, str)
-    else:
-        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-        is_legal = is_number and math.isfinite(value) and (value > 0 or name in _MAY_BE_ZERO)
-        is_legal = is_legal and value >= 0
-    if not is_legal:
-        raise ValueError(f"{name} is {value!r}")
-    return value
-
-
-def _check(compute: Compute) -> None:
-    """Check that the rates are complete: equal data types, rates of a core, and a date.
-
-    Raises:
-        ValueError: a rate or the date is missing; the message names it.
-    """
-    if compute.best.keys() != compute.sustained.keys() or not compute.best.keys() & {*ARITHMETICS}:
-        raise ValueError(f"best has rates of {[*compute.best]}, sustained {[*compute.sustained]}")
-    if compute.core is not None and not (compute.core.products and compute.core.attention):
-        raise ValueError("core has no rates")
-    if not compute.date[:4].isdecimal():
-        raise ValueError(f"date is {compute.date!r}")
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, Any]", value).items():
+            _check(inner, key)
+    elif isinstance(value, tuple):
+        for inner in cast("tuple[Any, ...]", value):
+            _check(inner, name)
+    elif isinstance(value, int | float):
+        if not (math.isfinite(value) and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))):
+            raise ValueError(f"{name} is {value!r}")

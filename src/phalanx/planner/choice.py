@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from phalanx.errors import ConfigError, time_text
 from phalanx.planner.explain import neighbours
-from phalanx.planner.given import price_microbatches
 from phalanx.planner.machine import Cluster
-from phalanx.planner.search import Candidate, Inequality, Question, search
+from phalanx.planner.search import Candidate, Inequality, OfDecoder, price_microbatches, search
 from phalanx.strategy import Strategy
 
 NUM_REJECTED = 2
@@ -42,7 +41,7 @@ class Choice:
         ]
 
 
-def choose(question: Question, strategy: Strategy | None = None) -> Choice:
+def choose(question: OfDecoder, strategy: Strategy | None = None) -> Choice:
     """Return the choice for a question; with `strategy`, choose only its microbatch.
 
     Raises:

@@ -9,16 +9,14 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from phalanx.account.parameters import num_parameters
+from phalanx.account.planned import PURE_BYTES, STATE_BYTES, DecoderModel, PlannedStep
 from phalanx.errors import StrategyError, time_text
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
-from phalanx.planner.planned import PlannedStep
-from phalanx.planner.recipe import PURE_BYTES, RING, STATE_BYTES
 from phalanx.planner.search import Candidate, Inequality, Question, fits
-from phalanx.strategy import Axis, Recompute, Strategy
+from phalanx.strategy import POSITIONS, Recompute, Strategy
 
 NUM_REJECTED: Final = 8
 """Number of rejected strategies that are reported: the nearest to the best."""
@@ -26,7 +24,7 @@ NUM_REJECTED: Final = 8
 _BOUND: Final = 0.7
 """Fraction of a step above which compute alone bounds the step."""
 
-WORTH: Final = 0.02
+_WORTH: Final = 0.02
 """Fraction of a step below which a cause is not reported."""
 
 
@@ -64,7 +62,7 @@ class Figures:
     devices: Sequence[int]
 
 
-def figures(question: Question, candidate: Candidate) -> Figures:
+def figures(question: Question[Any], candidate: Candidate) -> Figures:
     """Return the figures of a strategy that fits."""
     planned, cost = candidate.planned, candidate.price
     tokens = planned.num_sequences * planned.seq_len
@@ -91,14 +89,30 @@ def figures(question: Question, candidate: Candidate) -> Figures:
     )
 
 
-def arithmetic(question: Question) -> list[tuple[str, str, int]]:
+def question_values(question: Question[Any], num_devices: int) -> dict[str, Any]:
+    """Return the question of a plan for its JSON document, without the name of the model."""
+    is_decoder = isinstance(question.model, DecoderModel)
+    return {
+        "cluster": question.cluster.name,
+        "device": question.cluster.device.name,
+        "num_devices": num_devices,
+        "usable_bytes": question.cluster.device.usable_bytes,
+        "parameters": question.model.num_parameters,
+        "sequence": question.model.seq_len if is_decoder else None,
+        "global_batch": question.num_sequences,
+        "software": question.software.name,
+        "precision": question.model.precision,
+    }
+
+
+def arithmetic(question: Question[DecoderModel]) -> list[tuple[str, str, int]]:
     """Return what memory holds without any split, as (what, formula, bytes).
 
     N is the number of parameters, L the blocks, T the tokens of one sequence, h the width of the
     residual, and F the inner width of the feed-forward layers.
     """
-    shape, tokens = question.shape, question.seq_len
-    num = num_parameters(shape).total
+    shape, tokens = question.model.shape, question.model.seq_len
+    num = question.model.num_parameters
     whole = "weights, gradients and the two moments of AdamW"
     rows = [
         ("weights, 32 bits", "4 N", 4 * num),
@@ -118,7 +132,7 @@ def causes_s(candidate: Candidate) -> dict[str, float]:
     return {
         "compute": cost.compute_s,
         "tp": cost.tensor_s,
-        RING: cost.ring_s,
+        POSITIONS: cost.ring_s,
         "pp": cost.bubble_s,
         _of_data(candidate.planned.strategy): cost.exposed_s,
         "optimizer": cost.optimizer_s,
@@ -129,7 +143,7 @@ def _of_data(strategy: Strategy) -> str:
     return " and ".join(n for n in ("dp", "fsdp") if getattr(strategy, n).degree > 1) or "dp"
 
 
-def mesh(question: Question, strategy: Strategy) -> str:
+def mesh(question: Question[Any], strategy: Strategy) -> str:
     """Return text: each axis, outer to inner, with the smallest unit that contains its groups."""
     axes, job = strategy.mesh_axes(), question.cluster.of(strategy.num_ranks)
     if strategy.num_ranks == 1:
@@ -142,7 +156,7 @@ def mesh(question: Question, strategy: Strategy) -> str:
     return ", ".join(levels)
 
 
-def sizes(question: Question, planned: PlannedStep) -> list[int]:
+def sizes(question: Question[Any], planned: PlannedStep[Any]) -> list[int]:
     """Return the numbers of devices, up to the strategy's, on which the run can resume."""
     strategy = planned.strategy
     axis = "fsdp" if strategy.dp.degree == 1 else "dp"
@@ -172,22 +186,23 @@ def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequal
         nearest = sorted(rejected, key=lambda each: each.left / each.right)
     else:
         own = Strategy.parse(best)
-        nearest = sorted(rejected, key=lambda each: _distance(own, Strategy.parse(each.strategy)))
+
+        def distance(each: Inequality) -> float:
+            """Count how often degrees double or halve, + 0.5 per other kind, + 1 for recompute."""
+            other = Strategy.parse(each.strategy)
+            found = float(own.recompute != other.recompute)
+            for (_, axis), (_, beside) in zip(own.axes(), other.axes(), strict=True):
+                found += abs(math.log2(axis.degree / beside.degree))
+                found += 0.5 * ((axis.kind, axis.option) != (beside.kind, beside.option))
+            return found
+
+        nearest = sorted(rejected, key=distance)
     # Kinds of one axis often need equal memory: report only one of them.
     alike = {(each.what, each.left): each for each in reversed(nearest)}
     return [each for each in nearest if alike[each.what, each.left] is each][:NUM_REJECTED]
 
 
-def _distance(one: Strategy, other: Strategy) -> float:
-    """Return how many times degrees double or halve, + 0.5 per changed kind, + 1 for recompute."""
-    found = float(one.recompute != other.recompute)
-    for (_, axis), (_, beside) in zip(one.axes(), other.axes(), strict=True):
-        found += abs(math.log2(axis.degree / beside.degree))
-        found += 0.5 * ((axis.kind, axis.option) != (beside.kind, beside.option))
-    return found
-
-
-def advice(question: Question, candidate: Candidate) -> list[str]:
+def advice(question: Question[Any], candidate: Candidate) -> list[str]:
     """Return lines of advice: what bounds the step, the cost of each axis, and how to lower it."""
     of = figures(question, candidate)
     largest = max(of.causes_s, key=lambda cause: of.causes_s[cause])
@@ -198,8 +213,14 @@ def advice(question: Question, candidate: Candidate) -> list[str]:
     if largest == "compute" and part > _BOUND:
         said[0] += "; more devices shorten the step"
     said += [line for _, line in sorted(_of_axes(of, candidate), reverse=True)]
-    if (line := _of_recompute(question, candidate)) is not None:
-        said.append(line)
+    planned, policy = candidate.planned, candidate.planned.strategy.recompute
+    if policy != Recompute():
+        kept = dataclasses.replace(planned.strategy, recompute=Recompute())
+        failed = fits(question, dataclasses.replace(planned, strategy=kept))
+        if isinstance(failed, Inequality):
+            said.append(
+                f"recompute:{policy.kind} makes the strategy fit; without recomputation, {failed}"
+            )
     left = (of.usable_bytes - of.memory_bytes) / 2**30
     said.append(f"{left:.1f} GiB of each device are free on the heaviest stage")
     return said
@@ -209,47 +230,27 @@ _NAMES: Final = {"compute": "compute", "pp": "the bubble of pp", "optimizer": "t
 
 
 def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
-    """Yield (seconds, text) for each cause above `WORTH` except compute, with a way to lower it."""
+    """Yield (seconds, text) for each cause above `_WORTH` but compute, with a way to lower it."""
     strategy = candidate.planned.strategy
     data = _of_data(strategy)
+    noun = "microbatch" if of.accumulation == 1 else "microbatches"
     levers = {
         "tp": "that compute does not hide; a lower degree sends less",
-        RING: "of ring communication that attention does not hide; a lower degree or longer "
+        POSITIONS: "of ring communication that attention does not hide; a lower degree or longer "
         "sequences hide more",
         "pp": f"for the bubble of {strategy.pp.degree} stages with "
-        f"{_microbatches(of.accumulation)}; a larger batch with more microbatches lowers this part",
+        f"{of.accumulation:,} {noun}; a larger batch with more microbatches lowers this part",
         data: f"of {time_text(of.sent_s)} of communication, which compute does not hide; "
         "a larger batch hides more",
         "optimizer": "for the AdamW step; more shards shorten it",
     }
     for cause, lever in levers.items():
         seconds = of.causes_s[cause]
-        if seconds > WORTH * of.step_time_s:
-            name = cause if cause == "optimizer" else _text(strategy, cause)
+        if seconds > _WORTH * of.step_time_s:
+            axes = dict(strategy.axes())
+            parts = (f"{n}{axes[n].degree}" if n in axes else n for n in cause.split(" and "))
+            name = ",".join(parts)
             yield (
                 seconds,
                 f"{name} costs {time_text(seconds)} ({seconds / of.step_time_s:.0%}) {lever}",
             )
-
-
-def _microbatches(num: int) -> str:
-    return f"{num:,} microbatch{'' if num == 1 else 'es'}"
-
-
-def _text(strategy: Strategy, cause: str) -> str:
-    names = cause.split(" and ")
-    alone: list[Axis] = [getattr(strategy, name) for name in names]
-    return ",".join(f"{name}{axis.degree}" for name, axis in zip(names, alone, strict=True))
-
-
-def _of_recompute(question: Question, candidate: Candidate) -> str | None:
-    """Return text for a strategy that fits only with recomputation; else None."""
-    planned = candidate.planned
-    if planned.strategy.recompute == Recompute():
-        return None
-    kept = dataclasses.replace(planned.strategy, recompute=Recompute())
-    held = fits(question, dataclasses.replace(planned, strategy=kept))
-    kind = planned.strategy.recompute.kind
-    if not isinstance(held, Inequality):
-        return None
-    return f"recompute:{kind} makes the strategy fit; without recomputation, {held}"

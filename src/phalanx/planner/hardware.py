@@ -326,7 +326,15 @@ def cluster(text: str) -> Cluster:
         ConfigError: there is no such cluster, its size is no number, or it has fewer devices.
     """
     name, colon, count = text.partition(":")
-    num_devices = _count(text, name, count) if colon else None
+    num_devices: int | None = None
+    if colon:
+        try:
+            num_devices = int(count.replace(",", "").replace("_", ""))
+        except ValueError:
+            raise ConfigError(
+                f"{text!r}: {count!r} is not a number of devices; expected {name}:N, such as "
+                f"{name}:8"
+            ) from None
     if name == THIS:
         return this_machine(num_devices)
     if name.endswith(".json"):
@@ -337,12 +345,3 @@ def cluster(text: str) -> Cluster:
             f"{nearest(name.lower(), [*CLUSTERS, THIS])}; it has {', '.join([*CLUSTERS, THIS])}"
         )
     return CLUSTERS[name] if num_devices is None else CLUSTERS[name].of(num_devices)
-
-
-def _count(text: str, name: str, count: str) -> int:
-    try:
-        return int(count.replace(",", "").replace("_", ""))
-    except ValueError:
-        raise ConfigError(
-            f"{text!r}: {count!r} is not a number of devices; expected {name}:N, such as {name}:8"
-        ) from None

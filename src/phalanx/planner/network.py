@@ -97,46 +97,18 @@ def seconds(
         return 0.0
     inside = cluster.levels[0]
     if op in inside.link.measured and group.size * group.stride <= inside.devices:
-        return _measured_s(op, group, sent_bytes, calls, cluster)
+        # Ranks that share a core take turns: a hop takes longer for each other rank on the core.
+        link, others = inside.link, max(0.0, 1 / cluster.device.cores - 1)
+        cost = link.measured[op]
+        hop_s = cost.latency_s + link.turn_s * others
+        alone_s = calls * ring(op, group.size, 0)[0] * hop_s + sent_bytes / cost.bandwidth
+        return alone_s * (1.0 if cluster.device.core is None else link.in_step)
     found = reach(group, cluster, software)
     bandwidth = found.bandwidth
     if op == "send":
         bandwidth = min(bandwidth, reach(GroupLayout(2, group.stride), cluster, software).bandwidth)
     call_s = hops(op, group.size) * found.latency_s + software.call_s
     return calls * call_s + sent_bytes / bandwidth
-
-
-def _measured_s(
-    op: str, group: GroupLayout, sent_bytes: float, calls: int, cluster: Cluster
-) -> float:
-    """Return the time of collectives in a unit whose links were measured.
-
-    Ranks that share a core take turns: each hop takes `turn_s` longer for each other rank on the
-    core.
-    """
-    link, others = cluster.levels[0].link, max(0.0, 1 / cluster.device.cores - 1)
-    cost = link.measured[op]
-    hop_s = cost.latency_s + link.turn_s * others
-    alone_s = calls * ring(op, group.size, 0)[0] * hop_s + sent_bytes / cost.bandwidth
-    return alone_s * (1.0 if cluster.device.core is None else link.in_step)
-
-
-def exchange_s(
-    group: GroupLayout, sent_bytes: float, cluster: Cluster, software: Software
-) -> float:
-    """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
-
-    Data for ranks of other units is sent over the rank's own link.
-    """
-    first = cluster.levels[0]
-    inside = min(group.size, max(1, first.devices // group.stride))
-    inner_bandwidth = first.link.among(inside) * software.inner_bandwidth
-    inner_s = sent_bytes * inside / group.size / inner_bandwidth if inside > 1 else 0.0
-    if inside == group.size:
-        return inner_s + first.link.latency_s + software.call_s
-    link = cluster.levels[1].link
-    outer_s = sent_bytes * (1 - inside / group.size) / (link.bandwidth * software.outer_bandwidth)
-    return max(inner_s, outer_s) + link.latency_s + software.call_s
 
 
 def num_units(cluster: Cluster) -> int:

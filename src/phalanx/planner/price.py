@@ -1,7 +1,7 @@
 """The predicted time of a step of a strategy on a cluster, by cause.
 
 The price is of the step that `train` runs: the operations of a block, counted on the meta device
-(account/work.py), and the traffic, the cut and the schedule of the plan. No process is started.
+(account/count.py), and the traffic, the cut and the schedule of the plan. No process is started.
 
     a stage     forward  = blocks x block + collectives of tp and of rings
                 backward = blocks x (backward + again) + their collectives
@@ -16,19 +16,18 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from phalanx.account.flops import step_flops
+from phalanx.account.activations import microbatches_for_peak
+from phalanx.account.planned import PlannedStep
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
-from phalanx.parallel.plan import Plan
-from phalanx.planner import network, roofline, stages
+from phalanx.planner import network, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import NOTHING, DeviceHostSeconds, part_seconds
-from phalanx.planner.planned import PlannedStep, plan_of
+from phalanx.planner.parts import MEMORY, NOTHING, DeviceHostSeconds, link_seconds
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
-from phalanx.strategy import Strategy
+from phalanx.strategy import POSITIONS, Strategy
 
 ADAM_WORDS = 7
 """32-bit words that AdamW reads and writes per parameter: value, gradient and two moments."""
@@ -87,30 +86,21 @@ class Price:
         return self.full_flops / self.peak_flops / self.step_s
 
 
-@functools.singledispatch
-def price(planned: PlannedStep, cluster: Cluster, software: Software) -> Price:
-    """Return the predicted price of a step; any_module.py handles `PlannedModule`.
+def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price:
+    """Return the predicted price of a step.
 
     Raises:
         StrategyError: the strategy cannot split the model.
         ConfigError: the cluster has fewer devices than the strategy has ranks.
     """
-    job = cluster.of(planned.strategy.num_ranks)
-    causal, full = (
-        step_flops(planned.shape, planned.seq_len, planned.num_sequences, kind).model
-        for kind in ("causal", "full")
-    )
-    return priced(Costs(planned, job, software, plan_of(planned)), causal, full)
-
-
-def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
-    """Return the price of a step from its costs and its FLOPs with causal and full attention."""
-    planned, job, software = costs.planned, costs.job, costs.software
-    strategy = planned.strategy
+    job = cluster.of(step.strategy.num_ranks)
+    model_flops, full_flops = step.model.flops(step)
+    costs = _Costs(step, job, software)
+    strategy = step.strategy
     of_stages = costs.of_stages()
     times = tuple(of.times for of in of_stages)
     busy = [of_stages[stage] for stage in stages.busiest(times, costs.schedule)]
-    num = planned.accumulation
+    num = step.accumulation
     compute_s = num * sum(of.times.forward + of.times.backward for of in busy)
     tensor_s = num * sum(of.tensor_s for of in busy)
     ring_s = num * sum(of.ring_s for of in busy)
@@ -136,7 +126,7 @@ def priced(costs: Costs, model_flops: float, full_flops: float) -> Price:
         optimizer_s=costs.optimizer_s() / share,
         model_flops=model_flops,
         full_flops=full_flops,
-        peak_flops=job.num_devices * job.device.peak(planned.precision),
+        peak_flops=job.num_devices * job.device.peak(step.precision),
     )
 
 
@@ -158,58 +148,58 @@ class _AroundBlock(NamedTuple):
     ring_s: float
 
 
-class Costs:
+class _Costs:
     """Times of the parts of one planned step: stages, dp and fsdp communication, optimizer."""
 
-    def __init__(
-        self, planned: PlannedStep, job: Cluster, software: Software, plan: Plan[Any]
-    ) -> None:
-        self.planned, self.job, self.software, self.plan = planned, job, software, plan
-        num_rounds = stages.microbatches_for_peak(planned.strategy, planned.accumulation)
-        self.schedule: Schedule | None = plan.schedule(num_rounds)
+    def __init__(self, step: PlannedStep[Any], job: Cluster, software: Software) -> None:
+        self.step, self.job, self.software, self.plan = step, job, software, step.plan
+        num_rounds = microbatches_for_peak(step.strategy, step.accumulation)
+        self.schedule: Schedule | None = self.plan.schedule(num_rounds)
 
     def of_stages(self) -> list[StageCost]:
         """Return the times of each pipeline stage; one stage without pp."""
-        shape, last = self.planned.shape, self.planned.shape.num_layers + 1
-        windows = {shape.window_of(number) for number in range(shape.num_layers)}
-        parts = {
-            each: part_seconds(self.planned, self.job.device, self.software, each)
-            for each in windows
-        }
-        around = self._around_block(min(of.attention for of in parts.values()))
-        blocks = {
-            window: (
-                of.block.with_collectives(around.forward),
-                of.again_and_backward.with_collectives(around.backward),
-            )
-            for window, of in parts.items()
-        }
-        any_part = next(iter(parts.values()))
-        found: list[StageCost] = []
-        for links in self.plan.cut or [range(last + 1)]:
-            windows_of = [shape.window_of(link - 1) for link in links if 0 < link < last]
-            forward = sum(blocks[window][0] for window in windows_of)
-            backward = sum(blocks[window][1] for window in windows_of)
-            forward += any_part.inputs.alone if 0 in links else 0.0
-            forward += any_part.head.alone if last in links else 0.0  # includes its backward
-            times = StageTimes(forward, backward, self._message_s)
-            num = len(windows_of)
-            found.append(StageCost(times, num * around.tensor_s, num * around.ring_s))
-        return found
+        links = link_seconds(self.step, self.job.device, self.software)
+        blocks = [link for link in links if link.is_block]
+        cut = self.plan.cut or [range(len(links))]
+        of_first = (0,) if self.schedule is None else self.schedule.stages_of(0)
+        num_blocks = sum(links[at].is_block for stage in of_first for at in cut[stage])
+        attention_s = min((link.attention for link in blocks), default=0.0)
+        around = self._around_block(attention_s, num_blocks)
+        group = network.group_of(self.step.strategy.mesh_axes(), ("pp",))
+        stages: list[StageCost] = []
+        for stage in cut:
+            of_stage = [links[at] for at in stage]
+            within = [link for link in of_stage if link.is_block]
+            others = [link for link in of_stage if not link.is_block]
+            forward = sum(link.forward.with_collectives(around.forward) for link in within)
+            backward = sum(link.backward.with_collectives(around.backward) for link in within)
+            forward = sum((link.forward.alone for link in others), start=forward)
+            backward = sum((link.backward.alone for link in others), start=backward)
+            if (sent := of_stage[-1].sent_bytes) is None:
+                message_s = self._message_s
+            else:
+                message_s = network.seconds("send", group, sent, 1, self.job, self.software)
+            times = StageTimes(forward, backward, message_s)
+            num = len(within)
+            stages.append(StageCost(times, num * around.tensor_s, num * around.ring_s))
+        return stages
 
-    def _around_block(self, attention_s: float) -> _AroundBlock:
-        """Return the communication of one block for one microbatch: tp collectives and the ring."""
-        num_blocks = max(1, self._blocks_of_first)
+    def _around_block(self, attention_s: float, num_blocks: int) -> _AroundBlock:
+        """Return the communication of one block for one microbatch: tp collectives and the ring.
+
+        The plan's traffic is of the first pipeline rank, which has `num_blocks`.
+        """
+        num_blocks = max(1, num_blocks)
         tensor = {name: NOTHING for name in ("forward", "backward")}
         ring_s = 0.0
-        host_call_s = tensor_host_s(self.planned.strategy, self.job, self.software)
+        host_call_s = tensor_host_s(self.step.strategy, self.job, self.software)
         for entry in self._of_microbatch:
             if entry.axis.startswith("tp") and entry.phase in tensor:
                 device, host = tensor[entry.phase]
                 device += self._entry_s(entry) / num_blocks
                 host += entry.calls * host_call_s / num_blocks
                 tensor[entry.phase] = DeviceHostSeconds(device, host)
-            elif _is_of_ring(entry):
+            elif entry.axis == POSITIONS and entry.phase != "agree":
                 ring_s += self._entry_s(entry) / num_blocks
         # Attention overlaps ring communication, except on CPU, where the same cores do both.
         ring_s = max(0.0, ring_s - (attention_s if self.job.device.core is None else 0.0))
@@ -219,18 +209,9 @@ class Costs:
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
     @functools.cached_property
-    def _blocks_of_first(self) -> int:
-        """Number of blocks on the first pipeline rank, whose traffic the plan returns."""
-        last = self.planned.shape.num_layers + 1
-        if self.plan.cut is None or self.schedule is None:
-            return last - 1
-        stages = self.schedule.stages_of(0)
-        return sum(0 < link < last for stage in stages for link in self.plan.cut[stage])
-
-    @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
         """The traffic of a step of one microbatch, and of a step of two."""
-        size = (self.planned.microbatch, self.planned.seq_len)
+        size = (self.step.microbatch, self.step.seq_len)
         return self.plan.traffic([size]), self.plan.traffic([size] * 2)
 
     @functools.cached_property
@@ -238,10 +219,17 @@ class Costs:
         """Traffic that each further microbatch adds."""
         one, two = self._traffic
         before = {(e.phase, e.axis, e.op): e for e in one}
-        return [_less(each, before.get((each.phase, each.axis, each.op))) for each in two]
+        further: list[Entry] = []
+        for each in two:
+            if (less := before.get((each.phase, each.axis, each.op))) is not None:
+                names = ("calls", "payload_bytes", "sent_bytes")
+                more = {name: getattr(each, name) - getattr(less, name) for name in names}
+                each = dataclasses.replace(each, **more)
+            further.append(each)
+        return further
 
     def _entry_s(self, entry: Entry) -> float:
-        strategy = self.planned.strategy
+        strategy = self.step.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
         of = entry.op, group, entry.sent_bytes, entry.calls
@@ -250,7 +238,7 @@ class Costs:
     @functools.cached_property
     def _message_s(self) -> float:
         """Seconds of one message between stages."""
-        strategy = self.planned.strategy
+        strategy = self.step.strategy
         sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:
             return 0.0
@@ -266,16 +254,16 @@ class Costs:
         """Return the time of all gradient and weight communication of a step over dp and fsdp."""
         per = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_data(e))
         once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
-        return max(0.0, once - per) + per * self.planned.accumulation
+        return max(0.0, once - per) + per * self.step.accumulation
 
     def optimizer_s(self) -> float:
         """Return the time of the AdamW step, which is bound by memory bandwidth."""
-        held = self.plan.holds(self.planned.accumulation)
+        held = self.plan.holds(self.step.accumulation)
         words = ADAM_WORDS * held.parameter_bytes
         device = self.job.device
         if device.core is not None:
             return words * min(1.0, device.cores) / device.bandwidth
-        return words / (device.bandwidth * roofline.MEMORY)
+        return words / (device.bandwidth * MEMORY)
 
 
 def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float:
@@ -289,31 +277,15 @@ def _is_of_data(entry: Entry) -> bool:
     return bool({"dp", "fsdp"} & {*entry.axis.split("_")}) and entry.phase != "agree"
 
 
-def _is_of_ring(entry: Entry) -> bool:
-    is_other = _is_of_data(entry) or entry.axis == "pp" or entry.axis.startswith("tp")
-    return not is_other and entry.phase != "agree"
-
-
-def _less(entry: Entry, other: Entry | None) -> Entry:
-    if other is None:
-        return entry
-    return dataclasses.replace(
-        entry,
-        calls=entry.calls - other.calls,
-        payload_bytes=entry.payload_bytes - other.payload_bytes,
-        sent_bytes=entry.sent_bytes - other.sent_bytes,
-    )
-
-
-def timeline(planned: PlannedStep, cluster: Cluster, software: Software) -> Timeline | None:
+def timeline(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Timeline | None:
     """Return the predicted timeline of all pipeline ranks, in seconds; None without a pipeline.
 
     Raises:
         StrategyError: the strategy cannot split the model.
     """
-    strategy = planned.strategy
+    strategy = step.strategy
     if strategy.pp.degree == 1:
         return None
     job = cluster.of(strategy.num_ranks)
-    of_stages = Costs(planned, job, software, plan_of(planned)).of_stages()
-    return stages.timeline(strategy, planned.accumulation, tuple(of.times for of in of_stages))
+    of_stages = _Costs(step, job, software).of_stages()
+    return stages.timeline(strategy, step.accumulation, tuple(of.times for of in of_stages))

@@ -1,5 +1,7 @@
 """The search for the fastest strategy that fits, over degrees, kinds, microbatches and policies.
 
+`search` is of decoders, `search_module` of any module, `price_microbatches` of a given strategy.
+
     candidates   every legal strategy, in families that differ only in the kind of pp, dp and fsdp
     opened       a family in rising order of a lower bound of all its prices: first by kind of pp,
                  then by dp and fsdp
@@ -21,19 +23,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Generic, Literal, NamedTuple, cast
 
-from phalanx.errors import ConfigError, StrategyError
-from phalanx.models.shape import ModelShape
-from phalanx.parallel.pipeline.cut import check_schedule, splits_backward
+from phalanx.account.module import AnyModule
+from phalanx.account.planned import AnyModel, DecoderModel, PlannedStep
+from phalanx.account.rank_memory import StageMemory, heaviest, least_bytes, memory
+from phalanx.errors import BatchError, ConfigError, StrategyError
+from phalanx.parallel.pipeline.cut import check_schedule, num_stages, splits_backward
 from phalanx.planner.bound import balanced_s, bound_s, pipeline_s
-from phalanx.planner.held import StageMemory, heaviest, memory
 from phalanx.planner.machine import Cluster, Device
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import Price, price
-from phalanx.planner.recipe import RING
 from phalanx.planner.software import Software
-from phalanx.strategy import AXES, Axis, Recompute, Strategy
+from phalanx.strategy import AXES, POSITIONS, Axis, Recompute, Strategy, require_built
 from phalanx.strategy.kinds import KINDS
 
 RECOMPUTE: Final = ("none", "selective", "full")
@@ -47,44 +48,25 @@ _LEAST_TOKENS: Final = 2048
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(Generic[AnyModel]):
     """The input of the search: a job and a cluster.
 
     Attributes:
-        num_sequences: sequences of the global batch.
+        num_sequences: sequences of the global batch; of a module, rows.
         microbatch: the only microbatch size allowed; None for all divisors of a rank's rows.
         without: axes that must not be used.
-        has_documents: whether a sequence packs several documents.
     """
 
-    shape: ModelShape
+    model: AnyModel
     cluster: Cluster
     software: Software
-    seq_len: int
     num_sequences: int
-    precision: str = "bfloat16"
     microbatch: int | None = None
     without: tuple[str, ...] = ()
-    has_documents: bool = False
 
-    def microbatches(self, strategy: Strategy, rows: int) -> Sequence[int]:
-        """Return the rising microbatch sizes that divide the `rows` of a data rank.
-
-        Larger ones are left out if the inputs of the blocks, 16 bits each, fill a device.
-        """
-        if self.microbatch is not None:
-            return [] if rows % self.microbatch else [self.microbatch]
-        inputs = 2 * self.seq_len * self.shape.hidden * self.shape.num_layers
-        shards = strategy.pp.degree * strategy.sample_shards * strategy.tp.degree
-        most = self.cluster.device.usable_bytes * shards // inputs
-        return [size for size in _divisors(rows) if size <= max(1, most)]
-
-    def step(self, strategy: Strategy, microbatch: int, accumulation: int) -> PlannedStep:
+    def step(self, strategy: Strategy, microbatch: int, accumulation: int) -> PlannedStep[AnyModel]:
         """Return the planned step of a strategy."""
-        return PlannedStep(
-            *(self.shape, strategy, self.seq_len, microbatch, accumulation, self.precision),
-            has_documents=self.has_documents,
-        )
+        return PlannedStep(self.model, strategy, microbatch, accumulation)
 
 
 @dataclass(frozen=True)
@@ -108,7 +90,7 @@ class Inequality:
 class Candidate:
     """A strategy that fits, with its price and the memory of its heaviest stage."""
 
-    planned: PlannedStep
+    planned: PlannedStep[Any]
     price: Price
     memory: StageMemory
 
@@ -130,7 +112,11 @@ class Found:
     num_priced: int
 
 
-def search(question: Question, wanted: int = 10) -> Found:
+Step = PlannedStep[DecoderModel]
+OfDecoder = Question[DecoderModel]
+
+
+def search(question: OfDecoder, wanted: int = 10) -> Found:
     """Return the `wanted` fastest strategies that fit, and the rejected strategies.
 
     Raises:
@@ -144,13 +130,13 @@ def search(question: Question, wanted: int = 10) -> Found:
         num, num_devices = question.num_sequences, question.cluster.num_devices
         legal = max(1, round(num / num_devices)) * num_devices
         raise ConfigError(
-            f"no strategy splits {num} sequences of {question.seq_len} tokens over {num_devices} "
-            f"devices; the nearest batch that data parallelism splits is {legal}"
+            f"no strategy splits {num} sequences of {question.model.seq_len} tokens over "
+            f"{num_devices} devices; the nearest batch that data parallelism splits is {legal}"
         )
     return found
 
 
-def _search(question: Question, wanted: int, *, is_wide: bool) -> Found:
+def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
     """Search the degrees of `splits_with_data`."""
     cluster, software = question.cluster, question.software
     rejected: dict[str, Inequality] = {}
@@ -166,7 +152,7 @@ def _search(question: Question, wanted: int, *, is_wide: bool) -> Found:
         num_legal += sum(family.num_steps for family in families(question, base, data))
         rows = question.num_sequences // (cluster.num_devices // base.num_ranks)
         left: list[tuple[Axis, Axis]] = []
-        for size in question.microbatches(base, rows)[-1:]:  # the largest has the fewest gradients
+        for size in microbatches(question, base, rows)[-1:]:  # the largest has the fewest gradients
             for dp, fsdp in data:
                 strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp)
                 failed = too_large(question.step(strategy, size, rows // size), cluster.device)
@@ -177,7 +163,7 @@ def _search(question: Question, wanted: int, *, is_wide: bool) -> Found:
         for family in families(question, base, left):
             add(family)
     fitting: dict[str, Sequence[int]] = {}
-    found: dict[str, tuple[PlannedStep, Price]] = {}
+    found: dict[str, tuple[Step, Price]] = {}
     limit_s = math.inf
     while opened and opened[0][0] <= limit_s:
         family = heapq.heappop(opened)[-1]
@@ -212,8 +198,8 @@ def _search(question: Question, wanted: int, *, is_wide: bool) -> Found:
 
 
 def that_fit(
-    question: Question, steps: Sequence[PlannedStep]
-) -> tuple[Sequence[PlannedStep], Inequality | None]:
+    question: OfDecoder, steps: Sequence[Step]
+) -> tuple[Sequence[Step], Inequality | None]:
     """Return the steps that fit, and why the smallest of the others does not.
 
     Memory rises with the microbatch. Only a single microbatch may hold fewer gradients, because
@@ -228,7 +214,7 @@ def that_fit(
     """
     failed: list[Inequality] = []
 
-    def is_rejected(planned: PlannedStep) -> bool:
+    def is_rejected(planned: Step) -> bool:
         held = fits(question, planned)
         failed.extend([held] if isinstance(held, Inequality) else [])
         return isinstance(held, Inequality)
@@ -240,13 +226,13 @@ def that_fit(
     room = question.cluster.device.usable_bytes
     for each in alone:
         stages = each.strategy.tp.degree * each.strategy.pp.degree
-        fewer = 2 * 4 * each.num_parameters / stages  # a stage has at most twice the mean
+        fewer = 2 * 4 * each.model.num_parameters / stages  # a stage has at most twice the mean
         if (not failed or failed[0].left - fewer <= room) and not is_rejected(each):
             fit.append(each)
     return fit, min(failed, key=lambda each: each.left, default=None)
 
 
-def order(planned: PlannedStep, cost: Price) -> tuple[float, float, int, str]:
+def order(planned: PlannedStep[Any], cost: Price) -> tuple[float, float, int, str]:
     """Return the sort key of a priced step: step time, then simplicity of the strategy."""
     strategy = planned.strategy
     parts = [(name, axis) for name, axis in strategy.axes() if axis.degree > 1]
@@ -266,7 +252,7 @@ class StepFamily(NamedTuple):
         data: the (dp, fsdp) axes to choose from.
     """
 
-    planned: PlannedStep
+    planned: Step
     stages: Sequence[Axis]
     data: Sequence[tuple[Axis, Axis]]
 
@@ -302,18 +288,18 @@ class StepFamily(NamedTuple):
                 yield StepFamily(planned, self.stages, [each])
 
 
-def check(question: Question) -> None:
+def check(question: Question[Any]) -> None:
     """Check the sizes of a question.
 
     Raises:
         ConfigError: the batch or the sequence length is below 1.
     """
-    for what, size in (("batch", question.num_sequences), ("sequence", question.seq_len)):
+    for what, size in (("batch", question.num_sequences), ("sequence", question.model.seq_len)):
         if size < 1:
             raise ConfigError(f"plan: the {what} is {size}; it must be at least 1")
 
 
-def fits(question: Question, planned: PlannedStep) -> StageMemory | Inequality:
+def fits(question: Question[Any], planned: PlannedStep[Any]) -> StageMemory | Inequality:
     """Return the memory of the heaviest stage, or why the step does not fit.
 
     Raises:
@@ -322,7 +308,8 @@ def fits(question: Question, planned: PlannedStep) -> StageMemory | Inequality:
     device = question.cluster.device
     if (failed := too_large(planned, device)) is not None:
         return failed
-    stages = memory(planned, device, question.software)
+    of = question.software
+    stages = memory(planned, device.kind, kept=of.kept, logit_bytes=of.logit_bytes)
     most = heaviest(stages)
     if most.total <= device.usable_bytes:
         return most
@@ -331,7 +318,7 @@ def fits(question: Question, planned: PlannedStep) -> StageMemory | Inequality:
     return Inequality(str(planned.strategy), where, most.total, device.usable_bytes)
 
 
-def too_large(planned: PlannedStep, device: Device) -> Inequality | None:
+def too_large(planned: PlannedStep[Any], device: Device) -> Inequality | None:
     """Return why the trained state alone does not fit; None if it fits."""
     least, room = least_bytes(planned), device.usable_bytes
     if least <= room:
@@ -340,27 +327,25 @@ def too_large(planned: PlannedStep, device: Device) -> Inequality | None:
     return Inequality(str(planned.strategy), what, least, room)
 
 
-def least_bytes(planned: PlannedStep) -> float:
-    """Return a lower bound of the trained state's bytes on a rank, for a stage of average size.
+def microbatches(question: OfDecoder, strategy: Strategy, rows: int) -> Sequence[int]:
+    """Return the rising microbatch sizes that divide the `rows` of a data rank.
 
-    This is the rank's shard of weights, gradients and moments, and the tensors that its ZeRO stage
-    leaves unsharded: 16-bit weights for zero1 and zero2, and 32-bit gradients for zero1 with
-    accumulation.
+    Larger ones are left out if the inputs of the blocks, 16 bits each, fill a device.
     """
-    strategy = planned.strategy
-    split = planned.num_parameters / strategy.tp.degree / strategy.pp.degree
-    if strategy.fsdp.degree == 1:
-        return planned.state_bytes * split
-    shard = split / strategy.num_shards
-    whole = {"zero1": 2 + (4 if planned.accumulation > 1 else 0), "zero2": 2}
-    return planned.state_bytes * shard + whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)
+    if question.microbatch is not None:
+        return [] if rows % question.microbatch else [question.microbatch]
+    model = question.model
+    inputs = 2 * model.seq_len * model.shape.hidden * model.shape.num_layers
+    shards = strategy.pp.degree * strategy.sample_shards * strategy.tp.degree
+    most = question.cluster.device.usable_bytes * shards // inputs
+    return [size for size in _divisors(rows) if size <= max(1, most)]
 
 
-def steps_of(question: Question, strategy: Strategy) -> list[PlannedStep]:
+def steps_of(question: OfDecoder, strategy: Strategy) -> list[Step]:
     """Return the steps of a strategy in rising order of their microbatches."""
     rows = question.num_sequences // strategy.data_ranks
-    found: list[PlannedStep] = []
-    for size in question.microbatches(strategy, rows):
+    found: list[Step] = []
+    for size in microbatches(question, strategy, rows):
         with contextlib.suppress(StrategyError):  # the schedule would be too long
             check_schedule(strategy, rows // size)
             found.append(question.step(strategy, size, rows // size))
@@ -368,7 +353,7 @@ def steps_of(question: Question, strategy: Strategy) -> list[PlannedStep]:
 
 
 def splits_with_data(
-    question: Question, *, is_wide: bool = False
+    question: OfDecoder, *, is_wide: bool = False
 ) -> Iterator[tuple[Strategy, Sequence[tuple[Axis, Axis]]]]:
     """Yield each legal split without dp and fsdp, and the (dp, fsdp) axes of the other devices.
 
@@ -382,17 +367,17 @@ def splits_with_data(
 
 
 def families(
-    question: Question, base: Strategy, data: Sequence[tuple[Axis, Axis]]
+    question: OfDecoder, base: Strategy, data: Sequence[tuple[Axis, Axis]]
 ) -> Iterator[StepFamily]:
     """Yield the families of a split, by microbatch and recomputation, without fsdp and with."""
-    num_layers = question.shape.num_layers
+    num_layers = question.model.shape.num_layers
     for has_fsdp in (False, True):
         group = [each for each in data if (each[1].degree > 1) == has_fsdp]
         if not group:
             continue
         dp, fsdp = group[0]
         rows = question.num_sequences // (dp.degree * fsdp.degree)
-        for size, policy in itertools.product(question.microbatches(base, rows), RECOMPUTE):
+        for size, policy in itertools.product(microbatches(question, base, rows), RECOMPUTE):
             recompute = Recompute(policy)
             strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp, recompute=recompute)
             split = dataclasses.replace(strategy, pp=Axis(base.pp.degree, "zbv"))
@@ -419,20 +404,17 @@ def _stages(degree: int, num_layers: int, *, is_split: bool) -> list[Axis]:
     return [Axis(degree, kind, chunks) for kind, chunks in found]
 
 
-def _splits(question: Question, *, is_wide: bool) -> Iterator[Strategy]:
+def _splits(question: OfDecoder, *, is_wide: bool) -> Iterator[Strategy]:
     """Yield the legal combinations of degrees of all axes except dp and fsdp."""
-    shape, num_devices = question.shape, question.cluster.num_devices
+    shape, num_devices = question.model.shape, question.cluster.num_devices
     most = {
         "pp": min(_MOST_PP, shape.num_layers),
         "tp": _MOST_TP if is_wide else min(_MOST_TP, question.cluster.levels[0].devices),
+        POSITIONS: _MOST_RING if is_wide else max(1, question.model.seq_len // _LEAST_TOKENS),
     }
-    of_samples = _MOST_RING if is_wide else max(1, question.seq_len // _LEAST_TOKENS)
-    axes = [name for name in AXES if name not in ("dp", "fsdp")]
+    axes = [name for name in AXES if name in most]
     most |= dict.fromkeys(question.without, 1)
-    choices = [
-        [size for size in _divisors(num_devices) if size <= most.get(name, of_samples)]
-        for name in axes
-    ]
+    choices = [[size for size in _divisors(num_devices) if size <= most[name]] for name in axes]
     for degrees in itertools.product(*choices):
         strategy = Strategy()
         for name, degree in zip(axes, degrees, strict=True):
@@ -440,16 +422,11 @@ def _splits(question: Question, *, is_wide: bool) -> Iterator[Strategy]:
         tp = strategy.tp.degree
         if shape.num_heads % tp or shape.num_kv_heads % tp:
             continue
-        if question.seq_len % length_unit(strategy) == 0:
-            ring: Axis = getattr(strategy, RING)
-            for kind in KINDS[RING] if ring.degree > 1 else [ring.kind]:
-                yield dataclasses.replace(strategy, **{RING: Axis(ring.degree, kind)})
-
-
-def length_unit(strategy: Strategy) -> int:
-    """Return the unit that must divide the sequence length; a ring has two chunks per rank."""
-    shards, tp = strategy.sample_shards, strategy.tp.degree
-    return math.lcm(2 * shards if shards > 1 else 1, shards * tp)
+        degree = strategy.sample_shards
+        for kind in KINDS[POSITIONS] if degree > 1 else [getattr(strategy, POSITIONS).kind]:
+            split = dataclasses.replace(strategy, **{POSITIONS: Axis(degree, kind)})
+            if question.model.seq_len % split.length_unit == 0:
+                yield split
 
 
 def of_data(replicas: int) -> Iterator[tuple[Axis, Axis]]:
@@ -464,3 +441,113 @@ def of_data(replicas: int) -> Iterator[tuple[Axis, Axis]]:
 def _divisors(number: int) -> list[int]:
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
+
+
+def priced_strategy(
+    question: OfDecoder, strategy: Strategy, microbatch: int | None = None
+) -> Candidate | Inequality:
+    """Return a priced strategy, or why it does not fit; if `microbatch` is None, at the fastest.
+
+    Raises:
+        PhalanxError: see `price_microbatches`.
+    """
+    found = price_microbatches(question, strategy, microbatch)
+    return min(
+        found, key=lambda each: each.price.step_s if isinstance(each, Candidate) else math.inf
+    )
+
+
+def price_microbatches(
+    question: OfDecoder, strategy: Strategy, microbatch: int | None = None
+) -> list[Candidate | Inequality]:
+    """Return the priced strategy for each microbatch that fits, and why the next does not.
+
+    Raises:
+        ConfigError: the batch or the sequence length is below 1.
+        StrategyError: the strategy is not built, or cannot split the model or the sequence.
+        BatchError: the data ranks, or the microbatch, do not divide the batch.
+    """
+    check(question)
+    require_built(strategy)
+    _ = question.step(strategy, 1, 1).plan  # raises if no other length or batch would help
+    seq_len, unit = question.model.seq_len, strategy.length_unit
+    if seq_len % unit:
+        legal = max(1, round(seq_len / unit)) * unit
+        raise StrategyError(
+            f"{strategy} needs a sequence length that is a multiple of {unit} tokens, not "
+            f"{seq_len}; the nearest is {legal}"
+        )
+    unit = strategy.data_ranks * (microbatch or 1)
+    rows, rest = divmod(question.num_sequences, strategy.data_ranks)
+    if question.num_sequences % unit:
+        legal = max(1, round(question.num_sequences / unit)) * unit
+        each = f"microbatch {microbatch} x " if microbatch else ""
+        raise BatchError(
+            f"the batch of {question.num_sequences} sequences is not a multiple of {each}"
+            f"{strategy.data_ranks} data ranks = {unit}; the nearest batch is {legal}"
+        )
+    assert not rest, "the unit is a multiple of the data ranks"
+    asked = dataclasses.replace(question, microbatch=microbatch or question.microbatch)
+    check_schedule(strategy, rows // max(microbatches(asked, strategy, rows), default=rows))
+    fitting, failed = that_fit(question, steps_of(asked, strategy))
+    found: list[Candidate | Inequality] = [] if failed is None else [failed]
+    for planned in fitting:
+        held = fits(question, planned)
+        assert not isinstance(held, Inequality), "what does not fit is not priced"
+        cost = price(planned, question.cluster, question.software)
+        found.append(Candidate(planned, cost, held))
+    return found
+
+
+def search_module(question: Question[AnyModule], accumulation: int) -> Found:
+    """Return the fastest strategies of a module that fit, and the rejected strategies.
+
+    The batch has `question.num_sequences` rows, in `accumulation` microbatches per rank.
+
+    Raises:
+        ConfigError: no strategy divides the batch, or the module cannot be counted.
+    """
+    found: list[Candidate] = []
+    rejected: dict[str, Inequality] = {}
+    num_legal = 0
+    for planned in _steps_of_module(question, accumulation):
+        try:
+            check_schedule(planned.strategy, planned.accumulation)
+            held = fits(question, planned)
+            num_legal += 1
+            if isinstance(held, Inequality):
+                rejected.setdefault(str(planned.strategy), held)
+                continue
+            cost = price(planned, question.cluster, question.software)
+        except StrategyError:  # the strategy cannot split this module
+            continue
+        found.append(Candidate(planned, cost, held))
+    if not num_legal:
+        raise ConfigError(
+            f"no strategy splits the batch of {question.num_sequences} rows at accumulation "
+            f"{accumulation} over {question.cluster.num_devices} devices; take a batch that is a "
+            "multiple of both"
+        )
+    found.sort(key=lambda each: each.price.step_s)
+    return Found(tuple(found[:10]), tuple(rejected.values()), num_legal, len(found))
+
+
+def _steps_of_module(
+    question: Question[AnyModule], accumulation: int
+) -> Iterator[PlannedStep[AnyModule]]:
+    """Yield the steps that use all devices of the cluster and divide the batch evenly."""
+    num_devices = question.cluster.num_devices
+    links = question.model.links(1 if question.num_sequences < num_devices else 2)
+    policies = ["none", *(["full"] if any(link.is_block for link in links) else [])]
+    for pp in range(1, min(num_devices, len(links)) + 1):
+        replicas, rest = divmod(num_devices, pp)
+        microbatch, uneven = divmod(question.num_sequences, replicas * accumulation)
+        if rest or uneven or not microbatch:
+            continue
+        stages = Strategy(pp=Axis(pp, Strategy.pp.kind)) if pp > 1 else Strategy()
+        if pp > 1 and num_stages(stages) > len(links):
+            continue
+        for (dp, fsdp), policy in itertools.product(of_data(replicas), policies):
+            recompute = Recompute(cast(Any, policy))
+            strategy = dataclasses.replace(stages, dp=dp, fsdp=fsdp, recompute=recompute)
+            yield question.step(strategy, microbatch, accumulation)

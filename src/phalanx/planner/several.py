@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from phalanx.account.parameters import num_parameters
+from phalanx.account.planned import STATE_BYTES
 from phalanx.errors import ConfigError
 from phalanx.planner.explain import Figures, figures
 from phalanx.planner.hardware import CLUSTERS
 from phalanx.planner.machine import Cluster
-from phalanx.planner.recipe import STATE_BYTES
-from phalanx.planner.search import Question, search
+from phalanx.planner.search import OfDecoder, search
 
 _MOST_LARGER: Final = 1 << 10
 """Largest multiple of the devices that is tried where nothing fits."""
@@ -42,7 +41,7 @@ class BestPlan:
     efficiency: float | None = None
 
 
-def best_on(question: Question, cluster: Cluster) -> BestPlan:
+def best_on(question: OfDecoder, cluster: Cluster) -> BestPlan:
     """Return the best strategy of a question on another cluster, or why there is none."""
     asked = dataclasses.replace(question, cluster=cluster)
     here = BestPlan(cluster=cluster.name, num_devices=cluster.num_devices)
@@ -61,7 +60,7 @@ def best_on(question: Question, cluster: Cluster) -> BestPlan:
     return dataclasses.replace(here, figures=figures(asked, found.candidates[0]))
 
 
-def scaled(question: Question, numbers: Iterable[int]) -> Iterator[BestPlan]:
+def scaled(question: OfDecoder, numbers: Iterable[int]) -> Iterator[BestPlan]:
     """Yield the best strategy for each number of devices, with the global batch fixed."""
     first: tuple[int, float] | None = None
     for number in numbers:
@@ -74,10 +73,10 @@ def scaled(question: Question, numbers: Iterable[int]) -> Iterator[BestPlan]:
         yield best
 
 
-def fits_on(question: Question) -> BestPlan | None:
+def fits_on(question: OfDecoder) -> BestPlan | None:
     """Return the best plan on the first multiple of the devices, by doubling, on which one fits."""
     whole = CLUSTERS.get(question.cluster.name, question.cluster)
-    state_bytes = STATE_BYTES * num_parameters(question.shape).total
+    state_bytes = STATE_BYTES * question.model.num_parameters
     number = question.cluster.num_devices
     while (number := 2 * number) <= min(
         whole.num_devices, _MOST_LARGER * question.cluster.num_devices

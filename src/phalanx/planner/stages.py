@@ -1,13 +1,15 @@
-"""Length of a pipeline step, from the seconds of its stages."""
+"""Length of a pipeline step, from the seconds of its stages; its timeline as a file."""
 
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from phalanx.parallel.pipeline.cut import schedule_of
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -31,18 +33,6 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
         return (0,)
     ranks = [schedule.stages_of(rank) for rank in range(len(schedule.orders))]
     return max(ranks, key=lambda stages: sum(times[s].forward + times[s].backward for s in stages))
-
-
-def microbatches_for_peak(strategy: Strategy, num: int) -> int:
-    """Return a number of microbatches, at most `num`, whose schedule has the same peak in flight.
-
-    About two microbatches per rank are enough, and a shorter schedule is faster to build. gpipe has
-    all microbatches in flight, and a schedule file may: these need all `num` microbatches.
-    """
-    pp = strategy.pp
-    if pp.kind == "gpipe" or strategy.schedule:
-        return num
-    return min(num, 2 * pp.degree + num % pp.degree)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -182,3 +172,39 @@ def timeline(strategy: Strategy, num_microbatches: int, times: tuple[StageTimes,
     schedule = schedule_of(strategy, num_microbatches)
     seconds = _seconds(times, schedule)
     return simulate(schedule, lambda of: seconds[_place(of.op, of.stage, schedule)])
+
+
+NAMES: Final = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
+}
+"""Letter of an action -> its name in the trace."""
+
+
+def write_trace(timeline: Timeline, path: Path) -> None:
+    """Write a trace with a lane for each pipeline rank, in microseconds.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, lane in enumerate(timeline.lanes):
+        name = {"name": f"pp rank {rank}"}
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": name})
+        for action, begin, end in lane:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{NAMES[action.op]} {action.microbatch}",
+                    "cat": NAMES[action.op],
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": 1e6 * begin,
+                    "dur": 1e6 * (end - begin),
+                    "args": {"stage": action.stage, "microbatch": action.microbatch},
+                }
+            )
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")

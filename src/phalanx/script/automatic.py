@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from phalanx.checkpoint.files import find_whole
 from phalanx.config.schema import JobConfig
 from phalanx.launch.rank_env import is_under_torchrun
-from phalanx.planner.any_module import search_module
 from phalanx.planner.calibration import ASSUMED, this_machine
 from phalanx.planner.choice import choice_of
+from phalanx.planner.search import search_module
 from phalanx.planner.software import DEFAULT
 from phalanx.script.counting import module_of, question_of
 from phalanx.strategy import Strategy
@@ -45,6 +45,6 @@ def chosen(trainer: Trainer, name: str, config: JobConfig) -> tuple[Strategy, li
     cluster = this_machine(given.num_ranks, ASSUMED if is_under_torchrun() else None)
     module = module_of(trainer, name)
     question = question_of(trainer, module, cluster, DEFAULT)
-    found = search_module(question, module, trainer.accumulation)
+    found = search_module(question, trainer.accumulation)
     choice = choice_of(found.candidates, found.rejected, cluster)
     return choice.best.planned.strategy, choice.lines()

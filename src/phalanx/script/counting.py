@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from phalanx.account.module import AnyModule
+from phalanx.account.planned import PlannedStep
 from phalanx.data.rows import count_rows, map_batch
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.parallel.skeleton import copied_on_meta
-from phalanx.planner.any_module import AnyModule, PlannedModule
 from phalanx.planner.machine import Cluster
 from phalanx.planner.search import Question
 from phalanx.planner.software import Software
@@ -72,16 +73,9 @@ def loader_rate(trainer: Trainer) -> float | None:
 
 def question_of(
     trainer: Trainer, module: AnyModule, cluster: Cluster, program: Software
-) -> Question:
+) -> Question[AnyModule]:
     """Return the planner's search problem for a trainer: its global batch on `cluster`."""
-    return Question(
-        shape=cast(Any, None),  # only decoders have one
-        cluster=cluster,
-        software=program,
-        seq_len=1,
-        num_sequences=trainer.batch_size,
-        precision=module.precision,
-    )
+    return Question(module, cluster, program, trainer.batch_size)
 
 
 def counted_of(trainer: Trainer, strategy: Strategy, model: nn.Module) -> AnyModule | None:
@@ -95,12 +89,15 @@ def counted_of(trainer: Trainer, strategy: Strategy, model: nn.Module) -> AnyMod
         return None
 
 
-def planned_of(counted: AnyModule, strategy: Strategy, trainer: Trainer) -> PlannedModule | None:
+def planned_of(
+    counted: AnyModule, strategy: Strategy, trainer: Trainer
+) -> PlannedStep[AnyModule] | None:
     """Return the plan of a step with microbatches of a full batch; None if not countable."""
     rows = trainer.batch_size // (strategy.data_ranks * trainer.accumulation)
-    planned = PlannedModule(counted, strategy, rows, trainer.accumulation)
+    planned = PlannedStep(counted, strategy, rows, trainer.accumulation)
     try:
-        return planned if rows and planned.links and planned.recomputed in (False, True) else None
+        counted.recomputes(strategy)
+        return planned if rows and counted.links(rows) else None
     except PhalanxError:
         return None
 

@@ -21,7 +21,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Span, Timeline, most_in_flight, simulate
-from phalanx.planner.perfetto import write_trace
+from phalanx.planner.stages import write_trace
 from phalanx.show.shown import Grid, Lanes, Outcome, Shown, ShowRun
 from phalanx.show.timed import RankRecord, WaitTimes, run_rank
 

@@ -17,6 +17,7 @@ class Kind:
         grid: names of the sub-axes of its ranks, outer to inner; empty for one dimension. All have
             the same size, but if the kind has an option, the first has the option's value.
         degrees: description of the degrees that form such a grid, with braces for the option.
+        chunks: chunks of each sample that a rank holds, for an axis that splits positions.
     """
 
     about: str | None = None
@@ -24,6 +25,7 @@ class Kind:
     least: int = 0
     grid: tuple[str, ...] = ()
     degrees: str = ""
+    chunks: int = 1
 
     def sizes(self, axis: str, degree: int, option: int | None) -> dict[str, int]:
         """Return the sub-axes of `axis` for this kind, outer to inner: name -> size."""
@@ -73,7 +75,8 @@ KINDS: Final = {
         "zero1": Kind("only the optimizer state is sharded"),
     },
     "cp": {
-        "ring": Kind("each sample is split by positions; keys and values go round"),
+        # Two chunks, an early and a late one: equal work for all ranks under the causal mask.
+        "ring": Kind("each sample is split by positions; keys and values go round", chunks=2),
         "ulysses": Kind("the same; heads are split where they attend"),
     },
     "tp": {
@@ -113,8 +116,8 @@ SERVED: Final = ("ps", "ssp", "async", "quorum", "local")
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """Names of the axes, outer to inner."""
 
-PARALLEL: Final = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
-"""Axis -> common name of its parallelism, as in "pipeline parallelism"."""
+POSITIONS: Final = "cp"
+"""The axis that splits the positions of a sample."""
 
 
 def built() -> dict[str, str]:

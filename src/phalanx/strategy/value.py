@@ -189,6 +189,17 @@ class Strategy:
         return self.cp.degree
 
     @property
+    def ring_ranks(self) -> int:
+        """Number of ranks that pass keys and values in a ring; 1 without a ring."""
+        return self.cp.degree if self.cp.kind == "ring" else 1
+
+    @property
+    def length_unit(self) -> int:
+        """Unit of the sequence length: all chunks of positions, and the tp ranks' shards of one."""
+        chunks = KINDS["cp"][self.cp.kind].chunks if self.cp.degree > 1 else 1
+        return self.sample_shards * math.lcm(chunks, self.tp.degree)
+
+    @property
     def of_block(self) -> Strategy:
         """The axes that split the tensors of one block, cp and tp, and its recomputation."""
         return Strategy(cp=self.cp, tp=self.tp, recompute=self.recompute)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.account.flops import Flops
+from phalanx.account.planned import PlannedStep
 from phalanx.checkpoint.run_state import RunState, Stateful
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
 from phalanx.config.schema import RunConfig
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
-from phalanx.planner.planned import PlannedStep
 from phalanx.strategy import Strategy
 from phalanx.train.best import BestTracker
 from phalanx.train.callback import CallbackRunner, Log
@@ -187,7 +187,7 @@ class Session(ABC):
         """Describe the run in a line or two."""
 
     @abstractmethod
-    def planned(self) -> PlannedStep | None:
+    def planned(self) -> PlannedStep[Any] | None:
         """Return the planner's description of a step; None if the planner cannot model it."""
 
     def served_text(self) -> str | None:

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from phalanx.account.flops import Flops, step_flops
 from phalanx.account.parameters import num_parameters
+from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Comm, Ranks, local_shard
@@ -37,7 +38,6 @@ from phalanx.models.initial import fill_initial
 from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.plan import plan_decoder
-from phalanx.planner.planned import PlannedStep
 from phalanx.train.best import BestTracker
 from phalanx.train.callback import CallbackRunner, Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
@@ -234,9 +234,9 @@ class TextSession(Session):
         )
 
     @override
-    def planned(self) -> PlannedStep:
+    def planned(self) -> PlannedStep[DecoderModel]:
         job = self.job
-        return PlannedStep(
+        return decoder_step(
             shape=job.shape,
             strategy=job.strategy,
             seq_len=job.config.corpus.seq_len,

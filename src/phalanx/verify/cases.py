@@ -11,7 +11,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from phalanx.account.fit import MemoryInputs, check_fit
+from phalanx.account.fit import check_fit
+from phalanx.account.planned import decoder_step
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
 from phalanx.data.batch import Batch
@@ -169,10 +170,8 @@ def _sizes(strategy: Strategy, config: VerifyConfig) -> tuple[int, list[int]]:
 def check_sizes(config: VerifyConfig, strategy: Strategy) -> None:
     """Raise ConfigError if the model or the steps are too large for the reference's one process."""
     for name, shape in shapes_to_verify(config, strategy).items():
-        load = MemoryInputs(
-            shape, Strategy(), 1, 1, config.seq_len, config.dtype, has_activations=False
-        )
-        check_fit(load, name, 1)
+        load = decoder_step(shape, Strategy(), config.seq_len, 1, 1, config.dtype)
+        check_fit(load, name, 1, has_activations=False)
     _, num_rows = _sizes(strategy, dataclasses.replace(config, steps=2))
     num_tokens = max(num_rows) * config.seq_len * config.steps
     if num_tokens > MOST_TOKENS:

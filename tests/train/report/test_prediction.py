@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from phalanx.account.planned import decoder_step
 from phalanx.models.registry import shape_of
 from phalanx.planner.calibration import as_cluster, blank
 from phalanx.planner.hardware import cluster
-from phalanx.planner.planned import PlannedStep
 from phalanx.strategy import Strategy
 from phalanx.train.report import prediction
 
@@ -18,7 +18,7 @@ def test_a_run_without_a_known_peak_has_no_prediction(monkeypatch: pytest.Monkey
     """A B200 has products of 64 bits, but the catalogue knows no rate of them."""
     monkeypatch.setattr(prediction, "this_machine", lambda *_: cluster("b200:1"))
     found = [
-        prediction.predict(PlannedStep(shape_of("demo"), Strategy(), 128, 1, 1, name), None)
+        prediction.predict(decoder_step(shape_of("demo"), Strategy(), 128, 1, 1, name), None)
         for name in ("bfloat16", "float32", "float64")
     ]
     assert [each is None for each in found] == [False, False, True]
@@ -34,7 +34,7 @@ def test_a_prediction_says_what_was_measured_and_what_is_assumed(
     )
     texts: list[str] = []
     for strategy in ("dp1", "dp2"):
-        step = PlannedStep(shape_of("demo"), Strategy.parse(strategy), 128, 1, 1, "float32")
+        step = decoder_step(shape_of("demo"), Strategy.parse(strategy), 128, 1, 1, "float32")
         found = prediction.predict(step, 1e11)
         assert found is not None
         texts.append(found.machine)

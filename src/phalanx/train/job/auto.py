@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from phalanx.account.planned import DecoderModel
 from phalanx.config import TrainConfig
 from phalanx.config.validate import AUTO
 from phalanx.launch.rank_env import is_under_torchrun
@@ -13,7 +14,7 @@ from phalanx.planner.calibration import ASSUMED, this_machine
 from phalanx.planner.choice import choose
 from phalanx.planner.search import Question
 from phalanx.planner.software import SOFTWARE
-from phalanx.strategy import AXES, Strategy
+from phalanx.strategy import POSITIONS, Strategy
 from phalanx.train.precision import resolve
 
 DEFAULT_ROWS: Final = 4
@@ -34,17 +35,18 @@ def with_choice(
     microbatch = None if batch.microbatch == AUTO else batch.microbatch
     replicas = given.num_ranks if is_strategy_open else given.data_ranks
     rows = (microbatch or DEFAULT_ROWS) * (batch.accumulation or 1)
+    model = DecoderModel(
+        *(shape, config.corpus.seq_len, _precision(config, device)),
+        has_documents=config.corpus.document_mask,
+    )
     question = Question(
-        shape=shape,
+        model=model,
         # Under torchrun each rank chooses by itself, and all must make the same choice.
         cluster=this_machine(given.num_ranks, ASSUMED if is_under_torchrun() else None),
         software=SOFTWARE["compiled" if config.compile else "phalanx"],
-        seq_len=config.corpus.seq_len,
         num_sequences=batch.global_size or rows * replicas,
-        precision=_precision(config, device),
         microbatch=microbatch,
         without=_without(config),
-        has_documents=config.corpus.document_mask,
     )
     choice = choose(question, None if is_strategy_open else given)
     planned = choice.best.planned
@@ -65,6 +67,6 @@ def _precision(config: TrainConfig, device: str) -> str:
 
 def _without(config: TrainConfig) -> tuple[str, ...]:
     """Return the strategy axes that other settings exclude."""
-    within_samples = [name for name in AXES if name not in ("pp", "dp", "fsdp")]
     stages = ("pp",) if config.precision == "float16" else ()
-    return (*stages, *(within_samples if config.compile else ()))
+    within_samples = (POSITIONS, "tp") if config.compile else ()
+    return (*stages, *within_samples)

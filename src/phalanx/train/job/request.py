@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.account.fit import MemoryInputs, check_fit, check_memory_for
+from phalanx.account.fit import check_fit, check_memory_for
 from phalanx.account.host import may_have_gpu
+from phalanx.account.planned import decoder_step
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.checkpoint.untrusted import brief
@@ -84,19 +85,14 @@ class Request:
         Raises:
             ConfigError: it does not; the message has the calculation, and settings that fit.
         """
-        load = MemoryInputs(
-            shape=self.shape,
-            strategy=self.strategy,
-            microbatch=self.batch.microbatch,
-            accumulation=self.batch.accumulation,
-            seq_len=self.config.corpus.seq_len,
-            precision=self.config.precision,
-            device="cuda" if self.device == "cuda" else "cpu",
-            has_activations=has_activations,
+        load = decoder_step(
+            *(self.shape, self.strategy, self.config.corpus.seq_len),
+            *(self.batch.microbatch, self.batch.accumulation, self.config.precision),
         )
         is_alone = not is_under_torchrun()
         num_here = self.strategy.num_ranks if is_alone else read_rank_env().num_here
-        check_fit(load, self.name, num_here)
+        device = "cuda" if self.device == "cuda" else "cpu"
+        check_fit(load, self.name, num_here, device=device, has_activations=has_activations)
 
     def settings(self, **more: Any) -> TrainConfig:
         """Return the resolved settings, with absolute paths, and with the values of `more`."""

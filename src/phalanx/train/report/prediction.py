@@ -6,17 +6,18 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Column, Table
 
+from phalanx.account.planned import PlannedStep
+from phalanx.account.rank_memory import memory
 from phalanx.launch.local import num_cores
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary
 from phalanx.measure.timer import Term
 from phalanx.planner.calibration import ASSUMED, this_machine
-from phalanx.planner.held import memory
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE
 
@@ -104,7 +105,7 @@ class PredictionReport:
         return table
 
 
-def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
+def predict(planned: PlannedStep[Any], ceiling: float | None) -> Predicted | None:
     """Predict a run on this machine; None if the machine's peak in the dtype is unknown.
 
     Without a calibration file of the machine, the rate of matrix products that the run measured is
@@ -127,7 +128,7 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
     if not cluster.device.has_peak(planned.precision):
         return None
     cost = price(planned, cluster, SOFTWARE["phalanx"])
-    held = memory(planned, cluster.device)[0]
+    held = memory(planned, cluster.device.kind)[0]
     link = cluster.levels[0].link
     of_links = f", links {link.source}" if num_ranks > 1 else ""
     return Predicted(
@@ -138,9 +139,21 @@ def predict(planned: PlannedStep, ceiling: float | None) -> Predicted | None:
             "communication": cost.tensor_s + cost.ring_s + cost.bubble_s + cost.exposed_s,
             "optimizer": cost.optimizer_s,
         },
-        at_most=held.kinds(),
-        at_peak=held.kinds_at_peak(),
+        at_most=_kinds(held.causes),
+        at_peak=_kinds(held.at_peak()),
     )
+
+
+def _kinds(causes: Mapping[str, int]) -> dict[Kind, int]:
+    """Return the bytes of each cause by the kinds of `MemoryLedger`."""
+    return {
+        "parameters": causes["weights"],
+        "gathered": causes["gathered"],
+        "cast": causes["casts"],
+        "gradients": causes["gradients"],
+        "optimizer": causes["optimizer"],
+        "activations": causes["activations"] + causes["logits"],
+    }
 
 
 def judge(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.account.module import count_module
+from phalanx.account.planned import PlannedStep
+from phalanx.account.rank_memory import StageMemory, memory
 from phalanx.cli.plan_script import plan_script
 from phalanx.errors import ConfigError, StrategyError
-from phalanx.planner.any_module import PlannedModule
 from phalanx.planner.hardware import device
-from phalanx.planner.held import StageMemory, memory
 from phalanx.script.counting import module_of
 from phalanx.script.trainer import trainer_of
 from phalanx.strategy import Strategy
@@ -137,8 +137,8 @@ def held(script: str, name: str, on: str = "h100") -> StageMemory:
     trainer = trainer_of(f"{script}:{name}")
     module = module_of(trainer, name)
     microbatch = trainer.batch_size // trainer.accumulation
-    planned = PlannedModule(module, Strategy(), microbatch, trainer.accumulation)
-    (found,) = memory(planned, device(on))  # pyright: ignore[reportArgumentType]
+    planned = PlannedStep(module, Strategy(), microbatch, trainer.accumulation)
+    (found,) = memory(planned, device(on).kind)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.account.work import operation_of
+from phalanx.account.recorder import operation_of
 
 
 def test_a_product_into_given_memory_is_the_same_operation() -> None:

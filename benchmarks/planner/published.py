@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from phalanx.account.parameters import num_parameters
+from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
+from phalanx.account.rank_memory import StageMemory, heaviest, memory, of_libraries
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape
 from phalanx.planner import network
 from phalanx.planner.hardware import CLUSTERS, FABRIC
-from phalanx.planner.held import heaviest, memory, of_libraries
 from phalanx.planner.machine import Cluster, Level
-from phalanx.planner.planned import PlannedStep
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE, TYPICAL, Software
 from phalanx.strategy import AXES, Recompute, Strategy
@@ -69,7 +69,7 @@ class PublishedRun:
         expert_ranks: degree of expert parallelism.
     """
 
-    planned: PlannedStep
+    planned: PlannedStep[DecoderModel]
     cluster: Cluster
     software: Software
     experts: Mapping[str, Any] | None = None
@@ -102,7 +102,7 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
     shape, strategy = _shape(row), Strategy.parse(_strategy(row))
     if software.name == "nanotron" and 1 < strategy.pp.degree <= shape.num_layers:
         strategy = dataclasses.replace(strategy, cut=_cut(shape, strategy.pp.degree))
-    planned = PlannedStep(
+    planned = decoder_step(
         shape=shape,
         strategy=strategy,
         seq_len=row["seq_len"],
@@ -130,15 +130,21 @@ def held(run: PublishedRun) -> tuple[int, bool]:
     more than requested.
     """
     room = run.cluster.device.usable_bytes
-    stages = memory(run.planned, run.cluster.device, run.software)
+    stages = _memory(run, run.planned)
     if run.cluster.device.kind == "tpu" and heaviest(stages).total > room:
         full = dataclasses.replace(run.planned.strategy, recompute=Recompute("full"))
         recomputed = dataclasses.replace(run.planned, strategy=full)
-        stages = memory(recomputed, run.cluster.device, run.software)
+        stages = _memory(run, recomputed)
     total = heaviest(stages).total
     if run.software.name in _OF_THE_FIRST_STAGE:
         return stages[0].total - of_libraries(run.planned.strategy), total <= room
     return total, total <= room
+
+
+def _memory(run: PublishedRun, step: PlannedStep[DecoderModel]) -> list[StageMemory]:
+    of = run.software
+    kind = run.cluster.device.kind
+    return memory(step, kind, kept=of.kept, logit_bytes=of.logit_bytes)
 
 
 def measured_s(row: Mapping[str, Any], shape: ModelShape) -> float | None:
@@ -160,17 +166,35 @@ def flops_of_token(shape: ModelShape, seq_len: int) -> float:
     return 6 * num_parameters(shape).matmul + 12 * shape.num_layers * width * seq_len
 
 
+def exchange_s(
+    group: network.GroupLayout, sent_bytes: float, cluster: Cluster, software: Software
+) -> float:
+    """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
+
+    Data for ranks of other units is sent over the rank's own link.
+    """
+    first = cluster.levels[0]
+    inside = min(group.size, max(1, first.devices // group.stride))
+    inner_bandwidth = first.link.among(inside) * software.inner_bandwidth
+    inner_s = sent_bytes * inside / group.size / inner_bandwidth if inside > 1 else 0.0
+    if inside == group.size:
+        return inner_s + first.link.latency_s + software.call_s
+    link = cluster.levels[1].link
+    outer_s = sent_bytes * (1 - inside / group.size) / (link.bandwidth * software.outer_bandwidth)
+    return max(inner_s, outer_s) + link.latency_s + software.call_s
+
+
 def _exchange_s(run: PublishedRun) -> float:
     """Return the time of a step's all-to-alls of tokens to experts and back."""
     if run.experts is None or run.expert_ranks == 1:
         return 0.0
     planned, ranks = run.planned, run.expert_ranks
     tokens = planned.microbatch * planned.seq_len * run.experts["topk"]
-    sent = 2 * tokens * planned.shape.hidden * (ranks - 1) / ranks
+    sent = 2 * tokens * planned.model.shape.hidden * (ranks - 1) / ranks
     group = network.GroupLayout(ranks, planned.strategy.tp.degree)
     job = run.cluster.of(max(ranks, planned.strategy.num_ranks))
-    once = network.exchange_s(group, sent, job, run.software)
-    blocks = planned.shape.num_layers / planned.strategy.pp.degree
+    once = exchange_s(group, sent, job, run.software)
+    blocks = planned.model.shape.num_layers / planned.strategy.pp.degree
     return _ALL_TO_ALLS * once * blocks * planned.accumulation
 
 

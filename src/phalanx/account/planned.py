@@ -1,0 +1,176 @@
+"""A training step to count and to price: a model, a strategy and a batch. No torch until asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+
+from phalanx.account.parameters import num_parameters
+from phalanx.models.shape import ModelShape
+from phalanx.strategy import Axis, Strategy
+
+if TYPE_CHECKING:
+    from phalanx.account.module import AnyModule
+    from phalanx.parallel.plan import Plan
+    from phalanx.parallel.split import StateBytes
+
+STATE_BYTES: Final = 16
+"""Bytes per parameter: value, gradient and the two moments of AdamW, 32 bits each."""
+
+PURE, PURE_BYTES = "pure-bfloat16", 8
+"""A precision that `train` does not support, and its bytes per parameter: all four in 16 bits."""
+
+
+class InFlight(NamedTuple):
+    """Bytes of microbatches in flight that a rank holds until their backward, temporaries included.
+
+    Attributes:
+        casts: weights cast by each block.
+        activations: saved tensors, and temporaries other than the logits'.
+        logits: temporaries of the loss.
+        like: pp coordinate of the first rank with equal stages.
+    """
+
+    casts: int
+    activations: int
+    logits: int
+    like: int
+
+
+AnyModel = TypeVar("AnyModel", bound="DecoderModel | AnyModule", covariant=True)
+
+
+@dataclass(frozen=True)
+class PlannedStep(Generic[AnyModel]):
+    """A training step of a model under a strategy.
+
+    Attributes:
+        microbatch: sequences in one forward pass of one rank.
+        accumulation: microbatches of one step.
+    """
+
+    model: AnyModel
+    strategy: Strategy
+    microbatch: int
+    accumulation: int
+
+    @property
+    def with_one_data_axis(self) -> PlannedStep[AnyModel]:
+        """The step with dp in fsdp, if the strategy has fsdp: its operations are the same."""
+        strategy = self.strategy
+        if strategy.fsdp.degree == 1:
+            return self
+        fsdp = Axis(strategy.data_ranks, Strategy.fsdp.kind)
+        return dataclasses.replace(
+            self, strategy=dataclasses.replace(strategy, dp=Strategy.dp, fsdp=fsdp)
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one step over all ranks."""
+        return self.microbatch * self.accumulation * self.strategy.data_ranks
+
+    @property
+    def precision(self) -> str:
+        """Data type of the arithmetic."""
+        return self.model.precision
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return self.model.seq_len
+
+    @property
+    def plan(self) -> Plan[Any]:
+        """The plan that `train` would build; raises StrategyError if it cannot split the model."""
+        return self.model.plan(self.strategy, self.microbatch)
+
+
+@dataclass(frozen=True)
+class DecoderModel:
+    """A decoder, counted by one block of each kind; `module.AnyModule` has the same interface.
+
+    Attributes:
+        seq_len: tokens of a sequence.
+        precision: data type of the arithmetic.
+        has_documents: whether a sequence packs several documents.
+        moments: 2, as for AdamW, or 0 without an optimizer.
+    """
+
+    shape: ModelShape
+    seq_len: int
+    precision: str = "bfloat16"
+    has_documents: bool = False
+    moments: float = 2.0
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of distinct parameters."""
+        return num_parameters(self.shape).total
+
+    @property
+    def tied_bytes(self) -> int:
+        """Bytes of the gradient of a tied embedding, a part of which comes from the head."""
+        return self.shape.vocab_size * self.shape.hidden * 4 if self.shape.tied else 0
+
+    def plan(self, strategy: Strategy, microbatch: int = 1) -> Plan[Any]:
+        """Return the plan that `train` would build for any microbatch.
+
+        Raises:
+            StrategyError: the strategy cannot split the model.
+        """
+        return _plan(strategy, self.shape, self.precision)
+
+    def held(self, step: PlannedStep[Any], pp_rank: int) -> StateBytes:
+        """Return the trained state's bytes on a rank of a pp coordinate."""
+        return _held(step.strategy, self.shape, self.precision, step.accumulation > 1, pp_rank)
+
+    def in_flight(
+        self, step: PlannedStep[Any], device: str, kept: float, logit_bytes: int
+    ) -> list[InFlight]:
+        """Return the bytes in flight at each pp coordinate; they do not depend on fsdp's shards."""
+        from phalanx.account.activations import in_flight
+
+        return in_flight(step.with_one_data_axis, device, kept, logit_bytes)
+
+    def flops(self, step: PlannedStep[Any]) -> tuple[float, float]:
+        """Return the FLOPs of a step over all ranks with causal attention, and with full."""
+        from phalanx.account.flops import step_flops
+
+        of = self.shape, self.seq_len, step.num_sequences
+        return step_flops(*of, "causal").model, step_flops(*of, "full").model
+
+
+def decoder_step(
+    shape: ModelShape,
+    strategy: Strategy,
+    seq_len: int,
+    microbatch: int,
+    accumulation: int,
+    precision: str = "bfloat16",
+    *,
+    has_documents: bool = False,
+) -> PlannedStep[DecoderModel]:
+    """Return a step of a decoder; see `DecoderModel` and `PlannedStep`."""
+    model = DecoderModel(shape, seq_len, precision, has_documents)
+    return PlannedStep(model, strategy, microbatch, accumulation)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(strategy: Strategy, shape: ModelShape, precision: str) -> Plan[Any]:
+    import torch
+
+    from phalanx.parallel.plan import plan_decoder
+
+    compute: torch.dtype = getattr(torch, precision)
+    master = torch.promote_types(compute, torch.float32)
+    return plan_decoder(strategy, shape, master, compute)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _held(
+    strategy: Strategy, shape: ModelShape, precision: str, is_accumulated: bool, pp_rank: int
+) -> StateBytes:
+    return _plan(strategy, shape, precision).for_pp_rank(pp_rank).holds(1 + is_accumulated)
