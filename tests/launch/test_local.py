@@ -28,19 +28,19 @@ from phalanx.errors import (
     RankFailed,
     TrainingError,
 )
-from phalanx.launch import heartbeat_monitor, local, rank, separate_jobs
-from phalanx.launch.by_value import ByValue
+from phalanx.launch import heartbeat_monitor, local, pipe, rank
 from phalanx.launch.failure import is_reader_gone
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 from phalanx.train.job.request import choose
 
 pytestmark = pytest.mark.fresh_ranks
 
 
 def run_alone(function: Callable[[], Any], num_jobs: int) -> list[Any]:
-    return separate_jobs.run_supervised([("a worker", function, ())] * num_jobs)
+    return run_supervised([("a worker", function, ())] * num_jobs)
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -217,7 +217,7 @@ def die_after_the_return() -> int:
     dist.all_gather_object(ranks, os.getpid())
     if dist.get_rank() == 1:
         # As gloo's threads do now and then.
-        rank.ParentPipe.wait_to_leave = lambda _: os._exit(1)
+        pipe.ParentPipe.wait_to_leave = lambda _: os._exit(1)
     else:
         with suppress(ProcessLookupError):
             while True:
@@ -255,7 +255,7 @@ def refuse_threads(line: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     pytest.MonkeyPatch().setattr(threading.Thread, "start", start)
-    rank.run_rank(rank.RankInfo(3, 4, 0, "cpu", 1, 10.0), None, line, refuse, ())
+    rank.run_rank(rank.RankInfo(3, 4, 0, "cpu", 1, 10.0), line, refuse, ())
 
 
 def test_a_rank_without_threads_says_which_limit_is_met() -> None:
@@ -346,7 +346,8 @@ INTERRUPTED = """
 import os, signal, sys, time
 from multiprocessing import forkserver, popen_forkserver, reduction
 from phalanx.cli.main import main
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 starts = []
@@ -441,7 +442,8 @@ def test_a_strategy_of_more_ranks_than_gpus_is_refused_in_the_same_words(
 
 IN_ANOTHER_FOLDER = """
 import os
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 import beside
 
 if __name__ == "__main__":
@@ -467,7 +469,8 @@ def test_no_module_of_the_working_folder_is_imported(tmp_path: Path) -> None:
 NOTEBOOK = """
 import torch.distributed as dist
 from phalanx.errors import ConfigError
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 
 def size(): return dist.get_world_size()
 

@@ -12,7 +12,7 @@ from phalanx.errors import RankFailed, TrainingError
 from phalanx.launch import heartbeat_monitor, local
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
-from phalanx.launch.separate_jobs import Work, run_supervised
+from phalanx.launch.local import Work, run_supervised
 
 pytestmark = pytest.mark.fresh_ranks
 

@@ -31,10 +31,10 @@ from phalanx.errors import (
 )
 from phalanx.launch import interface, slurm
 from phalanx.launch.agreement import agree, failing_together
-from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.failure import (
     READER_LEFT,
     PeerFailed,
+    exit_code_of,
     is_lost_peer,
     is_reader_gone,
     out_of_threads,
@@ -46,7 +46,8 @@ from phalanx.launch.garbage import collect_as_usual
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
 from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.rank import end_children, remove_sockets
+from phalanx.launch.pipe import end_children
+from phalanx.launch.rank import remove_sockets
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.rank_log import flush_streams
 from phalanx.launch.signals import ENDING, handled_in_thread, ignore
