@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import util
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, message_of
@@ -91,15 +91,37 @@ def attach(
     import torch.distributed as dist
 
     from phalanx.comm import join
+    from phalanx.comm.together import gather_objects
 
-    _refuse_helper()
+    # Private: set while a spawned process imports the script of its parent.
+    # tests/launch/test_exit_code.py pins it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ScriptError(
+            "a process that this script started, such as a spawned DataLoader worker, runs the "
+            "script again; put the statements that the script runs below `if __name__ == "
+            '"__main__":`'
+        )
     ATTACH_CALLED.append(True)
     if dist.is_initialized():
-        return _as_joined(facts, device, timeout_s)
+        if timeout_s is not None:
+            join.set_timeout(timeout_s)
+        if facts:
+            check_same(gather_objects(dict(facts)))
+        joined = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        if device not in ("auto", joined):
+            raise ConfigError(
+                f"init: device is {device}, but this process has joined a job on {joined}; start "
+                f"the script by: phalanx run SCRIPT --device {device}"
+            )
+        return joined
     slurm.adopt()
     limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if is_under_torchrun():
-        return _attach_to_job(facts, device, limit_s)
+        job = torchrun.joined(lambda: facts, dict, device=device, threads=None, timeout_s=limit_s)
+        device = job.__enter__().device
+        PULSE.now("the script")
+        _attached.append(_Attached(job))
+        return device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     join.join(0, 1, store=dist.HashStore(), device=device, timeout_s=limit_s)
@@ -206,53 +228,19 @@ def error_to_raise(error: Exception) -> BaseException:
     return _attached[-1].error_to_raise(error) if _attached else error
 
 
-def _refuse_helper() -> None:
-    # Private: set while a spawned process imports the script of its parent.
-    # tests/launch/test_exit_code.py pins it.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ScriptError(
-            "a process that this script started, such as a spawned DataLoader worker, runs the "
-            "script again; put the statements that the script runs below `if __name__ == "
-            '"__main__":`'
-        )
-
-
-def _as_joined(facts: Mapping[str, Any], device: str, timeout_s: float | None) -> str:
-    """Return the device type of the job; raise if `device` or another rank's `facts` differ."""
-    import torch.distributed as dist
-
-    from phalanx.comm import join
-    from phalanx.comm.together import gather_objects
-
-    if timeout_s is not None:
-        join.set_timeout(timeout_s)
-
-    if facts:
-        check_same(gather_objects(dict(facts)))
-    joined = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    if device not in ("auto", joined):
-        raise ConfigError(
-            f"init: device is {device}, but this process has joined a job on {joined}; start "
-            f"the script by: phalanx run SCRIPT --device {device}"
-        )
-    return joined
-
-
-def _attach_to_job(facts: Mapping[str, Any], device: str, timeout_s: float) -> str:
-    job = torchrun.joined(lambda: facts, dict, device=device, threads=None, timeout_s=timeout_s)
-    device = job.__enter__().device
-    PULSE.now("the script")
-    _attached.append(_Attached(job))
-    return device
-
-
 class _Attached:
     """Exit hooks of a joined job: leave it when the process ends, normally or with an error."""
 
     def __init__(self, job: AbstractContextManager[Any]) -> None:
         self._job = job
         self._process = os.getpid()
-        self._main = _main_frame()
+        # The module-level frame of the main script; None if it is not on the stack.
+        frame, main = sys._getframe(), sys.modules["__main__"]  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and not (
+            frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"
+        ):
+            frame = frame.f_back
+        self._main = frame
         self._judged: BaseException | None = None
         sys.excepthook = self._on_error
         atexit.register(self._on_end)
@@ -304,18 +292,8 @@ class _Attached:
             except Exception as error:
                 torchrun.leave_failed(self.error_to_raise(error))
         self._job.__exit__(None, None, None)
-        if has_returned:
+        if has_returned or PULSE.handled_signal:
             torchrun.leave(_end_of_stop())
-
-
-def _main_frame() -> FrameType | None:
-    """Return the module-level frame of the main script, or None if it is not on the stack."""
-    frame, main = sys._getframe(), sys.modules["__main__"]  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_globals is not vars(main):
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_name != "<module>":
-        frame = frame.f_back
-    return frame
 
 
 def _heed_alone() -> None:

@@ -128,7 +128,14 @@ class HeartbeatMonitor:
         """Return new reports on ranks of `among` that delay the job, each report only once."""
         end = f"the job ends after the timeout of {self._timeout_s:g} s"
         found: list[str] = []
-        stopped = self._stopped(among)
+        now_s = self.clock.now_s
+        for rank in list(self._beats):
+            if rank not in among or not self.is_stopped(rank):
+                self._stopped_since_s.pop(rank, None)
+            else:
+                self._stopped_since_s.setdefault(rank, now_s)
+        since_s = sorted(self._stopped_since_s.items())
+        stopped = [rank for rank, at_s in since_s if now_s - at_s >= STOPPED_S]
         silent = self.silent(self.silent_s, among) if self.silent_s < self._timeout_s else []
         for rank in filter(self._is_news, stopped):
             process = self._beats[rank].process
@@ -162,17 +169,6 @@ class HeartbeatMonitor:
 
     def _named(self, ranks: Sequence[int]) -> str:
         return named(ranks, self._names)
-
-    def _stopped(self, among: Container[int]) -> list[int]:
-        """Return the ranks of `among` whose processes have been stopped for STOPPED_S."""
-        now_s = self.clock.now_s
-        for rank in list(self._beats):
-            if rank not in among or not self.is_stopped(rank):
-                self._stopped_since_s.pop(rank, None)
-            else:
-                self._stopped_since_s.setdefault(rank, now_s)
-        since_s = sorted(self._stopped_since_s.items())
-        return [rank for rank, at_s in since_s if now_s - at_s >= STOPPED_S]
 
     def _is_news(self, rank: int) -> bool:
         """Return whether this is the first call for a rank since its latest heartbeat."""

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -339,14 +339,6 @@ def _end_with_parent() -> None:
         threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _is_follower() -> bool:
-    """Return whether the first rank of this host is another one, which reports common errors."""
-    try:
-        return read_rank_env().local_rank > 0
-    except ConfigError:  # the environment is wrong, perhaps only this rank's
-        return False
-
-
 def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoReturn:
     """Print this rank's error as its last output, and exit.
 
@@ -362,8 +354,11 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     # Before a rich console raises SystemExit, it redirects standard output to /dev/null.
     if is_reader_gone(error) and (isinstance(error, SystemExit) or reader_has_left()):
         leave(READER_LEFT)
-    is_others = is_everyones and _is_follower()
-    if isinstance(error, PeerFailed) or is_others:
+    is_others = isinstance(error, PeerFailed)
+    if is_everyones:  # the first rank of this host reports it
+        with suppress(ConfigError):  # the environment is wrong, perhaps only this rank's
+            is_others |= read_rank_env().local_rank > 0
+    if is_others:
         with handled_in_thread(lambda _: leave(1)):  # on torchrun's signal, exit without a message
             time.sleep(QUIET_S)
         leave(1)
