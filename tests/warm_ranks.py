@@ -374,10 +374,10 @@ class _Start:
             self._world.pg_names[group]: group._get_sequence_number_for_group() for group in there
         }
         for made in meshes._made.values():
-            for engine in (*made.engines.values(), *made._apart.values()):
+            for index, engine in enumerate((*made.engines.values(), *made._apart.values())):
                 if isinstance(engine, SharedMemory):
                     number = engine._calls.numbers.get(None, 0)
-                    counts[f"{engine.group.group_name} {engine._number}"] = number
+                    counts[f"{engine.group.group_name} {index}"] = number
         return {**counts, "groups made": self._world.group_count}
 
 

@@ -94,7 +94,7 @@ def attach(
     from phalanx.comm.together import gather_objects
 
     # Private: set while a spawned process imports the script of its parent.
-    # tests/launch/test_exit_code.py pins it.
+    # tests/launch/test_attach.py pins it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ScriptError(
             "a process that this script started, such as a spawned DataLoader worker, runs the "
@@ -282,7 +282,7 @@ class _Attached:
             if has_returned:
                 flush_streams()
                 os._exit(0)
-            helpers: Any = util  # private; tests/launch/test_exit_code.py pins it
+            helpers: Any = util  # private; tests/launch/test_attach.py pins it
             atexit.unregister(helpers._exit_function)  # it would end them
         elif has_returned:
             try:

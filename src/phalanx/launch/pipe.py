@@ -152,7 +152,7 @@ class RankPipe:
         """Read the messages of a `Connection` (its class depends on the platform)."""
         self._send = connection.send
         self.fileno, self.close = connection.fileno, connection.close
-        # The format of Connection is private; tests/launch/test_rank_pipe.py pins it.
+        # The format of Connection is private; tests/launch/test_pipe.py pins it.
         self._is_size, self._num_bytes = True, 4
         self._bytes = bytearray()
 

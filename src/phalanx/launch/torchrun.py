@@ -42,10 +42,9 @@ from phalanx.launch.failure import (
     report,
     with_advice,
 )
-from phalanx.launch.garbage import collect_as_usual
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
-from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.memory import collect_as_usual, keep_freed_memory
 from phalanx.launch.pipe import end_children
 from phalanx.launch.rank import remove_sockets
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
