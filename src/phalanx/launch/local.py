@@ -133,7 +133,14 @@ def run_ranks(
 
         return run_attached(function, num_ranks, args, device=device, timeout_s=timeout_s)
     check_gpus(num_ranks, device)
-    if _is_of_notebook((function, args)):
+    is_of_notebook = False
+    if not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+        # New processes could not import a main module that has no file.
+        try:
+            is_of_notebook = b"__main__" in pickle.dumps(ByValue((function, args)))
+        except (pickle.PicklingError, AttributeError, TypeError):  # as of a lambda
+            is_of_notebook = "ipykernel" in sys.modules or hasattr(sys, "ps1")
+    if is_of_notebook:
         if num_ranks > 1:
             raise ConfigError(
                 f"the job is defined in a notebook or at a prompt, whose definitions the "
@@ -202,16 +209,6 @@ def run_supervised(
             results = supervisor.watch()
     supervisor.raise_unheeded(late)
     return results[: len(works)]
-
-
-def _is_of_notebook(sent: Any) -> bool:
-    """Return whether new processes would have to import `sent` from a main module without file."""
-    if os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
-        return False
-    try:
-        return b"__main__" in pickle.dumps(ByValue(sent))
-    except (pickle.PicklingError, AttributeError, TypeError):  # as of a lambda
-        return "ipykernel" in sys.modules or hasattr(sys, "ps1")
 
 
 def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
@@ -418,7 +415,15 @@ class Supervisor:
             until_s = time.monotonic() + GRACE_S
             while self._running and (left_s := until_s - time.monotonic()) > 0:
                 self._receive(left_s)
-            raise self._advised(self._failure())
+            self._read_heartbeats()
+            first = first_of(self._failures)
+            if not first.is_lost_peer:
+                raise self._advised(first.as_error())
+            silent = self._monitor.silent(SILENT_PEER_S, self._running.values())
+            message = self._monitor.in_vain(first.rank, silent)
+            if not silent and not self._results:  # only the error names the awaited rank
+                message += f"\n{first.text.rstrip()}"
+            raise self._advised(TrainingError(message))
         for _, pipe in self._ranks:
             pipe.send(LEAVE)
         return [self._results.get(rank) for rank in range(num_ranks)]
@@ -521,17 +526,6 @@ class Supervisor:
             running
         ):
             raise self._advised(TrainingError(message))
-
-    def _failure(self) -> PhalanxError:
-        """Return the error of the first failure; for a lost peer, one that names silent ranks."""
-        self._read_heartbeats()
-        first = first_of(self._failures)
-        if not first.is_lost_peer:
-            return first.as_error()
-        silent = self._monitor.silent(SILENT_PEER_S, self._running.values())
-        message = self._monitor.in_vain(first.rank, silent)
-        is_named = silent or self._results  # else only the error names the awaited rank
-        return TrainingError(message if is_named else f"{message}\n{first.text.rstrip()}")
 
     def _advised(self, error: PhalanxError) -> PhalanxError:
         """Add a note on the last checkpoint and how to resume from it, if a rank reported them."""

@@ -257,8 +257,14 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=min(timeout_s, AGENT_S) if is_agents else timeout_s)
     try:
-        if is_agents and _is_refused():
-            raise ConnectionRefusedError("connection refused")
+        if is_agents:  # its store starts before the ranks, so its client need not retry for AGENT_S
+            try:
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                socket.create_connection(address, AGENT_S).close()
+            except ConnectionRefusedError:
+                raise ConnectionRefusedError("connection refused") from None
+            except (KeyError, ValueError, OSError):  # the store's client reports these better
+                pass
         store, _, _ = next(dist.rendezvous("env://", env.rank, env.num_ranks, timeout=limit))
     except (ValueError, ConnectionRefusedError, dist.DistError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
@@ -277,21 +283,6 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     # Each rank counts its own calls, and all ranks make the same calls.
     call = store.add(f"phalanx/calls/{env.rank}", 1)
     return dist.PrefixStore(f"phalanx/{call}", store)
-
-
-def _is_refused() -> bool:
-    """Return whether the port of torchrun's store, which starts before the ranks, has no listener.
-
-    Without this check the store's client would retry for `AGENT_S`.
-    """
-    try:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(address, AGENT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except (KeyError, ValueError, OSError):  # the store's client reports these better
-        return False
-    return False
 
 
 def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
