@@ -161,7 +161,7 @@ def _serve(
     from phalanx.infer.engine import EngineFailed
     from phalanx.launch.failure import report
     from phalanx.launch.heartbeat import PULSE
-    from phalanx.launch.memory import collect_as_usual
+    from phalanx.launch.process_memory import collect_as_usual
     from phalanx.launch.signals import handled
 
     collect_as_usual()

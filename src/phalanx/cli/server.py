@@ -84,7 +84,7 @@ def _given(config: ServerRoleConfig, name: str) -> str:
 def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     import zmq
 
-    from phalanx.launch.memory import collect_as_usual, keep_freed_memory
+    from phalanx.launch.process_memory import collect_as_usual, keep_freed_memory
     from phalanx.server.address import check_address
     from phalanx.server.descriptors import limit_descriptors
     from phalanx.server.processes import JobRoles

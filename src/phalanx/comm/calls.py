@@ -2,7 +2,7 @@
 
 Every collective of torch.distributed passes the dispatcher as an op of the namespaces `c10d` or
 `_c10d_functional`. So `comm.watch` sees the collectives of FSDP2, DistributedDataParallel, DTensor
-and the pipeline runtime by `read_call`; our own engines tell it theirs.
+and the pipeline runtime by `read_call`; our own engines report theirs by `watch.call`.
 """
 
 from __future__ import annotations

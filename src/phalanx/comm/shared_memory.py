@@ -128,7 +128,7 @@ class SharedMemory(CommEngine):
     def run(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
     ) -> Transfer:
-        """Start a collective of which `begin` has told the watches."""
+        """Start a collective that `begin` has reported to the watches."""
         steps: Steps
         if op in ("all_gather", "reduce_scatter"):
             steps = getattr(self, f"_{op}")(out, given, is_spent)

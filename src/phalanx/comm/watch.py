@@ -1,4 +1,4 @@
-"""Intercept each collective and each operator of PyTorch, including those of libraries.
+"""Intercept each collective and each operator of PyTorch, also if a library calls it.
 
 A `Watch` is a dispatch mode. Inside `with watch:` it calls its method `run_call` for each
 collective, and `run_operator` for each other operator. The ledger, the check of collectives and
@@ -10,7 +10,7 @@ memory accounting are watches. Two paths lead to `run_call`:
 [Note: Unwatched] Inside of `call` all modes are off, as in gloo's thread. A rank continues a
 collective wherever it waits, possibly in a recomputed forward or in a step whose memory is counted:
 recomputation would expect the inner operators again in backward, and memory accounting would count
-the memory of other ranks. An engine tells the watches of its memory by `allocated`.
+the memory of other ranks. An engine reports its memory by `allocated`.
 
 [Note: Composites] One of our operators may consist of collectives and other operators, yet be a
 single operator to PyTorch, so that recomputation can save its result alone. PyTorch disables a mode
@@ -138,7 +138,7 @@ def call(
     Args:
         op: name of the collective, as in comm.calls.
         group: its process group.
-        arguments: its arguments, named as those of torch's operators: `tensor`, or `output` and
+        arguments: its arguments, named as in torch's operators: `tensor`, or `output` and
             `input`; `reduce_op`, `root_rank`, `dst`, `src`, `tag`, sizes of splits.
         run: starts the collective.
     """
@@ -156,7 +156,7 @@ def call(
 
 
 def allocated(tensor: Tensor) -> Tensor:
-    """Tell each active watch of a tensor that an engine has allocated, and return it."""
+    """Report a tensor that an engine has allocated to each active watch, and return it."""
     for watch in active():
         watch.allocated(tensor)
     return tensor

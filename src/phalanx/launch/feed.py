@@ -44,7 +44,7 @@ class Feed:
         self._store.check([f"beat/{self._rank}"])  # waits for a response, which `set` does not
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have sent no heartbeat."""
+        """Return the ranks, of `ranks`, that have sent no heartbeat."""
         return [
             rank
             for rank in ranks

@@ -97,7 +97,7 @@ class ParentPipe:
         self._may_leave.clear()
 
     def beat_on(self, feed: Feed) -> None:
-        """Send heartbeats from now on, and one at once when the pulse has a change to tell."""
+        """Send heartbeats from now on, and one at once when the pulse changes."""
         self._feed = feed
         PULSE.on_change = self._beat
         self._beat()

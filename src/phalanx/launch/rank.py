@@ -16,8 +16,8 @@ from phalanx.errors import within_limits
 from phalanx.launch.failure import describe
 from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat import PULSE
-from phalanx.launch.memory import keep_freed_memory
 from phalanx.launch.pipe import ByValue, ParentPipe, end_children
+from phalanx.launch.process_memory import keep_freed_memory
 from phalanx.launch.rank_log import flush, flush_streams, keep_printing
 from phalanx.launch.signals import end_with_server, leave_to_parent
 

@@ -44,8 +44,8 @@ from phalanx.launch.failure import (
 )
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
-from phalanx.launch.memory import collect_as_usual, keep_freed_memory
 from phalanx.launch.pipe import end_children
+from phalanx.launch.process_memory import collect_as_usual, keep_freed_memory
 from phalanx.launch.rank import remove_sockets
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.rank_log import flush_streams

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.launch import memory
+from phalanx.launch import process_memory
 from phalanx.launch.local import run_ranks
 
 JOB = """
@@ -37,7 +37,7 @@ def test_ranks_collect_as_usual_but_for_the_modules_that_they_begin_with(tmp_pat
     )
     for line in run.stdout.splitlines():
         *thresholds, num_frozen, num_full = map(int, line.split())
-        assert tuple(thresholds) == memory._USUAL
+        assert tuple(thresholds) == process_memory._USUAL
         assert num_frozen > 100_000
         assert num_full <= 2, "full collections while the server imported"
 
@@ -47,19 +47,19 @@ def test_a_verb_starts_with_rare_collections() -> None:
     run = subprocess.run(
         [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
     )
-    assert run.stdout.splitlines()[-1] == str(memory._IN_START_UP)
-    assert memory._IN_START_UP[2] > 100
+    assert run.stdout.splitlines()[-1] == str(process_memory._IN_START_UP)
+    assert process_memory._IN_START_UP[2] > 100
 
 
 def test_thresholds_of_a_script_stay() -> None:
     usual = gc.get_threshold()
     try:
-        memory.collect_rarely()
-        assert gc.get_threshold() == memory._IN_START_UP
-        memory.collect_as_usual()
+        process_memory.collect_rarely()
+        assert gc.get_threshold() == process_memory._IN_START_UP
+        process_memory.collect_as_usual()
         assert gc.get_threshold() == usual
         gc.set_threshold(5000, 20, 30)
-        memory.collect_as_usual()
+        process_memory.collect_as_usual()
         assert gc.get_threshold() == (5000, 20, 30)
     finally:
         gc.set_threshold(*usual)
