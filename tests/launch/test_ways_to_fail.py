@@ -72,7 +72,7 @@ ALONE = {
 
 OURS = {
     "an error": r"^rank \d failed:\n(.*\n)*ValueError: an error$",
-    "a wrong strategy": r"^phalanx: init: strategy 'pp2'",
+    "a wrong strategy": r"^phalanx: strategy 'pp2' has pp",
 }
 """What we say of some ways under torchrun; of the others nobody is left to speak."""
 
