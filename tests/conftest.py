@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from namespaces import switch
 from phalanx.launch import local
-from phalanx.launch.garbage import collect_as_usual, collect_rarely
+from phalanx.launch.process_memory import collect_as_usual, collect_rarely
 from warm_ranks import WARM
 
 __all__ = ["switch"]  # a fixture

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from nccl_rules import Broken, Call, Event, Message, Wait, check
 from phalanx.comm import calls, transfer
@@ -143,15 +144,15 @@ class Trace(Watch):
         """Note that a call is waited for."""
         self.events.append(Wait(number))
 
-    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the operator if it is a collective, and run it.
+    @override
+    def run_call(self, call: calls.Call, run: Callable[[], Any]) -> Any:
+        """Note the collective, and run it.
 
         Raises:
             Broken: NCCL knows no such call.
         """
-        call = calls.read_call(func, args, kwargs)
-        if call is None or len(call.ranks) == 1:
-            return func(*args, **kwargs)
+        if len(call.ranks) == 1:
+            return run()
         batch = _batch()
         if batch is not None and batch is self._batch:
             last = self.events[-1]
@@ -163,15 +164,12 @@ class Trace(Watch):
             number = next(self._numbers)
             self.events.append(_noted(number, call))
         self._batch = batch
-        result = func(*args, **kwargs)
-        if func.namespace == "phalanx_comm":
-            # Whoever begins an exchange takes it over by its number, and waits for it.
-            begun = transfer._BEGUN[result]
-            transfer._BEGUN[result] = transfer.Transfer([_Awaited(begun, self, number)])
-        elif func.namespace == "c10d":
-            result = self._watched(result, number)
-        else:  # what is functional is waited for by whoever reads it; here, at once
-            self.note_wait(number)
+        result = run()
+        if isinstance(result, transfer.Transfer):
+            return transfer.Transfer([_Awaited(result, self, number)])
+        if "process_group" in call.arguments:
+            return self._watched(result, number)
+        self.note_wait(number)  # whoever reads a functional result waits for it; here, at once
         return result
 
     def _watched(self, result: Any, number: int) -> Any:

@@ -26,7 +26,6 @@ import pickle
 import random
 import resource
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -43,12 +42,12 @@ from typing import Any
 
 from phalanx.launch import local
 from phalanx.launch import rank as one_rank
-from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import describe
+from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import Rank
-from phalanx.launch.rank import LEAVE, ParentPipe, RankInfo
-from phalanx.launch.rank_pipe import RankPipe
+from phalanx.launch.pipe import LEAVE, ByValue, ParentPipe, RankPipe, end_children
+from phalanx.launch.rank import RankInfo
 from phalanx.launch.signals import end_with_server, leave_to_parent
 
 MOST_RANKS = 4
@@ -167,7 +166,8 @@ class WarmRanks:
         self._at_work.append(ready)
         for number, (_, wire) in enumerate(ready):
             wire.has_ended = False
-            wire.send((replace(info, rank=number), os.getcwd(), sys.path, sys.argv, call))
+            own = replace(info, rank=number, member=info.member + number)
+            wire.send((own, os.getcwd(), sys.path, sys.argv, call))
 
     def end(self, ranks: list[Rank]) -> None:
         """Do what `end_ranks` does, but let ranks wait whose functions have all ended."""
@@ -213,24 +213,26 @@ def _are_alike(ranks: list[Rank]) -> bool:
     )
 
 
+_STORES: list[Any] = []
+"""The stores of ranks that stay, which outlast their jobs."""
+
+
 def _started(info: RankInfo) -> list[Rank]:
     ranks: list[Rank] = []
     context = multiprocessing.get_context("forkserver")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        for number in range(info.num_ranks):
-            own = replace(info, rank=number, port=listener.getsockname()[1])
-            ours, theirs = context.Pipe()
-            given = own, listener if number == 0 else None, theirs
-            process = context.Process(target=serve, args=given)
-            process.start()
-            theirs.close()
-            ranks.append((process, _Wire(ours)))
+    with local.hosted_store() as (store, port):
+        _STORES.append(store)
+    for number in range(info.num_ranks):
+        own = replace(info, rank=number, port=port)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(own, theirs))
+        process.start()
+        theirs.close()
+        ranks.append((process, _Wire(ours)))
     return ranks
 
 
-def serve(info: RankInfo, listener: socket.socket | None, connection: Connection) -> None:
+def serve(info: RankInfo, connection: Connection) -> None:
     """Join, and do one job after another, as `run_rank` does one; never returns."""
     done = ""
     try:
@@ -238,7 +240,8 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
         end_with_server()  # what is stopped does not see that the tests are over
         one_rank.keep_printing()
         multiprocessing.set_start_method(None, force=True)
-        one_rank._join(info, listener)
+        one_rank.join_job(info, ParentPipe(connection, ""))
+        PULSE.__init__()
         start = _Start()
         while True:
             job = connection.recv()
@@ -246,11 +249,12 @@ def serve(info: RankInfo, listener: socket.socket | None, connection: Connection
                 continue
             line = ParentPipe(connection, job[0].sockets)
             line.open()
+            line.beat_on(Feed(one_rank.connected(job[0]), job[0].member))
             start.begin(job[0].threads, job[0].timeout_s)
             contextvars.copy_context().run(_do, line, *job)
             one_rank.flush_streams()
             line.wait_to_leave()
-            one_rank.end_children()
+            end_children()
             done = pickle.loads(job[-1])[0].__qualname__ if CHANGES else ""
             del job, line
             connection.send(("ready", start.put_back()))
@@ -370,10 +374,10 @@ class _Start:
             self._world.pg_names[group]: group._get_sequence_number_for_group() for group in there
         }
         for made in meshes._made.values():
-            for engine in (*made.engines.values(), *made._apart.values()):
+            for index, engine in enumerate((*made.engines.values(), *made._apart.values())):
                 if isinstance(engine, SharedMemory):
                     number = engine._calls.numbers.get(None, 0)
-                    counts[f"{engine.group.group_name} {engine._number}"] = number
+                    counts[f"{engine.group.group_name} {index}"] = number
         return {**counts, "groups made": self._world.group_count}
 
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import SHAPE, write_result
 from phalanx.hugging_face.config import config_to_hf
-from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.process_memory import keep_freed_memory
 from phalanx.models.decoder import Decoder
 
 ROWS = 8

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.comm.alone import SingleRankComm
+from phalanx.comm.comm import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.process_memory import keep_freed_memory
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator

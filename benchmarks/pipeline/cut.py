@@ -22,7 +22,7 @@ from common import spread, write_result
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks
-from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.process_memory import keep_freed_memory
 from phalanx.parallel.pipeline.cut import ranges_of
 from phalanx.parallel.pipeline.links import chain_by, cost_of, links_of
 from phalanx.parallel.pipeline.measured import link_times, with_best_cut

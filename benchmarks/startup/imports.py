@@ -13,7 +13,7 @@ import sys
 
 IMPORT = """
 import gc, time
-from phalanx.launch.garbage import collect_rarely
+from phalanx.launch.process_memory import collect_rarely
 full = []
 gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
 {}

@@ -1,14 +1,13 @@
 """Phalanx: train a PyTorch model under any mix of parallelism strategies, and verify the result.
 
-Importing this package is cheap: modules that need torch are imported on first use of their names.
+Importing this package is cheap and changes nothing outside of it: modules are imported on first use
+of their names.
 """
 
 from __future__ import annotations
 
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
-
-from phalanx.launch.exit_code import watch_if_rank
 
 if TYPE_CHECKING:
     __version__: str
@@ -46,8 +45,6 @@ __all__ = [
     "train_decoder",
     "verify_strategy",
 ]
-
-watch_if_rank()
 
 
 def __getattr__(name: str) -> Any:

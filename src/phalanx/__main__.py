@@ -14,7 +14,7 @@ def main() -> int:
         # module that is being imported, and that module might catch it.
         signal.signal(signal.SIGINT, lambda signum, _: os._exit(128 + signum))
     from phalanx.cli.main import main as run
-    from phalanx.launch.garbage import collect_rarely
+    from phalanx.launch.process_memory import collect_rarely
 
     collect_rarely()  # verbs import torch when they need it
     return run()

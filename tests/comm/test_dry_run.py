@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+from typing_extensions import override
 
 from phalanx.account.recorder import MetaRecorder
+from phalanx.comm.calls import Call
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.dry_run import CountingComm
+from phalanx.comm.watch import Watch
 from phalanx.launch.local import run_ranks
 
 SHAPE = 8, 256, 64
 """Above what is copied to shared memory in any case."""
+
+
+class Heap(Watch):
+    """Adds the memory of the heap, which no operator returns, to a trace of allocations."""
+
+    def __init__(self, trace: MetaRecorder) -> None:
+        super().__init__()
+        self._trace = trace
+
+    @override
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        with patch.object(self, "allocated"):  # what it takes itself is not held
+            return run()
+
+    @override
+    def allocated(self, tensor: torch.Tensor) -> None:
+        self._trace._add(tensor.untyped_storage())
 
 
 def most_held(comm: Comm, device: str) -> list[int]:
@@ -25,7 +49,7 @@ def most_held(comm: Comm, device: str) -> list[int]:
             ("reduce_scatter", {"is_spent": True}),
         ):
             tensor = comm.empty(SHAPE, given, "tp").copy_(given)
-            with MetaRecorder() as recorder:
+            with MetaRecorder() as recorder, Heap(recorder):
                 getattr(comm, name)(tensor, "tp", dim, **more)
             found.append(max(recorder.levels()))
     return found

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.watch import COMPOSITES, register_composite
+from phalanx.comm.watch import COMPOSITES, active, register_composite
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import CollectiveMismatch
 from phalanx.launch.local import run_ranks
@@ -132,3 +132,21 @@ def leave_as_it_was() -> None:
 
 def test_after_an_error_and_without_an_implementation() -> None:
     run_ranks(leave_as_it_was, 1)
+
+
+def gathered_under_two_watches(shares_memory: bool) -> list[list[tuple[str, int]]]:
+    comm = Ranks({"dp": 2}, shares_memory=shares_memory)
+    with Ledger(comm) as outer, Ledger(comm) as inner:
+        assert active() == [outer, inner]
+        comm.all_gather(torch.ones(SIZE), "dp", 0)
+        dist.all_reduce(torch.ones(SIZE))
+    assert active() == []
+    return [[(e.op, e.calls) for e in each.entries()] for each in (outer, inner)]
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_each_watch_sees_a_call_of_an_engine_once_and_none_of_its_messages(
+    shares_memory: bool,
+) -> None:
+    for seen in run_ranks(gathered_under_two_watches, 2, shares_memory):
+        assert seen == [[("all_gather", 1), ("all_reduce", 1)]] * 2

@@ -3,7 +3,14 @@
 import pytest
 
 from phalanx.launch.heartbeat import Beat
-from phalanx.launch.heartbeat_monitor import PATIENCE, STILL_S, HeartbeatMonitor, named
+from phalanx.launch.heartbeat_monitor import (
+    PATIENCE,
+    SLEPT_S,
+    STILL_S,
+    HeartbeatMonitor,
+    named,
+)
+from phalanx.launch.lease import Leases, ListeningClock
 
 
 def test_ranks_that_stand_still_are_told_once() -> None:
@@ -48,20 +55,32 @@ def test_who_waits_as_long_as_it_takes_is_not_told_and_whom_it_waits_for_is() ->
     assert told.startswith("rank 0 at the same place in the code for 101 s:\n")
 
 
-def test_silence_is_measured_by_the_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr("phalanx.launch.heartbeat_monitor.time.monotonic", lambda: now_s)
-    monitor = HeartbeatMonitor(600.0)
+def test_silence_is_measured_by_the_clock_that_is_handed_in() -> None:
+    clock = ListeningClock(SLEPT_S)
+    monitor = HeartbeatMonitor(600.0, clock=clock)
     for rank in range(3):
         monitor.record(rank, Beat())
-    now_s = 9.0
+    clock.now_s = 9.0
     monitor.record(1, Beat())
     assert monitor.silent(8.0) == [0, 2]
-    monitor.wake(5.0)  # the watcher was stopped for five of the nine seconds
-    assert monitor.silent(8.0) == []
+    assert monitor.silent(8.0, [1, 2]) == [2]
     monitor.leave(2)
-    now_s = 30.0
+    clock.now_s = 30.0
     assert monitor.silent(8.0) == [0, 1]
+
+
+def test_a_clock_counts_only_the_time_of_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("phalanx.launch.lease.time.monotonic", lambda: now[0])
+    clock = ListeningClock(5.0)
+    leases = Leases[str](clock)
+    for now[0], member in ((101.0, "a"), (4000.0, "b"), (4003.0, "c")):
+        clock.tick()  # it was stopped for more than an hour
+        leases.renew(member)
+    assert [leases.age_s(member) for member in "abc"] == [8.0, 3.0, 0.0]
+    assert leases.older(2.0) == ["a", "b"]
+    leases.end("a")
+    assert leases.older(2.0, "ac") == []
 
 
 @pytest.mark.parametrize(

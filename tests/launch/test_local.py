@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,19 +29,19 @@ from phalanx.errors import (
     RankFailed,
     TrainingError,
 )
-from phalanx.launch import heartbeat_monitor, local, rank, separate_jobs
-from phalanx.launch.by_value import ByValue
+from phalanx.launch import heartbeat_monitor, local, pipe, rank
 from phalanx.launch.failure import is_reader_gone
-from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import Work, run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 from phalanx.train.job.request import choose
 
 pytestmark = pytest.mark.fresh_ranks
 
 
 def run_alone(function: Callable[[], Any], num_jobs: int) -> list[Any]:
-    return separate_jobs.run_supervised([("a worker", function, ())] * num_jobs)
+    return run_supervised([("a worker", function, ())] * num_jobs)
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -217,7 +218,7 @@ def die_after_the_return() -> int:
     dist.all_gather_object(ranks, os.getpid())
     if dist.get_rank() == 1:
         # As gloo's threads do now and then.
-        rank.ParentPipe.wait_to_leave = lambda _: os._exit(1)
+        pipe.ParentPipe.wait_to_leave = lambda _: os._exit(1)
     else:
         with suppress(ProcessLookupError):
             while True:
@@ -255,7 +256,7 @@ def refuse_threads(line: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     pytest.MonkeyPatch().setattr(threading.Thread, "start", start)
-    rank.run_rank(rank.RankInfo(3, 4, 0, "cpu", 1, 10.0), None, line, refuse, ())
+    rank.run_rank(rank.RankInfo(3, 4, 0, "cpu", 1, 10.0), line, refuse, ())
 
 
 def test_a_rank_without_threads_says_which_limit_is_met() -> None:
@@ -346,7 +347,8 @@ INTERRUPTED = """
 import os, signal, sys, time
 from multiprocessing import forkserver, popen_forkserver, reduction
 from phalanx.cli.main import main
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import Work, run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 starts = []
@@ -441,7 +443,8 @@ def test_a_strategy_of_more_ranks_than_gpus_is_refused_in_the_same_words(
 
 IN_ANOTHER_FOLDER = """
 import os
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import Work, run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 import beside
 
 if __name__ == "__main__":
@@ -467,7 +470,8 @@ def test_no_module_of_the_working_folder_is_imported(tmp_path: Path) -> None:
 NOTEBOOK = """
 import torch.distributed as dist
 from phalanx.errors import ConfigError
-from phalanx.launch.local import run_ranks
+from phalanx.launch.local import Work, run_ranks, run_supervised
+from phalanx.launch.pipe import ByValue
 
 def size(): return dist.get_world_size()
 
@@ -486,3 +490,74 @@ def test_what_a_notebook_defines_runs_in_its_process_and_in_no_others() -> None:
     assert re.fullmatch(
         r".* 2 processes cannot import; put the job in a \.py file .*\n", run.stdout
     )
+
+
+# Jobs of one process each, and what serves them.
+
+
+def give(value: int) -> int:
+    return value
+
+
+def stand() -> None:
+    while True:
+        time.sleep(1)
+
+
+def stop() -> None:
+    time.sleep(1.5)  # a beat
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise RuntimeError("no more")
+
+
+def test_what_serves_others_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LEAVING_S", 0.1)
+    assert run_supervised([("a", give, (3,)), ("b", give, (4,))], [("c", stand, ())]) == [3, 4]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_stopped_process_is_called_by_its_name(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_monitor, "STOPPED_S", 0.0)  # at the first look after it
+    said = rf"worker 2 on {socket.gethostname()} \(process \d+\) has been stopped by a signal"
+    with pytest.raises(TrainingError, match=said):
+        run_supervised([("worker 2", stop, ())], timeout_s=4)
+    assert capfd.readouterr().err.startswith("phalanx: worker 2 on ")
+
+
+def stop_by_the_second_process(folder: Path) -> int:
+    """Wait for a request to stop; the first process is killed when it has one."""
+    with PULSE.handling_stop():
+        is_first = not (folder / "begun").exists()
+        (folder / "begun").touch()
+        while not PULSE.stop_signal:
+            time.sleep(0.01)
+        if is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return PULSE.stop_signal
+
+
+def test_a_process_that_replaces_one_is_asked_to_stop_as_that_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = HeartbeatMonitor.record
+
+    def hear_and_stop(self: HeartbeatMonitor, rank: int, beat: Beat) -> None:
+        hear(self, rank, beat)
+        if self.handles_stop() and not is_asked:
+            is_asked.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    is_asked: list[bool] = []
+    monkeypatch.setattr(HeartbeatMonitor, "record", hear_and_stop)
+    works: list[Work] = [("worker 0", stop_by_the_second_process, (tmp_path,))]
+    assert run_supervised(works, max_restarts=1) == [signal.SIGTERM]
+
+
+def test_a_process_that_fails_is_called_by_its_name() -> None:
+    with pytest.raises(RankFailed, match=r"^worker 1 failed first:\n(.*\n)*RuntimeError: no more$"):
+        run_supervised([("worker 0", stand, ()), ("worker 1", fail, ())])

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from marks import by_hand
 from phalanx.errors import Interrupted, RankFailed, TrainingError
 from phalanx.launch import heartbeat_monitor, local
+from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.local import Supervisor, run_ranks
-from phalanx.launch.rank_pipe import RankPipe
+from phalanx.launch.pipe import RankPipe
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -51,10 +52,11 @@ def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
 def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
     """Those that began their steps while the parent had no time to listen will heed it."""
     ours, theirs = Pipe()
+    store = dist.HashStore()
     for beat in (Beat(), Beat(), Beat(handles_stop=True)):
-        theirs.send(("beat", beat))
+        Feed(store, 0).send(beat)
     process: Any = SimpleNamespace(pid=os.getpid(), sentinel=os.pipe()[0])
-    supervisor = Supervisor([(process, RankPipe(ours))], [signal.SIGTERM], 100.0)
+    supervisor = Supervisor([(process, RankPipe(ours))], [signal.SIGTERM], store, 100.0)
     with ThreadPoolExecutor() as parent:
         result = parent.submit(supervisor.watch)
         while not theirs.poll(0.1):
@@ -71,7 +73,6 @@ def test_a_signal_meets_ranks_as_they_are_and_not_as_they_were() -> None:
 def test_a_rank_that_has_sent_half_a_message_keeps_its_parent_from_nothing(is_killed: bool) -> None:
     """A signal ends the job of one that was stopped; one that was killed has failed."""
     ours, theirs = Pipe()
-    theirs.send(("beat", Beat()))
     os.write(theirs.fileno(), b"\0\0\1\0 a message")
     signals = [] if is_killed else [signal.SIGTERM]
     process: Any = SimpleNamespace(
@@ -80,7 +81,7 @@ def test_a_rank_that_has_sent_half_a_message_keeps_its_parent_from_nothing(is_ki
     if is_killed:
         theirs.close()
     with pytest.raises(RankFailed if is_killed else Interrupted, match=r"SIG(KILL|TERM)"):
-        Supervisor([(process, RankPipe(ours))], signals, 100.0).watch()
+        Supervisor([(process, RankPipe(ours))], signals, dist.HashStore(), 100.0).watch()
 
 
 def wait_for_a_sleeper() -> None:

@@ -17,11 +17,12 @@ from namespaces import HOSTS, ip
 from phalanx.errors import ConfigError, TrainingError
 from phalanx.launch import watch
 from phalanx.launch.failure import PeerFailed
+from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat import Beat
 from phalanx.launch.heartbeat_monitor import SILENT_S, HeartbeatMonitor
 from phalanx.launch.interface import address_towards, interface_of
 from phalanx.launch.rank_env import RankEnv
-from phalanx.launch.watch import Exchange, Watch
+from phalanx.launch.watch import Watch
 
 SCRIPT = """
 import os, sys, threading, time
@@ -114,7 +115,7 @@ def test_who_did_not_listen_holds_nobody_for_silent(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("phalanx.launch.lease.time.monotonic", lambda: clock[0])
     first, second, _ = (watch_of(rank) for rank in range(3))
     first._listen(True)  # it stood still for a moment
     clock[0] = 5.0
@@ -123,8 +124,9 @@ def test_who_did_not_listen_holds_nobody_for_silent(
     assert first._monitor.silent(30, first._heard()) == []
     first._listen(True)
     assert first._monitor.silent(30, first._heard()) == []
-    clock[0] = 3640.0
-    second._exchange.send(Beat())
+    for clock[0] in range(3604, 3640, 4):
+        first._monitor.clock.tick()
+    second._feed.send(Beat())
     first._listen(True)
     assert first._monitor.silent(30, first._heard()) == [0, 2]
 
@@ -132,15 +134,14 @@ def test_who_did_not_listen_holds_nobody_for_silent(
 def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, read = [0.0], list[range]()
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    read = list[range]()
     first, second, _ = (watch_of(rank) for rank in range(3))
-    monkeypatch.setattr(Exchange, "read", spied(Exchange.read, read))
+    monkeypatch.setattr(Feed, "read", spied(Feed.read, read))
 
     def look(is_first_there: bool) -> bool:
-        clock[0] += SILENT_S + 1
+        second._monitor.clock.now_s += SILENT_S + 1
         if is_first_there:
-            first._exchange.send(Beat())
+            first._feed.send(Beat())
         for _ in range(2):
             second._listen(True)
         return second._is_reporter()
@@ -153,14 +154,12 @@ def test_the_others_of_a_host_read_all_only_where_the_first_is_not_heard_of(
 
 
 def test_ranks_that_send_no_first_heartbeat_are_named_after_the_timeout(
-    watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
+    watch_of: Callable[[int], Watch],
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
     second = watch_of(1)  # rank 0, the first of its host, would report for it
     second._exchange_beats()
     assert second._missing_message() == "" and not second._is_reporter()
-    clock[0] = 31.0
+    second._reached.clock.now_s = 31.0
     second._exchange_beats()
     assert second._missing_message().startswith("ranks 0, 2 have sent no heartbeat: ")
     assert second._is_reporter()
@@ -170,20 +169,21 @@ def test_who_was_stopped_itself_holds_nobody_for_silent(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("phalanx.launch.lease.time.monotonic", lambda: clock[0])
     first, _, _ = (watch_of(rank) for rank in range(3))
     first._listen(True)
     clock[0] = 3600.0
-    first._exchange.reached_s += first._monitor.look_up()
-    assert first._lost(1.0) == first._monitor.timeout_message(first._heard()) == ""
+    for watched in (first._reached.clock, first._monitor.clock):
+        watched.tick()
+    assert first._lost(SILENT_S) == first._monitor.timeout_message(first._heard()) == ""
 
 
 def spied(
-    read: Callable[[Exchange, range, HeartbeatMonitor], None], seen: list[range]
-) -> Callable[[Exchange, range, HeartbeatMonitor], None]:
-    def spy(exchange: Exchange, ranks: range, monitor: HeartbeatMonitor) -> None:
+    read: Callable[[Feed, range, HeartbeatMonitor], None], seen: list[range]
+) -> Callable[[Feed, range, HeartbeatMonitor], None]:
+    def spy(feed: Feed, ranks: range, monitor: HeartbeatMonitor) -> None:
         seen.append(ranks)
-        read(exchange, ranks, monitor)
+        read(feed, ranks, monitor)
 
     return spy
 

@@ -72,7 +72,7 @@ ALONE = {
 
 OURS = {
     "an error": r"^rank \d failed:\n(.*\n)*ValueError: an error$",
-    "a wrong strategy": r"^phalanx: init: strategy 'pp2'",
+    "a wrong strategy": r"^phalanx: strategy 'pp2' has pp",
 }
 """What we say of some ways under torchrun; of the others nobody is left to speak."""
 
@@ -128,7 +128,6 @@ PROGRAM = """
 import json, os, signal, sys
 from multiprocessing import util
 import phalanx, phalanx.script.run, phalanx.script.trainer, phalanx.train.loop, phalanx.train.run
-from phalanx.launch import exit_code
 ranks, codes, words = {}, {}, []
 def wait_for_one():
     pid, status = os.wait()
@@ -180,7 +179,6 @@ def start_or_fork(path, words, descriptors):
     finally:
         os._exit(0)
 util.spawnv_passfds = start_or_fork
-exit_code.watch_if_rank()
 sys.argv = words
 if words[0] == "phalanx":
     from phalanx.cli.main import main

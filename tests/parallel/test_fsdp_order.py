@@ -1,6 +1,7 @@
 """The order in which fsdp gathers, computes, reduces and updates, read from a run."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from phalanx.comm.calls import read_call
+from phalanx.comm.calls import Call
 from phalanx.comm.comm import Ranks
 from phalanx.comm.watch import Watch
 from phalanx.launch.local import run_ranks
@@ -56,14 +57,13 @@ class Order(Watch):
         self._names = names
 
     @override
-    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = read_call(func, args, kwargs)
-        if call is not None and call.op in ("all_gather", "reduce_scatter"):
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        if call.op in ("all_gather", "reduce_scatter"):
             whole = call.outputs if call.op == "all_gather" else call.inputs
             tensors = whole if isinstance(whole, (list, tuple)) else [whole]
             name = self._names[sum(tensor.numel() for tensor in tensors)]
             self.events.append(f"{'gather' if call.op == 'all_gather' else 'reduce'} {name}")
-        return func(*args, **kwargs)
+        return run()
 
 
 def events_of(text: str) -> list[str]:

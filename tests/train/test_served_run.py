@@ -24,8 +24,7 @@ from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.errors import ConfigError, Interrupted
-from phalanx.launch.local import run_ranks
-from phalanx.launch.separate_jobs import Work
+from phalanx.launch.local import Work, run_ranks
 from phalanx.server import coordinator
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.alone import SingleRankComm
+from phalanx.comm.comm import SingleRankComm
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client

@@ -16,7 +16,7 @@ from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import ConfigError
-from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.process_memory import keep_freed_memory
 from phalanx.measure.environment import has_fast_bfloat16
 from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder

@@ -26,8 +26,12 @@ from phalanx.errors import (
     wrapped,
 )
 from phalanx.launch import signals
-from phalanx.launch.exit_code import exit_code_of
-from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left
+from phalanx.launch.failure import (
+    READER_LEFT,
+    exit_code_of,
+    is_reader_gone,
+    reader_has_left,
+)
 from phalanx.launch.local import server_stopped
 from phalanx.launch.rank_log import LOST_OUTPUT, keep_printing
 

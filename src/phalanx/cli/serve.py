@@ -160,8 +160,8 @@ def _serve(
     from phalanx.infer.app import Limits, app_of
     from phalanx.infer.engine import EngineFailed
     from phalanx.launch.failure import report
-    from phalanx.launch.garbage import collect_as_usual
     from phalanx.launch.heartbeat import PULSE
+    from phalanx.launch.process_memory import collect_as_usual
     from phalanx.launch.signals import handled
 
     collect_as_usual()

@@ -84,8 +84,7 @@ def _given(config: ServerRoleConfig, name: str) -> str:
 def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     import zmq
 
-    from phalanx.launch.garbage import collect_as_usual
-    from phalanx.launch.malloc import keep_freed_memory
+    from phalanx.launch.process_memory import collect_as_usual, keep_freed_memory
     from phalanx.server.processes import JobRoles
     from phalanx.server.requests import JobAddress
     from phalanx.server.secret import read_secret

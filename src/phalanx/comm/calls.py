@@ -1,9 +1,8 @@
 """Recognize collectives among dispatcher ops: their kind, group and tensors.
 
 Every collective of torch.distributed passes the dispatcher as an op of the namespaces `c10d` or
-`_c10d_functional`, and the collectives of comm.exchange and comm.ops as ops of `phalanx_comm`. A
-dispatch mode that passes each op to `read_call` therefore sees our collectives and the collectives
-of FSDP2, DistributedDataParallel, DTensor and the pipeline runtime.
+`_c10d_functional`. So `comm.watch` sees the collectives of FSDP2, DistributedDataParallel, DTensor
+and the pipeline runtime by `read_call`; our own engines report theirs by `watch.call`.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_NAMESPACES = ("c10d", "_c10d_functional", "phalanx_comm")
+_NAMESPACES = ("c10d", "_c10d_functional")
 
 _OPS = {
     "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced "
     "all_reduce_coalesced_",
     "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ "
     "allgather_into_tensor_coalesced_ all_gather_into_tensor all_gather_into_tensor_out "
-    "all_gather_into_tensor_coalesced all_gather",
+    "all_gather_into_tensor_coalesced",
     "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ "
-    "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced "
-    "reduce_scatter",
-    "all_to_all": "alltoall_ alltoall_base_ all_to_all_single all_to_all swap",
+    "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
+    "all_to_all": "alltoall_ alltoall_base_ all_to_all_single",
     "broadcast": "broadcast_ broadcast",
     "reduce": "reduce_ reduce",
     "gather": "gather_",
@@ -52,7 +50,7 @@ class Call:
     Attributes:
         op: name of the collective.
         group: process group.
-        arguments: argument name in the dispatcher op's schema -> value.
+        arguments: argument name, as in the dispatcher op's schema -> value.
     """
 
     op: str
@@ -100,7 +98,7 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
 
 
 def group_named(name: Any) -> dist.ProcessGroup:
-    """Return the process group that ops of torch, comm.exchange and comm.ops identify by `name`."""
+    """Return the process group that ops of torch identify by `name`."""
     # Private, and the only way from a name to its group; tests/comm/test_ledger.py pins it.
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateUsage]
 

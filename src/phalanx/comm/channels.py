@@ -214,16 +214,13 @@ class Channels:
         finally:
             mine.memory.words[mine.first] = 0
         if not need.is_met():
-            self._refuse_lost(need, time.monotonic() - begun_s)
-
-    def _refuse_lost(self, need: AwaitedWord, waited_s: float) -> None:
-        member = need.member
-        who = f"{named([member.rank])} (process {member.process})"
-        vain = f"{named([self._me.rank])} has waited in vain for another rank"
-        if has_ended(member.process) and not need.is_met():
-            raise PeerLost(f"{who} has ended; {vain}")
-        if waited_s > self._timeout_s():
-            raise PeerLost(f"{who} has not answered for {waited_s:.0f} s; {vain}")
+            member, waited_s = need.member, time.monotonic() - begun_s
+            who = f"{named([member.rank])} (process {member.process})"
+            vain = f"{named([self._me.rank])} has waited in vain for another rank"
+            if has_ended(member.process) and not need.is_met():
+                raise PeerLost(f"{who} has ended; {vain}")
+            if waited_s > self._timeout_s():
+                raise PeerLost(f"{who} has not answered for {waited_s:.0f} s; {vain}")
 
 
 def _address(member: SharedRank, index: int) -> ctypes.c_void_p:

@@ -294,6 +294,23 @@ class Comm(ABC):
         """
 
 
+class SingleRankComm(Comm):
+    """A communicator of one rank, for work that does not communicate with the process's job.
+
+    Every collective returns its input and sends nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({"dp": 1}, {"dp": 0}, torch.device("cpu"))
+
+    @override
+    def _run(
+        self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
+        is_spent: bool = False,
+    ) -> Pending:  # fmt: skip
+        raise AssertionError(f"{op}: there is no other rank on {axis}")
+
+
 class Ranks(Comm):
     """The communicator of a job whose ranks have joined, over its process groups.
 

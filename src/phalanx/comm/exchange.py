@@ -5,8 +5,8 @@
 
 Both send as few bytes as a ring (Patarasuk and Yuan, 2009) in one round instead of N - 1, without
 chains of waiting neighbors. gloo's built-in versions take two to three times as long, see
-benchmarks/data_parallel. Each is a dispatcher op, so that the ledger counts one collective instead
-of its messages. With NCCL neither is used: FSDP2 has its default collectives there.
+benchmarks/data_parallel. Each is one `call` for watches, so that the ledger counts one collective
+instead of its messages. With NCCL neither is used: FSDP2 has its default collectives there.
 
 Functions named `_start` return at once, and gloo's thread sends and receives in the background
 until `wait`. So FSDP2 gathers the next block while this one computes (parallel/overlap.py):
@@ -25,91 +25,67 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.comm.calls import group_named
-from phalanx.comm.transfer import ENGINES, LIBRARY, CommEngine, Transfer, pop_transfer, register
-
-LIBRARY.define(
-    "all_gather(Tensor(a!) output, Tensor input, str group_name, "
-    "int engine=0, bool is_spent=False) -> int"
-)
-LIBRARY.define(
-    "reduce_scatter(Tensor(a!) output, Tensor input, str group_name, "
-    "int engine=0, bool is_spent=False) -> int"
-)
+from phalanx.comm.transfer import CommEngine, Transfer
+from phalanx.comm.watch import allocated, call
 
 
-def all_gather_start(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
-) -> Transfer:
+def all_gather_start(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Transfer:
     """Start to fill `output`, N shards long, with the `shard` of every rank, in rank order.
 
     Both are one-dimensional and contiguous; `shard` may be this rank's slice of `output`. The
     group's backend is gloo.
     """
-    return pop_transfer(torch.ops.phalanx_comm.all_gather(output, shard, group.group_name))
+
+    def run() -> Transfer:
+        num_ranks, coord = group.size(), group.rank()
+        shards = output.view(num_ranks, -1)
+        if shards[coord].data_ptr() != shard.data_ptr():
+            shards[coord].copy_(shard)
+        return Transfer(_exchange([shard] * num_ranks, list(shards), group))
+
+    return call("all_gather", group, {"output": output, "input": shard}, run)
 
 
-def reduce_scatter_start(
-    output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup
-) -> Transfer:
+def reduce_scatter_start(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> Transfer:
     """Start to set `output` to this rank's shard, 1/N, of the sum of `full` over the ranks.
 
     Both are one-dimensional and contiguous. The group's backend is gloo.
     """
-    return pop_transfer(torch.ops.phalanx_comm.reduce_scatter(output, full, group.group_name))
+
+    def run() -> Transfer:
+        num_ranks, coord = group.size(), group.rank()
+        mine = list(full.view(num_ranks, -1))
+        received = [
+            mine[coord] if s == coord else allocated(torch.empty_like(output))
+            for s in range(num_ranks)
+        ]
+
+        def add_up() -> None:
+            # In rank order, so that the sum does not depend on the rank that computes it.
+            if num_ranks > 1:
+                torch.add(received[0], received[1], out=output)
+            else:
+                output.copy_(received[0])
+            for term in received[2:]:
+                output.add_(term)
+
+        return Transfer(_exchange(mine, received, group), add_up)
+
+    return call("reduce_scatter", group, {"output": output, "input": full}, run)
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Run `all_gather_start`, and wait for its end."""
     all_gather_start(output, shard, group).wait()
 
 
-def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> None:
     """Run `reduce_scatter_start`, and wait for its end."""
     reduce_scatter_start(output, full, group).wait()
 
 
-def _all_gather(
-    output: Tensor, shard: Tensor, group_name: str, engine: int = 0, is_spent: bool = False
-) -> int:
-    if engine:
-        return register(ENGINES[engine].run("all_gather", output, shard, None, is_spent))
-    group = group_named(group_name)
-    num_ranks, coord = group.size(), group.rank()
-    shards = output.view(num_ranks, -1)
-    if shards[coord].data_ptr() != shard.data_ptr():
-        shards[coord].copy_(shard)
-    return register(Transfer(_exchange([shard] * num_ranks, list(shards), group)))
-
-
-def _reduce_scatter(
-    output: Tensor, full: Tensor, group_name: str, engine: int = 0, is_spent: bool = False
-) -> int:
-    if engine:
-        return register(ENGINES[engine].run("reduce_scatter", output, full, None, is_spent))
-    group = group_named(group_name)
-    num_ranks, coord = group.size(), group.rank()
-    mine = list(full.view(num_ranks, -1))
-    received = [mine[coord] if s == coord else torch.empty_like(output) for s in range(num_ranks)]
-
-    def add_up() -> None:
-        # In rank order, so that the sum does not depend on the rank that computes it.
-        if num_ranks > 1:
-            torch.add(received[0], received[1], out=output)
-        else:
-            output.copy_(received[0])
-        for term in received[2:]:
-            output.add_(term)
-
-    return register(Transfer(_exchange(mine, received, group), add_up))
-
-
-for _name, _function in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter)):
-    LIBRARY.impl(_name, _function, "CPU")
-
-
 def _exchange(
-    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
+    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
     """Start to send outgoing[s] to rank s and receive incoming[s] from it, for every other s."""
     num_ranks, coord = group.size(), group.rank()

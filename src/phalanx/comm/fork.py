@@ -8,6 +8,7 @@ happened to one in 200 to 500 DataLoaders that forked their workers right after 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -33,6 +34,10 @@ _inherited: Any = None
 def _inherit() -> None:
     global _inherited
     _inherited = dist.group.WORLD if dist.is_initialized() else None
+    # A fork has none of gloo's threads, for which the destructor of a group would wait forever.
+    internals: Any = dist.distributed_c10d
+    for group in internals._world.pg_map if _inherited is not None else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 os.register_at_fork(after_in_child=_inherit)

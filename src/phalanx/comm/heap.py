@@ -27,13 +27,13 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.comm.memory_file import memory_file
 from phalanx.errors import TrainingError
 
 PAGE: Final = mmap.PAGESIZE
@@ -49,6 +49,34 @@ _TOKEN_BYTES: Final = 16
 
 Block = np.ndarray[Any, Any]
 """Bytes of a heap, which are freed when this array is no longer referenced."""
+
+
+@contextmanager
+def memory_file(
+    process: int, number: int, name: str, num_bytes: int, *, is_written: bool
+) -> Generator[int]:
+    """Open a memory file (memfd_create) of a process of this host; yield a descriptor of it.
+
+    It is opened as /proc/PID/fd/NUMBER. In another container the same numbers may mean another
+    process and file, so callers compare a token of the owner before they map it, in addition to the
+    name and size compared here.
+
+    Raises:
+        OSError: the file does not exist, this process may not open it, or it has another name or
+            size.
+    """
+    path = Path(f"/proc/{process}/fd/{number}")
+    target = os.readlink(path)  # before opening, because opening a pipe or device could block
+    if target != f"/memfd:{name} (deleted)":
+        raise OSError(f"{path} is {target}; expected a memory file named {name}")
+    opened = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        size = os.fstat(opened).st_size
+        if size != num_bytes:
+            raise OSError(f"{path} has {size} bytes; expected {num_bytes}")
+        yield opened
+    finally:
+        os.close(opened)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from phalanx.comm.fork import delay_forks_until_idle
 from phalanx.comm.same_host import MOST_RANKS
 from phalanx.errors import ConfigError, within_limits
 
-STORE_CONNECTIONS = 3
-"""Connections of each rank to the store, which rank 0 hosts."""
+STORE_CONNECTIONS = 4
+"""Connections of each rank to the store, which rank 0 hosts where no launcher does."""
 
 GROUP_FILES = 4
 """Files that gloo opens for a group in addition to its connections: listeners and event queues."""
@@ -100,8 +100,8 @@ def raise_file_limit() -> None:
 def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
     """Estimate the number of open files of rank 0, which has the most of all ranks.
 
-    Rank 0 hosts the store, to which each rank connects three times: in `join`, and with `job_store`
-    for the checkpoint writer thread and for the check of calls.
+    Rank 0 may host the store, to which each rank connects four times: in `join`, for heartbeats,
+    and with `job_store` for the checkpoint writer thread and for the check of calls.
     """
     peers, num_mapped = list[int](), 0
     if device == "cpu":
@@ -113,7 +113,11 @@ def num_files(axes: Mapping[str, int], num_ranks: int, device: str) -> int:
             peers += [math.prod(axes[axis] for axis in members) - 1]
         if axes.get("pp", 1) > 1:
             peers += [1] * 2 * min(axes["pp"] - 1, 2)  # see comm.meshes, [Note: One-way groups]
-        num_mapped = _num_mapped(axes)
+        # With shared memory: the heap of a rank, its map, and a map for each peer.
+        sizes = [*axes.values()]
+        sizes += [math.prod(axes[axis] for axis in members) for members in flattened(axes).values()]
+        if num_sharing := sum(size - 1 for size in sizes if size <= MOST_RANKS):
+            num_mapped = 2 + min(math.prod(axes.values()) - 1, num_sharing)
     of_groups = sum(peers) + GROUP_FILES * len(peers) + num_mapped
     return RESERVED_FILES + STORE_CONNECTIONS * num_ranks + of_groups
 
@@ -136,14 +140,6 @@ def check_files(axes: Mapping[str, int], num_ranks: int, device: str) -> None:
         f"{RESERVED_FILES} for all else; raise the limit on its host (ulimit -Hn {needed}), "
         f"or start at most {max(1, (limit - (needed - to_store)) // STORE_CONNECTIONS)} ranks"
     )
-
-
-def _num_mapped(axes: Mapping[str, int]) -> int:
-    """Return the files of a rank with shared memory: its heap, its map, and a map for each peer."""
-    sizes = [*axes.values()]
-    sizes += [math.prod(axes[axis] for axis in members) for members in flattened(axes).values()]
-    num_peers = sum(size - 1 for size in sizes if size <= MOST_RANKS)
-    return 2 + min(math.prod(axes.values()) - 1, num_peers) if num_peers else 0
 
 
 def _num_lazy_peers(num_ranks: int) -> int:

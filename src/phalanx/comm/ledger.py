@@ -1,6 +1,6 @@
 """Count every collective by op, bytes, mesh axis and phase, whichever library calls it.
 
-A `Ledger` recognizes collectives with comm.calls. It costs a few microseconds per tensor
+A `Ledger` is a watch (comm.watch). It costs a few microseconds per tensor
 operation, so enable it only for the steps to count.
 
 `payload_bytes` is the size of the full tensor of the collective (the gathered, reduced or
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
-from phalanx.comm.calls import Call, read_call
+from phalanx.comm.calls import Call
 from phalanx.comm.watch import Watch
 
 if TYPE_CHECKING:
@@ -103,14 +104,14 @@ class Ledger(Watch):
         """Return one entry per phase, axis and op, in the order of their first calls."""
         return self._tally.entries()
 
-    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator, and count it if it is a collective with a payload."""
-        call = read_call(func, args, kwargs)
-        if call is not None and call.op not in WITHOUT_PAYLOAD:
+    @override
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Run a collective, and count it if it has a payload."""
+        if call.op not in WITHOUT_PAYLOAD:
             axis, num_ranks = self._axis_of.get(call.ranks, "world"), len(call.ranks)
             payload = _payload_bytes(call, num_ranks)
             self._tally.add(self.phase_name, axis, call.op, payload, num_ranks)
-        return func(*args, **kwargs)
+        return run()
 
 
 def _payload_bytes(call: Call, num_ranks: int) -> int:

@@ -23,7 +23,7 @@ not wait for the readers of a tensor that `is_spent`, and continues while its pe
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -33,20 +33,28 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.comm import ops
 from phalanx.comm.call_number import number_of
 from phalanx.comm.channels import Channels
 from phalanx.comm.gather_buffers import GatherBuffers
-from phalanx.comm.heap import Heap, errors_if_full
+from phalanx.comm.heap import Heap, errors_if_full, own_heap
 from phalanx.comm.posted_calls import PostedCall, PostedCalls
 from phalanx.comm.reductions import reduce_into
-from phalanx.comm.shared_transfer import SharedTransfer, Steps, unwatched
-from phalanx.comm.transfer import ENGINES, CommEngine, Transfer, pop_transfer
+from phalanx.comm.shared_transfer import SharedTransfer, Steps
+from phalanx.comm.transfer import CommEngine, Transfer
+from phalanx.comm.watch import allocated, call, unwatched
 
 SMALL_BYTES: Final = 32 << 10
 """Most bytes of an all_reduce in which each rank adds the full tensors: a second wait is slower."""
 
-_NUMBERS = itertools.count(1)
+_OPTIONS: Final = {
+    "all_reduce": "reduce_op",
+    "broadcast": "root_rank",
+    "reduce": "root_rank",
+    "barrier": "option",
+    "send": "dst",
+    "recv": "src",
+}
+"""Collective of one tensor -> name of its option, as an argument of torch's operators."""
 
 
 def _and_copied(steps: Steps, flat: Tensor, out: Tensor) -> Steps:
@@ -64,8 +72,6 @@ class SharedMemory(CommEngine):
         """Use fresh `channels`; keep a reference to `kept` so that their memory is not freed."""
         super().__init__(group)
         self._kept = kept
-        self._number = next(_NUMBERS)
-        ENGINES[self._number] = self
         self._channels = channels
         self._heap = heap
         self._coord, self._size = channels.coord, len(channels.members)
@@ -79,8 +85,9 @@ class SharedMemory(CommEngine):
         is_small = math.prod(size) * dtype.itemsize <= SMALL_BYTES  # cheaper to copy
         if is_small or device.type != "cpu":  # a dry run allocates on the meta device
             return super().empty(size, dtype, device)
-        with errors_if_full():
-            return torch.ops.shared_memory.allocate(size, dtype=dtype)
+        with errors_if_full(), unwatched():
+            tensor = own_heap().empty(size, dtype)
+        return allocated(tensor)
 
     @override
     def gather_output(
@@ -88,15 +95,10 @@ class SharedMemory(CommEngine):
     ) -> Tensor:
         if math.prod(size) * dtype.itemsize <= SMALL_BYTES or device.type != "cpu":
             return self.empty(size, dtype, device)
-        with errors_if_full():
-            return torch.ops.shared_memory.gather_output(size, dtype=dtype, engine=self._number)
-
-    @override
-    def allocate_gather_output(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        num_bytes = math.prod(size) * dtype.itemsize
-        with unwatched():
-            block = self._gather_buffers.take(num_bytes, self._share)
-        return torch.from_numpy(block).view(dtype).view(*size)
+        with errors_if_full(), unwatched():
+            block = self._gather_buffers.take(math.prod(size) * dtype.itemsize, self._share)
+            tensor = torch.from_numpy(block).view(dtype).view(*size)
+        return allocated(tensor)
 
     def _share(self, value: int) -> int:
         """Return the first rank's value on all ranks."""
@@ -108,30 +110,28 @@ class SharedMemory(CommEngine):
     def begin(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, *, is_spent: bool = False
     ) -> Transfer:
-        name, number = self.group.group_name, self._number
         out, given = out.detach(), given.detach()
-        run = getattr(ops.COLLECTIVES, op)
-        match op:
-            case "all_gather" | "reduce_scatter":
-                begun = run(out, given, name, number, is_spent)
-            case "all_to_all":
-                begun = run(out, given, name, number, 0, is_spent, [], [])
-            case "swap":
-                out, given = out.view(-1), given.view(-1)
-                sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
-                begun = run(out, given, name, number, option, is_spent, sizes, sizes)
-            case "send" | "recv":
-                begun = run(given if op == "send" else out, name, number, option, 0)
-            case _:
-                begun = run(out, name, number, option)
-        return pop_transfer(begun)
+        if op == "swap":
+            out, given = out.view(-1), given.view(-1)
+        arguments: dict[str, Any] = {"engine": self}
+        if op in _OPTIONS:
+            arguments |= {"tensor": given if op == "send" else out, _OPTIONS[op]: option, "tag": 0}
+        else:
+            sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
+            sizes = sizes if op == "swap" else []
+            arguments |= {"output": out, "input": given}
+            arguments |= {"output_split_sizes": sizes, "input_split_sizes": sizes}
 
-    @override
+        run = functools.partial(self.run, op, out, given, option, is_spent)
+        return call("all_to_all" if op == "swap" else op, self.group, arguments, run)
+
     def run(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
     ) -> Transfer:
+        """Start a collective that `begin` has reported to the watches."""
+        steps: Steps
         if op in ("all_gather", "reduce_scatter"):
-            steps: Steps = getattr(self, f"_{op}")(out, given, is_spent)
+            steps = getattr(self, f"_{op}")(out, given, is_spent)
             return SharedTransfer(steps, self._channels)
         flat, sent = out.contiguous().view(-1), given.contiguous().view(-1)
         steps = getattr(self, f"_{op}")(flat, sent, option, is_spent)

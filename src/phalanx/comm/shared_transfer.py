@@ -3,11 +3,7 @@
 [Note: Progress] No background thread runs collectives while a rank computes. A rank advances a
 collective when it starts it, and then only while it waits for this or another collective: a wait
 advances all that the rank has started. So two ranks may wait for two of them in different orders.
-
-[Note: Unwatched] A rank continues a collective wherever it waits, possibly in a recomputed forward
-or in a step whose memory is counted. Dispatch modes see only the op that started the collective,
-and not the work inside, as they do not see gloo's thread. Otherwise recomputation would expect the
-inner operators again in backward, and memory accounting would count the memory of other ranks.
+The steps run unwatched, see [Note: Unwatched] in comm.watch.
 """
 
 from __future__ import annotations
@@ -18,13 +14,13 @@ from collections.abc import Generator
 from datetime import timedelta
 from typing import Final
 
-import torch
 from typing_extensions import override
 
 from phalanx.comm.channels import TICK_S, AwaitedWord, Channels
 from phalanx.comm.ranges import named as trace_named
 from phalanx.comm.transfer import Transfer
 from phalanx.comm.waits import waiting
+from phalanx.comm.watch import unwatched
 
 CROWDED_TICK_S: Final = 1e-3
 """Time a rank sleeps for one collective while it has started others, in seconds."""
@@ -36,10 +32,6 @@ _ADVANCE_LOCK: Final = threading.RLock()
 """Lock to advance a collective, because several threads may wait for the same collective."""
 
 Steps = Generator[AwaitedWord]
-
-# Private, and the only cheap way to disable all dispatch modes; see [Note: Unwatched].
-# tests/comm/test_shared_memory.py pins it.
-unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
 
 
 class SharedTransfer(Transfer):
@@ -89,16 +81,13 @@ class SharedTransfer(Transfer):
         """
         if not self.is_waited_for:
             with trace_named("wait shared memory"), waiting(self.tensor):
-                self._wait()
+                begun_s = time.monotonic()
+                while (need := self.advance()) is not None:
+                    others = [other for other in [*UNDER_WAY] if other is not self]
+                    needs = [need, *(other.advance() for other in others)]  # see [Note: Progress]
+                    # A call that waits for an earlier one of this rank waits for a peer in the end.
+                    of_peers = (each for each in needs if each and not self._channels.is_own(each))
+                    need = next(of_peers, need)
+                    self._channels.sleep(need, begun_s, CROWDED_TICK_S if others else TICK_S)
             self.is_waited_for = True
         return True
-
-    def _wait(self) -> None:
-        begun_s = time.monotonic()
-        while (need := self.advance()) is not None:
-            others = [other for other in [*UNDER_WAY] if other is not self]
-            needs = [need, *(other.advance() for other in others)]  # see [Note: Progress]
-            # A call that waits for an earlier one of this rank waits for a peer in the end.
-            of_peers = (each for each in needs if each and not self._channels.is_own(each))
-            need = next(of_peers, need)
-            self._channels.sleep(need, begun_s, CROWDED_TICK_S if others else TICK_S)

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,23 +59,6 @@ class CommEngine(ABC):
         """
         return self.empty(size, dtype, device)
 
-    def allocate_gather_output(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a `gather_output`; called by the dispatcher op that it calls."""
-        raise NotImplementedError(f"{type(self).__name__} has no memory of its own")
-
-    def run(
-        self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
-    ) -> Transfer:
-        """Start the collective; called by the dispatcher op that `begin` of this engine calls."""
-        raise NotImplementedError(f"{type(self).__name__} runs no {op}")
-
-
-LIBRARY: Final = torch.library.Library("phalanx_comm", "FRAGMENT")
-"""Library of the dispatcher ops that are collectives, so that dispatch modes see them."""
-
-ENGINES: Final[weakref.WeakValueDictionary[int, CommEngine]] = weakref.WeakValueDictionary()
-"""Number passed to an op -> engine that runs it; comm.meshes keeps the engines alive."""
-
 
 class Transfer(dist.Work):
     """A running collective; its tensors must not be used before `wait`.
@@ -116,21 +97,3 @@ class Transfer(dist.Work):
             complete()
         self.is_waited_for = True
         return True
-
-
-_BEGUN: dict[int, Transfer] = {}
-"""Number that a dispatcher op returned -> transfer that it started."""
-
-_NUMBERS = itertools.count()
-
-
-def register(transfer: Transfer) -> int:
-    """Register a transfer; return its number, because a dispatcher op cannot return an object."""
-    number = next(_NUMBERS)
-    _BEGUN[number] = transfer
-    return number
-
-
-def pop_transfer(number: int) -> Transfer:
-    """Remove and return the transfer with the number that an op returned."""
-    return _BEGUN.pop(number)

@@ -1,7 +1,16 @@
-"""Intercept every operator that passes PyTorch's dispatcher, including operators of libraries.
+"""Intercept each collective and each operator of PyTorch, also if a library calls it.
 
-A `Watch` is a dispatch mode that calls its method `run_operator` for each operator that runs inside
-`with watch:`. The communication ledger, the check of collectives and memory accounting are watches.
+A `Watch` is a dispatch mode. Inside `with watch:` it calls its method `run_call` for each
+collective, and `run_operator` for each other operator. The ledger, the check of collectives and
+memory accounting are watches. Two paths lead to `run_call`:
+
+    torch.distributed, FSDP2, DTensor -> the dispatcher -> a watch -> run_call -> operator
+    exchange, shared_memory           -> `call`         -> a watch -> run_call -> engine
+
+[Note: Unwatched] Inside of `call` all modes are off, as in gloo's thread. A rank continues a
+collective wherever it waits, possibly in a recomputed forward or in a step whose memory is counted:
+recomputation would expect the inner operators again in backward, and memory accounting would count
+the memory of other ranks. An engine reports its memory by `allocated`.
 
 [Note: Composites] One of our operators may consist of collectives and other operators, yet be a
 single operator to PyTorch, so that recomputation can save its result alone. PyTorch disables a mode
@@ -18,13 +27,22 @@ not fuse: communicated bytes are counted completely, memory is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.comm.calls import Call, read_call
+
+Result = TypeVar("Result")
 
 COMPOSITE_NAMESPACE = "phalanx_tensor"
 """Namespace of the operators whose inner operators a watch sees, see [Note: Composites]."""
@@ -55,7 +73,7 @@ class Phases:
 
 
 class Watch(Phases, TorchDispatchMode):
-    """A dispatch mode that calls `run_operator` for each operator, with `phase_name` set."""
+    """A dispatch mode that sees each collective and each operator, with `phase_name` set."""
 
     supports_higher_order_operators = True  # without it, the mode fails on such operators
 
@@ -65,8 +83,16 @@ class Watch(Phases, TorchDispatchMode):
         return True
 
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, `func(*args, **kwargs)`, and return its result."""
-        raise NotImplementedError
+        """Run an operator that is no collective, `func(*args, **kwargs)`; return its result."""
+        return func(*args, **kwargs)
+
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Run a collective, `run()`, and return its result."""
+        del call
+        return run()
+
+    def allocated(self, tensor: Tensor) -> None:
+        """Note a tensor that an engine has allocated."""
 
     @contextmanager
     def on_again(self) -> Generator[None]:
@@ -90,8 +116,54 @@ class Watch(Phases, TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)  # compiled code; its operators are dispatched here
         if func.namespace != COMPOSITE_NAMESPACE:
-            return self.run_operator(func, args, kwargs)
+            if (called := read_call(func, args, kwargs)) is None:
+                return self.run_operator(func, args, kwargs)
+            return self.run_call(called, partial(func, *args, **kwargs))
         if func not in COMPOSITES:
             raise NotImplementedError(f"{func} was not given to phalanx.comm.watch")
         with self.on_again():
             return COMPOSITES[func](*args, **kwargs)
+
+
+# Private, and the only cheap way to disable all dispatch modes; see [Note: Unwatched].
+# tests/comm/test_shared_memory.py pins it.
+unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
+
+
+def call(
+    op: str, group: dist.ProcessGroup, arguments: Mapping[str, Any], run: Callable[[], Result]
+) -> Result:
+    """Run a collective of our engines, as one call for each active watch.
+
+    Args:
+        op: name of the collective, as in comm.calls.
+        group: its process group.
+        arguments: its arguments, named as in torch's operators: `tensor`, or `output` and
+            `input`; `reduce_op`, `root_rank`, `dst`, `src`, `tag`, sizes of splits.
+        run: starts the collective.
+    """
+    if not torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
+        return run()
+
+    def start() -> Result:
+        with unwatched():
+            return run()
+
+    each: Callable[[], Result] = start
+    for watch in active():  # the innermost one runs first
+        each = partial(watch.run_call, Call(op, group, arguments), each)
+    return each()
+
+
+def allocated(tensor: Tensor) -> Tensor:
+    """Report a tensor that an engine has allocated to each active watch, and return it."""
+    for watch in active():
+        watch.allocated(tensor)
+    return tensor
+
+
+def active() -> list[Watch]:
+    """Return the watches of this thread, outer to inner."""
+    # Private, and the only way to the modes; tests/comm/test_watch.py pins it.
+    modes = _python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
+    return [mode for mode in modes if isinstance(mode, Watch)]

@@ -28,7 +28,7 @@ import dataclasses
 import inspect
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from phalanx.comm.calls import Call, read_call
+from phalanx.comm.calls import Call
 from phalanx.comm.comm import Ranks
 from phalanx.comm.waits import around_waits
 from phalanx.comm.watch import Watch
@@ -136,13 +136,13 @@ class CollectiveCheck(Watch):
             self._telling.close()
             super().__exit__(kind, error, trace)
 
-    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compare an operator between the ranks if it is a collective, then run it."""
-        call = read_call(func, args, kwargs)
-        if call is not None and len(call.ranks) > 1:
+    @override
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Compare a collective between the ranks, then run it."""
+        if len(call.ranks) > 1:
             with self._words.explaining_lost_store():
                 self._check(call)
-        return func(*args, **kwargs)
+        return run()
 
     def _check(self, call: Call) -> None:
         places, module = find_places(inspect.currentframe())

@@ -41,7 +41,12 @@ def agree(
             _read(store, env.here.start)
         with PULSE.doing("preparing the job"):
             value = prepare()
-        text = json.dumps(_versions() | dict(facts(value)), sort_keys=True)
+        own: dict[str, Any] = {}
+        for package, name in (("phalanx-train", "phalanx"), ("torch", "torch")):
+            with suppress(metadata.PackageNotFoundError):  # imported from source, not installed
+                # without a build tag such as +cpu
+                own[f"version of {name}"] = metadata.version(package).partition("+")[0]
+        text = json.dumps(own | dict(facts(value)), sort_keys=True)
         store.set(f"{env.rank}", text)
         # Each rank compares with the first text set: rank 0 reads all texts only on a mismatch.
         if store.compare_set("first", "", text).decode() != text:
@@ -81,15 +86,6 @@ def _read(store: Store, key: int | str) -> str:
     if text == FAILED:
         raise PeerFailed("another rank could not prepare the job; see that rank's error")
     return text
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions that all ranks must have in common, without a build tag such as +cpu."""
-    versions: dict[str, str] = {}
-    for package, name in (("phalanx-train", "phalanx"), ("torch", "torch")):
-        with suppress(metadata.PackageNotFoundError):  # imported from source, not installed
-            versions[f"version of {name}"] = metadata.version(package).partition("+")[0]
-    return versions
 
 
 def check_same(facts: list[dict[str, Any]], names: Sequence[str] = ()) -> None:

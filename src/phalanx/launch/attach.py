@@ -1,24 +1,31 @@
 """Join the job that this process is a rank of, for as long as the process lasts.
 
 `run_here` of launch/torchrun.py runs a function within a job; a script has no such function. So
-this rank leaves the job when the script ends: an error of the script is reported as by `run_here`,
-and a normal end waits for the other ranks.
+this rank leaves the job when the script ends, by hooks that `attach` sets (`_Attached`):
+
+    how the script ends          hook              the rank
+    its last statement           atexit            waits for the other ranks, exits with code 0
+    an uncaught error            sys.excepthook    reports the error as `run_here` does
+    sys.exit, raise SystemExit   atexit            stops its heartbeats, and Python exits with the
+                                                   code, which Python shows to no hook
 """
 
 from __future__ import annotations
 
 import atexit
+import dis
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import util
 from types import TracebackType
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, message_of
-from phalanx.launch import exit_code, signals, slurm, torchrun
+from phalanx.launch import signals, slurm, torchrun
 from phalanx.launch.agreement import check_same
 from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, report
 from phalanx.launch.heartbeat import PULSE
@@ -84,15 +91,37 @@ def attach(
     import torch.distributed as dist
 
     from phalanx.comm import join
+    from phalanx.comm.together import gather_objects
 
-    _refuse_helper()
+    # Private: set while a spawned process imports the script of its parent.
+    # tests/launch/test_attach.py pins it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ScriptError(
+            "a process that this script started, such as a spawned DataLoader worker, runs the "
+            "script again; put the statements that the script runs below `if __name__ == "
+            '"__main__":`'
+        )
     ATTACH_CALLED.append(True)
     if dist.is_initialized():
-        return _as_joined(facts, device, timeout_s)
+        if timeout_s is not None:
+            join.set_timeout(timeout_s)
+        if facts:
+            check_same(gather_objects(dict(facts)))
+        joined = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        if device not in ("auto", joined):
+            raise ConfigError(
+                f"init: device is {device}, but this process has joined a job on {joined}; start "
+                f"the script by: phalanx run SCRIPT --device {device}"
+            )
+        return joined
     slurm.adopt()
     limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if is_under_torchrun():
-        return _attach_to_job(facts, device, limit_s)
+        job = torchrun.joined(lambda: facts, dict, device=device, threads=None, timeout_s=limit_s)
+        device = job.__enter__().device
+        PULSE.now("the script")
+        _attached.append(_Attached(job))
+        return device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     join.join(0, 1, store=dist.HashStore(), device=device, timeout_s=limit_s)
@@ -199,54 +228,19 @@ def error_to_raise(error: Exception) -> BaseException:
     return _attached[-1].error_to_raise(error) if _attached else error
 
 
-def _refuse_helper() -> None:
-    # Private: set while a spawned process imports the script of its parent.
-    # tests/launch/test_exit_code.py pins it.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ScriptError(
-            "a process that this script started, such as a spawned DataLoader worker, runs the "
-            "script again; put the statements that the script runs below `if __name__ == "
-            '"__main__":`'
-        )
-
-
-def _as_joined(facts: Mapping[str, Any], device: str, timeout_s: float | None) -> str:
-    """Return the device type of the job; raise if `device` or another rank's `facts` differ."""
-    import torch.distributed as dist
-
-    from phalanx.comm import join
-    from phalanx.comm.together import gather_objects
-
-    if timeout_s is not None:
-        join.set_timeout(timeout_s)
-
-    if facts:
-        check_same(gather_objects(dict(facts)))
-    joined = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    if device not in ("auto", joined):
-        raise ConfigError(
-            f"init: device is {device}, but this process has joined a job on {joined}; start "
-            f"the script by: phalanx run SCRIPT --device {device}"
-        )
-    return joined
-
-
-def _attach_to_job(facts: Mapping[str, Any], device: str, timeout_s: float) -> str:
-    job = torchrun.joined(lambda: facts, dict, device=device, threads=None, timeout_s=timeout_s)
-    device = job.__enter__().device
-    PULSE.now("the script")
-    _attached.append(_Attached(job))
-    return device
-
-
 class _Attached:
     """Exit hooks of a joined job: leave it when the process ends, normally or with an error."""
 
     def __init__(self, job: AbstractContextManager[Any]) -> None:
         self._job = job
         self._process = os.getpid()
-        self._main = exit_code.main_frame()
-        self._has_failed = False
+        # The module-level frame of the main script; None if it is not on the stack.
+        frame, main = sys._getframe(), sys.modules["__main__"]  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and not (
+            frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"
+        ):
+            frame = frame.f_back
+        self._main = frame
         self._judged: BaseException | None = None
         sys.excepthook = self._on_error
         atexit.register(self._on_end)
@@ -266,8 +260,7 @@ class _Attached:
     def _on_error(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if self._is_fork():
-            self._has_failed = True
+        if os.getpid() != self._process:
             sys.__excepthook__(kind, error, trace)
         else:
             error = as_mistake(error)
@@ -280,26 +273,27 @@ class _Attached:
 
         from phalanx.comm.together import barrier
 
-        code = exit_code.known()
-        if self._is_fork():
-            flush_streams()
-            os._exit(int(self._has_failed) or code or 0)  # helpers and job belong to the rank
-        if code is None and self._main is not None and not exit_code.has_returned(self._main):
-            return  # ended by a sys.exit looked up before phalanx was imported: Python has its code
-        if not code:
+        # A frame that has ended is still at its last instruction.
+        main = self._main
+        has_returned = main is None or dis.opname[main.f_code.co_code[main.f_lasti]].startswith(
+            "RETURN"
+        )
+        if os.getpid() != self._process:  # a fork, to which neither job nor helpers belong
+            if has_returned:
+                flush_streams()
+                os._exit(0)
+            helpers: Any = util  # private; tests/launch/test_attach.py pins it
+            atexit.unregister(helpers._exit_function)  # it would end them
+        elif has_returned:
             try:
                 check_end()
                 if dist.is_initialized():
                     barrier()
             except Exception as error:
                 torchrun.leave_failed(self.error_to_raise(error))
-            self._job.__exit__(None, None, None)
-            code = _end_of_stop()
-        torchrun.leave(code)
-
-    def _is_fork(self) -> bool:
-        """Return whether the script forked this process, which is then no rank of the job."""
-        return os.getpid() != self._process
+        self._job.__exit__(None, None, None)
+        if has_returned or PULSE.handled_signal:
+            torchrun.leave(_end_of_stop())
 
 
 def _heed_alone() -> None:

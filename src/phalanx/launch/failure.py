@@ -26,7 +26,6 @@ from phalanx.errors import (
     shortened,
     system_limit_advice,
 )
-from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_log import screen
 
@@ -100,6 +99,11 @@ def describe(rank: int, error: BaseException, name: str = "") -> Failure:
     if isinstance(error, SystemExit):  # a failure even with code 0: the work did not finish
         exit_code = exit_code_of(error.code) or 1
     return Failure(rank, time.time(), text, kind, is_lost_peer(error), exit_code, name)
+
+
+def exit_code_of(value: object) -> int:
+    """Return the exit code that Python uses for the argument of `sys.exit`."""
+    return value & 0xFF if isinstance(value, int) else int(value is not None)
 
 
 def out_of_threads(error: BaseException) -> str:

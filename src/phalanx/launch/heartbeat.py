@@ -184,9 +184,13 @@ class Pulse:
         if wait is not None:
             self._place, self._since_s = None, wait.since_s
         else:
-            at = None if frame is None else _place_of(frame)
-            # A loop that sleeps in each step is always sampled at the sleep, so `_doing` counts.
-            place = None if at is None else (*at, self._doing)
+            place = None  # in a function of `_COMPUTING`, or under a debugger
+            if frame is not None and frame.f_code.co_name not in _COMPUTING:
+                if frame.f_trace is None:
+                    frame.f_trace = _Mark()
+                # A loop that sleeps in each step is always sampled there, so `_doing` counts.
+                if isinstance(mark := frame.f_trace, _Mark):
+                    place = mark, frame.f_lasti, self._doing
             if place is None or place != self._place:
                 self._place, self._since_s = place, now_s
         still_s = now_s - self._since_s
@@ -204,16 +208,6 @@ class _Mark:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> _Mark:
         return self
-
-
-def _place_of(frame: FrameType) -> tuple[_Mark, int] | None:
-    """Return a key of the frame and its instruction; None in a function of `_COMPUTING`."""
-    if frame.f_code.co_name in _COMPUTING:
-        return None
-    if frame.f_trace is None:
-        frame.f_trace = _Mark()
-    mark = frame.f_trace
-    return (mark, frame.f_lasti) if isinstance(mark, _Mark) else None  # None under a debugger
 
 
 PULSE = Pulse()

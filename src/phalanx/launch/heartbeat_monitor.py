@@ -1,13 +1,12 @@
 """The latest heartbeat of each rank of a job, and the reports that follow from the heartbeats.
 
-The parent of local ranks receives heartbeats over pipes (`local`), a rank under torchrun over the
-job's store (`watch`). For both, the monitor reports in the same words which ranks are silent or
+The parent of local ranks reads them from the job's store (`feed`), and so does a rank of each host
+under torchrun (`watch`). For both, the monitor reports in the same words which ranks are silent or
 stopped, which ranks delay the others and which rank waited in vain.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Final
 
 from phalanx.errors import named
 from phalanx.launch.heartbeat import Beat
+from phalanx.launch.lease import Leases, ListeningClock
 
 STILL_S: Final = 20.0
 """Longest time that a rank's main thread may stay at one place before a report, in seconds."""
@@ -30,7 +30,7 @@ UNEVEN_S: Final = 15.0
 """Longest time, in seconds, that all other ranks may stay in a collective after a rank returned."""
 
 SLEPT_S: Final = 5.0
-"""Longest time between two calls of `look_up`, in seconds; after more, the watcher was stopped."""
+"""Most seconds that count between two looks of a reader: for longer, the reader was stopped."""
 
 PATIENCE: Final = 5
 """Factor on the time that a rank may be stalled, while no rank takes steps."""
@@ -43,6 +43,7 @@ class HeartbeatMonitor:
     """The latest heartbeat of each rank, and the time at which it arrived.
 
     Attributes:
+        clock: ticked by the reader while it reads; silence is measured by this clock.
         silent_s: longest time without a heartbeat of a rank before a report, in seconds.
     """
 
@@ -52,88 +53,74 @@ class HeartbeatMonitor:
         here: Container[int] = (),
         silent_s: float = SILENT_S,
         names: Sequence[str] = (),
+        clock: ListeningClock | None = None,
     ) -> None:
         """Start without heartbeats; `here` are the ranks whose processes this host can inspect.
 
         `names` has what messages call each rank; empty: "rank N".
         """
         self.silent_s = silent_s
+        self.clock = clock or ListeningClock(SLEPT_S)
+        self._leases = Leases[int](self.clock)
         self._names = names
         self._timeout_s = timeout_s
         self._here = here
-        self._beats: dict[int, tuple[Beat, float]] = {}
+        self._beats: dict[int, Beat] = {}
         self._returned: set[int] = set()
         self._limit_s = STILL_S
         self._is_reported = False
         self._reported_silent: set[int] = set()
         self._stopped_since_s: dict[int, float] = {}
-        self._looked_s = time.monotonic()
 
     # Input from the ranks.
 
     def record(self, rank: int, beat: Beat) -> None:
         """Store a heartbeat of a rank."""
-        self._beats[rank] = (beat, time.monotonic())
+        self._beats[rank] = beat
+        self._leases.renew(rank)
         self._reported_silent.discard(rank)
 
     def leave(self, rank: int) -> None:
         """Record that a rank has returned."""
         self._beats.pop(rank, None)
+        self._leases.end(rank)
         self._returned.add(rank)
 
     def has_begun(self, num_ranks: int) -> bool:
         """Return whether all ranks have started their work."""
-        begun = (beat.doing != "starting" for beat, _ in self._beats.values())
-        return sum(begun) == num_ranks
+        return sum(beat.doing != "starting" for beat in self._beats.values()) == num_ranks
 
     def handles_stop(self) -> bool:
         """Return whether every rank will end by itself on a request to stop."""
-        return bool(self._beats) and all(beat.handles_stop for beat, _ in self._beats.values())
+        return bool(self._beats) and all(beat.handles_stop for beat in self._beats.values())
 
     def on_stop(self) -> str:
         """Return the clause of the first rank that says how the ranks end on such a request."""
-        return self._beats[min(self._beats)][0].on_stop
+        return self._beats[min(self._beats)].on_stop
 
     def resume_hint(self) -> str:
         """Return the last checkpoint and how to resume from it, or "" if no rank reported them."""
-        return next((beat.resume_hint for beat, _ in self._beats.values() if beat.resume_hint), "")
+        return next((beat.resume_hint for beat in self._beats.values() if beat.resume_hint), "")
+
+    def process(self, rank: int) -> int:
+        """Return the process id of a rank that has sent a heartbeat."""
+        return self._beats[rank].process
 
     def log(self, rank: int) -> str:
         """Return the path of the log file of a rank, or "" if it has none."""
-        return self._beats[rank][0].log if rank in self._beats else ""
+        return self._beats[rank].log if rank in self._beats else ""
 
     # Silent and stopped ranks.
 
-    def look_up(self) -> float:
-        """Return for how long the watcher was stopped, in seconds; 0 if it was not.
-
-        The watcher calls this about once a second. The time does not count as silence of ranks.
-        """
-        now_s = time.monotonic()
-        slept_s, self._looked_s = now_s - self._looked_s, now_s
-        if slept_s <= SLEPT_S:
-            return 0.0
-        self.wake(slept_s)
-        return slept_s
-
-    def wake(self, slept_s: float) -> None:
-        """Exclude `slept_s`, in which the watcher did not listen, from the silence of all ranks."""
-        self._stopped_since_s.clear()
-        self._beats = {
-            rank: (beat, at_s + slept_s) for rank, (beat, at_s) in list(self._beats.items())
-        }
-
     def silent(self, limit_s: float, among: Container[int] | None = None) -> list[int]:
         """Return the ranks, of `among` or of all, without a heartbeat for longer than a limit."""
-        now_s, beats = time.monotonic(), sorted(self._beats.items())
-        heard = [(rank, at_s) for rank, (_, at_s) in beats if among is None or rank in among]
-        return [rank for rank, at_s in heard if now_s - at_s > limit_s]
+        return self._leases.older(limit_s, among)
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a signal has stopped a rank; False if not `here`, or off Linux."""
         if rank in self._here and rank in self._beats:
             with suppress(OSError, IndexError):
-                status = Path(f"/proc/{self._beats[rank][0].process}/stat").read_text()
+                status = Path(f"/proc/{self._beats[rank].process}/stat").read_text()
                 return status.rpartition(")")[2].split()[0] == "T"
         return False
 
@@ -141,10 +128,17 @@ class HeartbeatMonitor:
         """Return new reports on ranks of `among` that delay the job, each report only once."""
         end = f"the job ends after the timeout of {self._timeout_s:g} s"
         found: list[str] = []
-        stopped = self._stopped(among)
+        now_s = self.clock.now_s
+        for rank in list(self._beats):
+            if rank not in among or not self.is_stopped(rank):
+                self._stopped_since_s.pop(rank, None)
+            else:
+                self._stopped_since_s.setdefault(rank, now_s)
+        since_s = sorted(self._stopped_since_s.items())
+        stopped = [rank for rank, at_s in since_s if now_s - at_s >= STOPPED_S]
         silent = self.silent(self.silent_s, among) if self.silent_s < self._timeout_s else []
         for rank in filter(self._is_news, stopped):
-            process = self._beats[rank][0].process
+            process = self._beats[rank].process
             found.append(f"{self.why([rank])}; {end}, and `kill -CONT {process}` continues it")
         if new := list(filter(self._is_news, silent)):
             found.append(f"{self.why(new)}; {end}")
@@ -159,14 +153,14 @@ class HeartbeatMonitor:
 
     def why(self, ranks: Sequence[int]) -> str:
         """Return a sentence about ranks that send no heartbeats."""
-        beats = [self._beats[rank][0] for rank in ranks]
+        beats = [self._beats[rank] for rank in ranks]
         hosts = ", ".join(sorted({beat.host for beat in beats}))
         who = f"{self._named(ranks)} on {hosts}"
         if len(ranks) == 1:
             who += f" (process {beats[0].process})"
         is_stopped = all(map(self.is_stopped, ranks))
         how = "been stopped by a signal" if is_stopped else "sent no heartbeat"
-        for_s = time.monotonic() - min(self._beats[rank][1] for rank in ranks)
+        for_s = max(map(self._leases.age_s, ranks))
         words = f"{who} {'have' if len(ranks) > 1 else 'has'} {how} for {for_s:.0f} s"
         words += f" (last heartbeat: {beats[0].doing})"
         if not is_stopped and not all(rank in self._here for rank in ranks):
@@ -175,17 +169,6 @@ class HeartbeatMonitor:
 
     def _named(self, ranks: Sequence[int]) -> str:
         return named(ranks, self._names)
-
-    def _stopped(self, among: Container[int]) -> list[int]:
-        """Return the ranks of `among` whose processes have been stopped for STOPPED_S."""
-        now_s = time.monotonic()
-        for rank in list(self._beats):
-            if rank not in among or not self.is_stopped(rank):
-                self._stopped_since_s.pop(rank, None)
-            else:
-                self._stopped_since_s.setdefault(rank, now_s)
-        since_s = sorted(self._stopped_since_s.items())
-        return [rank for rank, at_s in since_s if now_s - at_s >= STOPPED_S]
 
     def _is_news(self, rank: int) -> bool:
         """Return whether this is the first call for a rank since its latest heartbeat."""
@@ -200,7 +183,7 @@ class HeartbeatMonitor:
 
         While a rank works outside a collective, for example to write a file, there is no limit.
         """
-        beats = [self._beats[rank][0] for rank in going if rank in self._beats]
+        beats = [self._beats[rank] for rank in going if rank in self._beats]
         waiting = [
             beat for beat in beats if beat.in_collective and beat.seconds_at_place >= UNEVEN_S
         ]
@@ -223,7 +206,7 @@ class HeartbeatMonitor:
 
     def stall(self) -> str | None:
         """Return a report if ranks are stalled, once for each such period, else None."""
-        beats = {rank: beat for rank, (beat, _) in sorted(self._beats.items())}
+        beats = dict(sorted(self._beats.items()))
         still_s = {rank: beat.seconds_at_place for rank, beat in beats.items() if not beat.waits}
         longest_s = max(still_s.values(), default=0.0)
         if longest_s < STILL_S:
@@ -247,11 +230,11 @@ class HeartbeatMonitor:
     def described(self, heading: str) -> str:
         """Return a heading and, for each group of ranks at the same place, one or two lines."""
         groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for rank, (beat, _) in sorted(self._beats.items()):
+        for rank, beat in sorted(self._beats.items()):
             groups[beat.doing, beat.place].append(rank)
         lines = [heading]
         for (doing, place), ranks in list(groups.items())[:NUM_SHOWN]:
-            still_s = min(self._beats[rank][0].seconds_at_place for rank in ranks)
+            still_s = min(self._beats[rank].seconds_at_place for rank in ranks)
             lines.append(f"  {self._named(ranks)}: {doing}")
             if place:
                 lines.append(f"    for {still_s:.0f} s at {place}")

@@ -1,18 +1,26 @@
-"""Run a function on several ranks of this host, monitor them, and report which failed first.
+"""Run functions on processes of this host, monitor them, and report which failed first.
 
-    parent    starts the ranks, receives heartbeats, results and failures over a pipe to each rank,
-              ends the ranks
+    parent    hosts the job's store, starts the ranks, reads their heartbeats from the store
+              (`feed`), receives the result or failure of each over a pipe, ends the ranks
     rank      `run_rank`: joins, calls the function, and ends when the parent sends LEAVE
 
 The ranks are forked from one forkserver process that has already imported torch, so that two ranks
 start in a fraction of a second. The parent binds the socket of the store before it starts the
 ranks, so no port is guessed. A rank that has finished waits until all have, and exits without
-tearing its threads down; a rank that fails ends the job at once. As under torchrun, the heartbeat
-monitor makes the reports on ranks that delay the job.
+tearing its threads down; a rank that fails ends the job at once.
+
+The states of a process, as `Supervisor` knows them:
+
+    started ──> running ──result──────────────────────────> returned ──all have──> LEAVE, ended
+       ^           ├──failure, or its end without a result─> failed: the job ends after GRACE_S
+       └─restarts──┴──its end by a signal, while restarts are left (`run_supervised`)
+
+A first signal that all ranks heed is sent to each running rank; any other ends the job at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -27,16 +35,19 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, TrainingError
-from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import Failure, failure_of_dead_process, first_of, report
+from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
-from phalanx.launch.rank import LEAVE, RankInfo, run_rank, socket_folder
+from phalanx.launch.pipe import LEAVE, ByValue, RankPipe
+from phalanx.launch.rank import RankInfo, run_rank, socket_folder
 from phalanx.launch.rank_env import is_under_torchrun
-from phalanx.launch.rank_pipe import RankPipe
 from phalanx.launch.signals import collected, ignored_by_children
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 """Variable by which Python does not import modules of the working folder."""
@@ -122,7 +133,14 @@ def run_ranks(
 
         return run_attached(function, num_ranks, args, device=device, timeout_s=timeout_s)
     check_gpus(num_ranks, device)
-    if _is_of_notebook((function, args)):
+    is_of_notebook = False
+    if not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+        # New processes could not import a main module that has no file.
+        try:
+            is_of_notebook = b"__main__" in pickle.dumps(ByValue((function, args)))
+        except (pickle.PicklingError, AttributeError, TypeError):  # as of a lambda
+            is_of_notebook = "ipykernel" in sys.modules or hasattr(sys, "ps1")
+    if is_of_notebook:
         if num_ranks > 1:
             raise ConfigError(
                 f"the job is defined in a notebook or at a prompt, whose definitions the "
@@ -135,26 +153,62 @@ def run_ranks(
         return [function(*args)]
     prepare_server()
     threads = threads or max(1, num_cores() // num_ranks)
-    with ended_ranks() as (ranks, late):
-        info = RankInfo(0, num_ranks, 0, device, threads, timeout_s, socket_folder())
+    with hosted_store() as (store, port), ended_ranks() as (ranks, late):
+        info = RankInfo(0, num_ranks, port, device, threads, timeout_s, socket_folder())
         start_ranks(ranks, info, function, args)
         if beside is not None:
-            start_ranks(ranks, replace(info, num_ranks=1), beside.function, beside.args)
+            alone = replace(info, num_ranks=1, member=num_ranks)
+            start_ranks(ranks, alone, beside.function, beside.args)
         with collected() as signals:
-            supervisor = Supervisor(ranks, signals, timeout_s, say_starting, beside=beside)
+            supervisor = Supervisor(ranks, signals, store, timeout_s, say_starting)
+            supervisor.beside = beside
             results = supervisor.watch()
     supervisor.raise_unheeded(late)
     return results
 
 
-def _is_of_notebook(sent: Any) -> bool:
-    """Return whether new processes would have to import `sent` from a main module without file."""
-    if os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
-        return False
-    try:
-        return b"__main__" in pickle.dumps(ByValue(sent))
-    except (pickle.PicklingError, AttributeError, TypeError):  # as of a lambda
-        return "ipykernel" in sys.modules or hasattr(sys, "ps1")
+Work = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""What messages call a process, its function, importable by name, and positional arguments."""
+
+
+def run_supervised(
+    works: Sequence[Work],
+    beside: Sequence[Work] = (),
+    *,
+    device: str = "cpu",
+    threads: int = 1,
+    timeout_s: float = 600.0,
+    max_restarts: int = 0,
+    say_starting: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Run each function of `works` in a job of one rank, and return the results of `works`.
+
+    The functions of `beside` run no longer than `works`, such as services: one that still runs when
+    all `works` have returned is ended. Processes that a signal has ended, as `kill -9` does, are
+    restarted, at most `max_restarts` times in total; a function that fails ends all. For the other
+    arguments, and the errors, see `run_ranks`.
+    """
+    prepare_server()
+    all_works = (*works, *beside)
+    with hosted_store() as (store, port), ended_ranks() as (ranks, late):
+        info = RankInfo(0, 1, port, device, threads, timeout_s, socket_folder())
+
+        def start(member: int) -> Rank:
+            name, function, args = all_works[member]
+            started: list[Rank] = []
+            start_ranks(started, replace(info, name=name, member=member), function, args)
+            return started[0]
+
+        for member in range(len(all_works)):
+            ranks.append(start(member))
+        with collected() as signals:
+            supervisor = Supervisor(ranks, signals, store, timeout_s, say_starting)
+            supervisor.names = [name for name, *_ in all_works]
+            supervisor.num_awaited = len(works)
+            supervisor.restart, supervisor.num_restarts = start, max_restarts
+            results = supervisor.watch()
+    supervisor.raise_unheeded(late)
+    return results[: len(works)]
 
 
 def check_gpus(num_ranks: int, device: str, strategy: str = "") -> None:
@@ -219,44 +273,57 @@ def server_stopped() -> Generator[None]:
                 server._stop()
 
 
-def start_ranks(
-    ranks: list[Rank], info: RankInfo, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    """Start the ranks of a job, and append each to `ranks`; `info` has their common settings."""
+@contextmanager
+def hosted_store() -> Generator[tuple[Store, int]]:
+    """Host a store for jobs of this host inside the block; yield it and its port."""
+    import torch.distributed as dist
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        for rank in range(info.num_ranks):
-            own = replace(info, rank=rank, port=listener.getsockname()[1])
-            ranks.append(_start(own, listener if rank == 0 else None, function, args))
+        port = listener.getsockname()[1]
+        descriptor = os.dup(listener.fileno())
+    yield (
+        dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False,
+            master_listen_fd=descriptor, use_libuv=True,
+        ),
+        port,
+    )  # fmt: skip
 
 
-def _start(
-    info: RankInfo,
-    listener: socket.socket | None,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> Rank:
+_numbers: Final = itertools.count()
+
+
+def start_ranks(
+    ranks: list[Rank], info: RankInfo, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Start the ranks of a job, and append each to `ranks`.
+
+    `info` has their common settings, and the first rank's number among all members of the store.
+    """
     context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    sent = info, listener, theirs, function, ByValue(args)
-    process = context.Process(target=run_rank, args=sent)
-    try:
-        process.start()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise ConfigError(
-            f"{name} or one of its arguments cannot be sent to another process: {error}; a "
-            "function must be importable by name (at the top of a file, not a lambda and not "
-            "inside another function), and its arguments must be picklable"
-        ) from error
-    except EOFError as error:
-        raise ConfigError(
-            "the server that forks processes could not start a process; raise the limit on "
-            "processes (ulimit -u, pids.max) or on memory"
-        ) from error
-    theirs.close()
-    return process, RankPipe(ours)
+    job = next(_numbers)
+    for rank in range(info.num_ranks):
+        ours, theirs = context.Pipe()
+        own = replace(info, rank=rank, member=info.member + rank, job=job)
+        process = context.Process(target=run_rank, args=(own, theirs, function, ByValue(args)))
+        try:
+            process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            name = getattr(function, "__qualname__", repr(function))
+            raise ConfigError(
+                f"{name} or one of its arguments cannot be sent to another process: {error}; a "
+                "function must be importable by name (at the top of a file, not a lambda and not "
+                "inside another function), and its arguments must be picklable"
+            ) from error
+        except EOFError as error:
+            raise ConfigError(
+                "the server that forks processes could not start a process; raise the limit on "
+                "processes (ulimit -u, pids.max) or on memory"
+            ) from error
+        theirs.close()
+        ranks.append((process, RankPipe(ours)))
 
 
 @contextmanager
@@ -274,8 +341,8 @@ def ended_ranks() -> Generator[tuple[list[Rank], list[int]]]:
 
 def end_ranks(ranks: list[Rank]) -> None:
     """Close the pipes and wait for every process; kill those that do not exit in LEAVING_S."""
-    for _, line in ranks:
-        line.close()
+    for _, pipe in ranks:
+        pipe.close()
     until_s = time.monotonic() + LEAVING_S
     for process, _ in ranks:
         process.join(max(0.0, until_s - time.monotonic()))
@@ -287,140 +354,159 @@ def end_ranks(ranks: list[Rank]) -> None:
 
 
 class Supervisor:
-    """Receives the messages of this host's ranks until all have returned or one has failed."""
+    """Receives the messages of this host's ranks until all have returned or one has failed.
+
+    Attributes:
+        names: what messages call each rank; empty: "rank N".
+        num_awaited: number of ranks whose results end the job, the first ones; None: all.
+        beside: function and end of the last process, which is then no rank.
+        restart: starts a rank again that a signal has ended, at most `num_restarts` times.
+        stop_signal: number of the signal that was sent to all ranks, or 0.
+    """
 
     def __init__(
         self,
         ranks: list[Rank],
         signals: list[int],
+        store: Store,
         timeout_s: float,
         say_starting: Callable[[], None] | None = None,
-        names: Sequence[str] = (),
-        beside: Beside | None = None,
     ) -> None:
-        """Prepare to watch `ranks`; the signals that arrive are appended to `signals`.
+        """Prepare to watch `ranks`, whose heartbeats are in `store`.
 
-        `names` has what messages call each rank; empty: "rank N". With `beside`, the last of
-        `ranks` is its process.
+        Signals that arrive are appended to `signals`, new processes to `ranks`.
         """
-        self._beside = beside
-        self._process_beside = ranks[-1] if beside is not None else None
-        ranks = ranks if beside is None else ranks[:-1]
-        self.ranks = ranks
-        self._signals = signals
-        self._names = names
-        self._monitor = HeartbeatMonitor(timeout_s, here=range(len(ranks)), names=names)
+        self.names: Sequence[str] = ()
+        self.num_awaited: int | None = None
+        self.beside: Beside | None = None
+        self.restart: Callable[[int], Rank] | None = None
+        self.num_restarts = 0
+        self.stop_signal = 0
+        self._ranks, self._signals, self._timeout_s = ranks, signals, timeout_s
+        self._feed = Feed(store)
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
-        self.running: dict[Any, int] = {line: rank for rank, (_, line) in enumerate(ranks)}
-        self.stop_signal = 0  # sent to all ranks
-        self._begin_s = self._looked_s = time.monotonic()
         self._say_starting = say_starting
 
     def watch(self) -> list[Any]:
         """Return the result of each rank, or raise the errors of `run_ranks`."""
-        while (self.is_awaited() or self._process_beside) and not self._failures:
+        num_ranks = self._num_ranks = len(self._ranks) - (self.beside is not None)
+        num_awaited = num_ranks if self.num_awaited is None else self.num_awaited
+        self._beside = self._ranks[num_ranks] if self.beside is not None else None
+        self._running: dict[Any, int] = {
+            pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:num_ranks])
+        }
+        self._monitor = HeartbeatMonitor(self._timeout_s, range(num_ranks), names=self.names)
+        begin_s = looked_s = time.monotonic()
+        while not self._failures and (
+            self._beside or any(rank < num_awaited for rank in self._running.values())
+        ):
             self._receive(TICK_S)
-            if self._say_starting is not None and time.monotonic() - self._begin_s > STARTING_S:
-                if not self._monitor.has_begun(len(self.ranks)):
+            if self._say_starting is not None and time.monotonic() - begin_s > STARTING_S:
+                self._read_heartbeats()
+                if not self._monitor.has_begun(num_ranks):
                     self._say_starting()
                 self._say_starting = None
             self._obey_signals()
-            if time.monotonic() - self._looked_s > 1:
-                self._looked_s = time.monotonic()
+            if time.monotonic() - looked_s > 1:
+                looked_s = time.monotonic()
                 self._look()
         if self._failures:
             until_s = time.monotonic() + GRACE_S
-            while self.running and (left_s := until_s - time.monotonic()) > 0:
+            while self._running and (left_s := until_s - time.monotonic()) > 0:
                 self._receive(left_s)
-            raise self._advised(self._failure())
-        for _, line in self.ranks:
-            line.send(LEAVE)
-        return [self._results.get(rank) for rank in range(len(self.ranks))]
+            self._read_heartbeats()
+            first = first_of(self._failures)
+            if not first.is_lost_peer:
+                raise self._advised(first.as_error())
+            silent = self._monitor.silent(SILENT_PEER_S, self._running.values())
+            message = self._monitor.in_vain(first.rank, silent)
+            if not silent and not self._results:  # only the error names the awaited rank
+                message += f"\n{first.text.rstrip()}"
+            raise self._advised(TrainingError(message))
+        for _, pipe in self._ranks:
+            pipe.send(LEAVE)
+        return [self._results.get(rank) for rank in range(num_ranks)]
 
-    def is_awaited(self) -> bool:
-        """Return whether the job must still wait for a rank."""
-        return bool(self.running)
+    def _read_heartbeats(self) -> list[int]:
+        """Read the heartbeats of ranks that have not returned; return those that still run."""
+        self._monitor.clock.tick()
+        self._feed.read({*range(self._num_ranks)} - self._results.keys(), self._monitor)
+        return sorted(self._running.values())
 
     def _receive(self, limit_s: float) -> None:
-        """Wait up to `limit_s` for a message, and handle all messages that have arrived."""
-        # Drain the pipes: a signal must be judged by the latest heartbeats, on a busy host too.
-        while ready := self._ready(limit_s):
-            for line in ready:
-                if line is None:
-                    self._receive_beside()
-                else:
-                    self._handle_message(line)
-            limit_s = 0
-
-    def _receive_beside(self) -> None:
-        """Drop what the process beside the ranks says, and call its function if it has ended."""
-        assert self._beside is not None and self._process_beside is not None
-        process: ForkServerProcess
-        line: Any
-        process, line = self._process_beside
-        if wait([process.sentinel], 0):
-            process.join()
-            self._process_beside = None
-            self._beside.ended(process.exitcode)
-        elif wait([line], 0):
-            with suppress(EOFError, ConnectionResetError):
-                line.receive()
-
-    def _ready(self, limit_s: float) -> set[Any]:
-        """Wait up to `limit_s`; return the pipes that can be read or whose processes have ended.
+        """Wait up to `limit_s` for messages and ends of processes; handle all that have come.
 
         A process that a rank has forked holds the rank's end of the pipe open when the rank ends.
         """
-        lines: dict[Any, Any] = {line: line for line in self.running}
-        lines |= {self.ranks[rank][0].sentinel: line for line, rank in self.running.items()}
-        if self._process_beside is not None:
-            process, line = self._process_beside
-            lines |= {process.sentinel: None, line: None}
-        return {lines[ready] for ready in wait(lines, limit_s)}
-
-    def _handle_message(self, line: Any) -> None:
-        """Receive from a rank that has sent something, or has ended; handle a complete message."""
-        rank = self.running[line]
-        kind: str
-        value: Any
-        try:
-            if not wait([line], 0):
-                raise EOFError  # the process has ended, and all that it sent is read
-            kind, value = line.receive() or ("", None)
-        except (EOFError, ConnectionResetError):
-            if self.restart_if_killed(rank):
+        while True:
+            pipes: dict[Any, Any] = {pipe: pipe for pipe in self._running}
+            pipes |= {self._ranks[rank][0].sentinel: pipe for pipe, rank in self._running.items()}
+            if self._beside is not None:
+                process, pipe = self._beside
+                pipes |= {process.sentinel: None, pipe: None}
+            ready = {pipes[each] for each in wait(pipes, limit_s)}
+            if not ready:
                 return
-            process, log = self.ranks[rank][0], self._monitor.log(rank)
-            kind, value = "failure", failure_of_dead_process(rank, process, log)
-        if not kind:  # the rest of the message has not arrived
+            limit_s = 0
+            for pipe in ready:
+                if pipe is not None:
+                    self._handle_message(pipe)
+                elif self.beside is not None and self._beside is not None:
+                    process, pipe = self._beside
+                    if wait([process.sentinel], 0):
+                        process.join()
+                        self._beside = None
+                        self.beside.ended(process.exitcode)
+                    else:  # what it says is dropped
+                        with suppress(EOFError, ConnectionResetError):
+                            pipe.receive()
+
+    def _handle_message(self, pipe: Any) -> None:
+        """Receive from a rank that has sent something, or has ended; handle a complete message."""
+        rank = self._running[pipe]
+        process = self._ranks[rank][0]
+        try:
+            if not wait([pipe], 0):
+                raise EOFError  # the process has ended, and all that it sent is read
+            message = pipe.receive()
+        except (EOFError, ConnectionResetError):
+            process.join(LEAVING_S)
+            if self.restart is not None and self.num_restarts and (process.exitcode or 0) < 0:
+                self.num_restarts -= 1
+                report(f"process {process.pid} was ended by a signal; a new process replaces it")
+                del self._running[pipe]
+                pipe.close()
+                self._ranks[rank] = self.restart(rank)
+                self._running[self._ranks[rank][1]] = rank
+                if self.stop_signal:  # the job ends once this process has, which may have to save
+                    self._ranks[rank][1].send(self.stop_signal)
+                return
+            self._read_heartbeats()
+            log = self._monitor.log(rank)
+            message = "failure", failure_of_dead_process(rank, process, log)
+        if message is None:  # the rest of the message has not arrived
             return
-        if kind == "beat":
-            self._monitor.record(rank, value)
-            return
-        del self.running[line]
+        kind, value = message
+        del self._running[pipe]
         if kind == "failure":
-            name = self._names[rank] if self._names else ""
+            name = self.names[rank] if self.names else ""
             self._failures.append(replace(value, rank=rank, name=name))
         else:
             self._results[rank] = value
             self._monitor.leave(rank)
 
-    def restart_if_killed(self, rank: int) -> bool:
-        """Return whether a rank that has ended was restarted; here never."""
-        del rank
-        return False
-
     def _obey_signals(self) -> None:
         """Forward a first signal that all ranks heed; for any other signal, raise Interrupted."""
         if not self._signals or (len(self._signals) == 1 and self.stop_signal):
             return
+        self._read_heartbeats()
         signum = self._signals[0]
         if len(self._signals) > 1 or not self._monitor.handles_stop():
             raise Interrupted(signum, self._monitor.resume_hint())
         self.stop_signal = signum
-        for line in self.running:
-            line.send(signum)
+        for pipe in self._running:
+            pipe.send(signum)
         report(
             f"{signal.Signals(signum).name}: {self._monitor.on_stop()}; a second signal ends it at "
             "once"
@@ -433,24 +519,13 @@ class Supervisor:
 
     def _look(self) -> None:
         """Report ranks that delay the others, and raise TrainingError if no rank can continue."""
-        self._monitor.look_up()
-        going = sorted(self.running.values())
-        for message in self._monitor.new_reports(going):
+        running = self._read_heartbeats()
+        for message in self._monitor.new_reports(running):
             report(message)
-        if words := self._monitor.timeout_message(going) or self._monitor.early_return_message(
-            going
+        if message := self._monitor.timeout_message(running) or self._monitor.early_return_message(
+            running
         ):
-            raise self._advised(TrainingError(words))
-
-    def _failure(self) -> PhalanxError:
-        """Return the error of the first failure; for a lost peer, one that names silent ranks."""
-        first = first_of(self._failures)
-        if not first.is_lost_peer:
-            return first.as_error()
-        silent = self._monitor.silent(SILENT_PEER_S, self.running.values())
-        words = self._monitor.in_vain(first.rank, silent)
-        is_named = silent or self._results  # else only the error names the awaited rank
-        return TrainingError(words if is_named else f"{words}\n{first.text.rstrip()}")
+            raise self._advised(TrainingError(message))
 
     def _advised(self, error: PhalanxError) -> PhalanxError:
         """Add a note on the last checkpoint and how to resume from it, if a rank reported them."""

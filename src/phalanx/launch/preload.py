@@ -8,7 +8,7 @@ import traceback
 from importlib import import_module
 from types import TracebackType
 
-from phalanx.launch import garbage
+from phalanx.launch import process_memory
 from phalanx.launch.signals import leave_to_parent
 
 MODULES = (
@@ -37,11 +37,11 @@ if getattr(sys.modules["__main__"], "__file__", None) is None:  # in the forkser
     if os.environ.get("PYTHONSAFEPATH") == "phalanx":  # set by local.py, for this process only
         del os.environ["PYTHONSAFEPATH"]
     leave_to_parent()  # the parent ends the ranks, and sees their ends, through this process
-    garbage.collect_rarely()
+    process_memory.collect_rarely()
     try:
         for name in MODULES:
             import_module(name)
     finally:  # the forkserver continues after an ImportError, which each rank then raises
-        garbage.collect_as_usual()
+        process_memory.collect_as_usual()
     gc.freeze()  # full collections in ranks then neither visit these modules nor copy their memory
     sys.excepthook = _end

@@ -5,37 +5,36 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import within_limits
-from phalanx.launch.by_value import ByValue
 from phalanx.launch.failure import describe
-from phalanx.launch.heartbeat import BEAT_S, PULSE
-from phalanx.launch.malloc import keep_freed_memory
+from phalanx.launch.feed import Feed
+from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.pipe import ByValue, ParentPipe, end_children
+from phalanx.launch.process_memory import keep_freed_memory
 from phalanx.launch.rank_log import flush, flush_streams, keep_printing
 from phalanx.launch.signals import end_with_server, leave_to_parent
 
-HELPERS_S: Final = 1.0
-"""Time between SIGTERM and SIGKILL for the processes that a rank has started, in seconds."""
-
-LEAVE = "leave"
-"""Message from the parent that the rank may end; a number instead is the signal that stops it."""
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Settings by which one rank joins the job, whose store is at `port`; see `run_ranks`.
+    """Settings by which one rank joins the job; see `run_ranks`.
 
-    `sockets` is the parent's folder of sockets, which the rank removes if the parent is killed.
-    `name` is what messages call the rank; empty: "rank N".
+    Attributes:
+        port: port of the job's store on this host.
+        sockets: the parent's folder of sockets, which the rank removes if the parent is killed.
+        name: what messages call the rank; empty: "rank N".
+        member: number of the process among all that the parent has started, by which it beats.
+        job: number of the job; the processes of a parent may be several jobs with one store.
     """
 
     rank: int
@@ -46,72 +45,12 @@ class RankInfo:
     timeout_s: float
     sockets: str = ""
     name: str = ""
-
-
-class ParentPipe:
-    """This rank's end of the pipe to its parent process, which decides when the rank may end."""
-
-    def __init__(self, connection: Connection, sockets: str) -> None:
-        self._connection = connection
-        self._sockets = sockets
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._may_leave = threading.Event()
-        self._has_thread = False
-
-    def open(self) -> None:
-        """Start the thread that sends heartbeats and receives messages of the parent."""
-        threading.Thread(target=self._serve, name="pulse", daemon=True).start()
-        self._has_thread = True
-        PULSE.on_change = self._beat_now
-
-    def wait_to_leave(self) -> None:
-        """Wait until the parent sends LEAVE; return at once if no thread receives messages."""
-        if self._has_thread:
-            self._may_leave.wait()
-
-    @property
-    def is_of_fork(self) -> bool:
-        """Whether a script forked this process, which is then no rank of the job."""
-        return os.getpid() != self._process
-
-    def send(self, kind: str, value: Any) -> None:
-        """Send a message to the parent; raise OSError if the parent has closed the pipe."""
-        if self.is_of_fork:
-            return
-        with self._lock:
-            self._connection.send((kind, value))
-
-    def _beat(self) -> None:
-        self.send("beat", PULSE.beat())
-
-    def _beat_now(self) -> None:
-        with suppress(OSError):  # the parent has ended, and the thread ends this process
-            self._beat()
-
-    def _serve(self) -> None:
-        """Send a heartbeat every BEAT_S and obey the parent; end at once if the parent ends."""
-        try:
-            self._beat()
-            while True:
-                if self._connection.poll(BEAT_S):
-                    word = self._connection.recv()
-                    if word == LEAVE:
-                        self._may_leave.set()
-                        return
-                    PULSE.stop_signal = word
-                self._beat()
-        except (EOFError, OSError):
-            end_children()
-            parent = multiprocessing.parent_process()
-            if self._sockets and parent is not None and not parent.is_alive():
-                shutil.rmtree(self._sockets, ignore_errors=True)
-            os._exit(1)
+    member: int = 0
+    job: int = 0
 
 
 def run_rank(
     info: RankInfo,
-    listener: socket.socket | None,
     connection: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -127,7 +66,7 @@ def run_rank(
     multiprocessing.set_start_method(None, force=True)
     try:
         line.open()
-        _join(info, listener)
+        join_job(info, line)
         with PULSE.doing("the work"):
             result = function(*args)
         flush(sys.stdout)  # raises here, as this rank's failure, if the pipe has no reader
@@ -149,19 +88,6 @@ def run_rank(
     os._exit(exit_code)
 
 
-def end_children() -> None:
-    """End this process's child processes, such as DataLoader workers, as Python does at exit."""
-    helpers = multiprocessing.active_children()
-    for helper in helpers:
-        helper.terminate()
-    until_s = time.monotonic() + HELPERS_S
-    for helper in helpers:
-        helper.join(max(0.0, until_s - time.monotonic()))
-    for helper in helpers:
-        if helper.is_alive():
-            helper.kill()
-
-
 def socket_folder() -> str:
     """Return the folder that this process created for multiprocessing's sockets, or "".
 
@@ -180,7 +106,8 @@ def remove_sockets() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _join(info: RankInfo, listener: socket.socket | None) -> None:
+def join_job(info: RankInfo, line: ParentPipe) -> None:
+    """Connect to the job's store, send heartbeats to it, and join the job's process group."""
     import torch
     import torch.distributed as dist
 
@@ -203,12 +130,13 @@ def _join(info: RankInfo, listener: socket.socket | None) -> None:
     if info.device == "cuda":
         torch.cuda.set_device(info.rank)
     with within_limits(f"{info.name or f'rank {info.rank}'} cannot join the job"):
-        store = dist.TCPStore(
-            "127.0.0.1",
-            info.port,
-            info.num_ranks,
-            is_master=listener is not None,
-            master_listen_fd=listener.detach() if listener is not None else None,
-            use_libuv=True,
-        )
+        line.beat_on(Feed(connected(info), info.member))
+        store = dist.PrefixStore(f"job {info.job}", connected(info))
     join.join(info.rank, info.num_ranks, store=store, device=info.device, timeout_s=info.timeout_s)
+
+
+def connected(info: RankInfo) -> dist.TCPStore:
+    """Return a new connection to the store that the parent hosts; each user has its own."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", info.port, wait_for_workers=False, use_libuv=True)

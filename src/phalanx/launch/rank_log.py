@@ -82,23 +82,20 @@ def keep_printing() -> None:
         # A test or a notebook may have replaced the stream.
         if type(stream) is io.TextIOWrapper and not stream.closed:
             buffer: Any = stream.buffer
-            if type(raw := getattr(buffer, "raw", buffer)) is io.FileIO:
-                _print_to(_Display(raw.fileno(), "w", closefd=False), stream)
-
-
-def _print_to(display: _Display, stream: io.TextIOWrapper) -> None:
-    """Make a stream print to `display`; references to the stream, as of loggers, stay valid."""
-    with suppress(OSError):
-        stream.flush()
-    is_buffered = isinstance(stream.buffer, io.BufferedWriter)
-    again: Any = stream.__init__
-    again(
-        io.BufferedWriter(display) if is_buffered else display,
-        stream.encoding,
-        "backslashreplace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+            if type(raw := getattr(buffer, "raw", buffer)) is not io.FileIO:
+                continue
+            with suppress(OSError):
+                stream.flush()
+            display = _Display(raw.fileno(), "w", closefd=False)
+            # Initialized again: references to the stream, as of loggers, stay valid.
+            again: Any = stream.__init__
+            again(
+                io.BufferedWriter(display) if isinstance(buffer, io.BufferedWriter) else display,
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
 
 
 def screen() -> TextIO:
@@ -120,7 +117,14 @@ def kept(run: Path, rank: int) -> Generator[None]:
             f"{path.parent} is a link, but logs are written only to the run's own folder; move the "
             "link away, or give another folder"
         )
-    with _opened(path) as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = open_to_append(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; give another folder with --out"
+        ) from None
+    with opened as file:
         log = file.fileno()
         begin = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(log, f"--- {begin} rank {rank}, process {os.getpid()}\n".encode())
@@ -134,16 +138,6 @@ def kept(run: Path, rank: int) -> Generator[None]:
             raise
         finally:
             PULSE.log = ""
-
-
-def _opened(path: Path) -> io.TextIOWrapper:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open_to_append(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give another folder with --out"
-        ) from None
 
 
 class _Copied:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Final
 
 from phalanx.errors import ConfigError
@@ -32,8 +32,27 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     is_of_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if "RANK" in environment or "WORLD_SIZE" in environment:
         is_of_srun = environment.get("RANK") == environment.get("SLURM_PROCID")
-    if is_of_srun:
-        for name, value in _of_this_task(environment).items():
+    if is_of_srun and all(name in environment for name in NEEDED):
+        rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
+        tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
+        node = int(environment.get("SLURM_NODEID", 0))
+        if sum(tasks[:node]) + local_rank != rank:
+            raise ConfigError(
+                f"SLURM_PROCID is {rank} and SLURM_LOCALID {local_rank} on node {node}, but the "
+                f"ranks of a host must be consecutive, which requires SLURM_PROCID "
+                f"{sum(tasks[:node]) + local_rank}; start them with srun --distribution=block"
+            )
+        step = int(environment.get("SLURM_STEP_ID", 0))
+        port = FIRST_PORT + (int(environment.get("SLURM_JOB_ID", 0)) * 16 + step) % NUM_PORTS
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(tasks[node]),
+            "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
+            "MASTER_PORT": str(port),
+        }
+        for name, value in own.items():
             environment.setdefault(name, value)
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in environment and other not in environment:
@@ -41,31 +60,6 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
                 f"the environment's {name} is '{environment[name]}', but {other} is not set; set "
                 f"both, as torchrun does for each process of a job, or unset {name}"
             )
-
-
-def _of_this_task(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for this task; an empty dict outside of `srun`."""
-    if any(name not in environment for name in NEEDED):
-        return {}
-    rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
-    tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
-    node = int(environment.get("SLURM_NODEID", 0))
-    if sum(tasks[:node]) + local_rank != rank:
-        raise ConfigError(
-            f"SLURM_PROCID is {rank} and SLURM_LOCALID {local_rank} on node {node}, but the ranks "
-            f"of a host must be consecutive, which requires SLURM_PROCID "
-            f"{sum(tasks[:node]) + local_rank}; start them with srun --distribution=block"
-        )
-    step = int(environment.get("SLURM_STEP_ID", 0))
-    port = FIRST_PORT + (int(environment.get("SLURM_JOB_ID", 0)) * 16 + step) % NUM_PORTS
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(tasks[node]),
-        "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": str(port),
-    }
 
 
 def tasks_of_nodes(text: str) -> list[int]:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -31,10 +31,10 @@ from phalanx.errors import (
 )
 from phalanx.launch import interface, slurm
 from phalanx.launch.agreement import agree, failing_together
-from phalanx.launch.exit_code import exit_code_of
 from phalanx.launch.failure import (
     READER_LEFT,
     PeerFailed,
+    exit_code_of,
     is_lost_peer,
     is_reader_gone,
     out_of_threads,
@@ -42,11 +42,11 @@ from phalanx.launch.failure import (
     report,
     with_advice,
 )
-from phalanx.launch.garbage import collect_as_usual
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import num_cores
-from phalanx.launch.malloc import keep_freed_memory
-from phalanx.launch.rank import end_children, remove_sockets
+from phalanx.launch.pipe import end_children
+from phalanx.launch.process_memory import collect_as_usual, keep_freed_memory
+from phalanx.launch.rank import remove_sockets
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.rank_log import flush_streams
 from phalanx.launch.signals import ENDING, handled_in_thread, ignore
@@ -257,8 +257,14 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=min(timeout_s, AGENT_S) if is_agents else timeout_s)
     try:
-        if is_agents and _is_refused():
-            raise ConnectionRefusedError("connection refused")
+        if is_agents:  # its store starts before the ranks, so its client need not retry for AGENT_S
+            try:
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                socket.create_connection(address, AGENT_S).close()
+            except ConnectionRefusedError:
+                raise ConnectionRefusedError("connection refused") from None
+            except (KeyError, ValueError, OSError):  # the store's client reports these better
+                pass
         store, _, _ = next(dist.rendezvous("env://", env.rank, env.num_ranks, timeout=limit))
     except (ValueError, ConnectionRefusedError, dist.DistError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
@@ -277,21 +283,6 @@ def _meet(env: RankEnv, timeout_s: float) -> Store:
     # Each rank counts its own calls, and all ranks make the same calls.
     call = store.add(f"phalanx/calls/{env.rank}", 1)
     return dist.PrefixStore(f"phalanx/{call}", store)
-
-
-def _is_refused() -> bool:
-    """Return whether the port of torchrun's store, which starts before the ranks, has no listener.
-
-    Without this check the store's client would retry for `AGENT_S`.
-    """
-    try:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(address, AGENT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except (KeyError, ValueError, OSError):  # the store's client reports these better
-        return False
-    return False
 
 
 def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
@@ -338,14 +329,6 @@ def _end_with_parent() -> None:
         threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _is_follower() -> bool:
-    """Return whether the first rank of this host is another one, which reports common errors."""
-    try:
-        return read_rank_env().local_rank > 0
-    except ConfigError:  # the environment is wrong, perhaps only this rank's
-        return False
-
-
 def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoReturn:
     """Print this rank's error as its last output, and exit.
 
@@ -361,8 +344,11 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     # Before a rich console raises SystemExit, it redirects standard output to /dev/null.
     if is_reader_gone(error) and (isinstance(error, SystemExit) or reader_has_left()):
         leave(READER_LEFT)
-    is_others = is_everyones and _is_follower()
-    if isinstance(error, PeerFailed) or is_others:
+    is_others = isinstance(error, PeerFailed)
+    if is_everyones:  # the first rank of this host reports it
+        with suppress(ConfigError):  # the environment is wrong, perhaps only this rank's
+            is_others |= read_rank_env().local_rank > 0
+    if is_others:
         with handled_in_thread(lambda _: leave(1)):  # on torchrun's signal, exit without a message
             time.sleep(QUIET_S)
         leave(1)

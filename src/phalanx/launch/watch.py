@@ -1,16 +1,19 @@
-"""Monitor a job from each of its ranks over the job's store: several hosts have no parent process.
+"""Monitor a job from each of its ranks: on several hosts no process is the parent of all.
 
-The heartbeat monitor makes the reports on ranks that delay the job, as for ranks of one host. Each
-rank has two threads:
+Each rank has two threads beside its main thread:
 
-    messenger  writes a heartbeat to the store every few seconds; once this rank has stalled, reads
-               the heartbeats of earlier ranks of its host, or of all ranks if it is the reporter
+    messenger  writes a heartbeat to the job's store every few seconds (`feed`); once this rank has
+               stalled, reads the heartbeats of earlier ranks of its host, or of all ranks if it is
+               the reporter
     watch      no network: reports silent ranks, and ends this rank if the silence lasts for the
                timeout
 
 The reporter of a host is its first rank that still sends heartbeats, so that a job on H hosts reads
-H heartbeats for each one sent; the other ranks end without a message. The arrival time of a
-heartbeat is when the reader sees its number change, by its own clock: the clocks of hosts differ.
+H heartbeats for each one sent; the other ranks end without a message.
+
+    main thread     moves |  stalled            moves    |  stalled, or a peer is lost
+    messenger      sends  |  sends and reads    sends    |  sends and reads
+    monitor.clock     -   |  ticks                -      |  ticks, by the watch thread
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from typing import TYPE_CHECKING, Final
 
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
 from phalanx.launch.failure import PeerFailed, report, with_advice
+from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat import PULSE, Beat
-from phalanx.launch.heartbeat_monitor import SILENT_S, HeartbeatMonitor
+from phalanx.launch.heartbeat_monitor import SILENT_S, SLEPT_S, HeartbeatMonitor
+from phalanx.launch.lease import Leases, ListeningClock
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.rank_log import screen
 
@@ -59,72 +64,6 @@ class Failed:
         return f"rank {self.rank} on {self.name} failed first: {self.message}"
 
 
-class Exchange:
-    """One rank's heartbeats and errors in the job's store, and its reader of the other ranks'.
-
-    Attributes:
-        processes: process id of each rank of this host; empty until all ranks have reported.
-        reached_s: time of the store's last response, in seconds of the monotonic clock.
-    """
-
-    def __init__(self, store: Store, env: RankEnv, timeout_s: float) -> None:
-        """Send the first heartbeat of this rank; see `Watch` for the arguments."""
-        self._store, self._rank, self._here = store, env.rank, env.here
-        self._number = 0
-        self._heard: dict[int, int] = {}
-        self.processes: dict[int, int] = {}
-        store.set_timeout(timedelta(seconds=timeout_s))
-        self.send(Beat())
-        if store.add("ranks", 1) == env.num_ranks:
-            store.set("all ranks", "")
-
-    def send(self, beat: Beat) -> None:
-        """Write a heartbeat of this rank to the store."""
-        self._number += 1
-        self._store.set(f"beat/{self._rank}", json.dumps([self._number, vars(beat)]))
-        self._store.check([f"beat/{self._rank}"])  # waits for a response, which `set` does not
-        self.reached_s = time.monotonic()
-
-    def are_all_there(self) -> bool:
-        """Return whether each rank has reported at least once."""
-        if not self.processes and self._store.check(["all ranks"]):
-            texts = self._store.multi_get([f"beat/{rank}" for rank in self._here])
-            processes = [json.loads(text)[1]["process"] for text in texts]
-            self.processes = dict(zip(self._here, processes, strict=True))
-        return bool(self.processes)
-
-    def missing(self, num_ranks: int) -> list[int]:
-        """Return the ranks of the job that have not reported."""
-        return [rank for rank in range(num_ranks) if not self._store.check([f"beat/{rank}"])]
-
-    def read(self, ranks: range, monitor: HeartbeatMonitor) -> None:
-        """Read the heartbeats of `ranks`, all of which have reported, into a monitor."""
-        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
-        for rank, text in zip(ranks, texts, strict=True):
-            number, beat = json.loads(text)
-            if self._heard.get(rank) != number:
-                self._heard[rank] = number
-                monitor.record(rank, Beat(**beat))
-
-    def failed(self) -> Failed | None:
-        """Return the first failure of the job, or None."""
-        is_known = self._store.check(["failed"])
-        return Failed(**json.loads(self._store.get("failed"))) if is_known else None
-
-    def fail(self, message: str) -> bool:
-        """Report this rank's error; return whether another rank of this host reported the same."""
-        mine = Failed(self._rank, self._here.start, socket.gethostname(), message[:1000])
-        with suppress(RuntimeError):  # without the store each rank prints its own error
-            for key in ("failed", f"failed/{mine.host}"):
-                text = self._store.compare_set(key, "", json.dumps(vars(mine))).decode()
-                first = Failed(**json.loads(text))
-                if first == mine or first.message != mine.message:
-                    return False
-                if first.host == mine.host:
-                    return True
-        return False
-
-
 class Watch:
     """Context manager that monitors the job from one rank, in two threads."""
 
@@ -137,7 +76,8 @@ class Watch:
         self._rank, self._num_ranks, self._here = env.rank, env.num_ranks, env.here
         self._timeout_s = timeout_s
         self._interval_s = max(min(STORE_BEAT_S, timeout_s / 5), env.num_ranks / RANKS_PER_BEAT_S)
-        self._exchange = Exchange(store, env, timeout_s)
+        self._store = store
+        store.set_timeout(timedelta(seconds=timeout_s))
         # Without torchrun, the ranks of a host may be in several containers, where ids differ.
         self._knows_processes = "TORCHELASTIC_RUN_ID" in os.environ
         # With thousands of ranks a heartbeat is already old when it is read.
@@ -145,8 +85,12 @@ class Watch:
         self._monitor = HeartbeatMonitor(
             timeout_s, env.here if self._knows_processes else (), silent_s
         )
+        self._processes: dict[int, int] = {}  # of this host, once all ranks have reported
         self._failed: Failed | None = None
-        self._begin_s = self._read_s = time.monotonic()
+        clock = ListeningClock(SLEPT_S)
+        self._reached = Leases[str](clock)
+        for what in ("the begin", "the store"):
+            self._reached.renew(what)
         self._missing: list[int] = []
         self._is_store_gone = False
         self._is_curious = False
@@ -155,6 +99,10 @@ class Watch:
         self._last_word = threading.Lock()
         self._ended = threading.Event()
         self._beat = Beat()
+        self._feed = Feed(store, env.rank)
+        self._feed.send(self._beat)
+        if store.add("ranks", 1) == env.num_ranks:
+            store.set("all ranks", "")
 
     def __enter__(self) -> Watch:
         for work in (self._deliver, self._watch):
@@ -177,22 +125,25 @@ class Watch:
 
     def _exchange_beats(self) -> None:
         """Send a heartbeat; read the others' if needed, or find ranks that have sent none."""
-        self._exchange.send(self._beat)
-        if self._exchange.are_all_there():
+        self._feed.send(self._beat)
+        self._reached.renew("the store")
+        if not self._processes and self._store.check(["all ranks"]):
+            self._feed.read(self._here, self._monitor)
+            self._processes = {rank: self._monitor.process(rank) for rank in self._here}
+        if self._processes:
             is_held_up = self._beat.waits or self._beat.seconds_at_place > STILL_BEFORE_READ_S
             self._listen(self._is_curious or is_held_up)
-        elif time.monotonic() - self._begin_s > self._timeout_s:
-            self._missing = self._exchange.missing(self._num_ranks)
+        elif self._reached.age_s("the begin") > self._timeout_s:
+            self._missing = self._feed.missing(range(self._num_ranks))
 
     def _listen(self, is_wanted: bool) -> None:
-        """Read other ranks' heartbeats if wanted; time in between does not count as silence."""
+        """Read other ranks' heartbeats, and the first failure, if wanted."""
         if is_wanted:
-            now_s = time.monotonic()
-            if not self._is_listening:
-                self._monitor.wake(now_s - self._read_s)
-            self._read_s = now_s
-            self._exchange.read(self._listened_to(), self._monitor)
-            self._failed = self._failed or self._exchange.failed()
+            if not self._is_listening:  # the time in which it did not listen comes before this look
+                self._monitor.clock.tick()
+            self._feed.read(self._listened_to(), self._monitor)
+            if self._failed is None and self._store.check(["failed"]):
+                self._failed = Failed(**json.loads(self._store.get("failed")))
         self._is_listening = is_wanted
 
     def _is_reporter(self) -> bool:
@@ -210,9 +161,9 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(1.0):
-            stopped_s = self._monitor.look_up()
-            self._exchange.reached_s += stopped_s
-            self._begin_s += stopped_s
+            self._reached.clock.tick()
+            if self._is_listening:
+                self._monitor.clock.tick()
             self._beat = PULSE.beat()
             if self._is_reporter():
                 self._report()
@@ -236,7 +187,7 @@ class Watch:
                 report(message)
 
     def _unreached_s(self) -> float:
-        return time.monotonic() - self._exchange.reached_s
+        return self._reached.age_s("the store")
 
     def _heard(self) -> range:
         """Return the ranks whose heartbeats this rank now reads, and so can find silent."""
@@ -263,14 +214,20 @@ class Watch:
         """Record the silent processes of this host, which `kill_silent` kills when the job ends."""
         if self._knows_processes:
             silent = [r for r in self._monitor.silent(limit_s, self._heard()) if r in self._here]
-            _given_up.extend(self._exchange.processes[rank] for rank in silent)
+            _given_up.extend(self._processes[rank] for rank in silent)
 
     def is_torn_down(self) -> bool:
         """Return whether another rank of this host has ended; then end this rank too.
 
         torchrun then sends this rank the same signal as a user who wants the job to stop.
         """
-        gone = [rank for rank, pid in self._exchange.processes.items() if not _is_there(pid)]
+        gone: list[int] = []
+        for rank, process in self._processes.items():
+            with suppress(PermissionError):
+                try:
+                    os.kill(process, 0)
+                except ProcessLookupError:
+                    gone.append(rank)
         if not gone or not self._knows_processes:
             return False
         self._end(f"{named(gone)} {'have' if len(gone) > 1 else 'has'} ended, so the job ends")
@@ -310,7 +267,7 @@ class Watch:
             return error
         if is_lost_peer:
             judged = self._whose(error)
-        elif self._exchange.fail(message_of(error)):
+        elif self._fail(message_of(error)):
             judged = PeerFailed("another rank of this host reports the error")
         else:
             judged = error
@@ -318,6 +275,19 @@ class Watch:
         if not self._last_word.acquire(blocking=False):
             threading.Event().wait()
         return judged
+
+    def _fail(self, message: str) -> bool:
+        """Report this rank's error; return whether another rank of this host reported the same."""
+        mine = Failed(self._rank, self._here.start, socket.gethostname(), message[:1000])
+        with suppress(RuntimeError):  # without the store each rank prints its own error
+            for key in ("failed", f"failed/{mine.host}"):
+                text = self._store.compare_set(key, "", json.dumps(vars(mine))).decode()
+                first = Failed(**json.loads(text))
+                if first == mine or first.message != mine.message:
+                    return False
+                if first.host == mine.host:
+                    return True
+        return False
 
     def _whose(self, error: Exception) -> Exception:
         """Return an error that names the lost rank, after waiting long enough to detect silence."""
@@ -351,13 +321,3 @@ def kill_silent() -> None:
     for pid in _given_up:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

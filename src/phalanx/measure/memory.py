@@ -49,8 +49,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import override
 
-from phalanx.comm.calls import read_call
+from phalanx.comm.calls import Call
 from phalanx.comm.watch import Watch
 
 Kind = Literal[
@@ -132,6 +133,7 @@ class MemoryLedger(Watch):
         self._events: list[tuple[_Span, int]] = []
         self._reduced: list[_Span] = []
         self._allocated_bytes: int | None = None
+        self._in_call = False
 
     def __enter__(self) -> MemoryLedger:
         for parameter in self._model.parameters():
@@ -187,26 +189,38 @@ class MemoryLedger(Watch):
         """Run an operator; record the storages that it reads and allocates."""
         for tensor in _tensors((*args, *kwargs.values())):
             self._find(tensor)
-        is_ours = func.namespace.startswith("phalanx")
-        result = self._run_seen(func, args, kwargs) if is_ours else func(*args, **kwargs)
+        result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             self._add(tensor)
         self._name_by_operation(func, args, kwargs, result)
         return result
 
-    def _run_seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of Phalanx, written in Python, and record the storages that it allocates.
+    @override
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Run a collective; record the storages that it reads, fills and allocates."""
+        ours = [*_tensors((call.inputs, call.outputs))]
+        for tensor in ours:
+            self._find(tensor)
+        before, self._in_call = self._in_call, True
+        try:
+            result = run()
+        finally:
+            self._in_call = before
+        for tensor in _tensors((result,)):
+            self._add(tensor)
+        for tensor in ours:
+            self._name_unknown(tensor, "communication")
+        if call.op == "reduce_scatter":
+            spans = map(self._span, _tensors(call.outputs))
+            self._reduced += [span for span in spans if span is not None]
+        return result
 
-        Unlike a composite ([Note: Composites]), it is one call for the communication ledger and for
-        the check of calls; only its allocations are recorded separately. Modes below this one do
-        not see the operator, so this account and `--debug-comm` exclude each other.
-        """
-        # A private API, and the only way to call the kernel past this mode while the mode stays
-        # active for the kernel's own calls. tests/measure/test_memory.py tests that API.
-        c = torch._C  # pyright: ignore[reportPrivateUsage]
-        key = getattr(c.DispatchKey, next(_tensors(args)).device.type.upper())
-        with self.on_again():
-            return func.redispatch(c.DispatchKeySet(key), *args, **kwargs)
+    @override
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Record the storage of a tensor that an engine has allocated, in a call or before one."""
+        self._add(tensor)
+        if self._in_call:
+            self._name_unknown(tensor, "communication")
 
     def _name_by_operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -231,12 +245,7 @@ class MemoryLedger(Watch):
                 if span is not None and span.kind in ("parameters", "gathered"):
                     self._name_unknown(result, "cast")
             case _:
-                if (call := read_call(func, args, kwargs)) is not None:
-                    for tensor in _tensors((call.inputs, call.outputs)):
-                        self._name_unknown(tensor, "communication")
-                    if call.op == "reduce_scatter":
-                        spans = map(self._span, _tensors(call.outputs))
-                        self._reduced += [span for span in spans if span is not None]
+                pass
 
     def _name_gradients(self) -> None:
         """Set the kind of all gradients that are alive at the end of a backward.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, ScriptError
-from phalanx.launch.exit_code import exit_code_of
+from phalanx.launch.failure import exit_code_of
 
 _OF_EXAMPLES: Final = ("sklearn", "transformers")
 """Modules that the extra `examples` installs."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, ScriptError
 from phalanx.launch.attach import ATTACH_CALLED, add_line, as_mistake, check_end, no_ends
-from phalanx.launch.exit_code import exit_code_of
+from phalanx.launch.failure import exit_code_of
 from phalanx.launch.heartbeat import PULSE
 from phalanx.script.arguments import finding_modules
 from phalanx.script.init import STRATEGY

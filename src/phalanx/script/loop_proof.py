@@ -43,7 +43,7 @@ from phalanx.errors import ConfigError, RankFailed, ScriptError, TrainingError
 from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import Beside, run_ranks
-from phalanx.launch.rank import end_children
+from phalanx.launch.pipe import end_children
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.parallel.batch_norm import batch_norms
 from phalanx.script.init import OVERRIDES, refuse_in_own_loop

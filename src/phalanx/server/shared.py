@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from phalanx.comm.memory_file import memory_file
+from phalanx.comm.heap import memory_file
 from phalanx.server.wire import own_descriptors
 
 _NAME: Final = "phalanx-weights"

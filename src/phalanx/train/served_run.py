@@ -13,8 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch import rank_log
 from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
-from phalanx.launch.local import num_cores
-from phalanx.launch.separate_jobs import Work, run_supervised
+from phalanx.launch.local import Work, num_cores, run_supervised
 from phalanx.server.processes import JobRoles, meeting_of, names_of, serve
 from phalanx.server.requests import JobAddress, JobEnded, JobStopped
 from phalanx.server.secret import Secret, read_secret

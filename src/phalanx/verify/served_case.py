@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.alone import SingleRankComm
+from phalanx.comm.comm import SingleRankComm
 from phalanx.comm.together import barrier, broadcast_object
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client

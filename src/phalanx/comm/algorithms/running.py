@@ -35,9 +35,9 @@ from phalanx.comm import reductions
 from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps, cut
 from phalanx.comm.call_number import mismatch
 from phalanx.comm.join import connect
-from phalanx.comm.shared_transfer import unwatched
 from phalanx.comm.together import reason_of
 from phalanx.comm.waits import waiting
+from phalanx.comm.watch import unwatched
 from phalanx.errors import ConfigError, PeerLost, named, nearest
 
 TAG: Final = 2**30 - 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.rank_pipe import RankPipe
+from phalanx.launch.pipe import RankPipe
 
 SIZES = [1, 10_000, 20_000]
 """Of messages: Connection sends a size and its message in one write, or in two."""

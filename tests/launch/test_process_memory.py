@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.launch import garbage
+import pytest
+import torch
+
+from phalanx.launch import process_memory
+from phalanx.launch.local import run_ranks
 
 JOB = """
 import gc
@@ -30,7 +37,7 @@ def test_ranks_collect_as_usual_but_for_the_modules_that_they_begin_with(tmp_pat
     )
     for line in run.stdout.splitlines():
         *thresholds, num_frozen, num_full = map(int, line.split())
-        assert tuple(thresholds) == garbage._USUAL
+        assert tuple(thresholds) == process_memory._USUAL
         assert num_frozen > 100_000
         assert num_full <= 2, "full collections while the server imported"
 
@@ -40,19 +47,41 @@ def test_a_verb_starts_with_rare_collections() -> None:
     run = subprocess.run(
         [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
     )
-    assert run.stdout.splitlines()[-1] == str(garbage._IN_START_UP)
-    assert garbage._IN_START_UP[2] > 100
+    assert run.stdout.splitlines()[-1] == str(process_memory._IN_START_UP)
+    assert process_memory._IN_START_UP[2] > 100
 
 
 def test_thresholds_of_a_script_stay() -> None:
     usual = gc.get_threshold()
     try:
-        garbage.collect_rarely()
-        assert gc.get_threshold() == garbage._IN_START_UP
-        garbage.collect_as_usual()
+        process_memory.collect_rarely()
+        assert gc.get_threshold() == process_memory._IN_START_UP
+        process_memory.collect_as_usual()
         assert gc.get_threshold() == usual
         gc.set_threshold(5000, 20, 30)
-        garbage.collect_as_usual()
+        process_memory.collect_as_usual()
         assert gc.get_threshold() == (5000, 20, 30)
     finally:
         gc.set_threshold(*usual)
+
+
+def faults() -> int:
+    """Count the page faults of taking and freeing a block that fits where others have been.
+
+    Return the least of several times, each for a smaller block: something small may have been put
+    where they were.
+    """
+    counts = []
+    for mebibytes in range(64, 34, -3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(mebibytes * 2**20 // 4)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(counts[1:])
+
+
+@pytest.mark.fresh_ranks
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_a_rank_keeps_what_it_has_freed() -> None:
+    assert run_ranks(faults, 1)[0] < 100
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        assert pool.apply(faults) > 100  # in a process that has not asked for it

@@ -1,0 +1,66 @@
+"""Who has been heard of, by a clock that counts only the time in which somebody listens.
+
+    member      renews its lease with each heartbeat
+    observer    ticks the clock each time it listens, and asks whose lease is too old
+
+    real time        |--listens--|...stopped, or did not read...|--listens--|
+    ListeningClock   |--listens--|-|--listens--|     a gap counts as at most `most_s`
+
+Messages that arrive in a gap wait in a socket, so the gap must not count as silence.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Container
+from typing import Generic, TypeVar
+
+Member = TypeVar("Member", int, str)
+
+
+class ListeningClock:
+    """Counts the seconds in which an observer listens.
+
+    Attributes:
+        now_s: seconds counted so far.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        """Start at 0; the time between two calls of `tick` counts as at most `most_s`."""
+        self.now_s = 0.0
+        self._most_s = most_s
+        self._ticked_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def tick(self) -> None:
+        """Add the time since the last call; the observer calls this each time it listens."""
+        with self._lock:
+            before_s, self._ticked_s = self._ticked_s, time.monotonic()
+            self.now_s += min(self._ticked_s - before_s, self._most_s)
+
+
+class Leases(Generic[Member]):
+    """The time at which each member was last heard of, by a clock that the observer ticks."""
+
+    def __init__(self, clock: ListeningClock) -> None:
+        self.clock = clock
+        self._renewed_s: dict[Member, float] = {}
+
+    def renew(self, member: Member) -> None:
+        """Record that a member was heard of."""
+        self._renewed_s[member] = self.clock.now_s
+
+    def end(self, member: Member) -> None:
+        """Forget a member that has left."""
+        self._renewed_s.pop(member, None)
+
+    def age_s(self, member: Member) -> float:
+        """Return for how long a member has not been heard of, in seconds of the clock."""
+        return self.clock.now_s - self._renewed_s[member]
+
+    def older(self, limit_s: float, among: Container[Member] | None = None) -> list[Member]:
+        """Return the members, of `among` or of all, whose lease is older than a limit."""
+        members = sorted(self._renewed_s.copy())
+        ours = [member for member in members if among is None or member in among]
+        return [member for member in ours if self.age_s(member) > limit_s]
