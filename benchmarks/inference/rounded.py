@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from phalanx.infer.assembly import STORED, cache_sizes
+from phalanx.infer.assembly import STORED
 from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
-from phalanx.infer.paged import KVCache, QuantizedCache
+from phalanx.infer.paged import KVCache
 from phalanx.infer.pool import BlockPool
-from phalanx.infer.quantize import quantize_linears
+from phalanx.infer.quantize import QuantizedCache, quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from throughput import CACHE_TOKENS, twins, workload
@@ -28,7 +28,7 @@ from throughput import CACHE_TOKENS, twins, workload
 
 def engine(model: Any, cache_type: Callable[..., KVCache]) -> tuple[Engine, int]:
     pool = BlockPool(CACHE_TOKENS // 16, 16)
-    cache = cache_type(cache_sizes(model.shape, pool), 16, torch.float32, torch.device("cpu"))
+    cache = cache_type(model.shape, pool, torch.float32, torch.device("cpu"))
     made = Engine(ModelRunner(model, cache), Scheduler(pool), max_seq_len=model.shape.max_seq_len)
     return made, cache.nbytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from phalanx.comm.together import reason_of
 from phalanx.errors import CheckpointError
 from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
 from phalanx.infer.served import fill_from
-from phalanx.models.attention import Attention
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape
 from phalanx.parallel.plan import shard_of
@@ -56,8 +56,11 @@ class ModelRunner:
                 logits = x_1ND.new_empty(1, 0, model.shape.vocab_size)
             elif self._layout is None:
                 logits = model.read(x_1ND[:, rows])
-            else:
-                logits = self._logits(x_1ND, rows, self._layout)
+            else:  # x_1ND is in the layout of tp: the residual of this rank
+                tp, hidden = self._layout, model.shape.hidden
+                whole = operators.unshard(tp, x_1ND, tp.residual, batch_shape(), hidden)[:, rows]
+                with batch_scope(BatchShape(1, len(rows))):
+                    logits = model.read(operators.shard(tp, whole, tp.residual))
         return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
 
     def load(self, folder: Path) -> None:
@@ -95,29 +98,27 @@ class ModelRunner:
         for shard, value in read:
             shard.copy_(value)
 
-    def _logits(self, x: Tensor, rows: Tensor, layout: Layout) -> Tensor:
-        """Return the logits of the tokens `rows`; `x` is the residual in the layout of tp."""
-        hidden = self.model.shape.hidden
-        full = operators.unshard(layout, x, layout.residual, batch_shape(), hidden)[:, rows]
-        with batch_scope(BatchShape(1, len(rows))):
-            return self.model.read(operators.shard(layout, full, layout.residual))
-
     @contextmanager
     def _attending(self, paged: PagedAttention) -> Generator[None]:
         """Replace the attention of each layer by paged attention inside the context."""
         before = [attention.attend for attention in self._attentions]
         try:
             for layer, attention in enumerate(self._attentions):
-                attention.attend = _of_layer(paged, layer, attention)
+                attention.attend = functools.partial(_attend, paged, layer)
             yield
         finally:
             for attention, attend in zip(self._attentions, before, strict=True):
                 attention.attend = attend
 
 
-def _of_layer(paged: PagedAttention, layer: int, attention: Attention) -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Any, window: int | None) -> Tensor:
-        del documents
-        return paged.attend(layer, window, q, k, v)
-
-    return attend
+def _attend(
+    paged: PagedAttention,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Any,
+    window: int | None,
+) -> Tensor:
+    del documents
+    return paged.attend(layer, window, q, k, v)
