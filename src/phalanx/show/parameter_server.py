@@ -15,13 +15,14 @@ from typing import Annotated, Final, NamedTuple
 
 import torch
 
+from phalanx import collectives
 from phalanx.config.fields import Range
 from phalanx.errors import time_text
 from phalanx.launch.local import run_ranks
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.local_roles import LocalRoles, local_roles
-from phalanx.show.main_device import Calls
+from phalanx.show.data_parallel import counter
 from phalanx.show.shown import MOST_RANKS, Grid, Shown, ShowTopic
 
 ELEMENTS: Final = 840 * 64
@@ -129,12 +130,8 @@ def ring_links(num_ranks: int) -> list[LinkBytes]:
 
 
 def _ring_bytes() -> float:
-    from phalanx import collectives
-
-    calls, flat = Calls(), torch.ones(ELEMENTS, dtype=torch.float64)
-    calls(1, "all-reduce the gradients", flat,
-          lambda: collectives.all_reduce(flat, algorithm="ring"))  # fmt: skip
-    return calls.made[0].sent / flat.nbytes
+    flat, sent_in = torch.ones(ELEMENTS, dtype=torch.float64), counter()
+    return sent_in(collectives.all_reduce, flat, algorithm="ring") / flat.nbytes
 
 
 def growth(unit_s: float) -> Grid:

@@ -78,12 +78,12 @@ RUN: Final[Mapping[str, Topic]] = {
         "all-reduce inside each host, then across", _COLLECTIVE, ("all-reduce", "hierarchical")
     ),
     "data-parallel": Topic(
-        "a step with a main device, and one without", "main_device ShowRun show_data_parallel"
+        "a step with a main device, and one without", "data_parallel ShowRun show_data_parallel"
     ),
     **_steps("buckets", "zero1", "zero2", "zero3", "hsdp"),
     "fsdp": Topic(
         "one owner per weight, or a shard on each rank; what overlaps",
-        "owner ShowRun show_fsdp",
+        "data_parallel ShowRun show_fsdp",
     ),
     **_steps("recompute"),
     **{
