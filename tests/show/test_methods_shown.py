@@ -121,7 +121,7 @@ def test_owners_hold_layers_and_shards_hold_equal_parts() -> None:
 
 def test_every_topic_can_be_loaded_and_has_a_short_line() -> None:
     for topic in RUN.values():
-        settings, _ = topic.load()
+        settings, *_ = topic.load()
         assert issubclass(settings, ShowTopic)
         assert len(topic.about) <= 70
 
