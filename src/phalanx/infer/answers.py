@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect
-from typing_extensions import override
 
 from phalanx.infer.detokenize import bytes_of, scores_of, shown
 from phalanx.infer.engine import EngineFailed, Piece
@@ -32,46 +30,24 @@ def envelope(id: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
-class Answer(ABC):
-    """Base class that formats the response to one HTTP request."""
+class Answer:
+    """Formats the response to one HTTP request, of `/v1/chat/completions` or `/v1/completions`."""
 
-    prompt_field: ClassVar[str]
-    prefix: ClassVar[str]
-    kind: ClassVar[str]
-    piece_kind: ClassVar[str]
-
-    def __init__(self, logprobs: int | None, served: Served) -> None:
-        self._has_scores, self._tokenizer = logprobs is not None, served.tokenizer
-        self._model, self._id = served.name, f"{self.prefix}-{secrets.token_hex(12)}"
-
-    @abstractmethod
-    def choice(self, text: str) -> dict[str, Any]:
-        """Return the fields for `text`, the full text of a choice."""
-
-    @abstractmethod
-    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        """Return the fields for `text`, the part of a choice that one stream event adds."""
-
-    @abstractmethod
-    def scores(
-        self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
-    ) -> dict[str, Any]:
-        """Return the `logprobs` object for the next tokens of choice `number`."""
+    def __init__(self, served: Served, logprobs: int | None, *, is_chat: bool) -> None:
+        self._is_chat, self._has_scores = is_chat, logprobs is not None
+        self._tokenizer, self._model = served.tokenizer, served.name
+        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._num_characters = Counter[int]()  # by choice: characters of its tokens so far
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the non-streaming response; all completions must have finished."""
-        choices = [
-            {
-                **self.choice(each.text),
-                "index": each.number,
-                "logprobs": self.scores(each.number, each.new_tokens, each.scores)
-                if self._has_scores
-                else None,
-                "finish_reason": each.finish_reason,
-            }
-            for each in completions
-        ]
-        about = envelope(self._id, self.kind, self._model)
+        choices = list[dict[str, Any]]()
+        for each in completions:
+            content: dict[str, Any] = {"text": each.text}
+            if self._is_chat:
+                content = {"message": {"role": "assistant", "content": each.text}}
+            choices.append(content | self._ends(each, each.new_tokens, each.scores))
+        about = self._about("chat.completion" if self._is_chat else "text_completion")
         return {**about, "choices": choices, "usage": _usage(completions)}
 
     async def stream(
@@ -83,22 +59,20 @@ class Answer(ABC):
     ) -> AsyncGenerator[str]:
         """Yield the server-sent events of a streaming response."""
         begun: set[int] = set()
-        about = envelope(self._id, self.piece_kind, self._model)
+        about = self._about("chat.completion.chunk" if self._is_chat else "text_completion")
         about |= {"usage": None} if has_usage else {}
         try:
             async for completion, text, token, score, reason in pieces:
-                number = completion.number
-                is_first = number not in begun
-                if not (text or reason or self._has_scores or is_first):
+                number, content = completion.number, {"text": text}
+                if number in begun and not (text or reason or self._has_scores):
                     continue
+                if self._is_chat:
+                    role = {} if number in begun else {"role": "assistant"}
+                    content = {"delta": {**role, "content": text}}
                 begun.add(number)
-                choice = {
-                    **self.piece(text, is_first),
-                    "index": number,
-                    "logprobs": None if score is None else self.scores(number, [token], [score]),
-                    "finish_reason": reason,
-                }
-                yield _event({**about, "choices": [choice]})
+                tokens, scores = ([], []) if score is None else ([token], [score])
+                ends = self._ends(completion, tokens, scores) | {"finish_reason": reason}
+                yield _event({**about, "choices": [content | ends]})
             if has_usage:
                 yield _event({**about, "choices": [], "usage": _usage(completions)})
             yield "data: [DONE]\n\n"
@@ -109,52 +83,30 @@ class Answer(ABC):
         finally:
             await pieces.aclose()
 
+    def _about(self, kind: str) -> dict[str, Any]:
+        return envelope(self._id, kind, self._model)
 
-class CompletionAnswer(Answer):
-    """Response of `/v1/completions`."""
+    def _ends(
+        self, completion: Completion, tokens: Sequence[int], scores: Sequence[TokenScore]
+    ) -> dict[str, Any]:
+        """Return the fields of a choice after its text."""
+        logprobs = self.scores(completion.number, tokens, scores) if self._has_scores else None
+        return {
+            "index": completion.number,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+        }
 
-    prompt_field = "prompt"
-    prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, logprobs: int | None, served: Served) -> None:
-        super().__init__(logprobs, served)
-        self._num_characters = Counter[int]()  # by choice: characters of its tokens so far
-
-    @override
-    def choice(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    @override
-    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        return {"text": text}
-
-    @override
     def scores(
         self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
     ) -> dict[str, Any]:
-        begin = self._num_characters[number]
-        logprobs, self._num_characters[number] = scores_of(self._tokenizer, tokens, scores, begin)
-        return logprobs
+        """Return the `logprobs` object for the next tokens of choice `number`."""
+        if not self._is_chat:
+            begin = self._num_characters[number]
+            logprobs, end = scores_of(self._tokenizer, tokens, scores, begin)
+            self._num_characters[number] = end
+            return logprobs
 
-
-class ChatAnswer(Answer):
-    """Response of `/v1/chat/completions`."""
-
-    prompt_field = "messages"
-    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    @override
-    def choice(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    @override
-    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
-
-    @override
-    def scores(
-        self, number: int, tokens: Sequence[int], scores: Sequence[TokenScore]
-    ) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             content = bytes_of(self._tokenizer, token)
             return {"token": shown(content), "logprob": logprob, "bytes": list(content)}

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.checkpoint import manifest
 from phalanx.errors import ConfigError
-from phalanx.infer.answers import Answer, ChatAnswer, CompletionAnswer, envelope, error_body
+from phalanx.infer.answers import Answer, envelope, error_body
 from phalanx.infer.chat import Chat
 from phalanx.infer.engine import NOT_FINITE, Engine, EngineFailed, Piece
 from phalanx.infer.engine_thread import CLOSING, EngineThread, Pieces, QueueFull, follow
@@ -141,8 +141,7 @@ class Gateway:
             return encoded
 
         prompts = await asyncio.to_thread(encode)
-        answer = CompletionAnswer(body.logprobs, self.served)
-        return await self._answer(request, body, prompts, DEFAULT_TOKENS, body.logprobs, answer)
+        return await self._answer(request, body, prompts, DEFAULT_TOKENS, body.logprobs)
 
     async def chats(self, request: Request) -> Response:
         """Answer `/v1/chat/completions`."""
@@ -160,8 +159,7 @@ class Gateway:
         max_tokens = body.max_completion_tokens
         if max_tokens is None:
             max_tokens = max(self._most_tokens - len(prompt), 1)
-        answer = ChatAnswer(logprobs, self.served)
-        return await self._answer(request, body, [prompt], max_tokens, logprobs, answer)
+        return await self._answer(request, body, [prompt], max_tokens, logprobs)
 
     async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
         """Check the API key, the content type and the model of a request; return its body."""
@@ -214,11 +212,12 @@ class Gateway:
         prompts: Sequence[list[int]],
         max_tokens: int,
         logprobs: int | None,
-        answer: Answer,
     ) -> Response:
         """Generate, and return one JSON response or a stream of events."""
-        samplings = body.samplings(max_tokens, logprobs)
-        completions, arriving = self.thread.submit(prompts, samplings, answer.prompt_field)
+        samplings, is_chat = body.samplings(max_tokens, logprobs), isinstance(body, ChatBody)
+        answer = Answer(self.served, logprobs, is_chat=is_chat)
+        field = "messages" if is_chat else "prompt"
+        completions, arriving = self.thread.submit(prompts, samplings, field)
 
         async def watch() -> None:
             """Abort the completions when the client disconnects."""

@@ -20,14 +20,14 @@ from torch import Tensor
 from phalanx.checkpoint.manifest import NUM_TRIES
 from phalanx.checkpoint.weights import load_decoder
 from phalanx.comm.comm import Ranks
-from phalanx.comm.together import all_or_none, broadcast_object, gather_objects
+from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.errors import CheckpointError, ConfigError, StrategyError
-from phalanx.infer.engine import Engine, LiveLogits
+from phalanx.infer.engine import Engine
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import FlatStep, KVCache
 from phalanx.infer.pool import BlockPool
 from phalanx.infer.quantize import QuantizedCache, quantize_linears
-from phalanx.infer.runner import WEIGHTS_KEPT, ModelRunner
+from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from phalanx.infer.served import Served, fill_from, open_served
 from phalanx.launch.heartbeat import PULSE
@@ -145,7 +145,7 @@ def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> 
             return None
         if isinstance(order, Path):
             with suppress(CheckpointError):  # the first rank raises it too
-                _load(runner, order)
+                runner.load(order)
         else:
             runner(order)
 
@@ -166,11 +166,6 @@ def _open_together(folder: Path) -> Served:
         f"the ranks found different checkpoints, {', '.join(sorted(opened))}, because the run "
         "saves too often; name one that the run keeps"
     )
-
-
-def _load(runner: ModelRunner, folder: Path) -> None:
-    """Load a checkpoint on all ranks; if one rank fails, all keep their weights."""
-    runner.put(all_or_none(lambda: runner.read(folder), WEIGHTS_KEPT))
 
 
 class _BroadcastingRunner:
@@ -197,7 +192,7 @@ class _BroadcastingRunner:
     def load(self, folder: Path) -> None:
         with self._lock:
             broadcast_object(folder)
-            _load(self._runner, folder)
+            self._runner.load(folder)
 
     def end(self) -> None:
         """Stop the other ranks, after the current step or load.
@@ -211,17 +206,22 @@ class _BroadcastingRunner:
         broadcast_object(None)
 
 
-def assemble(served: Served, config: EngineConfig, logits: LiveLogits, pool: BlockPool) -> Engine:
-    """Return an engine that computes logits with `logits` and allocates blocks from `pool`."""
+def assemble(
+    served: Served,
+    config: EngineConfig,
+    runner: ModelRunner | _BroadcastingRunner,
+    pool: BlockPool,
+) -> Engine:
+    """Return an engine that runs its steps by `runner` and allocates blocks from `pool`."""
     return Engine(
-        logits,
+        runner,
         Scheduler(
             pool, budget=config.budget, slots=config.slots, is_chunked=config.chunked_prefill
         ),
         max_seq_len=served.weights.shape.max_seq_len,
         end_ids=served.end_ids,
         tokenizer=served.tokenizer,
-        load=logits.load,
+        load=runner.load,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -29,20 +29,8 @@ class EngineFailed(PhalanxError):
     exit_code = 1
 
 
-class Logits(Protocol):
-    """A callable that computes the logits of a flat step, on this rank or on all ranks of tp."""
-
-    def __call__(self, step: FlatStep) -> Tensor:
-        """Return the logits [len(step.rows), V]."""
-        ...
-
-
-class LiveLogits(Logits, Protocol):
-    """Logits of a model whose weights can be replaced while completions run."""
-
-    def load(self, folder: Path) -> None:
-        """Replace the weights with the weights of a checkpoint."""
-        ...
+Logits = Callable[[FlatStep], Tensor]
+"""Computes the logits [len(step.rows), V] of a step, on this rank or on all ranks of tp."""
 
 
 class Piece(NamedTuple):

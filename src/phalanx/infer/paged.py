@@ -158,8 +158,14 @@ class PagedAttention:
         self._keys: dict[int | None, list[tuple[slice | Tensor, Tensor | None]]] = {}
         self._flash: dict[int | None, list[_FlashCall]] = {}
 
-    def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, documents: Any, window: int | None
+    ) -> Tensor:
+        """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K].
+
+        After `layer` the arguments are those of `models.attention.attend`; a step has no documents.
+        """
+        del documents
         self._cache.write(layer, self._slots_N, k[0], v[0])
         if runs_flash(q):
             return self._attend_flash(layer, window, q[0])[None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -15,13 +14,15 @@ from phalanx import collectives
 from phalanx.collectives import DEFAULT
 from phalanx.comm.algorithms.catalogue import ROOTED, list_steps
 from phalanx.comm.algorithms.running import AllToAllChunks, Collective, FlatChunks
-from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps
+from phalanx.comm.algorithms.steps import Move, Steps
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.show.shown import Frame, Grid, MessageSent, Shown, ShowRun, Strip
+
+HEADS: Final = ("rank", "messages sent", "bytes sent")
 
 NOTHING: Final = -1
 """Value of a chunk that a rank has not received."""
@@ -110,25 +111,40 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
             f"{config.ranks - 1}"
         )
     steps = list_steps(collective, algorithm, config.ranks, root)
-    found = run_ranks(walk, config.ranks, collective, algorithm, root, threads=1)
-    frames = [Frame("before", [cells[0] for cells, *_ in found])]
-    for number, title in enumerate(titles(steps), 1):
-        held = [cells[number] for cells, *_ in found]
-        frames.append(Frame(title, held, sends(steps[number - 1], collective, config.ranks)))
+    ranks = run_ranks(walk, config.ranks, collective, algorithm, root, threads=1)
+    frames = [Frame("before", [cells[0] for cells, *_ in ranks])]
+    sizes, done = Counter(step.part for step in steps), Counter[str]()
+    for number, step in enumerate(steps, 1):
+        done[step.part] += 1
+        does = "adds" if step.moves[0].is_reduced else "keeps"
+        title = f"step {number} of {len(steps)}: {step.part} {done[step.part]} of "
+        title += f"{sizes[step.part]}, the receiver {does}"
+        sent = [message_of(move, collective, config.ranks) for move in step.moves]
+        frames.append(Frame(title, [cells[number] for cells, *_ in ranks], sent))
+    each = ", ".join(f"{number} of the {part}" for part, number in sizes.items())
+    parts: list[Strip | Grid | str] = [
+        Strip("", [f"{'from' if collective == 'all-to-all' else 'chunk'} {chunk}"
+                   for chunk in range(config.ranks)], frames),
+        Grid("counted by the ledger during the run", HEADS,
+             [(str(rank), str(num), str(size)) for rank, (_, num, size, _) in enumerate(ranks)],
+             HEADS),
+        f"{len(steps)} steps: {each}." if len(sizes) > 1 else f"{len(steps)} steps.",
+    ]  # fmt: skip
     call = CALLS[collective]
+    if collective != "barrier":
+        name = call.in_torch.partition("(")[0].replace("dist.", "torch.distributed.")
+        wrong = [rank for rank, (*_, is_same) in enumerate(ranks) if not is_same]
+        parts.append(
+            f"{name} gave a different result on rank {wrong[0]}: a bug in Phalanx." if wrong else
+            f"{name} gave the same on every rank."
+        )  # fmt: skip
     passes = f"{call.passes[0].upper()}{call.passes[1:]}."
     if collective in ROOTED:
         passes = f"Rank {root} is the root: {call.passes}."
-    heads = ["chunk", "from"][collective == "all-to-all"]
     return Shown(
         f"{collective} by {algorithm}, {config.ranks} ranks",
         [passes, values_text(collective, steps, config.ranks)],
-        [
-            Strip("", [f"{heads} {chunk}" for chunk in range(config.ranks)], frames),
-            totals(found),
-            counted(steps),
-            *([] if collective == "barrier" else [compared(call, [same for *_, same in found])]),
-        ],
+        parts,
         call.in_torch.replace("ROOT", str(root)),
     )
 
@@ -148,61 +164,14 @@ def values_text(collective: str, steps: Steps, num_ranks: int) -> str:
     )
 
 
-def titles(steps: Steps) -> list[str]:
-    """Return a title for each step: phase of the algorithm, and whether receivers add or keep."""
-    sizes, at, found = Counter(step.part for step in steps), Counter[str](), list[str]()
-    for number, step in enumerate(steps, 1):
-        at[step.part] += 1
-        does = "adds" if step.moves[0].is_reduced else "keeps"
-        found.append(
-            f"step {number} of {len(steps)}: {step.part} {at[step.part]} of {sizes[step.part]}, "
-            f"the receiver {does}"
-        )
-    return found
-
-
-def sends(step: CollectiveStep, collective: str, num_ranks: int) -> list[MessageSent]:
-    """Return the messages of a step."""
-    item_bytes = 1 if collective == "barrier" else ITEM_BYTES
-    return [
-        MessageSent(
-            move.source, move.target, _named(move, collective, num_ranks), size * item_bytes
-        )
-        for move in step.moves
-        for size in [len(move.chunks)]
-    ]
-
-
-def _named(move: Move, collective: str, num_ranks: int) -> str:
+def message_of(move: Move, collective: str, num_ranks: int) -> MessageSent:
+    """Return the message of a move: the names of its chunks, and its bytes."""
     first, last = move.chunks[0], move.chunks[-1]
+    what = f"chunk {first}" if first == last else f"chunks {first}-{last}"
     if collective == "all-to-all":
-        return f"{first // num_ranks}{first % num_ranks}"
-    return f"chunk {first}" if first == last else f"chunks {first}-{last}"
-
-
-def totals(found: Sequence[Any]) -> Grid:
-    """Return a table of the messages and bytes that each rank sent, as the ledger counted them."""
-    rows = [
-        (str(rank), str(num_messages), str(num_bytes))
-        for rank, (_, num_messages, num_bytes, _) in enumerate(found)
-    ]
-    heads = ("rank", "messages sent", "bytes sent")
-    return Grid("counted by the ledger during the run", heads, rows, heads)
-
-
-def counted(steps: Steps) -> str:
-    """Return a sentence on the number of steps of each phase."""
-    halves = Counter(step.part for step in steps)
-    each = ", ".join(f"{number} of the {part}" for part, number in halves.items())
-    return f"{len(steps)} steps: {each}." if len(halves) > 1 else f"{len(steps)} steps."
-
-
-def compared(call: TorchCall, same: Sequence[bool]) -> str:
-    """Return a sentence on whether the call of torch.distributed gave the same result."""
-    name = call.in_torch.partition("(")[0].replace("dist.", "torch.distributed.")
-    if all(same):
-        return f"{name} gave the same on every rank."
-    return f"{name} gave a different result on rank {same.index(False)}: a bug in Phalanx."
+        what = f"{first // num_ranks}{first % num_ranks}"
+    item_bytes = 1 if collective == "barrier" else ITEM_BYTES
+    return MessageSent(move.source, move.target, what, len(move.chunks) * item_bytes)
 
 
 def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], int, int, bool]:
