@@ -118,8 +118,8 @@ DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 def _read(argv: list[str]) -> ServeConfig:
     """Return the settings of the command line, which override settings of a serving.properties."""
-    words = read_words(argv, ServeConfig, prog="phalanx serve")
-    if (file := words.get("properties")) is not None:
+    chosen = read_words(argv, ServeConfig, prog="phalanx serve")
+    if (file := chosen.get("properties")) is not None:
         settings, ignored = dict[str, Any](), list[str]()
         for number, line in enumerate(map(str.strip, read_text(Path(file)).splitlines()), 1):
             if not line or line[0] in "#!":
@@ -142,12 +142,12 @@ def _read(argv: list[str]) -> ServeConfig:
                 raise ConfigError(
                     f"{file}, line {number}: {key} cannot be {text!r:.99}; expected {expected}"
                 ) from None
-        words = settings | words
+        chosen = settings | chosen
         if ignored:
             say(screen(), f"{file}: ignored {', '.join(ignored)}, which serve does not use")
-    if words.get("api_key") is None:
-        words["api_key"] = os.environ.get(API_KEY)
-    config = ServeConfig(**words)
+    if chosen.get("api_key") is None:
+        chosen["api_key"] = os.environ.get(API_KEY)
+    config = ServeConfig(**chosen)
     check_values(config)
     return config
 

@@ -22,17 +22,17 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         _print(_topics())
         return 0
-    name, *words = argv
+    name, *arguments = argv
     if (topic := TOPICS.get(name)) is None:
         raise ConfigError(
             f"{name!r} is not a topic of show{nearest(name, TOPICS)}; the topics are "
             f"{', '.join(TOPICS)}"
         )
-    words = ["--help"] if words[:1] == ["help"] else words
-    if name not in CATALOGUE and not {"-h", "--help"}.intersection(words):
+    arguments = ["--help"] if arguments[:1] == ["help"] else arguments
+    if name not in CATALOGUE and not {"-h", "--help"}.intersection(arguments):
         prepare_server()  # imports torch in parallel to this process
     schema, show, draw = topic.load()
-    config = read_command_line(words, schema, prog=f"phalanx show {name}")
+    config = read_command_line(arguments, schema, prog=f"phalanx show {name}")
     path = None if (file := getattr(config, "svg", None)) is None else Path(file)
     if path is not None:
         from phalanx.planner.chart import check_svg

@@ -60,8 +60,8 @@ def _height(part: Part) -> float:
         return ROW * (len(part.rows) + 1 + bool(part.title)) + GAP
     if isinstance(part, Lanes):
         return height_of_lanes(part) + GAP
-    place = _Places(part)
-    return 2 * place.radius_y + place.height + 3 * ROW + GAP
+    layout = _Places(part)
+    return 2 * layout.radius_y + layout.height + 3 * ROW + GAP
 
 
 def _draw_part(drawing: SvgDrawing, part: Part, top: float, *, is_title: bool) -> None:
@@ -149,7 +149,7 @@ class _Places:
 
 def _draw_strip(drawing: SvgDrawing, strip: Strip, top: float) -> None:
     """Draw the steps of a strip in rotation: arrows, boxes over them, then labels over both."""
-    place = _Places(strip)
+    layout = _Places(strip)
     if strip.title:
         drawing.texts([(MARGIN, top + 12, strip.title)], weight="bold")
     before: Frame | None = None
@@ -158,14 +158,14 @@ def _draw_strip(drawing: SvgDrawing, strip: Strip, top: float) -> None:
         with drawing.turn(number, len(strip.frames)):
             drawing.texts([(MARGIN, top + 12 + ROW, frame.title)])
             for source, target in arrows:
-                drawing.arrow(*place.arrow(source, target, top + 3 * ROW), ARROW)
+                drawing.arrow(*layout.arrow(source, target, top + 3 * ROW), ARROW)
             for rank, cells in enumerate(frame.cells):
-                x, y = place.centre(rank, top + 3 * ROW)
-                left, up = x - place.width / 2, y - place.height / 2
-                drawing.boxes([(left, up, place.width, place.height)], BOX)
+                x, y = layout.centre(rank, top + 3 * ROW)
+                left, up = x - layout.width / 2, y - layout.height / 2
+                drawing.boxes([(left, up, layout.width, layout.height)], BOX)
                 drawing.texts([(x, up + 14, f"rank {rank}")], 11, "middle", "bold")
                 changed: list[Box] = [
-                    (left + 4, up + 4 + ROW * at, place.width - 8, ROW - 2)
+                    (left + 4, up + 4 + ROW * at, layout.width - 8, ROW - 2)
                     for at, cell in enumerate(cells, 1)
                     if before is not None and before.cells[rank][at - 1] != cell
                 ]
@@ -177,7 +177,7 @@ def _draw_strip(drawing: SvgDrawing, strip: Strip, top: float) -> None:
                 alike = [s for s in frame.sent if (s.source, s.target) == (source, target)]
                 what = sent_text(alike).rpartition(" to ")[0]
                 text = f"{what}: {sum(sent.num_bytes for sent in alike):,} B"
-                (x, y), (u, v) = place.arrow(source, target, top + 3 * ROW)
+                (x, y), (u, v) = layout.arrow(source, target, top + 3 * ROW)
                 x, y, width = x + 0.38 * (u - x), y + 0.38 * (v - y) + 3, LETTER * 0.85 * len(text)
                 drawing.boxes([(x - width / 2, y - 9, width, 12)], "#ffffff")
                 drawing.texts([(x, y, text)], 9, "middle")

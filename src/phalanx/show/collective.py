@@ -183,12 +183,12 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     collectives.barrier()  # connects the ranks
-    given = given_to(collective, rank, num_ranks, root)
-    output = torch.full_like(given, NOTHING)
+    values = given_to(collective, rank, num_ranks, root)
+    output = torch.full_like(values, NOTHING)
     if collective == "all-to-all":
-        held: Any = AllToAllChunks(given.view(-1, 1), output.view(-1, 1), rank)
+        held: Any = AllToAllChunks(values.view(-1, 1), output.view(-1, 1), rank)
     else:
-        held = FlatChunks(output.copy_(given), num_ranks)
+        held = FlatChunks(output.copy_(values), num_ranks)
     steps = list_steps(collective, algorithm, num_ranks, root)
     comm = Ranks({"dp": num_ranks})
     cells = [_cells(output)]
@@ -199,7 +199,7 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
         work.wait()
     entries = ledger.entries()
     num_messages, num_bytes = sum(e.calls for e in entries), sum(e.sent_bytes for e in entries)
-    same = torch.equal(*result_of_torch(collective, given, output, root))
+    same = torch.equal(*result_of_torch(collective, values, output, root))
     return cells, num_messages, int(num_bytes), same
 
 
@@ -208,22 +208,22 @@ def given_to(collective: str, rank: int, num_ranks: int, root: int) -> Tensor:
     counts = torch.arange(num_ranks, device="cpu")
     if collective == "all-to-all":
         return 10 * rank + counts
-    given = (1 + counts) * 10**rank
+    values = (1 + counts) * 10**rank
     if collective == "barrier":
-        given = torch.ones_like(counts, dtype=torch.int8)
+        values = torch.ones_like(counts, dtype=torch.int8)
     if collective in ("all-gather", "gather", "barrier"):
-        given[counts != rank] = NOTHING
+        values[counts != rank] = NOTHING
     if collective in ("broadcast", "scatter") and rank != root:
-        given.fill_(NOTHING)
-    return given
+        values.fill_(NOTHING)
+    return values
 
 
 def result_of_torch(
-    collective: str, given: Tensor, output: Tensor, root: int
+    collective: str, values: Tensor, output: Tensor, root: int
 ) -> tuple[Tensor, Tensor]:
     """Return (result of torch.distributed, our result) on this rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    whole, chunk, is_root = given.clone(), given[rank : rank + 1].clone(), rank == root
+    whole, chunk, is_root = values.clone(), values[rank : rank + 1].clone(), rank == root
     mine = output[rank : rank + 1]
     if collective == "broadcast":
         dist.broadcast(whole, root)
@@ -245,7 +245,7 @@ def result_of_torch(
         dist.reduce_scatter(chunk, list(whole.split(1)))
         return chunk, mine
     elif collective == "all-to-all":
-        dist.all_to_all_single(whole, given, [1] * num_ranks, [1] * num_ranks)
+        dist.all_to_all_single(whole, values, [1] * num_ranks, [1] * num_ranks)
     return whole, output
 
 

@@ -127,11 +127,11 @@ def show_data_parallel(config: ShowRun) -> Shown:
 def step_with_main_device() -> tuple[list[CallMade], Tensor]:
     """Run the step listed above; return its collectives, and the gradients on rank 0."""
     rank, num_ranks, sent_in = dist.get_rank(), dist.get_world_size(), counter()
-    model, (x, y), made = make_model(), batch(num_ranks), list[CallMade]()
+    model, (x, y), calls = make_model(), batch(num_ranks), list[CallMade]()
 
     def run(number: int, call: Any, what: str, whole: Tensor, *others: Tensor) -> None:
         sent = sent_in(call, *others, whole, algorithm="direct")
-        made.append(CallMade(number, call.__name__, what, whole.nbytes, sent))
+        calls.append(CallMade(number, call.__name__, what, whole.nbytes, sent))
 
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     if rank:
@@ -143,7 +143,7 @@ def step_with_main_device() -> tuple[list[CallMade], Tensor]:
     output = model(rows)
     outputs = torch.empty(len(x), WIDTHS[-1], dtype=x.dtype)
     sent = sent_in(collectives.gather, outputs, output.detach(), algorithm="direct")
-    made.append(CallMade(4, "gather", "the outputs", outputs.nbytes, sent))
+    calls.append(CallMade(4, "gather", "the outputs", outputs.nbytes, sent))
     d_outputs, d_output = torch.zeros_like(outputs), torch.empty_like(output)
     if rank == 0:
         (d_outputs,) = torch.autograd.grad(F.mse_loss(outputs.requires_grad_(), y), outputs)
@@ -151,7 +151,7 @@ def step_with_main_device() -> tuple[list[CallMade], Tensor]:
     output.backward(d_output)
     flat = gradients(model)
     run(8, collectives.reduce, "the gradients", flat)
-    return made, flat
+    return calls, flat
 
 
 def step_without() -> tuple[list[CallMade], Tensor]:

@@ -177,7 +177,7 @@ def lists(schedule: Schedule) -> Grid:
     """Return a table of the lowered actions of each rank, in the order in which they run."""
     rows = list[list[str]]()
     for rank in range(len(schedule.orders)):
-        words = " ".join(map(str, lower(schedule, rank)))
-        lines = textwrap.wrap(words, LINE, break_long_words=False)
+        actions = " ".join(map(str, lower(schedule, rank)))
+        lines = textwrap.wrap(actions, LINE, break_long_words=False)
         rows += [[str(rank) if at == 0 else "", line] for at, line in enumerate(lines)]
     return Grid("what each rank runs", ["rank", "actions in order"], rows, ["rank"])

@@ -17,12 +17,12 @@ class Topic(NamedTuple):
 
     Attributes:
         about: line in the list of topics.
-        place: "MODULE SETTINGS FUNCTION": module of phalanx.show, and its dataclass and function.
+        source: "MODULE SETTINGS FUNCTION": module of phalanx.show, and its dataclass and function.
         options: arguments of the function before the settings.
     """
 
     about: str
-    place: str
+    source: str
     options: tuple[Any, ...] = ()
 
     def load(
@@ -33,7 +33,7 @@ class Topic(NamedTuple):
         Returns:
             The settings class, the function that runs the topic, and the function that draws it.
         """
-        name, settings, function = self.place.split()
+        name, settings, function = self.source.split()
         module = import_module(f"phalanx.show.{name}")
         painter = module if hasattr(module, "draw") else import_module("phalanx.show.animation")
         run = functools.partial(getattr(module, function), *self.options)
@@ -41,8 +41,8 @@ class Topic(NamedTuple):
 
 
 def _collective(about: str, collective: str, algorithm: str | None = None) -> Topic:
-    place = "collective ShowCollective show_collective"
-    return Topic(about, place, (collective, algorithm))
+    source = "collective ShowCollective show_collective"
+    return Topic(about, source, (collective, algorithm))
 
 
 def _steps(*names: str) -> dict[str, Topic]:
