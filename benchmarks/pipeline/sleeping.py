@@ -50,7 +50,7 @@ from phalanx.planner.perfetto import write_trace
 from phalanx.show.animation import draw
 from phalanx.show.schedules import (
     ShowSchedule,
-    StageTimes,
+    StageDurations,
     outcome_of,
     schedule_of,
     show_schedule,
@@ -101,7 +101,7 @@ class TimedStages(Stages):
     has_fixed_sizes: ClassVar[bool] = True
 
     def __init__(
-        self, num_stages: int, here: Sequence[int], times: StageTimes, message_size: int
+        self, num_stages: int, here: Sequence[int], times: StageDurations, message_size: int
     ) -> None:
         """Create a weight for each stage in `here`; messages have `message_size` float32 values."""
         super().__init__([range(stage, stage + 1) for stage in range(num_stages)], here)
@@ -180,7 +180,7 @@ def run_rank(
     kind: str,
     chunks: int,
     num_microbatches: int,
-    times: StageTimes,
+    times: StageDurations,
     message_size: int,
     num_steps: int,
 ) -> RankRecord:
@@ -217,7 +217,7 @@ def run_rank(
     return RankRecord(steps[1:], stages.most_held, gradients)
 
 
-def measure(config: MeasureSchedule, schedule: Schedule, times: StageTimes) -> Outcome:
+def measure(config: MeasureSchedule, schedule: Schedule, times: StageDurations) -> Outcome:
     """Run the schedule on processes of this host, and measure its timeline."""
     records: list[RankRecord] = run_ranks(
         run_rank,
@@ -274,7 +274,7 @@ def joined(order: Sequence[Action], waits: Sequence[Span]) -> list[Span]:
 
 
 def parts_of(action: Action) -> list[Action]:
-    """Return the waits that make up an action; see `StageTimes.of`."""
+    """Return the waits that make up an action; see `StageDurations.of`."""
     if action.stage == 0:
         return {"F": [action], "I": []}.get(action.op, [action._replace(op="W")])
     return [action] if action.op != "B" else [action._replace(op=op) for op in ("I", "W")]

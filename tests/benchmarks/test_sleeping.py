@@ -13,7 +13,7 @@ from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.simulate import Span, most_in_flight
-from phalanx.show.schedules import ShowSchedule, StageTimes, plan, schedule_of, stage_times
+from phalanx.show.schedules import ShowSchedule, StageDurations, plan, schedule_of, stage_times
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/pipeline"))
 
@@ -41,7 +41,7 @@ RUNS = [(text, m) for text in SCHEDULES for m in (3, 8)]
 
 
 def run_all(p: int, message_size: int) -> list[RankRecord]:
-    times = StageTimes(5e-4, 5e-4, 5e-4)
+    times = StageDurations(5e-4, 5e-4, 5e-4)
     found: list[RankRecord] = []
     for text, m in RUNS:
         schedule = built(text, p, m)
@@ -117,7 +117,7 @@ def test_waits_that_took_too_long_are_said(factor: float, is_said: bool) -> None
     config = MeasureSchedule(ranks=4, microbatches=8)
     schedule = schedule_of("1f1b", config)
     times = stage_times(config, schedule)
-    longer = plan(schedule, StageTimes(*(factor * time_s for time_s in times)))
+    longer = plan(schedule, StageDurations(*(factor * time_s for time_s in times)))
     measured = dataclasses.replace(longer, work_s=plan(schedule, times).work_s)
     lines = " ".join(remarks(config, measured))
     said = f"Stages waited {100 * (factor - 1):.1f} % longer than asked"

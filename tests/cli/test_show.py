@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.planner.hardware import DEVICES
-from phalanx.show.hardware import predecessor, si
+from phalanx.show.devices import predecessor, si
 from phalanx.show.topics import CATALOGUE, RUN
 
 

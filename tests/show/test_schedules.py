@@ -16,7 +16,7 @@ from phalanx.parallel.pipeline.schedule import KINDS, Schedule
 from phalanx.parallel.pipeline.simulate import simulate
 from phalanx.show.schedules import (
     ShowSchedule,
-    StageTimes,
+    StageDurations,
     plan,
     schedule_of,
     show_schedule,
@@ -120,7 +120,7 @@ def test_the_first_stage_without_a_gradient_of_its_input_changes_no_plan() -> No
     """Its I takes nothing and its W both, in place of one each."""
     for text, p, m in itertools.product(SCHEDULES, (2, 3, 4), (1, 4, 7, 12)):
         schedule = built(text, p, m)
-        alike = plan(schedule, StageTimes(1.0, 1.0, 1.0)).timeline.length
+        alike = plan(schedule, StageDurations(1.0, 1.0, 1.0)).timeline.length
         assert simulate(schedule).length == pytest.approx(alike), (text, p, m)
 
 

@@ -163,7 +163,7 @@ class PagedAttention:
     ) -> Tensor:
         """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K].
 
-        After `layer` the arguments are those of `models.attention.attend`; a step has no documents.
+        The arguments after `layer` equal `models.attention.attend`'s; a step has no documents.
         """
         del documents
         self._cache.write(layer, self._slots_N, k[0], v[0])

@@ -57,7 +57,7 @@ class ShowSchedule(ShowRun):
     """Write the timeline into this file, for ui.perfetto.dev."""
 
 
-class StageTimes(NamedTuple):
+class StageDurations(NamedTuple):
     """Times of a stage for one microbatch.
 
     Attributes:
@@ -132,7 +132,7 @@ def schedule_of(kind: str, config: ShowSchedule) -> Schedule:
     return build_schedule(kind, config.ranks, config.microbatches, chunks)
 
 
-def stage_times(config: ShowSchedule, schedule: Schedule) -> StageTimes:
+def stage_times(config: ShowSchedule, schedule: Schedule) -> StageDurations:
     """Return the times of a stage: the stages of a rank divide its time evenly."""
     chunks = len(schedule.stages_of(0))
     forward_ms, input_ms, weights_ms = config.forward_ms, config.input_ms, config.weights_ms
@@ -141,17 +141,17 @@ def stage_times(config: ShowSchedule, schedule: Schedule) -> StageTimes:
         forward_ms if input_ms is None else input_ms,
         forward_ms if weights_ms is None else weights_ms,
     )
-    return StageTimes(*(time_ms / 1e3 / chunks for time_ms in of_rank_ms))
+    return StageDurations(*(time_ms / 1e3 / chunks for time_ms in of_rank_ms))
 
 
-def plan(schedule: Schedule, times: StageTimes) -> Outcome:
+def plan(schedule: Schedule, times: StageDurations) -> Outcome:
     """Simulate the schedule with messages that take no time."""
     timeline = simulate(schedule, times.of)
     return outcome_of("planned", timeline, most_in_flight(schedule), schedule, times)
 
 
 def outcome_of(
-    name: str, timeline: Timeline, held: Sequence[int], schedule: Schedule, times: StageTimes
+    name: str, timeline: Timeline, held: Sequence[int], schedule: Schedule, times: StageDurations
 ) -> Outcome:
     """Return the timeline `name` with the work that was planned, and the forwards held."""
     work_s = sum(times.of(action) for order in schedule.orders for action in order)

@@ -40,6 +40,10 @@ class Topic(NamedTuple):
         return getattr(module, settings), run, painter.draw
 
 
+OF_STATE: Final = ("buckets", "zero1", "zero2", "zero3", "hsdp")
+"""Strategies that shard gradients, optimizer state or parameters, or bucket gradients."""
+
+
 def _collective(about: str, collective: str, algorithm: str | None = None) -> Topic:
     source = "collective ShowCollective show_collective"
     return Topic(about, source, (collective, algorithm))
@@ -94,7 +98,7 @@ LESSONS: Final[Mapping[str, Mapping[str, Topic]]] = {
         "data-parallel": Topic(
             "a step with a main device, and one without", "data_parallel ShowRun show_data_parallel"
         ),
-        **_steps("buckets", "zero1", "zero2", "zero3", "hsdp"),
+        **_steps(*OF_STATE),
         "fsdp": Topic(
             "one owner per weight, or a shard on each rank; what overlaps",
             "data_parallel ShowRun show_fsdp",
@@ -111,7 +115,7 @@ LESSONS: Final[Mapping[str, Mapping[str, Topic]]] = {
         "dualpipev": _schedule("like zbv, forwards and backwards in pairs", "dualpipev"),
     },
     "Context and tensor parallelism": _steps(
-        "ring-attention", "ulysses", "tp-1d", "tp-2d", "tp-2.5d", "tp-3d"
+        *(name for name in STRATEGIES if name not in (*OF_STATE, "recompute"))
     ),
     "Parameter servers": {
         "parameter-server": Topic(
@@ -132,13 +136,13 @@ LESSONS: Final[Mapping[str, Mapping[str, Topic]]] = {
     "Hardware": {
         "cluster": Topic(
             "the totals of a cluster's devices, and the link of each level",
-            "hardware ShowCluster show_cluster",
+            "devices ShowCluster show_cluster",
         ),
         "device": Topic(
             "a device from the SM to the peak, beside other devices",
-            "hardware ShowDevice show_device",
+            "devices ShowDevice show_device",
         ),
-        "devices": Topic("all devices of the catalogue", "hardware ShowDevices show_devices"),
+        "devices": Topic("all devices of the catalogue", "devices ShowDevices show_devices"),
     },
 }
 """Lesson -> name -> topic; a lesson needs only the lessons before it."""
