@@ -47,7 +47,11 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
         say(screen(), f"wrote {path}")
     if config.json:
-        print_json(dataclasses.asdict(shown) if shown.document is None else shown.document)
+        document = shown.document
+        if document is None:
+            document = dataclasses.asdict(shown)
+            del document["document"]
+        print_json(document)
     return 0
 
 
