@@ -72,7 +72,7 @@ def main() -> None:
         model = load_decoder(open_checkpoint(folder / "checkpoint"), torch.float32, "cpu")
         for slots in options.slots:
             named[f"phalanx, {slots} slots"] = lambda s=slots: timed(
-                lambda: ours(model, *workload(32), "rolling", s)
+                lambda: ours(model, *workload(32), s, is_static=False)
             )
             named[f"vLLM, {slots} sequences"] = vllm_engine(
                 options.vllm, folder / "for-vllm", slots

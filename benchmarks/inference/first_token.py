@@ -15,7 +15,6 @@ import time
 
 import torch
 
-from phalanx.infer.assembly import cache_sizes
 from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
 from phalanx.infer.paged import KVCache
@@ -39,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, _ = twins(max_seq_len=2048)
     pool = BlockPool(512, 16)
-    cache = KVCache(cache_sizes(model.shape, pool), 16, torch.float32, torch.device("cpu"))
+    cache = KVCache(model.shape, pool, torch.float32, torch.device("cpu"))
     engine = Engine(ModelRunner(model, cache), Scheduler(pool), max_seq_len=2048)
     draw = random.Random(0)
     firsts: list[float] = []

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from phalanx.infer.assembly import STORED, cache_sizes
+from phalanx.infer.assembly import STORED
 from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
-from phalanx.infer.paged import KVCache, QuantizedCache
+from phalanx.infer.paged import KVCache
 from phalanx.infer.pool import BlockPool
-from phalanx.infer.quantize import quantize_linears
+from phalanx.infer.quantize import QuantizedCache, quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from throughput import CACHE_TOKENS, twins, workload
@@ -28,7 +28,7 @@ from throughput import CACHE_TOKENS, twins, workload
 
 def engine(model: Any, cache_type: Callable[..., KVCache]) -> tuple[Engine, int]:
     pool = BlockPool(CACHE_TOKENS // 16, 16)
-    cache = cache_type(cache_sizes(model.shape, pool), 16, torch.float32, torch.device("cpu"))
+    cache = cache_type(model.shape, pool, torch.float32, torch.device("cpu"))
     made = Engine(ModelRunner(model, cache), Scheduler(pool), max_seq_len=model.shape.max_seq_len)
     return made, cache.nbytes
 
@@ -57,18 +57,19 @@ def main() -> None:
     for number in range(options.rounds + 1):
         for name, kind in kinds.items():
             made, _ = engine(*kind)
-            found = scores[name] = []
             begin_s = time.perf_counter()
-            tokens[name] = made.generate(
-                prompts, samplings, lambda new, f=found: f.append(new.score.logprob)
-            )
+            completions = [made.add(*pair)[0] for pair in zip(prompts, samplings, strict=True)]
+            while made.scheduler.has_work:
+                made.step()
+            tokens[name] = [completion.new_tokens for completion in completions]
+            scores[name] = [completion.scores[0].logprob for completion in completions]
             if number:
                 rates[name].append(sum(lengths) / (time.perf_counter() - begin_s))
     for name, (model, cache_type) in kinds.items():
         held = [*model.parameters(), *model.buffers()]
         mib = sum(each.nbytes for each in held) / 2**20
         first = [(a[0] == b[0]) for a, b in zip(tokens[name], tokens["float32"], strict=True)]
-        error = max(abs(a - b) for a, b in zip(scores[name][:32], scores["float32"], strict=False))
+        error = max(abs(a - b) for a, b in zip(scores[name], scores["float32"], strict=True))
         print(
             f"| {name} | {mib:.1f} | {engine(model, cache_type)[1] / 2**20:.1f} | "
             f"{statistics.median(rates[name]):,.0f} | {sum(first)} of 32 | {error:.4f} |"

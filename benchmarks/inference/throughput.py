@@ -28,7 +28,6 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from phalanx.hugging_face.convert import decoder_of
-from phalanx.infer.assembly import cache_sizes
 from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
 from phalanx.infer.paged import KVCache
@@ -80,15 +79,20 @@ def workload(num: int) -> tuple[list[list[int]], list[int]]:
 
 
 def ours(
-    model: Decoder, prompts: list[list[int]], lengths: list[int], batching: Any, slots: int
+    model: Decoder, prompts: list[list[int]], lengths: list[int], slots: int, *, is_static: bool
 ) -> Found:
+    """Continue by our engine; in static batches none begins before all of the one before ended."""
     pool = BlockPool(CACHE_TOKENS // 16, 16)
     weight = next(model.parameters())
-    cache = KVCache(cache_sizes(model.shape, pool), 16, weight.dtype, weight.device)
-    scheduler = Scheduler(pool, budget=512, slots=slots, batching=batching)
+    cache = KVCache(model.shape, pool, weight.dtype, weight.device)
+    scheduler = Scheduler(pool, budget=512, slots=slots)
     engine = Engine(ModelRunner(model, cache), scheduler, max_seq_len=model.shape.max_seq_len)
     samplings = [Sampling(max_tokens=length, temperature=0) for length in lengths]
-    return engine.generate(prompts, samplings), engine.counts.steps
+    found: list[list[int]] = []
+    size = slots if is_static else len(prompts)
+    for start in range(0, len(prompts), size):
+        found += engine.generate(prompts[start : start + size], samplings[start : start + size])
+    return found, engine.counts.steps
 
 
 def static_batches(theirs: Any, prompts: list[list[int]], lengths: list[int], slots: int) -> Found:
@@ -136,9 +140,9 @@ def engines(num: int, device: str) -> dict[str, Callable[[], Found]]:
     model, theirs = twins(device=device)
     load = workload(num)
     named: dict[str, Callable[[], Found]] = {}
-    for batching, slots in (("rolling", 32), ("rolling", 8), ("dynamic", 8), ("static", 8)):
+    for batching, slots in (("rolling", 32), ("rolling", 8), ("static", 8)):
         named[f"phalanx {batching}, {slots} slots"] = lambda b=batching, s=slots: ours(
-            model, *load, b, s
+            model, *load, s, is_static=b == "static"
         )
     for slots in (32, 8):
         named[f"transformers continuous, {slots} requests"] = lambda s=slots: continuous(

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cli.show import CATALOGUE, predecessor, si
 from phalanx.planner.hardware import DEVICES
-from phalanx.show.topics import RUN
+from phalanx.show.devices import predecessor, si
+from phalanx.show.topics import CATALOGUE, RUN
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:

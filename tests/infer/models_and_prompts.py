@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hugging_face"))
 from small_models import model_of
 
 from phalanx.hugging_face.convert import decoder_of
-from phalanx.infer.assembly import cache_sizes
 from phalanx.infer.engine import Engine
 from phalanx.infer.paged import KVCache
 from phalanx.infer.pool import BlockPool
@@ -74,6 +73,6 @@ def engine(
 ) -> Engine:
     """Return an engine over a decoder whose cache has room for `num_tokens`."""
     pool = BlockPool(num_tokens // block_size, block_size, has_prefix_cache=has_prefix_cache)
-    cache = KVCache(cache_sizes(model.shape, pool), block_size, dtype, torch.device("cpu"))
+    cache = KVCache(model.shape, pool, dtype, torch.device("cpu"))
     scheduler = Scheduler(pool, **options)
     return Engine(ModelRunner(model, cache), scheduler, max_seq_len=model.shape.max_seq_len)

@@ -50,7 +50,7 @@ class Client:
 
     def __init__(self, port: int, gateway: Gateway) -> None:
         self.port, self.gateway = port, gateway
-        self.engine = gateway.thread.texts.engine
+        self.engine = gateway.thread.engine
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
@@ -90,8 +90,8 @@ def serving(
 ) -> Generator[Client]:
     """Serve a folder while the block runs."""
     served = open_served(folder)
-    texts = engine_of(served, EngineConfig(**{**CONFIG, **config}))
-    app = app_of(served, texts, limits or Limits(max_waiting=64), follow_s)
+    engine = engine_of(served, EngineConfig(**{**CONFIG, **config}))
+    app = app_of(served, engine, limits or Limits(max_waiting=64), follow_s)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -21,12 +21,11 @@ from phalanx import train_decoder
 from phalanx.checkpoint import manifest
 from phalanx.config import ShapeConfig
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.infer.assembly import engine_of
-from phalanx.infer.follow import follow
+from phalanx.infer.assembly import engine_of, with_engine
+from phalanx.infer.engine import Engine
+from phalanx.infer.engine_thread import follow
 from phalanx.infer.options import EngineConfig, Sampling
-from phalanx.infer.ranks import with_engine
 from phalanx.infer.served import Served, open_served
-from phalanx.infer.texts import TextEngine
 from small_run import small_run
 
 BODY: dict[str, Any] = {
@@ -150,14 +149,14 @@ def test_attempts_to_load_a_damaged_checkpoint_become_rarer(
     assert attempts == [("2", look) for look in (1, 2, 4, 8, 16, 32)] + [("3", 40)]
 
 
-def load_and_write(late: Path, other: Path, out: Path, served: Served, texts: TextEngine) -> None:
+def load_and_write(late: Path, other: Path, out: Path, served: Served, engine: Engine) -> None:
     """Load a checkpoint on the ranks of tp, after one that cannot be loaded."""
     prompt = served.encode(BODY["prompt"])
     with pytest.raises(CheckpointError, match="of a different shape"):
-        texts.load(other)
-    texts.load(late)
+        engine.load(other)
+    engine.load(late)
     sampling = Sampling(max_tokens=20, temperature=0, ignore_end=True)
-    out.write_text(str(texts.engine.generate([prompt], sampling)))
+    out.write_text(str(engine.generate([prompt], sampling)))
 
 
 def test_ranks_of_tp_take_them_too(trained: tuple[Path, Path], tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_ranks_of_tp_take_them_too(trained: tuple[Path, Path], tmp_path: Path) -
     alone = EngineConfig(precision="float64", cache_tokens=640)
     sampling = Sampling(max_tokens=20, temperature=0, ignore_end=True)
     prompt = served.encode(BODY["prompt"])
-    assert out.read_text() == str(engine_of(served, alone).engine.generate([prompt], sampling))
+    assert out.read_text() == str(engine_of(served, alone).generate([prompt], sampling))
 
 
 def test_a_model_of_no_run_cannot_be_followed(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from models_and_prompts import prompts, twins
 from torch import Tensor
 
-from phalanx.infer.assembly import cache_sizes
 from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
-from phalanx.infer.paged import READS_TABLES, KVCache, PagedAttention, QuantizedCache
+from phalanx.infer.paged import READS_TABLES, KVCache, PagedAttention
 from phalanx.infer.pool import BlockPool
+from phalanx.infer.quantize import QuantizedCache
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from phalanx.models.decoder import Decoder
@@ -27,14 +27,13 @@ def scores(model: Decoder, block_size: int, is_int8: bool = False) -> list[dict[
     """Continue eight prompts greedily, and return the best five tokens' logprobs of each step."""
     weight = next(model.parameters())
     pool = BlockPool(4096 // block_size, block_size)
-    sizes = cache_sizes(model.shape, pool), block_size, weight.dtype, weight.device
+    sizes = model.shape, pool, weight.dtype, weight.device
     cache = QuantizedCache(*sizes) if is_int8 else KVCache(*sizes)
     engine = Engine(ModelRunner(model, cache), Scheduler(pool, budget=20), max_seq_len=128)
     found: list[dict[int, float]] = []
     sampling = Sampling(max_tokens=8, temperature=0, logprobs=5)
     for prompt in prompts(8):
         engine.add(prompt, sampling)
-    engine.scheduler.is_draining = True
     while engine.scheduler.has_work:
         found += [dict(new.score.top if new.score else ()) for new in engine.step()]
     return found

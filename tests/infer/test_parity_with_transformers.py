@@ -128,7 +128,7 @@ def test_bfloat16_agrees_on_the_most_probable_tokens() -> None:
     while served.scheduler.has_work:
         for new in served.step():
             assert new.score is not None
-            scores[new.request.sampling.seed] = {token for token, _ in new.score.top}
+            scores[new.completion.sampling.seed] = {token for token, _ in new.score.top}
     common: list[int] = []
     for number, prompt in enumerate(prompts(32)):
         with torch.no_grad():
@@ -148,11 +148,11 @@ def test_changed_weights_are_used_at_once_and_the_prefixes_forgotten() -> None:
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.mul_(1.5)
-    served.invalidate_cache()
+    served.scheduler.preempt_all()
     (request,) = served.add(prompts(8)[1], GREEDY)
     served.step()
     assert request.num_cached == 0
-    served.invalidate_cache()  # while a request is under way
+    served.scheduler.preempt_all()  # while a request is under way
     after = served.generate(prompts(8), GREEDY)
     assert after == engine(live).generate(prompts(8), GREEDY) != before
 
@@ -178,7 +178,7 @@ def test_a_model_that_computes_nan_ends_its_requests_with_an_error() -> None:
         for each, sampling in zip(prompts(2), (GREEDY, Sampling()), strict=True)
     ]
     served.step()
-    assert [each.finished for each in requests] == ["error", "error"]
+    assert [each.finish_reason for each in requests] == ["error", "error"]
     assert served.scheduler.pool.num_held == 0
 
 
@@ -195,7 +195,7 @@ def test_what_was_computed_with_nan_is_not_found_again() -> None:
         (request,) = served.add(prompt, GREEDY)
         served.step()
         weight.copy_(before)
-    assert request.finished == "error" and len(prompt) > 18
+    assert request.finish_reason == "error" and len(prompt) > 18
     assert served.generate([prompt], GREEDY) == engine(live).generate([prompt], GREEDY)
 
 

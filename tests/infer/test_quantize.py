@@ -12,10 +12,10 @@ from models_and_prompts import engine, prompts, twins
 from served_model import published
 
 from phalanx.cli.main import main
-from phalanx.infer.assembly import STORED, cache_sizes, engine_of
+from phalanx.infer.assembly import STORED, engine_of
 from phalanx.infer.options import EngineConfig, Sampling
-from phalanx.infer.paged import FlatStep, QuantizedCache, StepSpan
-from phalanx.infer.quantize import quantize_linears, quantized
+from phalanx.infer.paged import FlatStep, StepSpan
+from phalanx.infer.quantize import QuantizedCache, quantize_linears, quantized
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.served import open_served
 
@@ -50,11 +50,8 @@ def test_the_logits_move_little(name: str) -> None:
     served = engine(model, block_size=16, num_tokens=64)
     runner: Any = served._logits  # pyright: ignore[reportPrivateUsage]
     expected = logits(runner, prompt)
-    sizes = cache_sizes(model.shape, served.scheduler.pool)
-    device = torch.device("cpu")
-    int8, fp8 = (
-        QuantizedCache(sizes, 16, torch.float32, device, stored) for stored in STORED.values()
-    )
+    sizes = (model.shape, served.scheduler.pool, torch.float32, torch.device("cpu"))
+    int8, fp8 = (QuantizedCache(*sizes, stored=stored) for stored in STORED.values())
     assert int8.nbytes < 0.5 * runner.cache.nbytes  # heads of 8 numbers; wider ones are nearer 1/4
     assert fp8.nbytes == int8.nbytes
     small = copy.deepcopy(model)
@@ -71,7 +68,7 @@ def test_an_engine_that_rounds(
 ) -> None:
     folder = published(tmp_path)
     config = EngineConfig(weights="int8", cache=kind, precision="float32", cache_tokens=640)
-    served = engine_of(open_served(folder), config).engine
+    served = engine_of(open_served(folder), config)
     found = served.generate(prompts(8), Sampling(max_tokens=9, temperature=0, ignore_end=True))
     assert all(len(tokens) == 9 for tokens in found)
     assert main(["generate", str(folder), "--weights", "int8", "--strategy", "tp2"]) == 2

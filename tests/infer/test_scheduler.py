@@ -11,19 +11,19 @@ import pytest
 
 from phalanx.infer.options import Sampling
 from phalanx.infer.pool import BlockPool
-from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
+from phalanx.infer.scheduler import Completion, ScheduledStep, Scheduler
 
 
-def request(num_prompt: int, num_new: int, first: int = 0) -> GenerationRequest:
+def request(num_prompt: int, num_new: int, first: int = 0) -> Completion:
     """Make a request whose prompt is the numbers from `first`."""
-    return GenerationRequest(
+    return Completion(
         list(range(first, first + num_prompt)), Sampling(max_tokens=num_new, ignore_end=True)
     )
 
 
-def take(scheduler: Scheduler, step: ScheduledStep) -> list[GenerationRequest]:
+def take(scheduler: Scheduler, step: ScheduledStep) -> list[Completion]:
     """Give each request of a step its next token; return those."""
-    served = [part.request for part in step.parts if part.computes_logits]
+    served = [part.completion for part in step.parts if part.computes_logits]
     for each in served:
         each.tokens.append(-len(each.tokens))
         if each.num_generated == each.sampling.max_tokens:
@@ -44,9 +44,7 @@ def check_step(scheduler: Scheduler, step: ScheduledStep) -> None:
         room -= num_tokens
 
 
-def run(
-    scheduler: Scheduler, seen: Callable[[ScheduledStep, list[GenerationRequest]], object]
-) -> None:
+def run(scheduler: Scheduler, seen: Callable[[ScheduledStep, list[Completion]], object]) -> None:
     """Run until no request is left."""
     for _ in range(10_000):
         if not scheduler.has_work:
@@ -62,7 +60,7 @@ def scheduler_of(num_blocks: int = 4096, size: int = 16, **options: Any) -> Sche
     return Scheduler(BlockPool(num_blocks, size), **options)
 
 
-def workload() -> list[GenerationRequest]:
+def workload() -> list[Completion]:
     """Return 128 requests: prompts of 8 to 128 tokens, 8, 16, 32 or 128 new ones."""
     draw = random.Random(0)
     lengths = [8, 16, 32, 128] * 32
@@ -70,45 +68,35 @@ def workload() -> list[GenerationRequest]:
     return [request(draw.randint(8, 128), n, 1000 * i) for i, n in enumerate(lengths)]
 
 
-def decode_steps(batching: Any, delay_s: float = 0.0) -> int:
-    scheduler = scheduler_of(slots=8, batching=batching, delay_s=delay_s)
-    for each in workload():
-        scheduler.add(each)
-    scheduler.is_draining = True
+def decode_steps(scheduler: Scheduler, batches: list[list[Completion]]) -> int:
+    """Return the steps that serve one batch after another."""
     steps: list[int] = []
-    run(scheduler, lambda step, served: steps.append(len(served)))
+    for batch in batches:
+        for each in batch:
+            scheduler.waiting.append(each)
+        run(scheduler, lambda step, served: steps.append(len(served)))
     return len(steps)
 
 
 def test_rolling_batches_take_few_steps_and_static_batches_many() -> None:
-    ideal = sum(each.sampling.max_tokens for each in workload()) / 8
-    assert decode_steps("rolling") <= 1.15 * ideal
-    assert decode_steps("static") >= 2 * ideal
-    assert decode_steps("dynamic") == decode_steps("static")  # all requests are there at once
-
-
-def test_a_batch_begins_when_it_is_full_or_after_its_delay() -> None:
-    for batching, waits in (("dynamic", True), ("static", False), ("rolling", None)):
-        scheduler = scheduler_of(slots=2, batching=batching, delay_s=1.0)
-        scheduler.add(request(4, 8), now_s=0.0)
-        assert bool(scheduler.schedule(0.5).parts) is (waits is None)
-        if waits is not None:
-            assert bool(scheduler.schedule(1.0).parts) is waits
-        scheduler.add(request(4, 8, 100), now_s=1.5)
-        has_joined = scheduler.schedule(1.5).parts[-1].request.prompt[0] == 100
-        assert has_joined is (batching != "dynamic")  # whose batch has begun without it
+    load = workload()
+    ideal = sum(each.sampling.max_tokens for each in load) / 8
+    assert decode_steps(scheduler_of(slots=8), [load]) <= 1.15 * ideal
+    load = workload()
+    batches = [load[start : start + 8] for start in range(0, len(load), 8)]
+    assert decode_steps(scheduler_of(slots=8), batches) >= 2 * ideal
 
 
 def test_a_request_that_is_alone_wastes_at_most_the_end_of_a_block() -> None:
     wasted: list[float] = []
     scheduler = scheduler_of(slots=16, num_blocks=4096)
     for number in range(16):
-        scheduler.add(request(150 + 9 * number, 60, 1000 * number))
+        scheduler.waiting.append(request(150 + 9 * number, 60, 1000 * number))
     run(scheduler, lambda step, served: wasted.append(scheduler.waste))
     assert 0 < max(wasted[:-1]) and statistics.mean(wasted) <= 0.04
     contiguous = scheduler_of(num_blocks=16, size=1024, slots=16)
     for number in range(16):
-        contiguous.add(request(150 + 9 * number, 60, 1000 * number))
+        contiguous.waiting.append(request(150 + 9 * number, 60, 1000 * number))
     contiguous.schedule()
     assert contiguous.waste > 0.7
 
@@ -120,7 +108,7 @@ def test_a_prefix_that_is_shared_is_computed_once(budget: int) -> None:
     for number, each in enumerate(requests):
         each.prompt += [5000 + number] * 20
         each.tokens = list(each.prompt)
-        scheduler.add(each)
+        scheduler.waiting.append(each)
     computed: list[int] = []
     run(scheduler, lambda step, served: computed.append(step.num_tokens))
     assert sum(computed) <= 1024 + 32 * (20 + 3) + 32 * 16
@@ -137,11 +125,11 @@ def longest_gap(is_chunked: bool) -> float:
     scheduler = scheduler_of(budget=24, is_chunked=is_chunked)
     streams = [request(4, 300, 1000 * number) for number in range(8)]
     for each in streams:
-        scheduler.add(each)
-    clock, gaps, last = 0, list[int](), dict[GenerationRequest, int]()
+        scheduler.waiting.append(each)
+    clock, gaps, last = 0, list[int](), dict[Completion, int]()
     for number in range(250):
         if number == 60:
-            scheduler.add(request(2048, 8, 10**6))
+            scheduler.waiting.append(request(2048, 8, 10**6))
         step = scheduler.schedule()
         clock += step.num_tokens
         for each in take(scheduler, step):
@@ -160,9 +148,9 @@ def test_the_request_that_came_last_is_preempted_and_computed_again() -> None:
     scheduler = scheduler_of(num_blocks=12, size=4, slots=4)
     requests = [request(8, 24, 100 * number) for number in range(3)]
     for each in requests:
-        scheduler.add(each)
-    ended: list[GenerationRequest] = []
-    run(scheduler, lambda step, served: ended.extend(r for r in served if r.finished))
+        scheduler.waiting.append(each)
+    ended: list[Completion] = []
+    run(scheduler, lambda step, served: ended.extend(r for r in served if r.finish_reason))
     assert scheduler.num_preemptions > 0
     assert ended == requests  # the first is never preempted for a later one
     assert scheduler.pool.num_held == 0
@@ -173,16 +161,16 @@ def test_siblings_compute_their_prompt_once_and_part_at_its_last_token(num_block
     scheduler = scheduler_of(num_blocks=num_blocks, size=4, budget=64)
     first, *others = [request(10, 6) for _ in range(4)]
     first.siblings = list(others)
-    scheduler.add(first)
+    scheduler.waiting.append(first)
     scheduler.finish(others[0], "abort")  # whose client has left
     copies, computed = list[Any](), list[int]()
 
-    def seen(step: ScheduledStep, served: list[GenerationRequest]) -> None:
+    def seen(step: ScheduledStep, served: list[Completion]) -> None:
         copies.extend(step.copies)
         computed.append(step.num_tokens)
 
     run(scheduler, seen)
-    assert [each.finished for each in others] == ["abort", "length", "length"]
+    assert [each.finish_reason for each in others] == ["abort", "length", "length"]
     if num_blocks == 40:
         assert len(copies) >= 2  # each writes to a copy of the block that is partly full
         assert sum(computed) == 10 + 2 * 1 + 3 * 5
@@ -193,13 +181,13 @@ def test_forks_that_wait_hold_up_nobody() -> None:
     scheduler = scheduler_of(num_blocks=6, size=4, slots=1)
     first, *forks = [request(8, 4) for _ in range(3)]
     first.siblings = list(forks)
-    scheduler.add(first)
+    scheduler.waiting.append(first)
     scheduler.schedule()
     assert all(fork.table.blocks for fork in forks)
     scheduler.finish(first, "abort")
     scheduler.waiting.appendleft(large := request(20, 4, 100))  # as if it had been preempted
     run(scheduler, lambda step, served: None)
-    assert [each.finished for each in (large, *forks)] == ["length"] * 3
+    assert [each.finish_reason for each in (large, *forks)] == ["length"] * 3
     assert scheduler.pool.num_held == 0
 
 
@@ -207,10 +195,10 @@ def test_forks_that_wait_hold_up_nobody() -> None:
 def test_prompts_beyond_the_budget_are_computed_whole_one_after_another(lengths: list[int]) -> None:
     scheduler = scheduler_of(budget=512, is_chunked=False)
     for number, length in enumerate(lengths):
-        scheduler.add(request(length, 2, 1000 * number))
+        scheduler.waiting.append(request(length, 2, 1000 * number))
     prefills: list[list[int]] = []
 
-    def seen(step: ScheduledStep, served: list[GenerationRequest]) -> None:
+    def seen(step: ScheduledStep, served: list[Completion]) -> None:
         assert len(served) == len(step.parts)
         prefills.append([part.stop for part in step.parts if part.start == 0])
 
@@ -223,7 +211,7 @@ def test_a_fork_that_the_budget_leaves_no_token_keeps_its_blocks() -> None:
     scheduler = scheduler_of(size=4, budget=10)
     first, *forks = [request(10, 3) for _ in range(12)]
     first.siblings = list(forks)
-    scheduler.add(first)
+    scheduler.waiting.append(first)
     computed: list[int] = []
     run(scheduler, lambda step, served: computed.append(step.num_tokens))
     assert sum(computed) == 10 + 11 * 1 + 12 * 2  # the prompt once, its last token for each fork
@@ -233,11 +221,11 @@ def test_a_fork_that_the_budget_leaves_no_token_keeps_its_blocks() -> None:
 def test_random_arrivals_and_aborts_leave_nothing_behind(is_chunked: bool) -> None:
     for seed in range(20):
         draw = random.Random(seed)
-        budget, batching = draw.choice([3, 9, 64]), draw.choice(["rolling", "dynamic", "static"])
+        budget = draw.choice([3, 9, 64])
         scheduler = scheduler_of(
-            num_blocks=20, size=4, slots=5, budget=budget, batching=batching, is_chunked=is_chunked
+            num_blocks=20, size=4, slots=5, budget=budget, is_chunked=is_chunked
         )
-        alive, all_added = list[GenerationRequest](), list[GenerationRequest]()
+        alive, all_added = list[Completion](), list[Completion]()
         for _ in range(150):
             if draw.random() < 0.3:
                 each = request(draw.randint(1, 40), draw.randint(1, 30), draw.choice([0, 50]))
@@ -247,15 +235,14 @@ def test_random_arrivals_and_aborts_leave_nothing_behind(is_chunked: bool) -> No
                     sibling.tokens = list(each.prompt)
                 alive += [each, *each.siblings]
                 all_added += [each, *each.siblings]
-                scheduler.add(each)
+                scheduler.waiting.append(each)
             step = scheduler.schedule()
             check_step(scheduler, step)
             take(scheduler, step)
-            alive = [each for each in alive if each.finished is None]
+            alive = [each for each in alive if each.finish_reason is None]
             if alive and draw.random() < 0.1:
                 scheduler.finish(draw.choice(alive), "abort")
-        scheduler.is_draining = True
         run(scheduler, lambda step, served: None)
         assert scheduler.pool.num_held == 0
         for each in all_added:
-            assert each.finished == "abort" or each.num_generated == each.sampling.max_tokens
+            assert each.finish_reason == "abort" or each.num_generated == each.sampling.max_tokens

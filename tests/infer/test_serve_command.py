@@ -43,18 +43,17 @@ def test_the_options_of_a_serving_properties(
     file.write_text(PROPERTIES)
     read: Any = serve._read  # pyright: ignore[reportPrivateUsage]
     config = read(["--properties", str(file), "--slots", "8"])
-    assert (config.run, config.batching, config.slots) == ("/models/a", "rolling", 8)
+    assert (config.run, config.slots) == ("/models/a", 8)
     assert (config.budget, config.strategy, config.precision) == (2048, "tp2", "bfloat16")
-    assert "engine, which serve does not use" in capsys.readouterr().out
-    file.write_text("option.rolling_batch=disable\n")
-    assert read(["--properties", str(file)]).batching == "dynamic"
+    expected = "engine, option.rolling_batch, which serve does not use"
+    assert expected in capsys.readouterr().out
     file.write_text("option.tensor_parallel_degree : max\noption.served_model_name a/b:c=d\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = read(["--properties", str(file)])
     assert (config.strategy, config.served_model_name) == ("tp4", "a/b:c=d")
     for line, message in (
-        ("option.dtype=int3", "option.dtype cannot be 'int3'; expected fp32, fp16, bf16, auto"),
-        ("option.rolling_batch=vlllm", "rolling_batch cannot be 'vlllm'; expected auto, vllm"),
+        ("option.dtype=int3", "precision is 'int3'; expected one of auto, float64, float32"),
+        ("option.enable_prefix_caching=1", "cannot be '1'; expected true or false"),
         ("option.max_rolling_batch_size=many", "cannot be 'many'; expected a whole number"),
         ("option.dtype", "line 1 is 'option.dtype'; expected KEY=VALUE"),
         ("option.max_rolling_batch_size=0", "slots is 0; expected at least 1"),
@@ -68,7 +67,6 @@ def test_the_options_of_a_serving_properties(
     ("words", "message"),
     [
         ([], "RUN is missing; expected: phalanx serve RUN"),
-        (["a", "--batching", "static"], "would wait forever; the nearest is dynamic"),
         (["a", "--port", "70000"], "port is 70000"),
         (
             ["a", "--port", "0", "--host", "a..b"],

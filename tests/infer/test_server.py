@@ -21,7 +21,7 @@ from models_and_prompts import engine, twins
 from served_model import Client, published, serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from phalanx.infer.answers import CompletionAnswer
+from phalanx.infer.answers import Answer
 from phalanx.infer.app import Limits
 from phalanx.infer.options import Sampling, TokenScore
 
@@ -111,7 +111,7 @@ def test_a_character_of_several_tokens_counts_once() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     served: Any = SimpleNamespace(tokenizer=tokenizer, name="a")
     tokens = tokenizer.encode("a\u2603b").ids
-    found = CompletionAnswer(0, served).scores(0, tokens, [TokenScore(-1.0)] * 5)
+    found = Answer(served, 0, is_chat=False).scores(0, tokens, [TokenScore(-1.0)] * 5)
     assert found["text_offset"] == [0, 1, 2, 2, 2]
 
 

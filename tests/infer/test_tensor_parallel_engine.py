@@ -20,11 +20,11 @@ from served_model import published
 from phalanx.checkpoint import manifest
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, RankFailed
-from phalanx.infer import assembly, ranks
+from phalanx.infer import assembly
+from phalanx.infer.assembly import with_engine
+from phalanx.infer.engine import Engine
 from phalanx.infer.options import EngineConfig, Sampling
-from phalanx.infer.ranks import with_engine
 from phalanx.infer.served import Served
-from phalanx.infer.texts import TextEngine
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.local import run_ranks
@@ -33,9 +33,8 @@ from phalanx.models.decoder import Decoder
 GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0, ignore_end=True)
 
 
-def write(out: Path, served: Served, texts: TextEngine) -> None:
+def write(out: Path, served: Served, engine: Engine) -> None:
     """Generate on the first rank, and write the tokens to a file."""
-    engine = texts.engine
     engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
     tokens = engine.generate(prompts(32), GREEDY)
     found = [engine.scheduler.num_preemptions, engine.scheduler.num_cached_tokens, tokens]
@@ -79,7 +78,7 @@ def test_tokens_equal_generate(
         assert (num_preemptions > 0) is not is_ample
 
 
-def rest(served: Served, texts: TextEngine) -> None:
+def rest(served: Served, engine: Engine) -> None:
     time.sleep(1.5)  # at least one heartbeat
 
 
@@ -94,12 +93,12 @@ def test_the_ranks_of_an_idle_server_are_not_stalled_but_wait(
     assert ("waiting for requests", True) in beats
 
 
-def generate_when_asked_to_stop(served: Served, texts: TextEngine) -> tuple[int, list[list[int]]]:
+def generate_when_asked_to_stop(served: Served, engine: Engine) -> tuple[int, list[list[int]]]:
     PULSE.heed()
     while not PULSE.stop_signal:
         time.sleep(0.01)
-    texts.engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
-    return PULSE.stop_signal, texts.engine.generate(prompts(2), GREEDY)
+    engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
+    return PULSE.stop_signal, engine.generate(prompts(2), GREEDY)
 
 
 def test_ranks_answer_what_runs_after_a_signal(
@@ -128,9 +127,9 @@ def opened_apart(run: Path, found: list[list[int]]) -> str:
             weights=SimpleNamespace(folder=manifest.folder_of(folder, next(mine)))
         )
 
-    ranks.open_served = opened
+    assembly.open_served = opened
     try:
-        return ranks._open_together(run).weights.folder.name  # pyright: ignore[reportPrivateUsage]
+        return assembly._open_together(run).weights.folder.name  # pyright: ignore[reportPrivateUsage]
     except CheckpointError as error:
         return str(error)
 
@@ -144,17 +143,17 @@ def test_ranks_serve_one_checkpoint_of_a_run_that_saves_meanwhile(tmp_path: Path
     assert "step-00000030, " in words and "step-00000040, because the run saves too often" in words
 
 
-def fail_amid_a_step(out: Path, served: Served, texts: TextEngine) -> None:
+def fail_amid_a_step(out: Path, served: Served, engine: Engine) -> None:
     """Let the first rank fail after the other has begun the step; a server catches the error."""
-    runner: Any = texts.engine._logits._runner  # pyright: ignore
+    runner: Any = engine._logits._runner  # pyright: ignore
 
     def fails(*args: Any) -> None:
         raise ValueError("a kernel has failed")
 
     runner.model.read = fails
-    texts.add(served.encode("Once"), GREEDY)
+    engine.add(served.encode("Once"), GREEDY)
     with pytest.raises(ValueError, match="a kernel"):
-        texts.step()
+        engine.step()
     out.write_text("it failed")
 
 
@@ -171,7 +170,7 @@ def test_the_first_rank_ends_the_others_after_the_current_step(
 ) -> None:
     """A thread of the engine runs a step when the work that has started it returns."""
     sent: list[Any] = []
-    monkeypatch.setattr(ranks, "broadcast_object", sent.append)
+    monkeypatch.setattr(assembly, "broadcast_object", sent.append)
     has_ended = threading.Event()
 
     def end() -> None:
@@ -186,7 +185,7 @@ def test_the_first_rank_ends_the_others_after_the_current_step(
         assert sent == [step]
         return step
 
-    leading = ranks._BroadcastingRunner(cast(Any, run))  # pyright: ignore[reportPrivateUsage]
+    leading = assembly._BroadcastingRunner(cast(Any, run))  # pyright: ignore[reportPrivateUsage]
     step = cast(Any, "a step")
     assert leading(step) is step
     ending.join()

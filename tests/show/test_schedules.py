@@ -1,4 +1,4 @@
-"""A pipeline's bubble: planned figures against formulas, what runs against what was planned."""
+"""A pipeline's bubble: planned figures against formulas."""
 
 from __future__ import annotations
 
@@ -10,25 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from marks import by_hand
 from phalanx.errors import ConfigError
-from phalanx.launch.local import run_ranks
 from phalanx.parallel.pipeline.lowering import lower
-from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule
-from phalanx.parallel.pipeline.simulate import Span, most_in_flight, simulate
-from phalanx.show import schedules
+from phalanx.parallel.pipeline.schedule import KINDS, Schedule
+from phalanx.parallel.pipeline.simulate import simulate
 from phalanx.show.schedules import (
     ShowSchedule,
-    joined,
-    measured_timeline,
-    parts_of,
+    StageDurations,
     plan,
     schedule_of,
     show_schedule,
     stage_times,
 )
 from phalanx.show.shown import Grid, Lanes, Outcome
-from phalanx.show.timed import RankRecord, WaitTimes, run_rank
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved/2", "zb/1", "zb/2", "zbv", "dualpipev")
 
@@ -126,86 +120,19 @@ def test_the_first_stage_without_a_gradient_of_its_input_changes_no_plan() -> No
     """Its I takes nothing and its W both, in place of one each."""
     for text, p, m in itertools.product(SCHEDULES, (2, 3, 4), (1, 4, 7, 12)):
         schedule = built(text, p, m)
-        alike = plan(schedule, WaitTimes(1.0, 1.0, 1.0)).timeline.length
+        alike = plan(schedule, StageDurations(1.0, 1.0, 1.0)).timeline.length
         assert simulate(schedule).length == pytest.approx(alike), (text, p, m)
 
 
-RUNS = [(text, m) for text in SCHEDULES for m in (3, 8)]
-
-
-def run_all(p: int, message_size: int) -> list[RankRecord]:
-    times = WaitTimes(5e-4, 5e-4, 5e-4)
-    found: list[RankRecord] = []
-    for text, m in RUNS:
-        schedule = built(text, p, m)
-        chunks = len(schedule.stages_of(0))
-        found.append(run_rank(schedule.kind, chunks, m, times, message_size, 2))
-    return found
-
-
-@pytest.mark.parametrize("p", [2, by_hand(4)])
-def test_what_runs_is_what_was_planned(p: int, subtests: pytest.Subtests) -> None:
-    """Actions, their order on each rank, activations held, and the gradients that come of them."""
-    message_size = 300
-    ranks: list[list[RankRecord]] = run_ranks(run_all, p, p, message_size, threads=1)
-    for number, (text, m) in enumerate(RUNS):
-        with subtests.test(schedule=text, microbatches=m):
-            schedule = built(text, p, m)
-            records = [of_rank[number] for of_rank in ranks]
-            for record, order in zip(records, schedule.orders, strict=True):
-                expected = [part for action in order for part in parts_of(action)]
-                for waits in record.steps:
-                    assert [wait.action for wait in waits] == expected
-                    assert all(wait.end - wait.begin >= 5e-4 for wait in waits)
-            assert [record.most_held for record in records] == most_in_flight(schedule)
-            # Messages hold the number of their microbatch, and so do their gradients.
-            gradient = message_size * sum(range(m))
-            assert [record.gradients for record in records] == [
-                dict.fromkeys(schedule.stages_of(rank), gradient) for rank in range(p)
-            ]
-            check_order(schedule, records)
-
-
-def check_order(schedule: Schedule, records: list[RankRecord]) -> None:
-    """Nothing begins before what it needs has ended, on the one clock of all ranks."""
-    timeline = measured_timeline(schedule, records)
-    assert min(lane[0].begin for lane in timeline.lanes) == 0
-    spans = {span.action: span for lane in timeline.lanes for span in lane}
-    assert {action for order in schedule.orders for action in order} == set(spans)
-    for lane in timeline.lanes:
-        assert all(one.end <= other.begin for one, other in itertools.pairwise(lane))
-    for (op, stage, microbatch), span in spans.items():
-        if op == "F" and stage > 0:
-            assert spans[Action("F", stage - 1, microbatch)].end <= span.begin
-        if op in ("B", "I") and 0 < stage < schedule.num_stages - 1:
-            after = [spans.get(Action(each, stage + 1, microbatch)) for each in ("B", "I")]
-            (needed,) = [each for each in after if each is not None]
-            assert needed.end <= span.begin
-
-
-def test_an_action_is_joined_of_its_waits() -> None:
-    order = [Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("I", 1, 1)]
-    waits = [
-        Span(Action(op, 1, microbatch), float(at), at + 0.5)
-        for at, (op, microbatch) in enumerate([("F", 0), ("I", 0), ("W", 0), ("F", 1), ("I", 1)])
-    ]
-    spans = [(span.begin, span.end) for span in joined(order, waits)]
-    assert spans == [(0.0, 0.5), (1.0, 2.5), (3.0, 3.5), (4.0, 4.5)]
-    with pytest.raises(AssertionError, match="its actions in their order"):
-        joined(order, waits[::-1])
-
-
-def test_it_is_listed_drawn_and_measured(tmp_path: Path) -> None:
+def test_it_is_listed_drawn_and_traced(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     kind, config = config_of("zb/2", 2, 2, forward_ms=2.0)
-    config = dataclasses.replace(config, steps=1, trace=str(trace))
+    config = dataclasses.replace(config, trace=str(trace))
     shown = show_schedule(kind, config)
     (lanes,) = (part for part in shown.parts if isinstance(part, Lanes))
-    first, second = lanes.outcomes
-    assert first.timeline.bubble == pytest.approx(1 / 13)
-    assert first.held == second.held == (4, 4)
-    assert second.timeline.length >= first.timeline.length == pytest.approx(0.013)
-    assert second.highest_mfu <= 12 / 13
+    (outcome,) = lanes.outcomes
+    assert outcome.timeline.bubble == pytest.approx(1 / 13)
+    assert outcome.held == (4, 4) and outcome.timeline.length == pytest.approx(0.013)
     units, lists = (part for part in shown.parts if isinstance(part, Grid))
     assert units.rows[0][1].split()[:2] == ["F0", "F1"]
     listed = " ".join(row[1] for row in lists.rows if row[0] != "1").split()
@@ -215,21 +142,6 @@ def test_it_is_listed_drawn_and_measured(tmp_path: Path) -> None:
     config = dataclasses.replace(config, trace=str(tmp_path / "none" / "trace.json"))
     with pytest.raises(ConfigError, match=r"cannot write .*trace.json: No such file"):
         show_schedule(kind, config)
-
-
-@pytest.mark.parametrize(("factor", "is_said"), [(1.01, False), (1.1, True), (3.0, True)])
-def test_waits_that_took_too_long_are_said(factor: float, is_said: bool) -> None:
-    kind, config = config_of("1f1b", 4, 8)
-    schedule = schedule_of(kind, config)
-    times = stage_times(config, schedule)
-    longer = plan(schedule, WaitTimes(*(factor * time_s for time_s in times)))
-    measured = dataclasses.replace(longer, work_s=plan(schedule, times).work_s)
-    lines = " ".join(schedules.remarks(config, measured))
-    said = f"Stages waited {100 * (factor - 1):.1f} % longer than asked"
-    assert (said in lines) is is_said
-    # Time that was spent, and no work done in it, is not in the highest MFU.
-    assert measured.highest_mfu == pytest.approx(8 / 11 / factor)
-    assert measured.timeline.bubble == pytest.approx(3 / 11)
 
 
 @pytest.mark.parametrize(

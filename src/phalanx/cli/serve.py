@@ -9,14 +9,14 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from phalanx.cli.screen import say, screen
 from phalanx.config.command_line import read_words
@@ -24,10 +24,11 @@ from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.infer.options import EngineConfig
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.storage import read_text
 
 if TYPE_CHECKING:
+    from phalanx.infer.engine import Engine
     from phalanx.infer.served import Served
-    from phalanx.infer.texts import TextEngine
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
@@ -37,7 +38,7 @@ API_KEY = "PHALANX_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(EngineConfig):
-    """Serve a trained model over HTTP, by the interface of OpenAI, to many clients at once."""
+    """Serve a trained model over HTTP with an OpenAI-compatible API."""
 
     run: Annotated[str | None, Positional("RUN")] = None
     """A run folder, whose latest checkpoint is taken; a checkpoint, of any strategy; or a Hugging
@@ -74,11 +75,6 @@ def run(argv: list[str]) -> int:
     config = _read(argv)
     if config.run is None:
         raise ConfigError("RUN is missing; expected: phalanx serve RUN")
-    if config.batching == "static":
-        raise ConfigError(
-            "batching is static, which starts a batch only when it is full, so a single client "
-            "would wait forever; the nearest is dynamic"
-        )
     if config.api_key is not None and re.fullmatch("[!-~]+", config.api_key) is None:
         raise ConfigError(
             f"the API key of --api-key or {API_KEY} is empty, or has a space or a character that "
@@ -97,7 +93,7 @@ def run(argv: list[str]) -> int:
     # The port is held from before the model is loaded; under torchrun the first rank serves.
     is_first = not is_under_torchrun() or read_rank_env().rank == 0
     with _listener(config) if is_first else nullcontext() as listener:
-        from phalanx.infer.ranks import with_engine
+        from phalanx.infer.assembly import with_engine
 
         work = functools.partial(_serve, config, listener)
         if signum := with_engine(Path(config.run), config, work):
@@ -105,19 +101,53 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+PROPERTIES: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
+    "model_id": ("run", str),
+    "served_model_name": ("served_model_name", str),
+    "max_rolling_batch_size": ("slots", int),
+    "max_rolling_batch_prefill_tokens": ("budget", int),
+    "job_queue_size": ("max_waiting", int),
+    "tensor_parallel_degree": ("strategy", lambda text: f"tp{int(text)}"),
+    "dtype": ("precision", lambda text: DTYPES.get(text, text)),
+    "enable_prefix_caching": ("prefix_cache", {"true": True, "false": False}.__getitem__),
+}
+"""Key of a serving.properties file (LMI, DJL Serving) -> setting, and its value of the text."""
+
+DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
 def _read(argv: list[str]) -> ServeConfig:
     """Return the settings of the command line, which override settings of a serving.properties."""
-    words = read_words(argv, ServeConfig, prog="phalanx serve")
-    if (file := words.get("properties")) is not None:
-        from phalanx.infer.properties import read_properties
+    chosen = read_words(argv, ServeConfig, prog="phalanx serve")
+    if (file := chosen.get("properties")) is not None:
+        settings, ignored = dict[str, Any](), list[str]()
+        for number, line in enumerate(map(str.strip, read_text(Path(file)).splitlines()), 1):
+            if not line or line[0] in "#!":
+                continue
+            if (parts := re.fullmatch(r"([^=:\s]+)\s*[=:\s]\s*(.*)", line)) is None:
+                raise ConfigError(f"{file}, line {number} is {line!r:.99}; expected KEY=VALUE")
+            key, text = parts.groups()
+            if (known := PROPERTIES.get(key.removeprefix("option."))) is None:
+                ignored.append(key)
+                continue
+            name, value_of = known
+            if (name, text) == ("strategy", "max"):
+                import torch
 
-        found, left_out = read_properties(Path(file))
-        words = found | words
-        if left_out:
-            say(screen(), f"{file}: ignored {', '.join(left_out)}, which serve does not use")
-    if words.get("api_key") is None:
-        words["api_key"] = os.environ.get(API_KEY)
-    config = ServeConfig(**words)
+                text = str(max(torch.cuda.device_count(), 1))
+            try:
+                settings[name] = value_of(text)
+            except (KeyError, ValueError):
+                expected = "true or false" if name == "prefix_cache" else "a whole number"
+                raise ConfigError(
+                    f"{file}, line {number}: {key} cannot be {text!r:.99}; expected {expected}"
+                ) from None
+        chosen = settings | chosen
+        if ignored:
+            say(screen(), f"{file}: ignored {', '.join(ignored)}, which serve does not use")
+    if chosen.get("api_key") is None:
+        chosen["api_key"] = os.environ.get(API_KEY)
+    config = ServeConfig(**chosen)
     check_values(config)
     return config
 
@@ -149,7 +179,7 @@ def _listener(config: ServeConfig) -> socket.socket:
 
 
 def _serve(
-    config: ServeConfig, listener: socket.socket | None, served: Served, texts: TextEngine
+    config: ServeConfig, listener: socket.socket | None, served: Served, engine: Engine
 ) -> int:
     """Serve until a signal arrives, and return its number."""
     import asyncio
@@ -173,9 +203,9 @@ def _serve(
         is_local=config.api_key is None and _is_loopback(config.host),
     )
     served = replace(served, name=config.served_model_name or served.name)
-    app = app_of(served, texts, limits, config.follow)
+    app = app_of(served, engine, limits, config.follow)
     close = app.state.gateway.thread.close
-    pool = texts.engine.scheduler.pool
+    pool = engine.scheduler.pool
     say(
         console,
         f"serving {served.name}: {config.slots} slots, a cache of "

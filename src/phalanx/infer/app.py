@@ -17,7 +17,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -31,25 +31,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from phalanx.checkpoint import manifest
 from phalanx.errors import ConfigError
-from phalanx.infer.answers import Answer, ChatAnswer, CompletionAnswer
+from phalanx.infer.answers import Answer, envelope, error_body
 from phalanx.infer.chat import Chat
-from phalanx.infer.engine import EngineFailed
-from phalanx.infer.engine_thread import CLOSING, EngineThread, QueueFull, Ticket, Update
-from phalanx.infer.follow import follow, run_to_follow
+from phalanx.infer.engine import NOT_FINITE, Engine, EngineFailed, Piece
+from phalanx.infer.engine_thread import CLOSING, EngineThread, Pieces, QueueFull, follow
 from phalanx.infer.metrics import ServerMetrics
 from phalanx.infer.options import RequestError, about_field
-from phalanx.infer.protocol import (
-    MAX_CHOICES,
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    envelope,
-    error_body,
-    parse,
-)
+from phalanx.infer.protocol import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody, parse
+from phalanx.infer.scheduler import Completion
 from phalanx.infer.served import Served
-from phalanx.infer.texts import TextEngine
 from phalanx.storage import existing
 
 BODY_TIMEOUT_S: Final = 30.0
@@ -120,10 +112,11 @@ def _needs_no_dns(host: str) -> bool:
 class Gateway:
     """Handlers that submit HTTP requests to the engine thread and build the responses."""
 
-    def __init__(self, served: Served, texts: TextEngine, limits: Limits) -> None:
+    def __init__(self, served: Served, engine: Engine, limits: Limits) -> None:
         self.served, self.limits = served, limits
-        self.metrics = ServerMetrics(texts.engine)
-        self.thread = EngineThread(texts, self.metrics, limits.max_waiting)
+        self.metrics = ServerMetrics(engine)
+        self.thread = EngineThread(engine, self.metrics, limits.max_waiting)
+        self._most_tokens = engine.max_total_tokens
         self._chat = Chat(served)
         self._watchers: set[asyncio.Task[None]] = set()
 
@@ -131,26 +124,24 @@ class Gateway:
         """Answer `/v1/completions`."""
         body: CompletionBody = await self._body(request, CompletionBody)
         check_number(len(body.prompts), body.num_choices)
-        encoded = await asyncio.to_thread(self._encode, body.prompts)
-        answer = CompletionAnswer(body.logprobs, self.served)
-        return await self._answer(request, body, encoded, DEFAULT_TOKENS, body.logprobs, answer)
-
-    def _encode(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
-        """Return the tokens of prompts, which may be tokens already; call in a thread."""
         most, vocab_size = self._most_tokens, self.served.weights.shape.vocab_size
-        with about_field("prompt"):
-            encoded = [p if isinstance(p, list) else self.served.encode(p, most) for p in prompts]
-            for prompt in encoded:
-                if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
-                    raise ConfigError(
-                        f"prompt has tokens from {min(prompt)} to {max(prompt)}; expected 0 to "
-                        f"{vocab_size - 1}, the vocabulary of the model"
-                    )
-        return encoded
 
-    @property
-    def _most_tokens(self) -> int:
-        return self.thread.texts.engine.max_total_tokens
+        def encode() -> list[list[int]]:
+            with about_field("prompt"):
+                encoded = [
+                    prompt if isinstance(prompt, list) else self.served.encode(prompt, most)
+                    for prompt in body.prompts
+                ]
+                for prompt in encoded:
+                    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+                        raise ConfigError(
+                            f"prompt has tokens from {min(prompt)} to {max(prompt)}; expected 0 to "
+                            f"{vocab_size - 1}, the vocabulary of the model"
+                        )
+            return encoded
+
+        prompts = await asyncio.to_thread(encode)
+        return await self._answer(request, body, prompts, DEFAULT_TOKENS, body.logprobs)
 
     async def chats(self, request: Request) -> Response:
         """Answer `/v1/chat/completions`."""
@@ -165,27 +156,26 @@ class Gateway:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         with about_field("messages"):
             prompt = await asyncio.to_thread(self._chat.encode, body.messages, self._most_tokens)
-        default = body.max_completion_tokens
-        if default is None:
-            default = max(self._most_tokens - len(prompt), 1)
-        answer = ChatAnswer(logprobs, self.served)
-        return await self._answer(request, body, [prompt], default, logprobs, answer)
+        max_tokens = body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = max(self._most_tokens - len(prompt), 1)
+        return await self._answer(request, body, [prompt], max_tokens, logprobs)
 
     async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
         """Check the API key, the content type and the model of a request; return its body."""
-        key = self.limits.api_key
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = key is None or hmac.compare_digest(given.strip().encode(), key.encode())
-        if key is not None and not (is_right and scheme.lower() == "bearer"):
-            raise RequestError(
-                "the header Authorization is not 'Bearer KEY' with the API key",
-                code="invalid_api_key",
-                status=401,
-            )
-        said = request.headers.get("content-type", "")
-        if said.partition(";")[0].strip().lower() != "application/json":
+        if (key := self.limits.api_key) is not None:
+            scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+            is_right = hmac.compare_digest(sent.strip().encode(), key.encode())
+            if not is_right or scheme.lower() != "bearer":
+                raise RequestError(
+                    "the header Authorization is not 'Bearer KEY' with the API key",
+                    code="invalid_api_key",
+                    status=401,
+                )
+        content_type = request.headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(
-                415, f"the header Content-Type is {said!r:.99}; expected 'application/json'"
+                415, f"the header Content-Type is {content_type!r:.99}; expected 'application/json'"
             )
         content = bytearray()
         try:
@@ -195,8 +185,6 @@ class Gateway:
                     if len(content) > self.limits.max_body_bytes:
                         most = f"{self.limits.max_body_bytes:,}"
                         raise HTTPException(413, f"the body has more than {most} bytes", CLOSE)
-        except ClientDisconnect:
-            raise HTTPException(499, "the client has disconnected") from None
         except asyncio.CancelledError:  # at the end of the server
             raise HTTPException(503, CLOSING, CLOSE) from None
         except TimeoutError:
@@ -224,54 +212,54 @@ class Gateway:
         prompts: Sequence[list[int]],
         max_tokens: int,
         logprobs: int | None,
-        answer: Answer,
     ) -> Response:
         """Generate, and return one JSON response or a stream of events."""
-        samplings = body.samplings(max_tokens, logprobs)
-        tickets, updates = self.thread.submit(prompts, samplings, answer.prompt_field)
-        watcher = asyncio.ensure_future(self._watch(request, tickets, updates))
+        samplings, is_chat = body.samplings(max_tokens, logprobs), isinstance(body, ChatBody)
+        answer = Answer(self.served, logprobs, is_chat=is_chat)
+        field = "messages" if is_chat else "prompt"
+        completions, arriving = self.thread.submit(prompts, samplings, field)
+
+        async def watch() -> None:
+            """Abort the completions when the client disconnects."""
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.thread.abandon(completions)
+            arriving.put_nowait(ClientDisconnect())
+
+        watcher = asyncio.ensure_future(watch())
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        found = self._updates(tickets, updates, watcher)
+        pieces = self._pieces(completions, arriving, watcher)
         if body.stream:
-            pieces = answer.stream(found, tickets, has_usage=body.has_usage)
-            return StreamingResponse(pieces, media_type="text/event-stream")
-        num_left = len(tickets)
-        async for update in found:
-            num_left -= update.finished is not None
-            if update.error:
-                raise EngineFailed(update.error)
-        if num_left:
-            return Response(status_code=499)
-        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(tickets)))
-
-    async def _watch(
-        self, request: Request, tickets: list[Ticket], updates: asyncio.Queue[Update]
-    ) -> None:
-        """Wait until the client disconnects, then abort its completions."""
-        while (await request.receive())["type"] != "http.disconnect":
+            events = answer.stream(pieces, completions, has_usage=body.has_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        async for _ in pieces:
             pass
-        for ticket in tickets:
-            self.thread.abandon(ticket)
-        updates.put_nowait(Update(-1, None, "abort"))
+        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(completions)))
 
-    async def _updates(
-        self, tickets: list[Ticket], updates: asyncio.Queue[Update], watcher: asyncio.Task[None]
-    ) -> AsyncGenerator[Update]:
-        """Yield updates until all completions have finished or the client has disconnected."""
-        num_left = len(tickets)
+    async def _pieces(
+        self, completions: list[Completion], arriving: Pieces, watcher: asyncio.Task[None]
+    ) -> AsyncGenerator[Piece]:
+        """Yield pieces until all completions have finished.
+
+        Raises:
+            ClientDisconnect: the client has disconnected.
+            EngineFailed: the engine or the server has ended, or the logits are not finite.
+        """
+        num_left = len(completions)
         try:
             while num_left:
-                update = await updates.get()
+                piece = await arriving.get()
                 await asyncio.sleep(0)  # lets a lost connection be noticed before the next write
-                if update.number < 0:
-                    return
-                num_left -= update.finished is not None
-                yield update
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece.finish_reason == "error":
+                    raise EngineFailed(NOT_FINITE)
+                num_left -= piece.finish_reason is not None
+                yield piece
         finally:
             watcher.cancel()
-            for ticket in tickets:
-                self.thread.abandon(ticket)
+            self.thread.abandon(completions)
 
 
 def check_number(num_prompts: int, num_choices: int) -> None:
@@ -285,51 +273,11 @@ def check_number(num_prompts: int, num_choices: int) -> None:
         )
 
 
-def app_of(
-    served: Served, texts: TextEngine, limits: Limits, follow_s: float | None = None
-) -> FastAPI:
-    """Return the application that serves a model.
-
-    Args:
-        served: the model.
-        texts: its engine.
-        limits: see `Limits`.
-        follow_s: seconds between polls for a later checkpoint of the run, whose weights are then
-            served; None to keep the first weights.
-
-    Raises:
-        ConfigError: the chat template is invalid, or `follow_s` is given without a run folder.
-    """
-    gateway = Gateway(served, texts, limits)
-    run = None if follow_s is None else run_to_follow(served)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        gateway.thread.start(asyncio.get_running_loop())
-        follower = None
-        if run is not None and follow_s is not None:
-            first = served.weights.folder
-            follower = asyncio.ensure_future(follow(run, first, follow_s, gateway.thread))
-        yield
-        if follower is not None:
-            follower.cancel()
-        await asyncio.to_thread(gateway.thread.stop)
-
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.state.gateway = gateway
-    app.add_middleware(Refusals, is_local=limits.is_local)
-    for kind, (status, name) in REFUSALS.items():
-        app.add_exception_handler(kind, _refusal(status, name))
-    app.add_exception_handler(HTTPException, _http_refusal)
-    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", gateway.chats, methods=["POST"])
-    _add_views(app, gateway)
-    return app
-
-
 REFUSALS: Final[dict[type[Exception], tuple[int, str]]] = {
     ConfigError: (400, "invalid_request_error"),
+    HTTPException: (400, "invalid_request_error"),  # with a status of its own
     QueueFull: (429, "rate_limit_error"),
+    ClientDisconnect: (499, "client_disconnected"),
     EngineFailed: (503, "server_error"),
 }
 """Exception class -> HTTP status and error type of the response."""
@@ -338,36 +286,71 @@ HEADERS: Final = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}
 """HTTP status -> headers of the response."""
 
 
-def _refusal(status: int, kind: str) -> Callable[[Request, Exception], Response]:
-    def answer(request: Request, error: Exception) -> Response:
-        del request
-        if isinstance(error, RequestError):
-            content = error_body(str(error), kind, error.param, error.code)
-            return JSONResponse(content, error.status, HEADERS.get(error.status))
-        return JSONResponse(error_body(str(error), kind), status, HEADERS.get(status))
-
-    return answer
-
-
-def _http_refusal(request: Request, error: Exception) -> Response:
+async def refuse(request: Request, error: Exception) -> Response:
+    """Return the response to a request that was refused or failed."""
     del request
-    assert isinstance(error, HTTPException)
-    content = error_body(str(error.detail), "invalid_request_error")
-    return JSONResponse(content, error.status_code, error.headers)
+    status, kind = next(REFUSALS[each] for each in type(error).__mro__ if each in REFUSALS)
+    message, param, code, headers = str(error), None, None, None
+    if isinstance(error, RequestError):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, HTTPException):
+        status, message, headers = error.status_code, str(error.detail), error.headers
+    content = error_body(message, kind, param, code)
+    return JSONResponse(content, status, headers or HEADERS.get(status))
 
 
-def _add_views(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes that need no API key, because they contain no user data."""
+def app_of(
+    served: Served, engine: Engine, limits: Limits, follow_s: float | None = None
+) -> FastAPI:
+    """Return the application that serves a model.
+
+    The routes that need no API key contain no user data.
+
+    Args:
+        served: the model.
+        engine: its engine.
+        limits: see `Limits`.
+        follow_s: seconds between polls for a later checkpoint of the run, whose weights are then
+            served; None to keep the first weights.
+
+    Raises:
+        ConfigError: the chat template is invalid, or `follow_s` is given without a run folder.
+    """
+    gateway = Gateway(served, engine, limits)
+    folder = served.weights.folder
+    run = None if follow_s is None else manifest.run_of(folder)
+    if follow_s is not None and run is None:
+        raise ConfigError(
+            f"follow is set, but {folder} is not a checkpoint of a run folder, where later "
+            "checkpoints would appear"
+        )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        gateway.thread.start(asyncio.get_running_loop())
+        follower = None
+        if run is not None and follow_s is not None:
+            follower = asyncio.ensure_future(follow(run, folder, follow_s, gateway.thread))
+        yield
+        if follower is not None:
+            follower.cancel()
+        await asyncio.to_thread(gateway.thread.stop)
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.gateway = gateway
+    app.add_middleware(Refusals, is_local=limits.is_local)
+    for kind in REFUSALS:
+        app.add_exception_handler(kind, refuse)
+    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", gateway.chats, methods=["POST"])
     page = files("phalanx.infer").joinpath("page.html").read_text("utf-8")
+    about_model = envelope(served.name, "model", served.name)
+    about_model["created"] = int(existing(folder).stat().st_mtime)
+    about_model |= {"owned_by": "phalanx", "max_model_len": served.weights.shape.max_seq_len}
 
     @app.get("/")
     async def front() -> Response:
         return HTMLResponse(page)
-
-    served = gateway.served
-    about_model = envelope(served.name, "model", served.name)
-    about_model["created"] = int(existing(served.weights.folder).stat().st_mtime)
-    about_model |= {"owned_by": "phalanx", "max_model_len": served.weights.shape.max_seq_len}
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -391,9 +374,10 @@ def _add_views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/stats")
     async def stats() -> Response:
-        folder = gateway.thread.checkpoint or served.weights.folder
-        has_key = gateway.limits.api_key is not None
-        about = {"model": served.name, "checkpoint": folder.name, "has_key": has_key}
+        checkpoint = (gateway.thread.checkpoint or folder).name
+        about = {"model": served.name, "checkpoint": checkpoint}
+        about |= {"has_key": limits.api_key is not None}
         return JSONResponse({**about, **gateway.metrics.values()})
 
     _ = front, models, model, health, metrics, stats
+    return app

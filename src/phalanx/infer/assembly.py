@@ -1,32 +1,228 @@
-"""Build an engine from a model on disk and an `EngineConfig`."""
+"""Build an engine from a model on disk and an `EngineConfig`, on one process or the ranks of tp.
+
+On several ranks the first one schedules, samples and responds, and all compute. Before each step
+the first rank broadcasts the step as plain numbers, or a checkpoint to load. Every rank stores its
+heads of the key-value cache, with the same block numbers on all ranks, and its shards of the
+weights in the layout of training.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
+from phalanx.checkpoint.manifest import NUM_TRIES
 from phalanx.checkpoint.weights import load_decoder
-from phalanx.data.tokenizer import count_ids
-from phalanx.errors import ConfigError
-from phalanx.infer.engine import Engine, LiveLogits
+from phalanx.comm.comm import Ranks
+from phalanx.comm.together import broadcast_object, gather_objects
+from phalanx.errors import CheckpointError, ConfigError, StrategyError
+from phalanx.infer.engine import Engine
 from phalanx.infer.options import EngineConfig
-from phalanx.infer.paged import KVCache, QuantizedCache
+from phalanx.infer.paged import FlatStep, KVCache
 from phalanx.infer.pool import BlockPool
-from phalanx.infer.quantize import quantize_linears
+from phalanx.infer.quantize import QuantizedCache, quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
-from phalanx.infer.served import Served
-from phalanx.infer.texts import TextEngine
+from phalanx.infer.served import Served, fill_from, open_served
+from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.local import run_ranks
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.measure.environment import free_memory_bytes, has_fast_bfloat16
 from phalanx.models.decoder import Decoder
-from phalanx.models.shape import ModelShape
+from phalanx.parallel.plan import plan_decoder
+from phalanx.parallel.tensor.apply import layout_of
+from phalanx.strategy import Strategy
 
 STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Setting `cache` -> dtype of a quantized key-value cache."""
 
 CACHE_PART = 0.3
 """Largest fraction of free memory for the key-value cache if `cache_tokens` is not set."""
+
+KINDS: Final = ("1d", "megatron")
+"""Kinds of tp layouts in which each rank has all tokens of its heads."""
+
+IDLE_S: Final = 10.0**6
+"""Timeout of collectives, seconds: the other ranks wait in one until a request arrives."""
+
+Work = Callable[[Served, Engine], Any]
+
+
+def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
+    """Call `work` with the engine of a model, in this process or on the first of several ranks.
+
+    A signal ends several ranks at once, unless `work` calls `PULSE.heed`.
+
+    Args:
+        folder: see `open_served`.
+        config: settings of the engine; its strategy may split by tp only.
+        work: function that can be imported by name, because it may run in another process.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        StrategyError: the strategy has an axis or a layout that is not supported.
+        ConfigError: this process is a rank of a job with another number of ranks.
+        PhalanxError: the folder or the settings are invalid, or `work` failed.
+    """
+    strategy = Strategy.parse(config.strategy)
+    others = [name for name, axis in strategy.axes() if axis.degree > 1 and name != "tp"]
+    if others or (strategy.tp.degree > 1 and strategy.tp.kind not in KINDS):
+        degree = max(strategy.tp.degree, 2)
+        raise StrategyError(
+            f"strategy is {strategy}; generation splits a model only by tp, in the layouts "
+            f"{' and '.join(KINDS)}; the nearest are tp{degree} and tp{degree}:megatron. A "
+            "checkpoint can be read whichever strategy wrote it"
+        )
+    served = open_served(folder)
+    if strategy.num_ranks == 1 and not (is_under_torchrun() and read_rank_env().num_ranks > 1):
+        return work(served, engine_of(served, config))
+    if config.weights == "int8":
+        raise ConfigError(
+            f"weights is int8, which needs a single process, but strategy is {strategy}; the "
+            "nearest is weights full"
+        )
+    plan_decoder(strategy, served.weights.shape)  # raises before any process starts
+    first, *_ = run_ranks(
+        *(_run, strategy.num_ranks, strategy, folder, config, work),
+        device=torch_device(config.device).type,
+        threads=config.threads,
+        timeout_s=IDLE_S,
+    )
+    return first
+
+
+def engine_of(served: Served, config: EngineConfig) -> Engine:
+    """Load a model into this process, and return its engine.
+
+    Raises:
+        ConfigError: the device does not exist, or the cache does not fit into memory.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = torch_device(config.device)
+    model = load_decoder(served.weights, torch_dtype(config.precision, device), device)
+    served.weights.close()
+    if config.weights == "int8":
+        quantize_linears(model)
+    pool = BlockPool(
+        num_blocks_of(config, model), config.block_size, has_prefix_cache=config.prefix_cache
+    )
+    return assemble(served, config, ModelRunner(model, cache_of(config, model, pool)), pool)
+
+
+def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> Any:
+    """Build the model and cache of this rank; the first rank calls `work`, the others follow it."""
+    device = torch_device(config.device)
+    served = _open_together(folder)
+    dtype = torch_dtype(config.precision, device)
+    comm = Ranks(strategy, device.type)
+    plan = plan_decoder(strategy, served.weights.shape, dtype, dtype)
+    plan.build(comm, fill_from(served.weights))
+    served.weights.close()
+    model, degree = plan.model.eval(), strategy.tp.degree
+    num_blocks = min(gather_objects(num_blocks_of(config, model, degree)))  # free memory differs
+    pool = BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
+    runner = ModelRunner(model, cache_of(config, model, pool, degree), layout_of(strategy, comm))
+    if comm.is_first:
+        leading = _BroadcastingRunner(runner)
+        try:
+            return work(served, assemble(served, config, leading, pool))
+        finally:
+            leading.end()
+    PULSE.heed()  # the first rank decides on a signal, and broadcasts None at the end
+    while True:
+        with PULSE.waiting("waiting for requests"):  # an idle server is not stalled
+            order = broadcast_object(None)
+        if order is None:
+            return None
+        if isinstance(order, Path):
+            with suppress(CheckpointError):  # the first rank raises it too
+                runner.load(order)
+        else:
+            runner(order)
+
+
+def _open_together(folder: Path) -> Served:
+    """Open the same checkpoint on each rank; a run may save another while they look for the latest.
+
+    Raises:
+        CheckpointError: the run saved during each of NUM_TRIES tries.
+    """
+    opened: set[str] = set()
+    for _ in range(NUM_TRIES):
+        served = open_served(folder)
+        opened = {str(each) for each in gather_objects(served.weights.folder)}
+        if len(opened) == 1:
+            return served
+    raise CheckpointError(
+        f"the ranks found different checkpoints, {', '.join(sorted(opened))}, because the run "
+        "saves too often; name one that the run keeps"
+    )
+
+
+class _BroadcastingRunner:
+    """Logits of the first rank: broadcasts each step or load, and then runs it here too.
+
+    The engine's thread calls it, and `end` is called by the thread that ran `work`, which may have
+    ended before the engine. The lock keeps their broadcasts apart.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, step: FlatStep) -> Tensor:
+        with self._lock:
+            broadcast_object(step)
+            try:
+                return self._runner(step)
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    def load(self, folder: Path) -> None:
+        with self._lock:
+            broadcast_object(folder)
+            self._runner.load(folder)
+
+    def end(self) -> None:
+        """Stop the other ranks, after the current step or load.
+
+        If a step has failed here, they are blocked in its collectives. Then raise the error of that
+        step, so that the launcher terminates them.
+        """
+        self._lock.acquire()  # and never released: no rank would follow a further step
+        if self._failure is not None:
+            raise self._failure
+        broadcast_object(None)
+
+
+def assemble(
+    served: Served,
+    config: EngineConfig,
+    runner: ModelRunner | _BroadcastingRunner,
+    pool: BlockPool,
+) -> Engine:
+    """Return an engine that runs its steps by `runner` and allocates blocks from `pool`."""
+    return Engine(
+        runner,
+        Scheduler(
+            pool, budget=config.budget, slots=config.slots, is_chunked=config.chunked_prefill
+        ),
+        max_seq_len=served.weights.shape.max_seq_len,
+        end_ids=served.end_ids,
+        tokenizer=served.tokenizer,
+        load=runner.load,
+    )
 
 
 def torch_device(name: str) -> torch.device:
@@ -51,64 +247,13 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def engine_of(served: Served, config: EngineConfig) -> TextEngine:
-    """Load a model into this process, and return its engine.
-
-    Raises:
-        ConfigError: the device does not exist, or the cache does not fit into memory.
-    """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = torch_device(config.device)
-    model = load_decoder(served.weights, torch_dtype(config.precision, device), device)
-    served.weights.close()
-    if config.weights == "int8":
-        quantize_linears(model)
-    pool = pool_of(config, num_blocks_of(config, model))
-    return assemble(served, config, ModelRunner(model, cache_of(config, model, pool)), pool)
-
-
-def assemble(
-    served: Served, config: EngineConfig, logits: LiveLogits, pool: BlockPool
-) -> TextEngine:
-    """Return an engine that computes logits with `logits` and allocates blocks from `pool`."""
-    scheduler = Scheduler(
-        pool,
-        budget=config.budget,
-        slots=config.slots,
-        batching=config.batching,
-        is_chunked=config.chunked_prefill,
-    )
-    engine = Engine(
-        logits,
-        scheduler,
-        max_seq_len=served.weights.shape.max_seq_len,
-        end_ids=served.end_ids,
-        num_ids=count_ids(served.tokenizer),
-    )
-    return TextEngine(engine, served.tokenizer, logits.load)
-
-
-def pool_of(config: EngineConfig, num_blocks: int) -> BlockPool:
-    """Return the block pool of a key-value cache with `num_blocks` blocks."""
-    return BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
-
-
 def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: int = 1) -> KVCache:
     """Return an empty key-value cache on the device of `model`, with the heads of one rank."""
     weight = next(model.parameters())
-    sizes = cache_sizes(model.shape, pool, num_shards)
+    sizes = (model.shape, pool, weight.dtype, weight.device, num_shards)
     if config.cache == "full":
-        return KVCache(sizes, config.block_size, weight.dtype, weight.device)
-    stored = STORED[config.cache]
-    return QuantizedCache(sizes, config.block_size, weight.dtype, weight.device, stored)
-
-
-def cache_sizes(
-    shape: ModelShape, pool: BlockPool, num_shards: int = 1
-) -> tuple[int, int, int, int]:
-    """Return (layers, blocks, key-value heads of a rank, head width), for a `KVCache`."""
-    return shape.num_layers, pool.num_blocks, shape.num_kv_heads // num_shards, shape.head_dim
+        return KVCache(*sizes)
+    return QuantizedCache(*sizes, stored=STORED[config.cache])
 
 
 def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from typing import Final
+from itertools import accumulate
+from typing import Any, Final
 
 from tokenizers import Tokenizer
+
+from phalanx.infer.options import TokenScore
 
 BROKEN = "\ufffd"
 """Replacement character: decoders show it for bytes that are not UTF-8, and a text may have it."""
@@ -17,6 +20,13 @@ _CONTEXT = 8
 
 _CHARACTER = 4
 """Largest number of bytes, and therefore of tokens, of one UTF-8 character."""
+
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES: Final = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
+}
+"""Letter of the byte-level BPE alphabet (Radford et al. 2019) -> its byte."""
 
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
@@ -45,16 +55,26 @@ def shown(content: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def _byte_letters() -> dict[str, int]:
-    """Return the byte for each letter of the byte-level BPE alphabet (Radford et al. 2019)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + number): byte for number, byte in enumerate(hidden)
+def scores_of(
+    tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenScore], begin: int = 0
+) -> tuple[dict[str, Any], int]:
+    """Return the `logprobs` object of tokens, as in OpenAI's completions, and the offset after it.
+
+    `begin` is the offset of the first token in the text, in characters.
+    """
+    contents = [bytes_of(tokenizer, token) for token in tokens]
+    # In UTF-8 all bytes of a character but its first are continuation bytes.
+    num_characters = (sum(byte & 0xC0 != 0x80 for byte in content) for content in contents)
+    *offsets, end = accumulate(num_characters, initial=begin)
+    logprobs = {
+        "tokens": list(map(shown, contents)),
+        "token_logprobs": [score.logprob for score in scores],
+        "top_logprobs": [
+            {shown(bytes_of(tokenizer, id)): p for id, p in score.top} for score in scores
+        ],
+        "text_offset": offsets,
     }
-
-
-_BYTES: Final = _byte_letters()
+    return logprobs, end
 
 
 class TextStream:
@@ -83,11 +103,9 @@ class TextStream:
 
     def end(self) -> str:
         """Return the text that was held back; call it after the last token."""
-        return (
-            ""
-            if self.is_stopped
-            else self._release_text(self._decode_pending(is_last=True), is_last=True)
-        )
+        if self.is_stopped:
+            return ""
+        return self._release_text(self._decode_pending(is_last=True), is_last=True)
 
     def _decode_pending(self, *, is_last: bool) -> str:
         """Return the text of the tokens that have not been decoded yet.
@@ -119,23 +137,21 @@ class TextStream:
     def _release_text(self, new: str, *, is_last: bool) -> str:
         """Return the text before a stop string, and hold back a tail that may start one."""
         text = self._held + new
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.is_stopped = True
-            given, self._held = text[: min(found)], ""
+        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.is_stopped, end, self._held = True, min(ends), ""
         else:
-            num_held = (
-                0 if is_last else max(map(lambda s: _overlap(text, s), self._stops), default=0)
-            )
-            given, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
-        self.text += given
-        return given
+            # The longest end of the text that is the beginning of a stop string.
+            most = 0 if is_last else max((len(stop) - 1 for stop in self._stops), default=0)
+            num_held = next(
+                (n for n in range(min(len(text), most), 0, -1)
+                 if any(len(stop) > n and stop.startswith(text[-n:]) for stop in self._stops)),
+                0,
+            )  # fmt: skip
+            end = len(text) - num_held
+            self._held = text[end:]
+        self.text += text[:end]
+        return text[:end]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

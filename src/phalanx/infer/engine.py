@@ -1,23 +1,26 @@
-"""The engine: takes requests and generates their tokens, one step at a time."""
+"""The engine: generates tokens and text for many completions at once, one step at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from phalanx.data.tokenizer import count_ids
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.infer.detokenize import TextStream
 from phalanx.infer.options import RequestError, Sampling, TokenScore
 from phalanx.infer.paged import FlatStep, StepSpan
 from phalanx.infer.sampler import choose
-from phalanx.infer.scheduler import GenerationRequest, ScheduledStep, Scheduler
+from phalanx.infer.scheduler import Completion, Scheduler
 
 NOT_FINITE = "the model's logits are not finite"
-"""Message for a request that finished with "error"."""
+"""Message for a completion that finished with "error"."""
 
 
 class EngineFailed(PhalanxError):
@@ -26,29 +29,21 @@ class EngineFailed(PhalanxError):
     exit_code = 1
 
 
-class Logits(Protocol):
-    """A callable that computes the logits of a flat step, on this rank or on all ranks of tp."""
-
-    def __call__(self, step: FlatStep) -> Tensor:
-        """Return the logits [len(step.rows), V]."""
-        ...
+Logits = Callable[[FlatStep], Tensor]
+"""Computes the logits [len(step.rows), V] of a step, on this rank or on all ranks of tp."""
 
 
-class LiveLogits(Logits, Protocol):
-    """Logits of a model whose weights can be replaced while requests run."""
+class Piece(NamedTuple):
+    """What one step adds to a completion: a token, and the text, possibly empty, that it completes.
 
-    def load(self, folder: Path) -> None:
-        """Replace the weights with the weights of a checkpoint."""
-        ...
+    A piece does not change, so threads may share it. `finish_reason` is None unless it is the last.
+    """
 
-
-class NewToken(NamedTuple):
-    """A generated token; `finished` is the finish reason if it is the last of its request."""
-
-    request: GenerationRequest
+    completion: Completion
+    text: str
     token: int
     score: TokenScore | None
-    finished: str | None
+    finish_reason: str | None
 
 
 @dataclass
@@ -61,13 +56,14 @@ class Counts:
 
 
 class Engine:
-    """Generates tokens for many requests at once.
+    """Generates the tokens and texts of many completions at once.
 
     Attributes:
         scheduler: chooses the tokens of each step.
+        tokenizer: decodes the tokens; None if no text is wanted.
         counts: counters since construction.
-        max_seq_len: longest sequence of the model: prompt and continuation, tokens.
         end_ids: ids of the tokens that end a text.
+        max_total_tokens: most tokens of a prompt and its continuation that model and cache allow.
     """
 
     def __init__(
@@ -77,109 +73,138 @@ class Engine:
         *,
         max_seq_len: int,
         end_ids: Sequence[int] = (),
-        num_ids: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        load: Callable[[Path], None] | None = None,
     ) -> None:
         """Create an engine.
 
         Args:
             logits: computes the logits of a step.
-            scheduler: a scheduler without requests.
+            scheduler: a scheduler without completions.
             max_seq_len: longest sequence of the model, tokens.
             end_ids: ids of the tokens that end a text.
-            num_ids: number of ids of the tokenizer; model ids from `num_ids` on are never sampled.
+            tokenizer: decodes the tokens; model ids that it lacks are never sampled.
+            load: replaces the weights with the weights of a checkpoint; None if they are fixed.
         """
-        self.scheduler, self.max_seq_len = scheduler, max_seq_len
-        self.counts = Counts()
-        self._logits, self.end_ids, self._num_ids = logits, frozenset(end_ids), num_ids
+        pool = scheduler.pool
+        cache_tokens = pool.num_blocks * pool.block_size
+        self.scheduler, self.tokenizer, self.counts = scheduler, tokenizer, Counts()
+        self.max_total_tokens = min(max_seq_len, cache_tokens)
+        self.end_ids = frozenset(end_ids)
+        self._smaller = "model" if max_seq_len <= cache_tokens else "cache"
+        self._logits, self._load = logits, load
+        self._num_ids = None if tokenizer is None else count_ids(tokenizer)
 
-    def add(
-        self, prompt: Sequence[int], *samplings: Sampling, now_s: float = 0.0
-    ) -> list[GenerationRequest]:
-        """Queue a request for each of `samplings`; the requests share the prompt's cache blocks.
+    def prepare(
+        self, prompt: Sequence[int], *samplings: Sampling, number: int = 0
+    ) -> list[Completion]:
+        """Make a completion of the prompt for each of `samplings`, numbered from `number` on.
+
+        Any thread may call this.
 
         Raises:
-            ConfigError: the prompt is empty, or too long for the model or the cache.
+            ConfigError: the prompt is empty, or too long with `max_tokens` more.
         """
-        for sampling in samplings:
-            self.check(prompt, sampling)
-        first, *others = [GenerationRequest(list(prompt), each) for each in samplings]
-        first.siblings = list(others)
-        for other in others:
-            other.arrival_s = now_s
-        self.scheduler.add(first, now_s)
-        return [first, *others]
-
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise ConfigError if a prompt is empty, or too long with `max_tokens` more."""
         if not prompt:
             raise ConfigError("the prompt has no token; expected at least one")
+        most_new = max(sampling.max_tokens for sampling in samplings)
         room = self.max_total_tokens - len(prompt)
-        if room < sampling.max_tokens:
-            num_prompt = self.max_total_tokens - sampling.max_tokens
+        if room < most_new:
+            num_prompt = self.max_total_tokens - most_new
             if room > 0:
                 nearest = f"max_tokens {room}"
             elif num_prompt > 0:
                 nearest = f"{num_prompt} prompt tokens"
             else:
                 nearest = f"{self.max_total_tokens - 1} prompt tokens with max_tokens 1"
-            owner = "model" if self.max_total_tokens == self.max_seq_len else "cache"
             raise RequestError(
-                f"a prompt of {len(prompt)} tokens with max_tokens {sampling.max_tokens} needs "
-                f"{len(prompt) + sampling.max_tokens}; the {owner} has {self.max_total_tokens} "
+                f"a prompt of {len(prompt)} tokens with max_tokens {most_new} needs "
+                f"{len(prompt) + most_new}; the {self._smaller} has {self.max_total_tokens} "
                 f"positions; the nearest that fits is {nearest}",
                 code="context_length_exceeded",
             )
+        shared, tokenizer = list(prompt), self.tokenizer
+        return [
+            Completion(
+                shared,
+                each,
+                tokenizer and TextStream(tokenizer, each.stop, prompt),
+                number + choice,
+            )
+            for choice, each in enumerate(samplings)
+        ]
 
-    @property
-    def max_total_tokens(self) -> int:
-        """Most tokens of a prompt and its continuation that both model and cache allow."""
-        pool = self.scheduler.pool
-        return min(self.max_seq_len, pool.num_blocks * pool.block_size)
+    def queue(self, completions: Sequence[Completion]) -> None:
+        """Queue the prepared completions of one prompt; they share the prompt's cache blocks."""
+        first, *first.siblings = completions
+        self.scheduler.waiting.append(first)
 
-    def abort(self, request: GenerationRequest, reason: str = "abort") -> None:
-        """End a request, and free its blocks immediately."""
-        if request.finished is None:
-            self.scheduler.finish(request, reason)
+    def add(self, prompt: Sequence[int], *samplings: Sampling) -> list[Completion]:
+        """Prepare and queue a completion of the prompt for each of `samplings`."""
+        completions = self.prepare(prompt, *samplings)
+        self.queue(completions)
+        return completions
+
+    def abort(self, completion: Completion) -> None:
+        """End a completion that has not ended, and free its blocks immediately."""
+        if completion.finish_reason is None:
+            self.scheduler.finish(completion, "abort")
 
     @torch.inference_mode()
-    def step(self, now_s: float = 0.0) -> list[NewToken]:
-        """Run one step, and return the new token of each request that received one."""
-        step = self.scheduler.schedule(now_s)
+    def step(self) -> list[Piece]:
+        """Run one step, and return the new piece of each completion that received a token."""
+        step = self.scheduler.schedule()
         if not step.parts:
             return []
         self.counts.steps += 1
         self.counts.computed_tokens += step.num_tokens
-        requests = [part.request for part in step.parts if part.computes_logits]
-        logits_NV = self._logits(flatten(step))
-        if not requests:
+        flat = FlatStep([], [], [], tuple(step.copies))
+        completions: list[Completion] = []
+        for part in step.parts:
+            completion, start, stop = part
+            flat.tokens.extend(completion.tokens[start:stop])
+            flat.spans.append(StepSpan(start, stop, list(completion.table.blocks)))
+            if part.computes_logits:
+                flat.rows.append(len(flat.tokens) - 1)
+                completions.append(completion)
+        logits_NV = self._logits(flat)
+        if not completions:
             return []
         if self._num_ids is not None and self._num_ids < logits_NV.shape[1]:
             logits_NV[:, self._num_ids :] = -float("inf")
         tokens, scores = choose(
             logits_NV,
-            [request.sampling for request in requests],
-            [request.num_generated for request in requests],
+            [completion.sampling for completion in completions],
+            [completion.num_generated for completion in completions],
         )
-        return list(map(self._append, requests, tokens, scores))
+        return list(map(self._append, completions, tokens, scores))
 
-    def _append(self, request: GenerationRequest, token: int, score: TokenScore | None) -> NewToken:
-        """Append a token to its request; finish the request if it is the last token.
+    def _append(self, completion: Completion, token: int, score: TokenScore | None) -> Piece:
+        """Append a token and its text to a completion, and finish it if this is its end.
 
-        A negative token means logits that are not finite: the request fails.
+        A negative token means logits that are not finite: the completion fails.
         """
+        stream, sampling, text, reason = completion.stream, completion.sampling, "", None
         if token < 0:
-            self.scheduler.fail(request)
-            return NewToken(request, token, None, "error")
-        request.tokens.append(token)
-        self.counts.generated_tokens += 1
-        finished = None
-        if token in self.end_ids and not request.sampling.ignore_end:
-            finished = "stop"
-        elif request.num_generated >= request.sampling.max_tokens:
-            finished = "length"
-        if finished is not None:
-            self.scheduler.finish(request, finished)
-        return NewToken(request, token, score, finished)
+            reason = "error"
+        else:
+            completion.tokens.append(token)
+            self.counts.generated_tokens += 1
+            if score is not None:
+                completion.scores.append(score)
+            is_end = token in self.end_ids
+            if stream is not None and not is_end:
+                text = stream.take(token)
+            if (stream is not None and stream.is_stopped) or (is_end and not sampling.ignore_end):
+                reason = "stop"
+            elif completion.num_generated >= sampling.max_tokens:
+                reason = "length"
+        if reason is not None:
+            if stream is not None:
+                text += stream.end()
+                reason = "stop" if stream.is_stopped else reason
+            self.scheduler.finish(completion, reason)
+        return Piece(completion, text, token, score, reason)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling] | Sampling
@@ -187,25 +212,19 @@ class Engine:
         """Continue all prompts, and return their new tokens."""
         if isinstance(samplings, Sampling):
             samplings = [samplings] * len(prompts)
-        requests = [self.add(*pair)[0] for pair in zip(prompts, samplings, strict=True)]
-        self.scheduler.is_draining = True
+        completions = [self.add(*pair)[0] for pair in zip(prompts, samplings, strict=True)]
         while self.scheduler.has_work:
             self.step()
-        return [request.tokens[len(request.prompt) :] for request in requests]
+        return [completion.new_tokens for completion in completions]
 
-    def invalidate_cache(self) -> None:
-        """Drop all keys and values; running requests are recomputed with the new weights."""
+    def load(self, folder: Path) -> None:
+        """Replace the weights with the weights of a checkpoint, and drop all keys and values.
+
+        Running completions keep their tokens, and are recomputed with the new weights.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded; the old weights stay.
+        """
+        assert self._load is not None, "this engine does not own its weights"
+        self._load(folder)
         self.scheduler.preempt_all()
-
-
-def flatten(step: ScheduledStep) -> FlatStep:
-    """Convert a scheduled step to token ids, spans and row numbers."""
-    tokens: list[int] = []
-    rows: list[int] = []
-    spans: list[StepSpan] = []
-    for request, start, stop in step.parts:
-        tokens += request.tokens[start:stop]
-        spans.append(StepSpan(start, stop, list(request.table.blocks)))
-        if stop == len(request.tokens):
-            rows.append(len(tokens) - 1)
-    return FlatStep(tokens, spans, rows, tuple(step.copies))

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from phalanx.infer.engine import Engine
-from phalanx.infer.texts import Completion
+from phalanx.infer.engine import Engine, Piece
 
 SECONDS: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
@@ -24,7 +23,6 @@ class ServerMetrics(Collector):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._last_s: dict[Completion, float] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -37,22 +35,16 @@ class ServerMetrics(Collector):
         self._between = histogram("between_tokens_seconds", "Between two tokens of a request.")
         self._whole = histogram("request_seconds", "From a request's arrival to its end.")
 
-    def observe(self, completion: Completion, now_s: float) -> None:
+    def observe(self, piece: Piece, now_s: float) -> None:
         """Record the latency of a new token at `now_s`, and of the request if it has finished."""
-        arrival_s = completion.request.arrival_s
-        last_s = self._last_s.get(completion)
-        if last_s is None:
-            self._first.observe(now_s - arrival_s)
+        completion = piece.completion
+        if completion.last_s is None:
+            self._first.observe(now_s - completion.arrival_s)
         else:
-            self._between.observe(now_s - last_s)
-        self._last_s[completion] = now_s
-        if completion.finish_reason is not None:
-            self._whole.observe(now_s - arrival_s)
-            del self._last_s[completion]
-
-    def forget(self, completion: Completion) -> None:
-        """Stop timing an aborted request."""
-        self._last_s.pop(completion, None)
+            self._between.observe(now_s - completion.last_s)
+        completion.last_s = now_s
+        if piece.finish_reason is not None:
+            self._whole.observe(now_s - completion.arrival_s)
 
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

@@ -11,9 +11,6 @@ from typing import Annotated, Final, Literal
 from phalanx.config.fields import SEED, THREADS, Range
 from phalanx.errors import ConfigError
 
-Batching = Literal["rolling", "dynamic", "static"]
-"""Policy by which requests are admitted to a batch; see infer/scheduler.py."""
-
 MAX_LOGPROBS: Final = 20
 """Most alternatives of a token whose log-probabilities a request may ask for."""
 
@@ -63,7 +60,7 @@ class Sampling:
     """Leave out tokens less probable than this part of the most probable one (Nguyen et al.
     2024)."""
     seed: Annotated[int, SEED] = 0
-    """Draws depend on it and on the position alone: not on other requests."""
+    """Seed of the draws; the tokens do not depend on other requests."""
     stop: list[str] = dataclasses.field(default_factory=list[str])
     """Texts that end the generation; they are not part of the result. Give it once for each."""
     logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS, "[]")] = None
@@ -97,9 +94,6 @@ class EngineConfig:
     threads: Annotated[int | None, THREADS] = None
     """CPU threads of each process; torch's own choice for one, the cores shared evenly by
     several."""
-    batching: Batching = "rolling"
-    """When requests are admitted: as soon as a slot is free; or in whole batches, which begin after
-    a short wait (dynamic), or when they are full (static)."""
     slots: Annotated[int, Range(1)] = 64
     """Most requests that run together."""
     budget: Annotated[int, Range(1)] = 512

@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from typing_extensions import override
 
-from phalanx.infer.pool import BlockCopy
-from phalanx.infer.quantize import quantized
+from phalanx.infer.pool import BlockCopy, BlockPool
 from phalanx.models.attention import GQA_ARGUMENTS, attend, runs_flash
+from phalanx.models.shape import ModelShape
 
 FLASH_BLOCK: Final = 256
 """Flash attention 2 reads blocks in place if their size is a multiple of it
@@ -95,17 +94,18 @@ class KVCache:
 
     def __init__(
         self,
-        sizes: tuple[int, int, int, int],
-        block_size: int,
+        shape: ModelShape,
+        pool: BlockPool,
         dtype: torch.dtype,
         device: torch.device,
+        num_shards: int = 1,
     ) -> None:
-        """Allocate a cache; `sizes` is (layers, blocks, key-value heads, width of a head)."""
-        num_layers, num_blocks, num_groups, head_dim = sizes
-        shape = (num_layers, num_blocks * block_size, num_groups, head_dim)
-        self.block_size = block_size
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        """Allocate the blocks of `pool` for a model; a rank has 1 / `num_shards` of its heads."""
+        num_slots, num_groups = pool.num_blocks * pool.block_size, shape.num_kv_heads // num_shards
+        sizes = (shape.num_layers, num_slots, num_groups, shape.head_dim)
+        self.block_size = pool.block_size
+        self.keys = torch.zeros(sizes, dtype=dtype, device=device)
+        self.values = torch.zeros(sizes, dtype=dtype, device=device)
         self._layers = list(zip(self.keys, self.values, strict=True))
 
     @property
@@ -141,47 +141,6 @@ class KVCache:
         return keys.index_select(0, slots), values.index_select(0, slots)
 
 
-class QuantizedCache(KVCache):
-    """A cache in int8 or float8 with a scale for each position and head; `read` returns `dtype`.
-
-    Attributes:
-        key_scales, value_scales: [L, S, G, 1], float32.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int, int, int],
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype = torch.int8,
-    ) -> None:
-        super().__init__(sizes, block_size, stored, device)
-        self._dtype = dtype
-        shape = (*self.keys.shape[:3], 1)
-        self.key_scales = torch.zeros(shape, device=device)
-        self.value_scales = torch.zeros(shape, device=device)
-
-    @override
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.keys, self.values, self.key_scales, self.value_scales
-
-    @override
-    def write(self, layer: int, slots_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
-        k, key_scales = quantized(k_NGK, self.keys.dtype)
-        v, value_scales = quantized(v_NGK, self.values.dtype)
-        for home, value in ((self.keys, k), (self.values, v)):  # index_copy_ has no float8 kernel
-            home[layer].view(torch.uint8).index_copy_(0, slots_N, value.view(torch.uint8))
-        self.key_scales[layer].index_copy_(0, slots_N, key_scales)
-        self.value_scales[layer].index_copy_(0, slots_N, value_scales)
-
-    @override
-    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        k, v, key_scales, value_scales = (part[layer][slots] for part in self.parts())
-        k, v = k.float() * key_scales, v.float() * value_scales
-        return k.to(self._dtype), v.to(self._dtype)
-
-
 class PagedAttention:
     """Replacement of `models.attention.attend` for one step.
 
@@ -192,15 +151,21 @@ class PagedAttention:
         self._cache, self._spans = cache, step.spans
         self._lengths = [span.stop - span.start for span in step.spans]
         self._device, size = cache.keys.device, cache.block_size
-        places = [(span, at) for span in step.spans for at in range(span.start, span.stop)]
-        self.positions_1N = torch.tensor([[at for _, at in places]], device=self._device)
-        slots = [span.blocks[at // size] * size + at % size for span, at in places]
+        positions = [(span, at) for span in step.spans for at in range(span.start, span.stop)]
+        self.positions_1N = torch.tensor([[at for _, at in positions]], device=self._device)
+        slots = [span.blocks[at // size] * size + at % size for span, at in positions]
         self._slots_N = torch.tensor(slots, device=self._device)
         self._keys: dict[int | None, list[tuple[slice | Tensor, Tensor | None]]] = {}
         self._flash: dict[int | None, list[_FlashCall]] = {}
 
-    def attend(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, documents: Any, window: int | None
+    ) -> Tensor:
+        """Write k and v [1, N, G, K] to the cache; return the attention output [1, N, H, K].
+
+        The arguments after `layer` equal `models.attention.attend`'s; a step has no documents.
+        """
+        del documents
         self._cache.write(layer, self._slots_N, k[0], v[0])
         if runs_flash(q):
             return self._attend_flash(layer, window, q[0])[None]
@@ -216,7 +181,13 @@ class PagedAttention:
             elif span.stop - span.start == 1:
                 mixed.append(self._decode(layer, [keys], part[0]))
             else:
-                mixed.append(self._attend_in_chunk(layer, part[0][0], *keys)[None])
+                slots, mask_nT = keys
+                k_1GTK, v_1GTK = (x.transpose(0, 1)[None] for x in self._cache.read(layer, slots))
+                q_1HnK = part[0].transpose(1, 2)
+                out = F.scaled_dot_product_attention(
+                    q_1HnK, k_1GTK, v_1GTK, attn_mask=mask_nT, enable_gqa=True
+                )
+                mixed.append(out.transpose(1, 2))
         return torch.cat(mixed, dim=1)
 
     def _decode(
@@ -238,8 +209,7 @@ class PagedAttention:
 
     def _keys_of(self, span: StepSpan, window: int | None) -> tuple[slice | Tensor, Tensor | None]:
         """Return the slots that a sequence attends to, and the mask [n, T]; None for one token."""
-        first, stop = self._first(span, window), span.stop
-        slots = self._slots(span, first)
+        (slots, first), stop = self._slots(span, window), span.stop
         if isinstance(slots, Tensor):
             slots = slots.to(self._device)
         if stop - span.start == 1:
@@ -249,30 +219,20 @@ class PagedAttention:
         mask_nT = keys_T <= queries_n1
         return slots, mask_nT if window is None else mask_nT & (keys_T > queries_n1 - window)
 
-    def _first(self, span: StepSpan, window: int | None) -> int:
-        """Return the first position that the tokens of a sequence attend to."""
-        return 0 if window is None else max(0, span.start - window + 1)
+    def _slots(self, span: StepSpan, window: int | None) -> tuple[slice | Tensor, int]:
+        """Return the slots that a sequence attends to, and their first position.
 
-    def _slots(self, span: StepSpan, first: int) -> slice | Tensor:
-        """Return the slots of a sequence's positions from `first` on; a tensor is on the host."""
+        A tensor of slots is on the host.
+        """
+        first = 0 if window is None else max(0, span.start - window + 1)
         size = self._cache.block_size
         blocks = span.blocks[first // size : (span.stop - 1) // size + 1]
         offset, length = first % size, span.stop - first
         if all(b - a == 1 for a, b in pairwise(blocks)):
             begin = blocks[0] * size + offset
-            return slice(begin, begin + length)
+            return slice(begin, begin + length), first
         slots = torch.tensor(blocks)[:, None] * size + torch.arange(size)
-        return slots.flatten()[offset : offset + length]
-
-    def _attend_in_chunk(
-        self, layer: int, q_nHK: Tensor, slots: slice | Tensor, mask_nT: Tensor | None
-    ) -> Tensor:
-        """Return the attention output [n, H, K] of a prefill chunk over its sequence's slots."""
-        k_1GTK, v_1GTK = (x.transpose(0, 1)[None] for x in self._cache.read(layer, slots))
-        mixed = F.scaled_dot_product_attention(
-            q_nHK.transpose(0, 1)[None], k_1GTK, v_1GTK, attn_mask=mask_nT, enable_gqa=True
-        )
-        return mixed[0].transpose(0, 1)
+        return slots.flatten()[offset : offset + length], first
 
     def _attend_flash(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
         """Return the attention output [N, H, K] of all sequences, by one flash call or few."""
@@ -315,8 +275,9 @@ class PagedAttention:
         groups: list[tuple[list[int], list[Tensor]]] = []
         num_keys = 0
         for span, length in zip(self._spans, self._lengths, strict=True):
-            found = self._slots(span, self._first(span, window))
-            slots = torch.arange(found.start, found.stop) if isinstance(found, slice) else found
+            slots, _ = self._slots(span, window)
+            if isinstance(slots, slice):
+                slots = torch.arange(slots.start, slots.stop)
             num_keys += len(slots)
             if not groups or num_keys > _GATHERED:
                 groups.append(([], []))

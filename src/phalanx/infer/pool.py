@@ -96,13 +96,12 @@ class BlockPool:
             return table
         for start in range(0, len(tokens) - self.block_size, self.block_size):
             key = (table.last_content_id, tuple(tokens[start : start + self.block_size]))
-            found = self._block_by_key.get(key)
-            if found is None:
+            if (cached := self._block_by_key.get(key)) is None:
                 break
-            block, content = found
+            block, content_id = cached
             self._hold(block)
             table.blocks.append(block)
-            table.content_ids.append(content)
+            table.content_ids.append(content_id)
         return table
 
     def reserve(self, table: BlockTable, start: int, stop: int) -> list[BlockCopy] | None:
@@ -123,13 +122,13 @@ class BlockPool:
             return None
         copies: list[BlockCopy] = []
         for number in shared:
-            copy = BlockCopy(table.blocks[number], self._take())
+            copy = BlockCopy(table.blocks[number], self._allocate())
             self.release([copy.source])
             table.blocks[number] = copy.target
             copies.append(copy)
         if shared:  # a copy must be published again before `match` can find it
             del table.content_ids[shared[0] :]
-        table.blocks += [self._take() for _ in range(needed - have)]
+        table.blocks += [self._allocate() for _ in range(needed - have)]
         return copies
 
     def publish(self, table: BlockTable, tokens: Sequence[int], stop: int) -> None:
@@ -139,18 +138,17 @@ class BlockPool:
         for number in range(len(table.content_ids), stop // self.block_size):
             start = number * self.block_size
             key = (table.last_content_id, tuple(tokens[start : start + self.block_size]))
-            found = self._block_by_key.get(key)
-            if found is None:  # else another block with this content stays the registered one
+            if key not in self._block_by_key:  # else the block that has this content already stays
                 self._last_content += 1
                 block = table.blocks[number]
-                found = self._block_by_key[key] = (block, self._last_content)
+                self._block_by_key[key] = (block, self._last_content)
                 self._key_of[block] = key
-            table.content_ids.append(found[1])
+            table.content_ids.append(self._block_by_key[key][1])
 
     def unpublish(self, table: BlockTable) -> None:
         """Unregister the contents of a sequence, so that no other sequence reuses them."""
         for block in table.blocks:
-            self._forget(block)
+            self._evict(block)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table that holds the same blocks; `reserve` copies them on write."""
@@ -177,13 +175,13 @@ class BlockPool:
         self._block_by_key.clear()
         self._key_of.clear()
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._ref_counts[block] = 1
-        self.num_evicted += self._forget(block)
+        self.num_evicted += self._evict(block)
         return block
 
-    def _forget(self, block: int) -> bool:
+    def _evict(self, block: int) -> bool:
         """Unregister the content of a block, and return whether it had one."""
         if (key := self._key_of.pop(block, None)) is None:
             return False

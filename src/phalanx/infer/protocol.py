@@ -1,7 +1,7 @@
-"""Bodies of HTTP requests and responses in the format of OpenAI's API: parse, validate, write.
+"""Bodies of HTTP requests in the format of OpenAI's API: parse and validate.
 
-An unsupported field is refused by name, unless it is null or has a value without effect.
-The legal values of a sampling option are declared once, in `Sampling`.
+An unsupported field is refused by name, unless it is null or has a value without effect: `NEUTRAL`
+lists these. The legal values of a sampling option are declared once, in `Sampling`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-import time
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -38,6 +37,29 @@ MOST_SHOWN: Final = 60
 MAX_MESSAGES: Final = 4096
 
 
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    field: values
+    for values, fields in (
+        ((0,), "frequency_penalty presence_penalty min_tokens priority"),
+        ((1,), "repetition_penalty length_penalty best_of"),
+        ((-1,), "top_k"),
+        (("",), "suffix"),
+        (({},), "logit_bias metadata chat_template_kwargs"),
+        (([],), "tools functions documents stop_token_ids bad_words tool_calls annotations"),
+        ((["text"],), "modalities"),
+        (({"type": "text"},), "response_format"),
+        (("none", "auto"), "tool_choice function_call"),
+        (("auto", "default"), "service_tier"),
+        ((True, False), "parallel_tool_calls"),
+        ((True,), "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
+        ((False,), "store echo use_beam_search early_stopping include_stop_str_in_output"),
+        ((False,), "continue_final_message"),
+    )
+    for field in fields.split()
+}
+"""Field -> the values that have no effect, and are left out; `top_k` alone takes others too."""
+
+
 def _form(value: Any) -> str:
     """Return the form of a value that may be a text or a list, so that errors are about one."""
     if not isinstance(value, list):
@@ -56,9 +78,6 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Name of a field -> the only values that are accepted and left out: they have no effect."""
-
     @model_validator(mode="before")
     @classmethod
     def _leave_out_neutral(cls, values: Any) -> Any:
@@ -69,14 +88,14 @@ class Body(BaseModel):
         def is_neutral(name: str, value: Any) -> bool:
             if value is None:
                 return name not in cls.model_fields
-            is_bool = isinstance(value, bool)
+            is_bool = isinstance(value, bool)  # 0 == False, but is no value of the same field
             return any(
                 value == each and is_bool == isinstance(each, bool)
-                for each in cls.neutral.get(name, ())
+                for each in NEUTRAL.get(name, ())
             )
 
-        given = cast("dict[str, Any]", values).items()
-        return {name: value for name, value in given if not is_neutral(name, value)}
+        fields = cast("dict[str, Any]", values).items()
+        return {name: value for name, value in fields if not is_neutral(name, value)}
 
 
 class StreamOptions(Body):
@@ -87,24 +106,6 @@ class StreamOptions(Body):
 
 class GenerationBody(Body):
     """Fields that the bodies of completions and chats share."""
-
-    neutral = {
-        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "priority"), (0,)),
-        **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
-        **dict.fromkeys(("logit_bias", "metadata", "chat_template_kwargs"), ({},)),
-        **dict.fromkeys(("tools", "functions", "documents", "stop_token_ids", "bad_words"), ([],)),
-        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-        **dict.fromkeys(("store", "echo", "use_beam_search", "early_stopping"), (False,)),
-        **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
-        **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-        "add_generation_prompt": (True,),
-        "parallel_tool_calls": (True, False),
-        "service_tier": ("auto", "default"),
-        "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
-        "suffix": ("",),
-        "top_k": (-1,),
-    }
 
     model: str | None = None
     max_tokens: int | None = None
@@ -152,11 +153,11 @@ class GenerationBody(Body):
         """
         names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
         values = {name: getattr(self, name) for name in names}
-        given: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
+        chosen: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = secrets.randbits(62) if self.seed is None else self.seed
         sampling = Sampling(
-            **{"max_tokens": max_tokens, **given},
+            **{"max_tokens": max_tokens, **chosen},
             stop=[stop for stop in stops if stop],
             logprobs=logprobs,
             ignore_end=bool(self.ignore_eos),
@@ -175,8 +176,6 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`."""
 
-    neutral = {**GenerationBody.neutral, "add_special_tokens": (True,)}
-
     prompt: Annotated[
         Text
         | Annotated[list[str], Tag("texts")]
@@ -185,6 +184,7 @@ class CompletionBody(GenerationBody):
         Discriminator(_form),
     ]
     logprobs: int | None = None
+    add_special_tokens: Literal[True] | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -204,8 +204,6 @@ class MessagePart(Body):
 
 class Message(Body):
     """A message of a chat."""
-
-    neutral = {"tool_calls": ([],), "annotations": ([],)}
 
     role: Annotated[str, Field(max_length=64)]
     content: (
@@ -238,19 +236,18 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template; as in transformers, without fields of None."""
-        given = self.model_dump(exclude_none=True)
-        return given if self.content is None else given | {"content": self.text}
+        fields = self.model_dump(exclude_none=True)
+        return fields if self.content is None else fields | {"content": self.text}
 
 
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
-    neutral = {**GenerationBody.neutral, "add_special_tokens": (False,)}
-
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_special_tokens: Literal[False] | None = None  # the template spells them
 
     @property
     @override
@@ -277,58 +274,24 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where, param = _path(first["loc"], value), str(first["loc"][0])[:200]
+        param, names, node = str(first["loc"][0])[:200], list[str](), cast(Any, value)
+        for part in first["loc"]:  # without pydantic's labels of alternatives
+            if isinstance(node, dict):
+                node = cast("dict[str, Any]", node).get(str(part))
+            elif isinstance(node, list) and isinstance(part, int):
+                node = cast("list[Any]", node)[part]
+            else:
+                continue
+            names.append(str(part))
+        where = ".".join(names)[:200]
         if first["type"] == "extra_forbidden":
-            neutral = (Message if where.startswith("messages.") else kind).neutral
-            legal = list(map(json.dumps, neutral.get(str(first["loc"][-1]), ())))
+            legal = list(map(json.dumps, NEUTRAL.get(str(first["loc"][-1]), ())))
             only = "; expected " + " or ".join(legal) if legal else ""
             raise RequestError(f"{where} is not supported{only}", param) from None
         if first["type"] == "missing":
             raise RequestError(f"{where} is missing", param) from None
-        given = json.dumps(first["input"], ensure_ascii=False)
-        given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}..."
+        actual = json.dumps(first["input"], ensure_ascii=False)
+        actual = actual if len(actual) <= MOST_SHOWN else f"{actual[:MOST_SHOWN]}..."
         why = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        is_option = first["type"] == "literal_error"
-        given += ", which is not supported" if is_option else ""
-        raise RequestError(f"{where} is {given}; {why}", param) from None
-
-
-def _path(loc: tuple[int | str, ...], value: Any) -> str:
-    """Return the path of an error in a body `value`, without pydantic's labels of alternatives."""
-    names: list[str] = []
-    for part in loc:
-        if isinstance(value, dict):
-            value = cast("dict[str, Any]", value).get(str(part))
-        elif isinstance(value, list) and isinstance(part, int):
-            value = cast("list[Any]", value)[part]
-        else:
-            continue
-        names.append(str(part))
-    return ".".join(names)[:200]
-
-
-def error_body(
-    message: str, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return the body of an error response; `kind` is its type, see `RequestError` for the rest."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def new_id(prefix: str) -> str:
-    """Return a unique response id that starts with `prefix`."""
-    return f"{prefix}-{secrets.token_hex(12)}"
-
-
-def usage(num_prompt: int, num_found: int, num_new: int) -> dict[str, Any]:
-    """Return the `usage` object of a response; `num_found` prompt tokens came from the cache."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": num_found},
-    }
-
-
-def envelope(id: str, kind: str, model: str) -> dict[str, Any]:
-    """Return the fields that every response and stream event of a request shares."""
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
+        actual += ", which is not supported" if first["type"] == "literal_error" else ""
+        raise RequestError(f"{where} is {actual}; {why}", param) from None

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+import functools
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.weights import open_checkpoint
-from phalanx.comm.together import reason_of
+from phalanx.comm.together import all_or_none, reason_of
 from phalanx.errors import CheckpointError
 from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
 from phalanx.infer.served import fill_from
-from phalanx.models.attention import Attention
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
-
-WEIGHTS_KEPT: Final = "the weights stay as they are"
-"""Start of the message on a checkpoint that cannot be loaded."""
 
 
 class ModelRunner:
@@ -45,32 +40,50 @@ class ModelRunner:
     def __call__(self, step: FlatStep) -> Tensor:
         """Return the logits [len(step.rows), V], float32 or wider."""
         self.cache.copy(step.copies)
-        paged = PagedAttention(self.cache, step)
-        tokens_1N = torch.tensor([step.tokens], device=paged.positions_1N.device)
-        model, positions_1N = self.model, paged.positions_1N
-        rows = torch.tensor(step.rows, dtype=torch.int64, device=tokens_1N.device)
-        with self._attending(paged), batch_scope(BatchShape(1, len(step.tokens))):
-            x_1ND = model.embed(tokens_1N, positions_1N, None)
-            x_1ND = model.run_blocks(x_1ND, positions_1N, None, None)
-            if not step.rows:
-                logits = x_1ND.new_empty(1, 0, model.shape.vocab_size)
-            elif self._layout is None:
-                logits = model.read(x_1ND[:, rows])
-            else:
-                logits = self._logits(x_1ND, rows, self._layout)
+        paged, model = PagedAttention(self.cache, step), self.model
+        positions_1N = paged.positions_1N
+        tokens_1N = torch.tensor([step.tokens], device=positions_1N.device)
+        rows = torch.tensor(step.rows, dtype=torch.int64, device=positions_1N.device)
+        trained = [attention.attend for attention in self._attentions]
+        try:
+            for layer, attention in enumerate(self._attentions):
+                attention.attend = functools.partial(paged.attend, layer)
+            with batch_scope(BatchShape(1, len(step.tokens))):
+                x_1ND = model.embed(tokens_1N, positions_1N, None)
+                x_1ND = model.run_blocks(x_1ND, positions_1N, None, None)
+                if not step.rows:
+                    logits = x_1ND.new_empty(1, 0, model.shape.vocab_size)
+                elif (tp := self._layout) is None:
+                    logits = model.read(x_1ND[:, rows])
+                else:  # the residual of this rank is a shard: gather the rows, and shard these
+                    hidden = model.shape.hidden
+                    whole = operators.unshard(tp, x_1ND, tp.residual, batch_shape(), hidden)
+                    with batch_scope(BatchShape(1, len(rows))):
+                        logits = model.read(operators.shard(tp, whole[:, rows], tp.residual))
+        finally:
+            for attention, attend in zip(self._attentions, trained, strict=True):
+                attention.attend = attend
         return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
 
+    @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Replace the weights in place with the weights of a checkpoint: all of them, or none.
+
+        All ranks of tp call this together; if one fails, all keep their weights.
 
         Raises:
             CheckpointError: it is damaged, is of another model, or does not fit into memory.
         """
-        try:
-            read = self.read(folder)
-        except Exception as error:  # such as OutOfMemoryError: the old weights stay
-            raise CheckpointError(f"{WEIGHTS_KEPT}: {reason_of(error)}") from error
-        self.put(read)
+        doing = "the weights stay as they are"
+        if self._layout is not None:
+            shards = all_or_none(lambda: self.read(folder), doing)
+        else:
+            try:
+                shards = self.read(folder)
+            except Exception as error:  # such as OutOfMemoryError
+                raise CheckpointError(f"{doing}: {reason_of(error)}") from error
+        for shard, value in shards:
+            shard.copy_(value)
 
     def read(self, folder: Path) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of a weight shard on this rank and its new value from a checkpoint.
@@ -80,44 +93,10 @@ class ModelRunner:
         weights = open_checkpoint(folder)
         if weights.shape != self.model.shape:
             raise CheckpointError(f"{folder} has a model of a different shape")
-        fill = fill_from(weights)
-        read: list[tuple[Tensor, Tensor]] = []
+        fill, pairs = fill_from(weights), list[tuple[Tensor, Tensor]]()
         for name, parameter in self.model.named_parameters():
             shard, offset = shard_of(parameter)
             value = torch.empty_like(shard)
             fill(value, name, tuple(parameter.shape), offset)
-            read.append((shard, value))
-        return read
-
-    @torch.no_grad()
-    def put(self, read: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy each new value that `read` returned into its weight shard."""
-        for shard, value in read:
-            shard.copy_(value)
-
-    def _logits(self, x: Tensor, rows: Tensor, layout: Layout) -> Tensor:
-        """Return the logits of the tokens `rows`; `x` is the residual in the layout of tp."""
-        hidden = self.model.shape.hidden
-        full = operators.unshard(layout, x, layout.residual, batch_shape(), hidden)[:, rows]
-        with batch_scope(BatchShape(1, len(rows))):
-            return self.model.read(operators.shard(layout, full, layout.residual))
-
-    @contextmanager
-    def _attending(self, paged: PagedAttention) -> Generator[None]:
-        """Replace the attention of each layer by paged attention inside the context."""
-        before = [attention.attend for attention in self._attentions]
-        try:
-            for layer, attention in enumerate(self._attentions):
-                attention.attend = _of_layer(paged, layer, attention)
-            yield
-        finally:
-            for attention, attend in zip(self._attentions, before, strict=True):
-                attention.attend = attend
-
-
-def _of_layer(paged: PagedAttention, layer: int, attention: Attention) -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Any, window: int | None) -> Tensor:
-        del documents
-        return paged.attend(layer, window, q, k, v)
-
-    return attend
+            pairs.append((shard, value))
+        return pairs

@@ -34,8 +34,8 @@ def choose(
     drawn = [n for n, each in enumerate(samplings) if each.temperature > 0 and tokens[n] >= 0]
     if drawn:
         few = [samplings[row] for row in drawn]
-        found = _draw(logits_NV[drawn].double(), few, [numbers[row] for row in drawn])
-        for row, token in zip(drawn, found, strict=True):
+        choices = _draw(logits_NV[drawn].double(), few, [numbers[row] for row in drawn])
+        for row, token in zip(drawn, choices, strict=True):
             tokens[row] = token
     return tokens, _scores(logits_NV, samplings, tokens)
 

@@ -1,316 +1,290 @@
-"""The scheduler: chooses which tokens of which requests the next step computes. No torch.
+"""The scheduler: chooses which tokens of which completions the next step computes. No torch.
 
-A step computes at most `budget` tokens. The tokens of a request are its prompt and the tokens
+A step computes at most `budget` tokens. The tokens of a completion are its prompt and the tokens
 generated so far; the first `num_computed` have keys and values in the cache, the rest is missing. A
-step serves the running requests first, then the waiting ones, in the order of their arrival (Yu et
-al. 2022, Orca, OSDI, section 4.1), and computes as many missing tokens of each as fit. This one
+step serves the running completions first, then the waiting ones, in the order of their arrival (Yu
+et al. 2022, Orca, OSDI, section 4.1), and computes as many missing tokens of each as fit. This one
 rule covers all cases:
 
-    decode              one token is missing
-    chunked prefill     more are missing than fit (Agrawal et al. 2024, Sarathi-Serve, OSDI)
-    mixed batch         decode and prefill in one step
-    prefix cache hit    the request starts with `num_computed` above 0
-    preempted request   it lost its blocks, and starts again with all tokens missing
+    decode                 one token is missing
+    chunked prefill        more are missing than fit (Agrawal et al. 2024, Sarathi-Serve, OSDI)
+    mixed batch            decode and prefill in one step
+    prefix cache hit       the completion starts with `num_computed` above 0
+    preempted completion   it lost its blocks, and starts again with all tokens missing
 
-Blocks are reserved only for the tokens of the current step. If blocks run out, the request that
-arrived last is preempted: it releases its blocks and becomes the first of the waiting requests.
+A waiting completion is admitted as soon as a slot is free (continuous batching). Blocks are
+reserved only for the tokens of the current step. If blocks run out, the completion that arrived
+last is preempted: it releases its blocks and becomes the first of the waiting ones.
 
-    rolling   a request is admitted as soon as a slot is free (continuous batching)
-    dynamic   a batch starts when it is full, or its first request has waited for `delay_s`;
-              no other request is admitted until all requests of the batch have finished
-    static    as dynamic, but a batch starts only when it is full, or no more requests will come
+               add                admit                     finish
+    prepared ------> waiting ----------------> running ----------------> finished
+                        ^                      |     |
+                        +------- preempt ------+     +-- the prompt is computed: its siblings
+                                                         fork, and are the next to be admitted
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from phalanx.infer.options import Batching, Sampling
+from phalanx.infer.detokenize import TextStream
+from phalanx.infer.options import Sampling, TokenScore
 from phalanx.infer.pool import BlockCopy, BlockPool, BlockTable
 
 WATERMARK: Final = 0.01
-"""Fraction of blocks that must stay free when a request is admitted while others run, so that it
+"""Fraction of blocks that must stay free when a completion is admitted while others run, so that it
 does not cause an immediate preemption."""
 
 
 @dataclass(eq=False)
-class GenerationRequest:
-    """A prompt to continue, with its generated tokens and its cache blocks.
+class Completion:
+    """One continuation of a prompt, from its arrival to its end; `Engine.prepare` makes it.
 
     Attributes:
-        prompt: tokens of the prompt.
+        prompt: tokens of the prompt; completions of one prompt share the list.
         sampling: sampling and stopping options.
+        stream: decoder with the text; None if the engine has no tokenizer.
+        number: index among the completions of one HTTP request.
         tokens: tokens of the prompt and generated tokens.
+        scores: score of each generated token, if the options ask for `logprobs`.
+        finish_reason: "stop", "length", "abort" or "error"; None before its end.
+        siblings: completions of the same prompt, which fork from this one once its prompt is
+            computed.
+        table: block table.
         num_computed: number of leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens found in the prefix cache at first admission; 0 for a fork; None
             before admission.
-        table: block table.
-        siblings: requests with the same prompt, which fork from this one once its prompt is
-            computed.
-        arrival_s: time of arrival, seconds on the clock of `Scheduler.schedule`.
-        finished: finish reason; None while it runs or waits.
+        arrival_s, last_s: time of arrival, and of the latest token, seconds of `time.monotonic`.
     """
 
     prompt: list[int]
     sampling: Sampling
+    stream: TextStream | None = None
+    number: int = 0
     tokens: list[int] = field(default_factory=list[int])
+    scores: list[TokenScore] = field(default_factory=list[TokenScore])
+    finish_reason: str | None = None
+    siblings: list[Completion] = field(default_factory=lambda: [])
+    table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     num_cached: int | None = None
-    table: BlockTable = field(default_factory=BlockTable)
-    siblings: list[GenerationRequest] = field(default_factory=lambda: [])
-    arrival_s: float = 0.0
-    finished: str | None = None
+    arrival_s: float = field(default_factory=time.monotonic)
+    last_s: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
-
-    @property
-    def num_missing(self) -> int:
-        """Number of tokens to compute before the next token can be sampled."""
-        return len(self.tokens) - self.num_computed
 
     @property
     def num_generated(self) -> int:
         """Number of generated tokens."""
         return len(self.tokens) - len(self.prompt)
 
+    @property
+    def new_tokens(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[len(self.prompt) :]
 
-class RequestSpan(NamedTuple):
-    """Tokens [start, stop) of a request, to be computed in one step."""
+    @property
+    def text(self) -> str:
+        """The text generated so far, up to a stop string."""
+        return "" if self.stream is None else self.stream.text
 
-    request: GenerationRequest
+
+class CompletionSpan(NamedTuple):
+    """Tokens [start, stop) of a completion, to be computed in one step."""
+
+    completion: Completion
     start: int
     stop: int
 
     @property
     def computes_logits(self) -> bool:
-        """Whether the step computes the logits for the request's next token."""
-        return self.stop == len(self.request.tokens)
+        """Whether the step computes the logits for the completion's next token."""
+        return self.stop == len(self.completion.tokens)
 
 
 @dataclass
 class ScheduledStep:
     """Tokens that a step computes, and blocks to copy before it writes to the cache."""
 
-    parts: list[RequestSpan] = field(default_factory=list[RequestSpan])
+    parts: list[CompletionSpan] = field(default_factory=list[CompletionSpan])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that the step computes."""
-        return sum(part.stop - part.start for part in self.parts)
+    num_tokens: int = 0
 
 
 class Scheduler:
-    """Distributes the token budget of each step over requests, and allocates their blocks.
+    """Distributes the token budget of each step over completions, and allocates their blocks.
 
     Attributes:
         pool: block allocator of the key-value cache.
         budget: most tokens of a step.
-        max_running: most requests that run together.
-        waiting, running: requests, in the order in which they are served.
-        is_draining: whether no further request will come, so that static batches need not be full.
+        max_running: most completions that run together.
+        waiting, running: completions, in the order in which they are served.
         num_preemptions: number of preemptions.
         num_prompt_tokens: tokens of admitted prompts; a prompt shared by siblings counts once.
         num_cached_tokens: tokens of admitted prompts that were found in the prefix cache.
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        budget: int = 512,
-        slots: int = 64,
-        batching: Batching = "rolling",
-        is_chunked: bool = True,
-        delay_s: float = 0.1,
+        self, pool: BlockPool, *, budget: int = 512, slots: int = 64, is_chunked: bool = True
     ) -> None:
-        """Create a scheduler without requests.
+        """Create a scheduler without completions.
 
         Without `is_chunked` a prompt is computed in one step, which may exceed the budget.
         """
         self.pool, self.budget, self.max_running = pool, budget, slots
-        self.batching, self.is_chunked, self.delay_s = batching, is_chunked, delay_s
-        self.waiting: deque[GenerationRequest] = deque()
-        self.running: list[GenerationRequest] = []
-        self.is_draining = False
+        self.is_chunked = is_chunked
+        self.waiting: deque[Completion] = deque()
+        self.running: list[Completion] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
-        self._num_admissible = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether any request runs or waits."""
+        """Whether any completion runs or waits."""
         return bool(self.waiting or self.running)
 
     @property
     def waste(self) -> float:
-        """Fraction of positions in the running requests' blocks that contain no token."""
+        """Fraction of positions in the running completions' blocks that contain no token."""
         size = self.pool.block_size
         used = {
-            block: min(max(request.num_computed - number * size, 0), size)
-            for request in self.running
-            for number, block in enumerate(request.table.blocks)
+            block: min(max(completion.num_computed - number * size, 0), size)
+            for completion in self.running
+            for number, block in enumerate(completion.table.blocks)
         }
         return 1 - sum(used.values()) / (len(used) * size) if used else 0.0
 
-    def add(self, request: GenerationRequest, now_s: float = 0.0) -> None:
-        """Append a request, which fits into the whole cache, to the waiting requests."""
-        most = len(request.prompt) + request.sampling.max_tokens
-        assert self.pool.blocks_for(most) <= self.pool.num_blocks, "Engine.check refuses it"
-        request.arrival_s = now_s
-        self.waiting.append(request)
+    def finish(self, completion: Completion, reason: str) -> None:
+        """Finish a running or waiting completion, and free its blocks immediately.
 
-    def finish(self, request: GenerationRequest, reason: str) -> None:
-        """Finish a running or waiting request, and free its blocks immediately."""
-        request.finished = reason
-        self.pool.free(request.table)
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        self.waiting.extendleft(reversed(_unfinished(request.siblings)))  # no longer forks
-        request.siblings = []
+        After "error", no other completion finds its blocks, whose values are not finite.
+        """
+        if reason == "error":
+            self.pool.unpublish(completion.table)
+        completion.finish_reason = reason
+        self.pool.free(completion.table)
+        if completion in self.running:
+            self.running.remove(completion)
+        elif completion in self.waiting:
+            self.waiting.remove(completion)
+        self.waiting.extendleft(reversed(_unfinished(completion.siblings)))  # no longer forks
+        completion.siblings = []
 
-    def fail(self, request: GenerationRequest) -> None:
-        """Finish a request whose logits are not finite; no other request finds its blocks."""
-        self.pool.unpublish(request.table)
-        self.finish(request, "error")
-
-    def schedule(self, now_s: float = 0.0) -> ScheduledStep:
+    def schedule(self) -> ScheduledStep:
         """Choose the tokens of the next step, and reserve the blocks for their keys and values.
 
         Full blocks are published before the step runs. This is safe because each layer of a step
-        writes all keys and values before any request reads them.
+        writes all keys and values before any completion reads them.
         """
         step = ScheduledStep()
         num_preempted = self.num_preemptions
-        for request in list(self.running):
+        for completion in list(self.running):
             if step.num_tokens >= self.budget:
                 break
-            if request in self.running:
-                self._continue(request, step)
+            if completion in self.running:
+                self._continue(completion, step)
         if self.num_preemptions == num_preempted:
-            for request in self._admissible(now_s):
-                if step.num_tokens >= self.budget or not self._admit(request, step):
+            while self.waiting and len(self.running) < self.max_running:
+                if step.num_tokens >= self.budget or not self._admit(self.waiting[0], step):
                     break
-        for part in step.parts:
-            part.request.num_computed = part.stop
-            if part.stop >= len(part.request.prompt):
-                self._fork(part.request)
+        for completion, _, stop in step.parts:
+            completion.num_computed = stop
+            if stop < len(completion.prompt):
+                continue
+            # The prompt is computed: its siblings share its blocks, and each of them computes the
+            # last token again, which writes to a copy of the last block.
+            for sibling in reversed(_unfinished(completion.siblings)):
+                sibling.table = self.pool.fork(completion.table)
+                sibling.num_computed = len(sibling.prompt) - 1
+                sibling.num_cached = 0
+                self.waiting.appendleft(sibling)
+            completion.siblings = []
         return step
 
     def preempt_all(self) -> None:
-        """Preempt all requests and clear the prefix cache, because the weights have changed."""
-        for request in reversed(self.running):
-            self._preempt(request)
-        for request in self.waiting:
-            self._drop(request)
+        """Preempt all completions and clear the prefix cache, because the weights have changed."""
+        for completion in reversed(self.running):
+            self._preempt(completion)
+        for completion in self.waiting:
+            self._drop(completion)
         self.pool.clear_prefixes()
 
-    def _continue(self, request: GenerationRequest, step: ScheduledStep) -> None:
-        """Schedule tokens of a running request; preempt the last ones until its blocks fit."""
-        start, stop = request.num_computed, self._chunk_end(request, step)
-        while (copies := self.pool.reserve(request.table, start, stop)) is None:
-            holder = next((r for r in self.waiting if r.table.blocks), None)
-            if holder is not None:  # a waiting fork, which has not started
-                self._drop(holder)
+    def _continue(self, completion: Completion, step: ScheduledStep) -> None:
+        """Schedule tokens of a running completion; preempt the last ones until its blocks fit."""
+        start, stop = completion.num_computed, self._chunk_end(completion, step)
+        while (copies := self.pool.reserve(completion.table, start, stop)) is None:
+            fork = next((each for each in self.waiting if each.table.blocks), None)
+            if fork is not None:  # it waits with blocks, and has not started
+                self._drop(fork)
                 continue
             last = self.running[-1]
             self._preempt(last)
-            if last is request:
+            if last is completion:
                 return
-        self._append_part(RequestSpan(request, start, stop), copies, step)
+        self._append_part(CompletionSpan(completion, start, stop), copies, step)
 
-    def _admit(self, request: GenerationRequest, step: ScheduledStep) -> bool:
-        """Schedule the first tokens of a waiting request; return False if its blocks do not fit."""
-        if not request.table.blocks:
-            request.table = self.pool.match(request.tokens)
-            request.num_computed = len(request.table.blocks) * self.pool.block_size
-        start, stop = request.num_computed, self._chunk_end(request, step)
-        copies = self._reserve_beside_others(request, start, stop)
+    def _admit(self, completion: Completion, step: ScheduledStep) -> bool:
+        """Schedule the first tokens of a waiting completion; return False if no blocks are left."""
+        if not completion.table.blocks:
+            completion.table = self.pool.match(completion.tokens)
+            completion.num_computed = len(completion.table.blocks) * self.pool.block_size
+        start, stop = completion.num_computed, self._chunk_end(completion, step)
+        copies = self._reserve_beside_others(completion, start, stop)
         if copies is None and not self.running:  # waiting forks hold the blocks
             for other in self.waiting:
-                if other is not request:
+                if other is not completion:
                     self._drop(other)
-            copies = self._reserve_beside_others(request, start, stop)
+            copies = self._reserve_beside_others(completion, start, stop)
         if copies is None:
-            self._drop(request)
+            self._drop(completion)
             return False
-        if request.num_cached is None:
-            request.num_cached = start
-            self.num_prompt_tokens += len(request.prompt)
+        if completion.num_cached is None:
+            completion.num_cached = start
+            self.num_prompt_tokens += len(completion.prompt)
             self.num_cached_tokens += start
-        self.waiting.remove(request)
-        self.running.append(request)
-        self._num_admissible -= 1
-        self._append_part(RequestSpan(request, start, stop), copies, step)
+        self.waiting.remove(completion)
+        self.running.append(completion)
+        self._append_part(CompletionSpan(completion, start, stop), copies, step)
         return True
 
     def _reserve_beside_others(
-        self, request: GenerationRequest, start: int, stop: int
+        self, completion: Completion, start: int, stop: int
     ) -> list[BlockCopy] | None:
-        """Reserve blocks for a waiting request; while others run, leave WATERMARK blocks free."""
-        missing = self.pool.blocks_for(stop) - len(request.table.blocks)
+        """Reserve blocks for a waiting completion; beside others leave WATERMARK blocks free."""
+        missing = self.pool.blocks_for(stop) - len(completion.table.blocks)
         spare = int(WATERMARK * self.pool.num_blocks) if self.running else 0
         if missing + spare > self.pool.num_free:
             return None
-        return self.pool.reserve(request.table, start, stop)
+        return self.pool.reserve(completion.table, start, stop)
 
-    def _chunk_end(self, request: GenerationRequest, step: ScheduledStep) -> int:
+    def _chunk_end(self, completion: Completion, step: ScheduledStep) -> int:
         """Return the end of the span to schedule in a step with room for at least one token."""
         if not self.is_chunked:
-            return len(request.tokens)  # may exceed the budget
-        room = self.budget - step.num_tokens
-        return request.num_computed + min(request.num_missing, room)
+            return len(completion.tokens)  # may exceed the budget
+        return min(len(completion.tokens), completion.num_computed + self.budget - step.num_tokens)
 
-    def _append_part(self, part: RequestSpan, copies: list[BlockCopy], step: ScheduledStep) -> None:
+    def _append_part(
+        self, part: CompletionSpan, copies: list[BlockCopy], step: ScheduledStep
+    ) -> None:
         step.parts.append(part)
         step.copies += copies
-        self.pool.publish(part.request.table, part.request.tokens, part.stop)
+        step.num_tokens += part.stop - part.start
+        self.pool.publish(part.completion.table, part.completion.tokens, part.stop)
 
-    def _admissible(self, now_s: float) -> Iterator[GenerationRequest]:
-        """Yield the first waiting request while the batching policy admits one.
-
-        The caller must admit it, which removes it from `waiting`, or stop iterating.
-        """
-        if self.batching == "rolling":
-            self._num_admissible = self.max_running
-        elif not self.running and self.waiting and self._may_begin(now_s):
-            self._num_admissible = min(self.max_running, len(self.waiting))
-        while self.waiting and self._num_admissible > 0 and len(self.running) < self.max_running:
-            yield self.waiting[0]
-
-    def _may_begin(self, now_s: float) -> bool:
-        """Return whether a dynamic or static batch starts now."""
-        if len(self.waiting) >= self.max_running or self.is_draining:
-            return True
-        waited_s = now_s - self.waiting[0].arrival_s
-        return self.batching == "dynamic" and waited_s >= self.delay_s
-
-    def _fork(self, request: GenerationRequest) -> None:
-        """Share the prompt's blocks with the siblings; each recomputes only the last token."""
-        for sibling in reversed(_unfinished(request.siblings)):
-            sibling.table = self.pool.fork(request.table)
-            sibling.num_computed = len(sibling.prompt) - 1
-            sibling.num_cached = 0
-            self.waiting.appendleft(sibling)
-        request.siblings = []
-
-    def _preempt(self, request: GenerationRequest) -> None:
-        self.running.remove(request)
-        self._drop(request)
-        self.waiting.appendleft(request)
+    def _preempt(self, completion: Completion) -> None:
+        self.running.remove(completion)
+        self._drop(completion)
+        self.waiting.appendleft(completion)
         self.num_preemptions += 1
-        self._num_admissible += 1
 
-    def _drop(self, request: GenerationRequest) -> None:
-        """Free the blocks of a request, so that all of its tokens are missing."""
-        self.pool.free(request.table)
-        request.num_computed = 0
+    def _drop(self, completion: Completion) -> None:
+        """Free the blocks of a completion, so that all of its tokens are missing."""
+        self.pool.free(completion.table)
+        completion.num_computed = 0
 
 
-def _unfinished(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    return [request for request in requests if request.finished is None]
+def _unfinished(completions: list[Completion]) -> list[Completion]:
+    return [each for each in completions if each.finish_reason is None]

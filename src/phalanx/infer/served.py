@@ -157,19 +157,21 @@ def _several(ids: int | list[int] | None) -> tuple[int, ...]:
 def _templates(folder: Path) -> dict[str, str]:
     """Return the chat templates of a folder: name -> Jinja source."""
     file = folder / TOKENIZER_CONFIG
-    given: Any = read_json(file, may_be_link=True).get("chat_template") if file.is_file() else None
+    templates: Any = (
+        read_json(file, may_be_link=True).get("chat_template") if file.is_file() else None
+    )
     if (folder / TEMPLATE).is_file():
-        given = read_text(folder / TEMPLATE)
-    if isinstance(given, list):
+        templates = read_text(folder / TEMPLATE)
+    if isinstance(templates, list):
         try:
-            several = {each["name"]: each["template"] for each in cast("list[Any]", given)}
-            return decode(dict[str, str], several)
+            by_name = {each["name"]: each["template"] for each in cast("list[Any]", templates)}
+            return decode(dict[str, str], by_name)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{file}: chat_template is {brief(given)}; expected a string, or a list of objects "
-                "with name and template"
+                f"{file}: chat_template is {brief(templates)}; expected a string, or a list of "
+                "objects with name and template"
             ) from error
-    return {DEFAULT: given} if isinstance(given, str) else {}
+    return {DEFAULT: templates} if isinstance(templates, str) else {}
 
 
 def fill_from(weights: Weights) -> Any:

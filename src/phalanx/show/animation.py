@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from phalanx.show.drawing import Box, SvgDrawing
 from phalanx.show.lanes import draw_lanes, height_of_lanes
@@ -61,8 +60,8 @@ def _height(part: Part) -> float:
         return ROW * (len(part.rows) + 1 + bool(part.title)) + GAP
     if isinstance(part, Lanes):
         return height_of_lanes(part) + GAP
-    place = _Places(part)
-    return 2 * place.radius_y + place.height + 3 * ROW + GAP
+    layout = _Places(part)
+    return 2 * layout.radius_y + layout.height + 3 * ROW + GAP
 
 
 def _draw_part(drawing: SvgDrawing, part: Part, top: float, *, is_title: bool) -> None:
@@ -132,84 +131,57 @@ class _Places:
         x = WIDTH / 2 + self.radius_x * math.cos(angle)
         return x, top + self.height / 2 + self.radius_y * (1 + math.sin(angle))
 
-
-class _Arrow(NamedTuple):
-    begin: tuple[float, float]
-    end: tuple[float, float]
-    label: tuple[float, float]
+    def arrow(
+        self, source: int, target: int, top: float
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return an arrow between the edges of two boxes, shifted so that the reverse one fits."""
+        (x, y), (u, v) = self.centre(source, top), self.centre(target, top)
+        length = math.hypot(u - x, v - y)
+        dx, dy = (u - x) / length, (v - y) / length
+        x, y, u, v = x - 7 * dy, y + 7 * dx, u - 7 * dy, v + 7 * dx
+        edge = min(
+            (self.width / 2 + 3) / abs(dx) if dx else math.inf,
+            (self.height / 2 + 3) / abs(dy) if dy else math.inf,
+            length / 2 - 8,
+        )
+        return (x + edge * dx, y + edge * dy), (u - edge * dx, v - edge * dy)
 
 
 def _draw_strip(drawing: SvgDrawing, strip: Strip, top: float) -> None:
-    place = _Places(strip)
+    """Draw the steps of a strip in rotation: arrows, boxes over them, then labels over both."""
+    layout = _Places(strip)
     if strip.title:
         drawing.texts([(MARGIN, top + 12, strip.title)], weight="bold")
     before: Frame | None = None
     for number, frame in enumerate(strip.frames):
+        arrows = dict.fromkeys((sent.source, sent.target) for sent in frame.sent)
         with drawing.turn(number, len(strip.frames)):
             drawing.texts([(MARGIN, top + 12 + ROW, frame.title)])
-            _draw_arrows(drawing, frame, place, top + 3 * ROW)
-            _draw_ranks(drawing, strip.heads, frame, before, place, top + 3 * ROW)
-            _draw_labels(drawing, frame, place, top + 3 * ROW)
+            for source, target in arrows:
+                drawing.arrow(*layout.arrow(source, target, top + 3 * ROW), ARROW)
+            for rank, cells in enumerate(frame.cells):
+                x, y = layout.centre(rank, top + 3 * ROW)
+                left, up = x - layout.width / 2, y - layout.height / 2
+                drawing.boxes([(left, up, layout.width, layout.height)], BOX)
+                drawing.texts([(x, up + 14, f"rank {rank}")], 11, "middle", "bold")
+                changed: list[Box] = [
+                    (left + 4, up + 4 + ROW * at, layout.width - 8, ROW - 2)
+                    for at, cell in enumerate(cells, 1)
+                    if before is not None and before.cells[rank][at - 1] != cell
+                ]
+                if changed:
+                    drawing.boxes(changed, CHANGED)
+                lines = map(_line, strip.heads, cells)
+                drawing.texts([(left + 8, up + 16 + ROW * at, s) for at, s in enumerate(lines, 1)])
+            for source, target in arrows:
+                alike = [s for s in frame.sent if (s.source, s.target) == (source, target)]
+                what = sent_text(alike).rpartition(" to ")[0]
+                text = f"{what}: {sum(sent.num_bytes for sent in alike):,} B"
+                (x, y), (u, v) = layout.arrow(source, target, top + 3 * ROW)
+                x, y, width = x + 0.38 * (u - x), y + 0.38 * (v - y) + 3, LETTER * 0.85 * len(text)
+                drawing.boxes([(x - width / 2, y - 9, width, 12)], "#ffffff")
+                drawing.texts([(x, y, text)], 9, "middle")
         before = frame
-
-
-def _draw_ranks(
-    drawing: SvgDrawing,
-    heads: Sequence[str],
-    frame: Frame,
-    before: Frame | None,
-    place: _Places,
-    top: float,
-) -> None:
-    for rank, cells in enumerate(frame.cells):
-        x, y = place.centre(rank, top)
-        left, up = x - place.width / 2, y - place.height / 2
-        drawing.boxes([(left, up, place.width, place.height)], BOX)
-        drawing.texts([(x, up + 14, f"rank {rank}")], 11, "middle", "bold")
-        changed: list[Box] = [
-            (left + 4, up + 4 + ROW * at, place.width - 8, ROW - 2)
-            for at, cell in enumerate(cells, 1)
-            if before is not None and before.cells[rank][at - 1] != cell
-        ]
-        if changed:
-            drawing.boxes(changed, CHANGED)
-        lines = [_line(head, cell) for head, cell in zip(heads, cells, strict=True)]
-        drawing.texts([(left + 8, up + 16 + ROW * at, line) for at, line in enumerate(lines, 1)])
-
-
-def _draw_arrows(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) -> None:
-    for source, target in dict.fromkeys((sent.source, sent.target) for sent in frame.sent):
-        arrow = _arrow(place, source, target, top)
-        drawing.arrow(arrow.begin, arrow.end, ARROW)
-
-
-def _draw_labels(drawing: SvgDrawing, frame: Frame, place: _Places, top: float) -> None:
-    """Draw the labels of the arrows, on top of boxes that may be near."""
-    for source, target in dict.fromkeys((sent.source, sent.target) for sent in frame.sent):
-        alike = [s for s in frame.sent if (s.source, s.target) == (source, target)]
-        what = sent_text(alike).rpartition(" to ")[0]
-        text = f"{what}: {sum(sent.num_bytes for sent in alike):,} B"
-        x, y = _arrow(place, source, target, top).label
-        width = LETTER * 0.85 * len(text)
-        drawing.boxes([(x - width / 2, y - 9, width, 12)], "#ffffff")
-        drawing.texts([(x, y, text)], 9, "middle")
-
-
-def _arrow(place: _Places, source: int, target: int, top: float) -> _Arrow:
-    """Return an arrow between the edges of two boxes, shifted so that the reverse arrow fits."""
-    (x, y), (u, v) = place.centre(source, top), place.centre(target, top)
-    length = math.hypot(u - x, v - y)
-    dx, dy = (u - x) / length, (v - y) / length
-    x, y, u, v = x - 7 * dy, y + 7 * dx, u - 7 * dy, v + 7 * dx
-    edge = min(
-        (place.width / 2 + 3) / abs(dx) if dx else math.inf,
-        (place.height / 2 + 3) / abs(dy) if dy else math.inf,
-    )
-    edge = min(edge, length / 2 - 8)
-    begin, end = (x + edge * dx, y + edge * dy), (u - edge * dx, v - edge * dy)
-    at = 0.38
-    label = begin[0] + at * (end[0] - begin[0]), begin[1] + at * (end[1] - begin[1]) + 3
-    return _Arrow(begin, end, label)
 
 
 def _line(head: str, cell: str) -> str:

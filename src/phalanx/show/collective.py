@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -15,13 +14,15 @@ from phalanx import collectives
 from phalanx.collectives import DEFAULT
 from phalanx.comm.algorithms.catalogue import ROOTED, list_steps
 from phalanx.comm.algorithms.running import AllToAllChunks, Collective, FlatChunks
-from phalanx.comm.algorithms.steps import CollectiveStep, Move, Steps
+from phalanx.comm.algorithms.steps import Move, Steps
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.show.shown import Frame, Grid, MessageSent, Shown, ShowRun, Strip
+
+HEADS: Final = ("rank", "messages sent", "bytes sent")
 
 NOTHING: Final = -1
 """Value of a chunk that a rank has not received."""
@@ -110,25 +111,40 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
             f"{config.ranks - 1}"
         )
     steps = list_steps(collective, algorithm, config.ranks, root)
-    found = run_ranks(walk, config.ranks, collective, algorithm, root, threads=1)
-    frames = [Frame("before", [cells[0] for cells, *_ in found])]
-    for number, title in enumerate(titles(steps), 1):
-        held = [cells[number] for cells, *_ in found]
-        frames.append(Frame(title, held, sends(steps[number - 1], collective, config.ranks)))
+    ranks = run_ranks(walk, config.ranks, collective, algorithm, root, threads=1)
+    frames = [Frame("before", [cells[0] for cells, *_ in ranks])]
+    sizes, done = Counter(step.part for step in steps), Counter[str]()
+    for number, step in enumerate(steps, 1):
+        done[step.part] += 1
+        does = "adds" if step.moves[0].is_reduced else "keeps"
+        title = f"step {number} of {len(steps)}: {step.part} {done[step.part]} of "
+        title += f"{sizes[step.part]}, the receiver {does}"
+        sent = [message_of(move, collective, config.ranks) for move in step.moves]
+        frames.append(Frame(title, [cells[number] for cells, *_ in ranks], sent))
+    each = ", ".join(f"{number} of the {part}" for part, number in sizes.items())
+    parts: list[Strip | Grid | str] = [
+        Strip("", [f"{'from' if collective == 'all-to-all' else 'chunk'} {chunk}"
+                   for chunk in range(config.ranks)], frames),
+        Grid("counted by the ledger during the run", HEADS,
+             [(str(rank), str(num), str(size)) for rank, (_, num, size, _) in enumerate(ranks)],
+             HEADS),
+        f"{len(steps)} steps: {each}." if len(sizes) > 1 else f"{len(steps)} steps.",
+    ]  # fmt: skip
     call = CALLS[collective]
+    if collective != "barrier":
+        name = call.in_torch.partition("(")[0].replace("dist.", "torch.distributed.")
+        wrong = [rank for rank, (*_, is_same) in enumerate(ranks) if not is_same]
+        parts.append(
+            f"{name} gave a different result on rank {wrong[0]}: a bug in Phalanx." if wrong else
+            f"{name} gave the same on every rank."
+        )  # fmt: skip
     passes = f"{call.passes[0].upper()}{call.passes[1:]}."
     if collective in ROOTED:
         passes = f"Rank {root} is the root: {call.passes}."
-    heads = ["chunk", "from"][collective == "all-to-all"]
     return Shown(
         f"{collective} by {algorithm}, {config.ranks} ranks",
         [passes, values_text(collective, steps, config.ranks)],
-        [
-            Strip("", [f"{heads} {chunk}" for chunk in range(config.ranks)], frames),
-            totals(found),
-            counted(steps),
-            *([] if collective == "barrier" else [compared(call, [same for *_, same in found])]),
-        ],
+        parts,
         call.in_torch.replace("ROOT", str(root)),
     )
 
@@ -148,61 +164,14 @@ def values_text(collective: str, steps: Steps, num_ranks: int) -> str:
     )
 
 
-def titles(steps: Steps) -> list[str]:
-    """Return a title for each step: phase of the algorithm, and whether receivers add or keep."""
-    sizes, at, found = Counter(step.part for step in steps), Counter[str](), list[str]()
-    for number, step in enumerate(steps, 1):
-        at[step.part] += 1
-        does = "adds" if step.moves[0].is_reduced else "keeps"
-        found.append(
-            f"step {number} of {len(steps)}: {step.part} {at[step.part]} of {sizes[step.part]}, "
-            f"the receiver {does}"
-        )
-    return found
-
-
-def sends(step: CollectiveStep, collective: str, num_ranks: int) -> list[MessageSent]:
-    """Return the messages of a step."""
-    item_bytes = 1 if collective == "barrier" else ITEM_BYTES
-    return [
-        MessageSent(
-            move.source, move.target, _named(move, collective, num_ranks), size * item_bytes
-        )
-        for move in step.moves
-        for size in [len(move.chunks)]
-    ]
-
-
-def _named(move: Move, collective: str, num_ranks: int) -> str:
+def message_of(move: Move, collective: str, num_ranks: int) -> MessageSent:
+    """Return the message of a move: the names of its chunks, and its bytes."""
     first, last = move.chunks[0], move.chunks[-1]
+    what = f"chunk {first}" if first == last else f"chunks {first}-{last}"
     if collective == "all-to-all":
-        return f"{first // num_ranks}{first % num_ranks}"
-    return f"chunk {first}" if first == last else f"chunks {first}-{last}"
-
-
-def totals(found: Sequence[Any]) -> Grid:
-    """Return a table of the messages and bytes that each rank sent, as the ledger counted them."""
-    rows = [
-        (str(rank), str(num_messages), str(num_bytes))
-        for rank, (_, num_messages, num_bytes, _) in enumerate(found)
-    ]
-    heads = ("rank", "messages sent", "bytes sent")
-    return Grid("counted by the ledger during the run", heads, rows, heads)
-
-
-def counted(steps: Steps) -> str:
-    """Return a sentence on the number of steps of each phase."""
-    halves = Counter(step.part for step in steps)
-    each = ", ".join(f"{number} of the {part}" for part, number in halves.items())
-    return f"{len(steps)} steps: {each}." if len(halves) > 1 else f"{len(steps)} steps."
-
-
-def compared(call: TorchCall, same: Sequence[bool]) -> str:
-    """Return a sentence on whether the call of torch.distributed gave the same result."""
-    name = call.in_torch.partition("(")[0].replace("dist.", "torch.distributed.")
-    if all(same):
-        return f"{name} gave the same on every rank."
-    return f"{name} gave a different result on rank {same.index(False)}: a bug in Phalanx."
+        what = f"{first // num_ranks}{first % num_ranks}"
+    item_bytes = 1 if collective == "barrier" else ITEM_BYTES
+    return MessageSent(move.source, move.target, what, len(move.chunks) * item_bytes)
 
 
 def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], int, int, bool]:
@@ -214,12 +183,12 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     collectives.barrier()  # connects the ranks
-    given = given_to(collective, rank, num_ranks, root)
-    output = torch.full_like(given, NOTHING)
+    values = given_to(collective, rank, num_ranks, root)
+    output = torch.full_like(values, NOTHING)
     if collective == "all-to-all":
-        held: Any = AllToAllChunks(given.view(-1, 1), output.view(-1, 1), rank)
+        held: Any = AllToAllChunks(values.view(-1, 1), output.view(-1, 1), rank)
     else:
-        held = FlatChunks(output.copy_(given), num_ranks)
+        held = FlatChunks(output.copy_(values), num_ranks)
     steps = list_steps(collective, algorithm, num_ranks, root)
     comm = Ranks({"dp": num_ranks})
     cells = [_cells(output)]
@@ -230,7 +199,7 @@ def walk(collective: str, algorithm: str, root: int) -> tuple[list[list[str]], i
         work.wait()
     entries = ledger.entries()
     num_messages, num_bytes = sum(e.calls for e in entries), sum(e.sent_bytes for e in entries)
-    same = torch.equal(*result_of_torch(collective, given, output, root))
+    same = torch.equal(*result_of_torch(collective, values, output, root))
     return cells, num_messages, int(num_bytes), same
 
 
@@ -239,22 +208,22 @@ def given_to(collective: str, rank: int, num_ranks: int, root: int) -> Tensor:
     counts = torch.arange(num_ranks, device="cpu")
     if collective == "all-to-all":
         return 10 * rank + counts
-    given = (1 + counts) * 10**rank
+    values = (1 + counts) * 10**rank
     if collective == "barrier":
-        given = torch.ones_like(counts, dtype=torch.int8)
+        values = torch.ones_like(counts, dtype=torch.int8)
     if collective in ("all-gather", "gather", "barrier"):
-        given[counts != rank] = NOTHING
+        values[counts != rank] = NOTHING
     if collective in ("broadcast", "scatter") and rank != root:
-        given.fill_(NOTHING)
-    return given
+        values.fill_(NOTHING)
+    return values
 
 
 def result_of_torch(
-    collective: str, given: Tensor, output: Tensor, root: int
+    collective: str, values: Tensor, output: Tensor, root: int
 ) -> tuple[Tensor, Tensor]:
     """Return (result of torch.distributed, our result) on this rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    whole, chunk, is_root = given.clone(), given[rank : rank + 1].clone(), rank == root
+    whole, chunk, is_root = values.clone(), values[rank : rank + 1].clone(), rank == root
     mine = output[rank : rank + 1]
     if collective == "broadcast":
         dist.broadcast(whole, root)
@@ -276,7 +245,7 @@ def result_of_torch(
         dist.reduce_scatter(chunk, list(whole.split(1)))
         return chunk, mine
     elif collective == "all-to-all":
-        dist.all_to_all_single(whole, given, [1] * num_ranks, [1] * num_ranks)
+        dist.all_to_all_single(whole, values, [1] * num_ranks, [1] * num_ranks)
     return whole, output
 
 

@@ -45,7 +45,7 @@ class SvgDrawing:
         With `is_mono`, the font is monospaced and all spaces are kept.
         """
         drawn = "".join(
-            f'<text x="{x:.5g}" y="{y:.5g}">{escape(words)}</text>' for x, y, words in texts
+            f'<text x="{x:.5g}" y="{y:.5g}">{escape(text)}</text>' for x, y, text in texts
         )
         style = f'font-size="{size:g}" font-weight="{weight}" text-anchor="{anchor}"'
         if is_mono:
@@ -104,7 +104,7 @@ class SvgDrawing:
         ticks = list(ticks)
         self.boxes([(left, top, max(x for x, _ in ticks), 0.8)], GREY)
         self.boxes([(left + x, top, 0.8, 4) for x, _ in ticks], GREY)
-        self.texts([(left + x, top + 15, words) for x, words in ticks], 10, "middle")
+        self.texts([(left + x, top + 15, text) for x, text in ticks], 10, "middle")
 
     def write(self, path: Path) -> None:
         """Write the drawing to a file."""

@@ -7,13 +7,12 @@ from typing import Final
 
 import torch
 
-from phalanx.infer.assembly import cache_sizes
 from phalanx.infer.engine import Engine
-from phalanx.infer.options import Batching, Sampling
+from phalanx.infer.options import Sampling
 from phalanx.infer.paged import FlatStep, KVCache
 from phalanx.infer.pool import BlockPool
 from phalanx.infer.runner import ModelRunner
-from phalanx.infer.scheduler import GenerationRequest, Scheduler
+from phalanx.infer.scheduler import Completion, Scheduler
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.show.shown import Grid, Shown, ShowTopic
@@ -43,14 +42,14 @@ class Traced(Engine):
         steps: running requests in each step.
     """
 
-    def __init__(self, batching: Batching = "rolling", slots: int = SLOTS) -> None:
+    def __init__(self, slots: int = SLOTS) -> None:
         model = Decoder(SHAPE).eval()
         model.initialize(0)
         pool = BlockPool(24, SIZE)
-        sizes = cache_sizes(SHAPE, pool)
-        self._runner = ModelRunner(model, KVCache(sizes, SIZE, torch.float32, torch.device("cpu")))
-        self.steps: list[list[GenerationRequest]] = []
-        scheduler = Scheduler(pool, budget=24, slots=slots, batching=batching)
+        cache = KVCache(SHAPE, pool, torch.float32, torch.device("cpu"))
+        self._runner = ModelRunner(model, cache)
+        self.steps: list[list[Completion]] = []
+        scheduler = Scheduler(pool, budget=24, slots=slots)
         super().__init__(self._trace, scheduler, max_seq_len=SHAPE.max_seq_len)
 
     def _trace(self, step: FlatStep) -> torch.Tensor:
@@ -62,16 +61,13 @@ def show_rolling_batch(config: ShowGeneration) -> Shown:
     """Serve the same requests with static and with rolling batches."""
     del config
     parts: list[Grid | str] = []
-    batchings: tuple[Batching, ...] = ("static", "rolling")
-    for batching in batchings:
-        engine = Traced(batching)
-        added = [
-            engine.add(_prompt(n), Sampling(max_tokens=length, temperature=0))[0]
-            for n, length in enumerate(LENGTHS)
-        ]
-        engine.scheduler.is_draining = True
-        while engine.scheduler.has_work:
-            engine.step()
+    for batching, size in (("static", SLOTS), ("rolling", len(LENGTHS))):
+        engine, added = Traced(), list[Completion]()
+        for n, length in enumerate(LENGTHS):
+            if n % size == 0:  # a static batch begins when all of the batch before have ended
+                _run(engine)
+            added += engine.add(_prompt(n), Sampling(max_tokens=length, temperature=0))
+        _run(engine)
         rows = _slots(engine.steps, {each: chr(65 + n) for n, each in enumerate(added)})
         busy = sum(map(len, engine.steps)) / (SLOTS * len(engine.steps))
         title = f"{batching}: {len(engine.steps)} steps, {busy:.0%} of the slots in use"
@@ -87,11 +83,14 @@ def show_rolling_batch(config: ShowGeneration) -> Shown:
     return Shown(f"rolling batches (continuous batching), {SLOTS} slots", about, parts)
 
 
-def _slots(
-    steps: list[list[GenerationRequest]], letters: dict[GenerationRequest, str]
-) -> list[list[str]]:
+def _run(engine: Traced) -> None:
+    while engine.scheduler.has_work:
+        engine.step()
+
+
+def _slots(steps: list[list[Completion]], letters: dict[Completion, str]) -> list[list[str]]:
     """Return a row for each slot: the letter of its request in each step, or a dot."""
-    held: list[GenerationRequest | None] = [None] * SLOTS
+    held: list[Completion | None] = [None] * SLOTS
     rows = [list[str]() for _ in held]
     for running in steps:
         held = [each if each in running else None for each in held]

@@ -122,19 +122,19 @@ def show_step(topic: str, config: ShowRun) -> Shown:
             f"ranks is {config.ranks}; {topic} needs two equal groups of ranks; the nearest is "
             f"{strategy.num_ranks}"
         )
-    found: list[RankStep] = run_ranks(take_step, strategy.num_ranks, example, threads=1)
-    first = found[0]
-    grids: list[Grid | Strip] = [holdings(found), memory(f"rank of {strategy}", found)]
+    ranks: list[RankStep] = run_ranks(take_step, strategy.num_ranks, example, threads=1)
+    first = ranks[0]
+    grids: list[Grid | Strip] = [holdings(ranks), memory(f"rank of {strategy}", ranks)]
     if example.beside:
         other = dataclasses.replace(example, strategy=example.beside)
         name = f"rank of {other.strategy_of(config.ranks)}"
         grids.append(memory(name, run_ranks(take_step, config.ranks, other, threads=1)))
     if example.goes_round:
-        grids.append(hops(found))
+        grids.append(hops(ranks))
     if example.bucket_bytes is not None:
         grids.append(bucket_grid(example, first.events))
     sent = sum(event.sent for event in first.events)
-    same = len({each.loss for each in found}) == 1
+    is_same = len({each.loss for each in ranks}) == 1
     return Shown(
         f"{strategy}: a training step on {strategy.num_ranks} ranks",
         example.about,
@@ -143,31 +143,31 @@ def show_step(topic: str, config: ShowRun) -> Shown:
             journal(first.events),
             f"Rank 0 sends {sent:,.0f} bytes a step as the ledger counted, and the plan of the "
             f"strategy says {first.planned_sent:,.0f}. All ranks have "
-            f"{f'the loss {first.loss:.6f}' if same else 'different losses: a bug in Phalanx'}. "
+            f"{f'the loss {first.loss:.6f}' if is_same else 'different losses: a bug in Phalanx'}. "
             f"phalanx verify {strategy} compares every gradient with one process.",
         ],
         example.in_torch,
     )
 
 
-def holdings(found: Sequence[RankStep]) -> Grid:
+def holdings(ranks: Sequence[RankStep]) -> Grid:
     """Return a table of the shards of HELD on each rank."""
-    has_positions = ["positions"] if found[0].positions else []
+    has_positions = ["positions"] if ranks[0].positions else []
     heads = ["rank", *(name.removesuffix(".weight") for name in HELD), *has_positions]
     rows = [
         [str(rank), *each.shards, *([each.positions] if has_positions else [])]
-        for rank, each in enumerate(found)
+        for rank, each in enumerate(ranks)
     ]
     return Grid("shards on each rank between steps", heads, rows, ["rank"])
 
 
-def hops(found: Sequence[RankStep]) -> Strip:
+def hops(ranks: Sequence[RankStep]) -> Strip:
     """Return the keys and values on each rank in each step of ring attention, and the sends."""
-    num_ranks = len(found)
-    num_bytes = next(event.payload_bytes for event in found[0].events if event.what == "send")
+    num_ranks = len(ranks)
+    num_bytes = next(event.payload_bytes for event in ranks[0].events if event.what == "send")
     frames = list[Frame]()
     for hop in range(num_ranks):
-        cells = [[each.positions, found[rank - hop].positions] for rank, each in enumerate(found)]
+        cells = [[each.positions, ranks[rank - hop].positions] for rank, each in enumerate(ranks)]
         sent = [
             MessageSent(rank, (rank + 1) % num_ranks, "k, v", num_bytes)
             for rank in range(num_ranks)
@@ -178,11 +178,11 @@ def hops(found: Sequence[RankStep]) -> Strip:
     return Strip("attention of a block, forward", ["queries of", "keys, values of"], frames)
 
 
-def memory(name: str, found: Sequence[RankStep]) -> Grid:
+def memory(name: str, ranks: Sequence[RankStep]) -> Grid:
     """Return a table of the peak bytes of each kind on each rank during a step."""
     rows = [
         [str(rank), *(f"{each.at_most[kind]:,}" for kind in KINDS_SHOWN)]
-        for rank, each in enumerate(found)
+        for rank, each in enumerate(ranks)
     ]
     heads = [name, *KINDS_SHOWN]
     return Grid("peak bytes of each kind during a step, measured", heads, rows, heads)
@@ -245,22 +245,22 @@ def take_step(example: Example) -> RankStep:
     )  # fmt: skip
     seq_len = SHAPE.max_seq_len
     batches = decoder_batches(model.shape, 2, ROWS, seq_len, 1)
-    own = [split(batch, comm.coord("data"), comm.size("data"), 1) for batch in batches]
-    step(own[0])
+    batches_of_rank = [split(batch, comm.coord("data"), comm.size("data"), 1) for batch in batches]
+    step(batches_of_rank[0])
     notes = Journal()
     ledger = Ledger(comm, notes)
     note_modules(model, lambda what: notes.events.append(StepEvent(ledger.phase_name, what)))
     with step.watched(ledger.phase), ledger:
-        result = step(own[1])
+        result = step(batches_of_rank[1])
     shards = [
         _shard_text(parameter) for name, parameter in model.named_parameters() if name in HELD
     ]
-    num_rows = len(own[1][0].tokens_BT)
+    num_rows = len(batches_of_rank[1][0].tokens_BT)
     planned = sum(entry.sent_bytes for entry in plan.traffic([(num_rows, seq_len)]))
     counted = {"count", "metrics", "clip"}  # collectives of the trainer, the same for any strategy
     events = [event for event in notes.events if event.phase not in counted]
     with MemoryLedger(model, step.optimizer, comm.device) as held, step.watched(held.phase):
-        step(own[1])
+        step(batches_of_rank[1])
     return RankStep(
         events,
         shards,

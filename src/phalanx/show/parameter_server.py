@@ -7,21 +7,23 @@ larger weights and a given bandwidth are computed from the counted bytes.
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
 import torch
 
+from phalanx import collectives
 from phalanx.config.fields import Range
 from phalanx.errors import time_text
 from phalanx.launch.local import run_ranks
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.processes import LocalRoles, local_roles
-from phalanx.show.main_device import Calls
+from phalanx.show.data_parallel import counter
 from phalanx.show.shown import MOST_RANKS, Grid, Shown, ShowTopic
 
 ELEMENTS: Final = 840 * 64
@@ -107,8 +109,8 @@ def served_links(num_workers: int) -> list[LinkBytes]:
     consistency, links = Consistency("ps", num_workers), dict[int, LinkBytes]()
     num_bytes = ELEMENTS * 8
 
-    def work(made: LocalRoles, worker: int) -> None:
-        client = _client(made, worker, consistency, 1)
+    def work(roles: LocalRoles, worker: int) -> None:
+        client = _client(roles, worker, consistency, 1)
         weights = [torch.zeros(ELEMENTS, dtype=torch.float64)]
         client.received_bytes = 0
         version = _step(client, weights, 0, 0)
@@ -117,8 +119,8 @@ def served_links(num_workers: int) -> list[LinkBytes]:
         client.ask_scheduler("leave")
         client.close()
 
-    with local_roles(1) as made:
-        _in_threads(work, made, num_workers)
+    with local_roles(1) as roles:
+        _in_threads(functools.partial(work, roles), num_workers)
     return [links[worker] for worker in range(num_workers)]
 
 
@@ -129,12 +131,8 @@ def ring_links(num_ranks: int) -> list[LinkBytes]:
 
 
 def _ring_bytes() -> float:
-    from phalanx import collectives
-
-    calls, flat = Calls(), torch.ones(ELEMENTS, dtype=torch.float64)
-    calls(1, "all-reduce the gradients", flat,
-          lambda: collectives.all_reduce(flat, algorithm="ring"))  # fmt: skip
-    return calls.made[0].sent / flat.nbytes
+    flat, sent_in = torch.ones(ELEMENTS, dtype=torch.float64), counter()
+    return sent_in(collectives.all_reduce, flat, algorithm="ring") / flat.nbytes
 
 
 def growth(unit_s: float) -> Grid:
@@ -154,31 +152,28 @@ def growth(unit_s: float) -> Grid:
 def trace(kind: str, option: int) -> Grid:
     """Run three workers, the last one slow; return the weight versions that each computed with."""
     consistency = Consistency(kind, 3, option)
-    found: dict[int, list[str]] = {}
+    computed: dict[int, list[str]] = {}
     ages: dict[int, int] = {}
 
-    def work(made: LocalRoles, worker: int) -> None:
-        client, weights = _client(made, worker, consistency, NUM_CLOCKS), [torch.zeros(8).double()]
-        version, found[worker] = client.pull(weights, 0), []
+    def work(roles: LocalRoles, worker: int) -> None:
+        is_last = worker == consistency.num_slots - 1
+        client, weights = _client(roles, worker, consistency, NUM_CLOCKS), [torch.zeros(8).double()]
+        version, computed[worker] = client.pull(weights, 0), []
         for clock in range(NUM_CLOCKS):
-            found[worker].append(f"{clock}@{version}")
-            time.sleep(
-                STEP_S
-                * (5 if worker == consistency.num_slots - 1 else 1)
-                * consistency.num_local_steps
-            )
+            computed[worker].append(f"{clock}@{version}")
+            time.sleep(STEP_S * (5 if is_last else 1) * consistency.num_local_steps)
             version = _step(client, weights, clock, version)
         client.ask_scheduler("leave")
-        if worker == consistency.num_slots - 1:
+        if is_last:
             ages.update(client.ages())
         client.close()
 
-    with local_roles(1) as made:
-        _in_threads(work, made, consistency.num_slots)
+    with local_roles(1) as roles:
+        _in_threads(functools.partial(work, roles), consistency.num_slots)
     name = f"{kind}/{option}" if option else kind
     late = ", ".join(f"{age}: {count}" for age, count in sorted(ages.items()))
     unit = f"round of {option} steps" if kind == "local" else "step"
-    rows = [[str(worker), " ".join(found[worker])] for worker in range(consistency.num_slots)]
+    rows = [[str(worker), " ".join(computed[worker])] for worker in range(consistency.num_slots)]
     return Grid(
         f"dp3:{name}: each {unit}@version of its initial weights; pushes by versions late: {late}",
         ["worker", "the last worker is 5 times slower"],
@@ -186,10 +181,10 @@ def trace(kind: str, option: int) -> Grid:
     )
 
 
-def _client(made: LocalRoles, worker: int, consistency: Consistency, num_clocks: int) -> Client:
+def _client(roles: LocalRoles, worker: int, consistency: Consistency, num_clocks: int) -> Client:
     """Return a registered client of a worker; worker 0 creates the weights on the servers."""
     size = ELEMENTS if num_clocks == 1 else 8
-    client = Client(made.meeting, worker, consistency, (0, num_clocks), timeout_s=60)
+    client = Client(roles.meeting, worker, consistency, (0, num_clocks), timeout_s=60)
     client.is_shared = num_clocks > 1  # bytes are counted on sockets
     client.lay_out([size], torch.float64)
     weights = [torch.zeros(size, dtype=torch.float64)]
@@ -209,22 +204,7 @@ def _step(client: Client, weights: Sequence[torch.Tensor], clock: int, version: 
     return client.pull(weights, needed, recipes)
 
 
-def _in_threads(
-    work: Callable[[LocalRoles, int], None], made: LocalRoles, num_workers: int
-) -> None:
+def _in_threads(work: Callable[[int], None], num_workers: int) -> None:
     """Run each worker in a thread; raise the first exception of a worker, if any."""
-    failures: list[BaseException] = []
-
-    def guarded(worker: int) -> None:
-        try:
-            work(made, worker)
-        except BaseException as failure:  # raised again in the caller's thread
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(num_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(num_workers) as pool:
+        list(pool.map(work, range(num_workers)))

@@ -118,9 +118,9 @@ def show_messages(config: ShowRun) -> Shown:
     """
     if config.ranks < 2:
         raise ConfigError(f"ranks is {config.ranks}; a message needs 2; the nearest is 2")
-    found: list[list[list[Moment]]] = run_ranks(exercise, 2, threads=1)
+    ranks: list[list[list[Moment]]] = run_ranks(exercise, 2, threads=1)
     strips = [
-        Strip(title, ["holds"], [*map(_frame, *(of_rank[number] for of_rank in found))])
+        Strip(title, ["holds"], [*map(_frame, *(of_rank[number] for of_rank in ranks))])
         for number, (title, _) in enumerate(EXERCISES)
     ]
     return Shown(

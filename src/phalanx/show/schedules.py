@@ -1,35 +1,24 @@
-"""Pipeline schedules: the actions of each rank, and the planned and the measured timeline.
+"""Pipeline schedules: the actions of each rank, and their timeline by simulation.
 
-The plan is a simulation of the schedule. The measurement runs the same actions on real processes
-with the training runtime, and with stages that sleep for the given times (`timed.py`). So the
-difference between the timelines is the cost of the runtime and of the messages.
+The lists are the lists that training runs; benchmarks/pipeline/sleeping.py runs them on processes
+whose stages sleep, and compares the measured timeline with this one.
 """
 
 from __future__ import annotations
 
-import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
-from phalanx.account.fit import check_memory_for
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
-from phalanx.launch.local import run_ranks
 from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
-from phalanx.parallel.pipeline.simulate import Span, Timeline, most_in_flight, simulate
+from phalanx.parallel.pipeline.simulate import Timeline, most_in_flight, simulate
 from phalanx.planner.stages import write_trace
 from phalanx.show.shown import Grid, Lanes, Outcome, Shown, ShowRun
-from phalanx.show.timed import RankRecord, WaitTimes, run_rank
-
-MESSAGE_NUMBERS: Final = 1024
-"""Number of float32 values of an activation, and of its gradient."""
-
-DISTURBED: Final = 0.02
-"""Relative excess of the measured waits above which a remark on a disturbed machine is shown."""
 
 MOST_SLOTS: Final = 30
 """Largest length of a drawn timeline, in units of a forward, to fit 100 columns."""
@@ -52,38 +41,54 @@ IN_TORCH: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSchedule(ShowRun):
-    """Run a pipeline schedule with stages that wait, and print its lists and timelines."""
+    """Simulate a pipeline schedule, and print its lists and its timeline."""
 
     microbatches: Annotated[int, Range(1, 64, "[]")] = 4
     """Microbatches of a step."""
     chunks: Annotated[int | None, Range(1, 8, "[]")] = None
-    """Stages a rank, of kinds that leave it open: interleaved and zb."""
+    """Stages per rank (interleaved, zb)."""
     forward_ms: Annotated[float, Range(0, 1000, "(]")] = 10.0
     """Forward of a microbatch on a rank, F; with v stages a rank each takes 1/v of it."""
     input_ms: Annotated[float | None, Range(0, 1000, "(]")] = None
     """Gradient of the input, I, likewise; as long as the forward if unset. B is I + W."""
     weights_ms: Annotated[float | None, Range(0, 1000, "(]")] = None
     """Gradients of the weights, W, likewise; as long as the forward if unset."""
-    steps: Annotated[int, Range(1, 100, "[]")] = 3
-    """Steps to measure, after one that warms up."""
     trace: str | None = None
-    """Write the measured timeline into this file, for ui.perfetto.dev."""
+    """Write the timeline into this file, for ui.perfetto.dev."""
+
+
+class StageDurations(NamedTuple):
+    """Times of a stage for one microbatch.
+
+    Attributes:
+        forward_s: forward F, seconds.
+        input_s: gradient of the input I, seconds.
+        weights_s: gradients of the weights W, seconds.
+    """
+
+    forward_s: float
+    input_s: float
+    weights_s: float
+
+    def of(self, action: Action) -> float:
+        """Return the time of an action, seconds; the first stage has no gradient of an input."""
+        both_s = self.input_s + self.weights_s
+        if action.stage == 0:
+            return {"F": self.forward_s, "B": both_s, "I": 0.0, "W": both_s}[action.op]
+        return {"F": self.forward_s, "B": both_s, "I": self.input_s, "W": self.weights_s}[action.op]
 
 
 def show_schedule(kind: str, config: ShowSchedule) -> Shown:
-    """Simulate and measure a schedule, and show both timelines.
+    """Simulate a schedule, and show its lists and its timeline.
 
     Raises:
-        ConfigError: `chunks` is invalid for the kind, memory is too small for the processes, or the
-            trace cannot be written.
+        ConfigError: `chunks` is invalid for the kind, or the trace cannot be written.
     """
     schedule = schedule_of(kind, config)
-    check_memory_for(config.ranks)
-    times = stage_times(config, schedule)
-    outcomes = (plan(schedule, times), measure(config, schedule, times))
+    planned = plan(schedule, stage_times(config, schedule))
     if config.trace is not None:
         try:
-            write_trace(outcomes[1].timeline, Path(config.trace))
+            write_trace(planned.timeline, Path(config.trace))
         except OSError as error:
             raise ConfigError(f"cannot write {config.trace}: {error.strerror}") from None
     name = f"{kind}/{len(schedule.stages_of(0))}" if KINDS[kind].chunks is None else kind
@@ -98,8 +103,10 @@ def show_schedule(kind: str, config: ShowSchedule) -> Shown:
         [
             *drawing(schedule),
             lists(schedule),
-            Lanes(schedule, outcomes),
-            *remarks(config, outcomes[1]),
+            Lanes(schedule, [planned]),
+            "Bubble is idle time / (step x ranks), and highest MFU planned work / (step x ranks). "
+            "In flight are microbatches whose activations a rank holds; one of v stages counts as "
+            "1/v.",
         ],
         IN_TORCH.get(kind, ""),
     )
@@ -125,7 +132,7 @@ def schedule_of(kind: str, config: ShowSchedule) -> Schedule:
     return build_schedule(kind, config.ranks, config.microbatches, chunks)
 
 
-def stage_times(config: ShowSchedule, schedule: Schedule) -> WaitTimes:
+def stage_times(config: ShowSchedule, schedule: Schedule) -> StageDurations:
     """Return the times of a stage: the stages of a rank divide its time evenly."""
     chunks = len(schedule.stages_of(0))
     forward_ms, input_ms, weights_ms = config.forward_ms, config.input_ms, config.weights_ms
@@ -134,83 +141,21 @@ def stage_times(config: ShowSchedule, schedule: Schedule) -> WaitTimes:
         forward_ms if input_ms is None else input_ms,
         forward_ms if weights_ms is None else weights_ms,
     )
-    return WaitTimes(*(time_ms / 1e3 / chunks for time_ms in of_rank_ms))
+    return StageDurations(*(time_ms / 1e3 / chunks for time_ms in of_rank_ms))
 
 
-def plan(schedule: Schedule, times: WaitTimes) -> Outcome:
+def plan(schedule: Schedule, times: StageDurations) -> Outcome:
     """Simulate the schedule with messages that take no time."""
     timeline = simulate(schedule, times.of)
-    return _outcome("planned", timeline, most_in_flight(schedule), schedule, times)
+    return outcome_of("planned", timeline, most_in_flight(schedule), schedule, times)
 
 
-def measure(config: ShowSchedule, schedule: Schedule, times: WaitTimes) -> Outcome:
-    """Run the schedule on processes of this host, and measure its timeline."""
-    records: list[RankRecord] = run_ranks(
-        run_rank,
-        config.ranks,
-        schedule.kind,
-        len(schedule.stages_of(0)),
-        config.microbatches,
-        times,
-        MESSAGE_NUMBERS,
-        config.steps,
-        threads=1,
-    )
-    timeline = measured_timeline(schedule, records)
-    held = [record.most_held for record in records]
-    return _outcome("measured", timeline, held, schedule, times)
-
-
-def _outcome(
-    name: str, timeline: Timeline, held: Sequence[int], schedule: Schedule, times: WaitTimes
+def outcome_of(
+    name: str, timeline: Timeline, held: Sequence[int], schedule: Schedule, times: StageDurations
 ) -> Outcome:
+    """Return the timeline `name` with the work that was planned, and the forwards held."""
     work_s = sum(times.of(action) for order in schedule.orders for action in order)
     return Outcome(name, timeline, tuple(held), work_s)
-
-
-def measured_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Timeline:
-    """Return a timeline of the median begin and end of each action over the steps.
-
-    Time 0 of a step is the begin of its first action on any rank. Medians keep the order: if in
-    every step one action starts after another has ended, it does so in the medians too.
-    """
-    steps: list[list[list[Span]]] = []
-    for waits in zip(*(record.steps for record in records), strict=True):
-        begin_s = min(of_rank[0].begin for of_rank in waits)
-        lanes = map(joined, schedule.orders, waits)
-        steps.append([[Span(a, b - begin_s, e - begin_s) for a, b, e in lane] for lane in lanes])
-    lanes = (
-        tuple(
-            Span(
-                same[0].action,
-                statistics.median(span.begin for span in same),
-                statistics.median(span.end for span in same),
-            )
-            for same in zip(*of_rank, strict=True)
-        )
-        for of_rank in zip(*steps, strict=True)
-    )
-    return Timeline(tuple(lanes))
-
-
-def joined(order: Sequence[Action], waits: Sequence[Span]) -> list[Span]:
-    """Return the span of each action of a rank from its waits, which are in execution order."""
-    expected = [part for action in order for part in parts_of(action)]
-    assert [wait.action for wait in waits] == expected, "a rank runs its actions in their order"
-    left, spans = iter(waits), list[Span]()
-    for action in order:
-        parts = [next(left) for _ in parts_of(action)]
-        at = spans[-1].end if spans else waits[0].begin
-        ends = [each for part in parts for each in (part.begin, part.end)] or [at]
-        spans.append(Span(action, ends[0], ends[-1]))
-    return spans
-
-
-def parts_of(action: Action) -> list[Action]:
-    """Return the waits that make up an action; see `timed.py`."""
-    if action.stage == 0:
-        return {"F": [action], "I": []}.get(action.op, [action._replace(op="W")])
-    return [action] if action.op != "B" else [action._replace(op=op) for op in ("I", "W")]
 
 
 def drawing(schedule: Schedule) -> list[Grid]:
@@ -232,23 +177,7 @@ def lists(schedule: Schedule) -> Grid:
     """Return a table of the lowered actions of each rank, in the order in which they run."""
     rows = list[list[str]]()
     for rank in range(len(schedule.orders)):
-        words = " ".join(map(str, lower(schedule, rank)))
-        lines = textwrap.wrap(words, LINE, break_long_words=False)
+        actions = " ".join(map(str, lower(schedule, rank)))
+        lines = textwrap.wrap(actions, LINE, break_long_words=False)
         rows += [[str(rank) if at == 0 else "", line] for at, line in enumerate(lines)]
     return Grid("what each rank runs", ["rank", "actions in order"], rows, ["rank"])
-
-
-def remarks(config: ShowSchedule, measured: Outcome) -> list[str]:
-    """Return sentences on the meaning of the figures, and on disturbance by other work."""
-    lines = [
-        "Bubble is idle time / (step x ranks), and highest MFU planned work / (step x ranks). In "
-        "flight are microbatches whose activations a rank holds; one of v stages counts as 1/v. "
-        f"Measured is the median of {config.steps} steps: stages sleep, messages are real."
-    ]
-    longer = sum(measured.busy) * measured.timeline.length / measured.work_s - 1
-    if longer > DISTURBED:
-        lines.append(
-            f"Stages waited {100 * longer:.1f} % longer than asked: other work disturbed the "
-            "machine, or --forward-ms is too short for its clock."
-        )
-    return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from phalanx.config.fields import Range
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -121,9 +121,11 @@ class Shown:
         about: introductory sentences.
         parts: strips, tables, timelines and sentences, in order.
         in_torch: equivalent call of torch; empty if there is none to show.
+        document: document of --json; None for the result itself.
     """
 
     title: str
     about: Sequence[str]
     parts: Sequence[Strip | Grid | Lanes | str]
     in_torch: str = ""
+    document: Any = None

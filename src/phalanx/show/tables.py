@@ -25,7 +25,11 @@ def printed(shown: Shown) -> Iterator[tuple[Printed, str]]:
         if isinstance(part, str):
             yield part, ""
         elif isinstance(part, Strip):
-            yield from _strip(part)
+            if part.title:
+                yield part.title, "bold"
+            for frame in part.frames:
+                yield frame.title, "bold" if not part.title else ""
+                yield table_of(_grid_of(part.heads, frame)), ""
         elif isinstance(part, Grid):
             if part.title:
                 yield part.title, "bold"
@@ -42,14 +46,6 @@ def table_of(grid: Grid) -> Table:
     for row in grid.rows:
         drawn.add_row(*map(Text, row))
     return drawn
-
-
-def _strip(strip: Strip) -> Iterator[tuple[Printed, str]]:
-    if strip.title:
-        yield strip.title, "bold"
-    for frame in strip.frames:
-        yield frame.title, "bold" if not strip.title else ""
-        yield table_of(_grid_of(strip.heads, frame)), ""
 
 
 def _grid_of(heads: Sequence[str], frame: Frame) -> Grid:

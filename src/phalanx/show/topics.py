@@ -1,12 +1,14 @@
-"""Table of the topics of `phalanx show` that run a method."""
+"""Table of the topics of `phalanx show`, in the order of lessons."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from phalanx.show.shown import Shown
 from phalanx.show.strategies import ON_CUBES, STRATEGIES
 
 
@@ -15,93 +17,137 @@ class Topic(NamedTuple):
 
     Attributes:
         about: line in the list of topics.
-        place: "MODULE SETTINGS FUNCTION": module of phalanx.show, and its dataclass and function.
-        given: arguments of the function before the settings.
+        source: "MODULE SETTINGS FUNCTION": module of phalanx.show, and its dataclass and function.
+        options: arguments of the function before the settings.
     """
 
     about: str
-    place: str
-    given: tuple[Any, ...] = ()
+    source: str
+    options: tuple[Any, ...] = ()
 
-    def load(self) -> tuple[type[Any], Callable[[Any], Any]]:
-        """Import the module, and torch with it; return the settings class and the function."""
-        module, settings, function = self.place.split()
-        found = import_module(f"phalanx.show.{module}")
-        return getattr(found, settings), functools.partial(getattr(found, function), *self.given)
+    def load(
+        self,
+    ) -> tuple[type[Any], Callable[[Any], Shown], Callable[[Shown, Path], None]]:
+        """Import the module, and torch with it.
+
+        Returns:
+            The settings class, the function that runs the topic, and the function that draws it.
+        """
+        name, settings, function = self.source.split()
+        module = import_module(f"phalanx.show.{name}")
+        painter = module if hasattr(module, "draw") else import_module("phalanx.show.animation")
+        run = functools.partial(getattr(module, function), *self.options)
+        return getattr(module, settings), run, painter.draw
 
 
-_COLLECTIVE = "collective ShowCollective show_collective"
+OF_STATE: Final = ("buckets", "zero1", "zero2", "zero3", "hsdp")
+"""Strategies that shard gradients, optimizer state or parameters, or bucket gradients."""
 
-_SCHEDULES = {
-    "naive": "stages that wait for each other",
-    "gpipe": "all forwards, then all backwards",
-    "1f1b": "a backward as soon as there is one",
-    "interleaved": "1f1b over several stages a rank",
-    "zb": "gradients of weights fill the bubble",
-    "zbv": "zero bubble, two stages a rank in a V",
-    "dualpipev": "like zbv, forwards and backwards in pairs",
-}
+
+def _collective(about: str, collective: str, algorithm: str | None = None) -> Topic:
+    source = "collective ShowCollective show_collective"
+    return Topic(about, source, (collective, algorithm))
 
 
 def _steps(*names: str) -> dict[str, Topic]:
     """Return topics that run a training step of the strategies `names`."""
-    found = dict[str, Topic]()
-    for name in names:
-        settings = "ShowCube" if name in ON_CUBES else "ShowRun"
-        found[name] = Topic(STRATEGIES[name].line, f"one_step {settings} show_step", (name,))
-    return found
+    return {
+        name: Topic(
+            STRATEGIES[name].line,
+            f"one_step {'ShowCube' if name in ON_CUBES else 'ShowRun'} show_step",
+            (name,),
+        )
+        for name in names
+    }
 
 
-RUN: Final[Mapping[str, Topic]] = {
-    "p2p": Topic(
-        "send and receive: blocking or not, tags, the deadlock of two sends",
-        "point_to_point ShowRun show_messages",
-    ),
-    "broadcast": Topic("one rank's tensor to all", _COLLECTIVE, ("broadcast", None)),
-    "scatter": Topic("a chunk of one rank's tensor to each", _COLLECTIVE, ("scatter", None)),
-    "gather": Topic("a chunk of each rank to one", _COLLECTIVE, ("gather", None)),
-    "reduce": Topic("the sum of all ranks on one", _COLLECTIVE, ("reduce", None)),
-    "all-gather": Topic("a chunk of each rank to all", _COLLECTIVE, ("all-gather", None)),
-    "reduce-scatter": Topic("a chunk of the sum to each", _COLLECTIVE, ("reduce-scatter", None)),
-    "all-reduce": Topic("the sum of all ranks on all", _COLLECTIVE, ("all-reduce", None)),
-    "all-to-all": Topic("a chunk from each rank to each", _COLLECTIVE, ("all-to-all", None)),
-    "barrier": Topic("all wait for the last", _COLLECTIVE, ("barrier", None)),
-    "ring": Topic("all-reduce round a ring: two halves", _COLLECTIVE, ("all-reduce", "ring")),
-    "tree": Topic("all-reduce up and down a tree", _COLLECTIVE, ("all-reduce", "tree")),
-    "halving-doubling": Topic(
-        "all-reduce by exchanges of halves, 2 log2 P steps",
-        _COLLECTIVE,
-        ("all-reduce", "halving-doubling"),
-    ),
-    "direct": Topic("all-reduce in two steps", _COLLECTIVE, ("all-reduce", "direct")),
-    "hierarchical": Topic(
-        "all-reduce inside each host, then across", _COLLECTIVE, ("all-reduce", "hierarchical")
-    ),
-    "data-parallel": Topic(
-        "a step with a main device, and one without", "main_device ShowRun show_data_parallel"
-    ),
-    **_steps("buckets", "zero1", "zero2", "zero3", "hsdp"),
-    "fsdp": Topic(
-        "one owner per weight, or a shard on each rank; what overlaps",
-        "owner ShowRun show_fsdp",
-    ),
-    **_steps("recompute"),
-    **{
-        kind: Topic(about, "schedules ShowSchedule show_schedule", (kind,))
-        for kind, about in _SCHEDULES.items()
+def _schedule(about: str, kind: str) -> Topic:
+    return Topic(about, "schedules ShowSchedule show_schedule", (kind,))
+
+
+LESSONS: Final[Mapping[str, Mapping[str, Topic]]] = {
+    "Messages": {
+        "p2p": Topic(
+            "send and receive: blocking or not, tags, the deadlock of two sends",
+            "point_to_point ShowRun show_messages",
+        ),
     },
-    **_steps(*STRATEGIES),  # adds the strategies not listed above
-    "parameter-server": Topic(
-        "a master's link compared with a ring; versions in four consistencies",
-        "parameter_server ShowServer show_parameter_server",
+    "Collectives": {
+        "broadcast": _collective("one rank's tensor to all", "broadcast"),
+        "scatter": _collective("a chunk of one rank's tensor to each", "scatter"),
+        "gather": _collective("a chunk of each rank to one", "gather"),
+        "reduce": _collective("the sum of all ranks on one", "reduce"),
+        "all-gather": _collective("a chunk of each rank to all", "all-gather"),
+        "reduce-scatter": _collective("a chunk of the sum to each", "reduce-scatter"),
+        "all-reduce": _collective("the sum of all ranks on all", "all-reduce"),
+        "all-to-all": _collective("a chunk from each rank to each", "all-to-all"),
+        "barrier": _collective("all wait for the last", "barrier"),
+    },
+    "Algorithms of all-reduce": {
+        "ring": _collective("all-reduce round a ring: two halves", "all-reduce", "ring"),
+        "tree": _collective("all-reduce up and down a tree", "all-reduce", "tree"),
+        "halving-doubling": _collective(
+            "all-reduce by exchanges of halves, 2 log2 P steps", "all-reduce", "halving-doubling"
+        ),
+        "direct": _collective("all-reduce in two steps", "all-reduce", "direct"),
+        "hierarchical": _collective(
+            "all-reduce inside each host, then across", "all-reduce", "hierarchical"
+        ),
+    },
+    "Data parallelism, and shards of the state": {
+        "data-parallel": Topic(
+            "a step with a main device, and one without", "data_parallel ShowRun show_data_parallel"
+        ),
+        **_steps(*OF_STATE),
+        "fsdp": Topic(
+            "one owner per weight, or a shard on each rank; what overlaps",
+            "data_parallel ShowRun show_fsdp",
+        ),
+        **_steps("recompute"),
+    },
+    "Pipelines": {
+        "naive": _schedule("stages that wait for each other", "naive"),
+        "gpipe": _schedule("all forwards, then all backwards", "gpipe"),
+        "1f1b": _schedule("a backward as soon as there is one", "1f1b"),
+        "interleaved": _schedule("1f1b over several stages a rank", "interleaved"),
+        "zb": _schedule("gradients of weights fill the bubble", "zb"),
+        "zbv": _schedule("zero bubble, two stages a rank in a V", "zbv"),
+        "dualpipev": _schedule("like zbv, forwards and backwards in pairs", "dualpipev"),
+    },
+    "Context and tensor parallelism": _steps(
+        *(name for name in STRATEGIES if name not in (*OF_STATE, "recompute"))
     ),
-    "rolling-batch": Topic(
-        "requests in slots: static batches, and rolling ones",
-        "generation ShowGeneration show_rolling_batch",
-    ),
-    "paged-attention": Topic(
-        "block tables of two sequences with a common prefix, and their waste",
-        "generation ShowGeneration show_paged_attention",
-    ),
+    "Parameter servers": {
+        "parameter-server": Topic(
+            "a master's link compared with a ring; versions in four consistencies",
+            "parameter_server ShowServer show_parameter_server",
+        ),
+    },
+    "Generation": {
+        "rolling-batch": Topic(
+            "requests in slots: static batches, and rolling ones",
+            "generation ShowGeneration show_rolling_batch",
+        ),
+        "paged-attention": Topic(
+            "block tables of two sequences with a common prefix, and their waste",
+            "generation ShowGeneration show_paged_attention",
+        ),
+    },
+    "Hardware": {
+        "cluster": Topic(
+            "the totals of a cluster's devices, and the link of each level",
+            "devices ShowCluster show_cluster",
+        ),
+        "device": Topic(
+            "a device from the SM to the peak, beside other devices",
+            "devices ShowDevice show_device",
+        ),
+        "devices": Topic("all devices of the catalogue", "devices ShowDevices show_devices"),
+    },
 }
-"""Name -> topic, in the order of the list of topics."""
+"""Lesson -> name -> topic; a lesson needs only the lessons before it."""
+
+TOPICS: Final = {name: topic for lesson in LESSONS.values() for name, topic in lesson.items()}
+CATALOGUE: Final = LESSONS["Hardware"]
+RUN: Final = {name: topic for name, topic in TOPICS.items() if name not in CATALOGUE}
+"""Topics that run a method."""

@@ -7,7 +7,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from phalanx.comm.together import first_object
-from phalanx.data.tokenizer import count_ids
 from phalanx.data.tokens import TokenFiles
 from phalanx.infer.detokenize import BROKEN
 from phalanx.infer.engine import Engine
@@ -15,7 +14,6 @@ from phalanx.infer.options import Sampling
 from phalanx.infer.paged import FlatStep
 from phalanx.infer.pool import BlockPool
 from phalanx.infer.scheduler import Scheduler
-from phalanx.infer.texts import TextEngine
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.accumulate import Runner
 
@@ -80,13 +78,12 @@ def write_text(
         Scheduler(BlockPool(1, most), budget=most),
         max_seq_len=most,
         end_ids=[first_id],
-        num_ids=count_ids(tokenizer),
+        tokenizer=tokenizer,
     )
-    texts = TextEngine(engine, tokenizer)
     sampling = Sampling(max_tokens=num_tokens, temperature=TEMPERATURE, seed=seed)
-    (completion,) = texts.add(ids[-(most - num_tokens) :], sampling)
+    (completion,) = engine.add(ids[-(most - num_tokens) :], sampling)
     model.eval()
     while completion.finish_reason is None:
-        texts.step()
+        engine.step()
     model.train()
-    return prompt + completion.stream.text
+    return prompt + completion.text

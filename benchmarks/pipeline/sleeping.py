@@ -1,4 +1,11 @@
-"""Pipeline stages that sleep instead of computing, run by the training runtime on one rank.
+"""A pipeline schedule as planned and as measured, with stages that sleep instead of computing.
+
+    python benchmarks/pipeline/sleeping.py 1f1b --microbatches 8 --forward-ms 50 --steps 7 [--svg F]
+
+The plan is the simulation that `phalanx show` prints. The measurement runs the same actions on
+processes of this host with the training runtime, so the difference is the cost of the runtime and
+of the messages. The options are those of `phalanx show 1f1b`, and --steps; --trace writes the
+measured timeline.
 
 A sleeping stage needs no core, so eight stages run in parallel on a machine with two cores. All
 else is as in a training step: `Pipeline` runs the actions of the schedule, activations and
@@ -14,44 +21,57 @@ stage receives nothing, so its `I` does nothing, and its `W` runs the complete b
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
+from phalanx.cli.screen import say, screen
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
+from phalanx.config.command_line import read_command_line
+from phalanx.config.fields import Range
+from phalanx.launch.local import run_ranks
 from phalanx.parallel.pipeline.runtime import Pipeline
-from phalanx.parallel.pipeline.schedule import Action, build_schedule
-from phalanx.parallel.pipeline.simulate import Span
+from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
+from phalanx.parallel.pipeline.simulate import Span, Timeline
 from phalanx.parallel.pipeline.stage import Stages
+from phalanx.planner.perfetto import write_trace
+from phalanx.show.animation import draw
+from phalanx.show.schedules import (
+    ShowSchedule,
+    StageDurations,
+    outcome_of,
+    schedule_of,
+    show_schedule,
+    stage_times,
+)
+from phalanx.show.shown import Lanes, Outcome
+from phalanx.show.tables import printed
+
+MESSAGE_NUMBERS: Final = 1024
+"""Number of float32 values of an activation, and of its gradient."""
+
+DISTURBED: Final = 0.02
+"""Relative excess of the measured waits above which a remark on a disturbed machine is shown."""
 
 
-class WaitTimes(NamedTuple):
-    """Times of a stage for one microbatch.
+@dataclass(frozen=True, kw_only=True)
+class MeasureSchedule(ShowSchedule):
+    """Run a pipeline schedule with stages that sleep, beside its plan."""
 
-    Attributes:
-        forward_s: forward F, seconds.
-        input_s: gradient of the input I, seconds.
-        weights_s: gradients of the weights W, seconds.
-    """
-
-    forward_s: float
-    input_s: float
-    weights_s: float
-
-    def of(self, action: Action) -> float:
-        """Return the time of an action, seconds; the first stage has no gradient of an input."""
-        both_s = self.input_s + self.weights_s
-        if action.stage == 0:
-            return {"F": self.forward_s, "B": both_s, "I": 0.0, "W": both_s}[action.op]
-        return {"F": self.forward_s, "B": both_s, "I": self.input_s, "W": self.weights_s}[action.op]
+    steps: Annotated[int, Range(1, 100, "[]")] = 3
+    """Steps to measure, after one that warms up."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +101,7 @@ class TimedStages(Stages):
     has_fixed_sizes: ClassVar[bool] = True
 
     def __init__(
-        self, num_stages: int, here: Sequence[int], times: WaitTimes, message_size: int
+        self, num_stages: int, here: Sequence[int], times: StageDurations, message_size: int
     ) -> None:
         """Create a weight for each stage in `here`; messages have `message_size` float32 values."""
         super().__init__([range(stage, stage + 1) for stage in range(num_stages)], here)
@@ -160,7 +180,7 @@ def run_rank(
     kind: str,
     chunks: int,
     num_microbatches: int,
-    times: WaitTimes,
+    times: StageDurations,
     message_size: int,
     num_steps: int,
 ) -> RankRecord:
@@ -195,3 +215,107 @@ def run_rank(
         assert gradient is not None, "every stage has run its backward"
         gradients[stage] = float(gradient)
     return RankRecord(steps[1:], stages.most_held, gradients)
+
+
+def measure(config: MeasureSchedule, schedule: Schedule, times: StageDurations) -> Outcome:
+    """Run the schedule on processes of this host, and measure its timeline."""
+    records: list[RankRecord] = run_ranks(
+        run_rank,
+        config.ranks,
+        schedule.kind,
+        len(schedule.stages_of(0)),
+        config.microbatches,
+        times,
+        MESSAGE_NUMBERS,
+        config.steps,
+        threads=1,
+    )
+    timeline = measured_timeline(schedule, records)
+    held = [record.most_held for record in records]
+    return outcome_of("measured", timeline, held, schedule, times)
+
+
+def measured_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Timeline:
+    """Return a timeline of the median begin and end of each action over the steps.
+
+    Time 0 of a step is the begin of its first action on any rank. Medians keep the order: if in
+    every step one action starts after another has ended, it does so in the medians too.
+    """
+    steps: list[list[list[Span]]] = []
+    for waits in zip(*(record.steps for record in records), strict=True):
+        begin_s = min(of_rank[0].begin for of_rank in waits)
+        lanes = map(joined, schedule.orders, waits)
+        steps.append([[Span(a, b - begin_s, e - begin_s) for a, b, e in lane] for lane in lanes])
+    lanes = (
+        tuple(
+            Span(
+                same[0].action,
+                statistics.median(span.begin for span in same),
+                statistics.median(span.end for span in same),
+            )
+            for same in zip(*of_rank, strict=True)
+        )
+        for of_rank in zip(*steps, strict=True)
+    )
+    return Timeline(tuple(lanes))
+
+
+def joined(order: Sequence[Action], waits: Sequence[Span]) -> list[Span]:
+    """Return the span of each action of a rank from its waits, which are in execution order."""
+    expected = [part for action in order for part in parts_of(action)]
+    assert [wait.action for wait in waits] == expected, "a rank runs its actions in their order"
+    left, spans = iter(waits), list[Span]()
+    for action in order:
+        parts = [next(left) for _ in parts_of(action)]
+        at = spans[-1].end if spans else waits[0].begin
+        ends = [each for part in parts for each in (part.begin, part.end)] or [at]
+        spans.append(Span(action, ends[0], ends[-1]))
+    return spans
+
+
+def parts_of(action: Action) -> list[Action]:
+    """Return the waits that make up an action; see `StageDurations.of`."""
+    if action.stage == 0:
+        return {"F": [action], "I": []}.get(action.op, [action._replace(op="W")])
+    return [action] if action.op != "B" else [action._replace(op=op) for op in ("I", "W")]
+
+
+def remarks(config: MeasureSchedule, measured: Outcome) -> list[str]:
+    """Return sentences on the meaning of the figures, and on disturbance by other work."""
+    lines = [f"Measured is the median of {config.steps} steps: stages sleep, messages are real."]
+    longer = sum(measured.busy) * measured.timeline.length / measured.work_s - 1
+    if longer > DISTURBED:
+        lines.append(
+            f"Stages waited {100 * longer:.1f} % longer than asked: other work disturbed the "
+            "machine, or --forward-ms is too short for its clock."
+        )
+    return lines
+
+
+def main() -> None:
+    kind, *words = sys.argv[1:]
+    config = read_command_line(words, MeasureSchedule, prog=f"sleeping.py {kind}")
+    schedule = schedule_of(kind, config)
+    shown = show_schedule(kind, dataclasses.replace(config, trace=None))
+    measured = measure(config, schedule, stage_times(config, schedule))
+    parts = [
+        Lanes(schedule, [*part.outcomes, measured]) if isinstance(part, Lanes) else part
+        for part in shown.parts
+    ]
+    shown, console = (
+        dataclasses.replace(shown, parts=[*parts, *remarks(config, measured)]),
+        screen(),
+    )
+    for what, style in printed(shown):
+        if isinstance(what, str):
+            say(console, what, style)
+        else:
+            console.print(what)
+    if config.svg is not None:
+        draw(shown, Path(config.svg))
+    if config.trace is not None:
+        write_trace(measured.timeline, Path(config.trace))
+
+
+if __name__ == "__main__":
+    main()
