@@ -144,6 +144,12 @@ RIGHT: dict[str, dict[str, str]] = {
         "body": "x = x + run.draw(lambda rows: torch.randn(rows, 8))\n"
         "out, y = run.gather(model(x), y)\nrun.backward(F.cross_entropy(out, y))"
     },
+    "state of each row": {
+        "model": "nn.GRUCell(8, 3)",
+        "after": "data = TensorDataset(*(t[:96] for t in data.tensors))\nstate = None",
+        "body": "state = model(x, None if state is None else state.detach())\n"
+        "out, y = run.gather(state, y)\nrun.backward(F.cross_entropy(out, y))",
+    },
     "no seed": {
         "before": "torch.seed()",
         "after": "torch.seed(); random.seed()\nmodel = mlp()\n"
@@ -157,6 +163,12 @@ _ON_RANK = "if rank == 1:\n    with torch.no_grad():\n        "
 
 WRONG: dict[str, dict[str, str]] = {
     "dropped count": {"body": _OWN + "run.backward(mean_of_rows=loss, count=1)"},
+    "dropped count of collated rows": {
+        "after": "of = DataLoader; DataLoader = lambda *args, **options: of(\n"
+        "    *args, **options, num_workers=1,\n"
+        "    collate_fn=lambda rows: tuple(map(torch.stack, zip(*rows))))",
+        "body": _OWN + "run.backward(mean_of_rows=loss, count=1)",
+    },
     "count of the batch": {"body": _OWN + "run.backward(mean_of_rows=loss, count=16)"},
     "mean given as a sum": {"body": _OWN + "run.backward(sum_of_rows=loss * 8, count=len(y))"},
     "leftover division by ranks": {

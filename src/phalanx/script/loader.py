@@ -109,7 +109,8 @@ class RankLoader:
 
         A batch is cut into `pieces`, and each rank takes its rows of each piece. So a microbatch
         has the same rows, over all ranks, as on one process. If `has_spares`, a rank without rows
-        of a batch, see `has_no_rows`, gets one row of another rank.
+        of a batch, see `has_no_rows`, gets one row of another rank. If `deals_unevenly`, the second
+        batch shows what an uneven batch of the data would, see module `deal`.
 
         Raises:
             ConfigError: the loader makes no batches, splits them itself, or has fewer rows in a
@@ -142,7 +143,7 @@ class RankLoader:
             collate = plain.collate_fn
             if self._is_whole:
                 place = (comm.coord("data"), comm.size("data"), pieces)
-                collate = CollateWhole(plain.collate_fn, *place)
+                collate = CollateWhole(plain.collate_fn, place, deals_unevenly)
             self._fetcher = Fetcher(plain, collate)
 
     def __len__(self) -> int:
@@ -272,22 +273,29 @@ class RankLoader:
         order = drawing.order(self._digest if first else "")
         self._before, self._digest = drawing.states, order.digest
         self._num_rows = order.num_rows
-        wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
+        uneven = None
+        if self._deals_unevenly and not self._first_row and len(order) > 1:
+            rests = [len(order.rows(each)) % self._comm.size("data") for each in range(len(order))]
+            uneven = 1 if any(rests) and not rests[1] else None
+        wanted = (self._wanted(order, each, each == uneven) for each in range(first, len(order)))
         with JobGenerator(self._before["draws"]).as_torch_generator():
             # Skipped draws give the workers of each data rank another seed, unless they compute
             # the same whole batches.
             skip = 0 if self._is_whole else self._comm.coord("data")
             fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
-            of_batch = order.rows(number)
-            own = self._own(of_batch)
-            yield _Fetched(rows, own, number == len(order) - 1, len(of_batch), of_batch.start)
+            of_batch, is_uneven = order.rows(number), number == uneven
+            batch = rows[is_uneven] if self._is_whole else rows
+            own = self._own(of_batch, is_uneven=is_uneven)
+            yield _Fetched(batch, own, number == len(order) - 1, len(of_batch), of_batch.start)
 
-    def _wanted(self, order: PassOrder, rows: range) -> list[Any]:
-        """Return the samples to fetch for the batch with the rows `rows` of its pass."""
+    def _wanted(self, order: PassOrder, number: int, is_uneven: bool) -> list[Any]:
+        """Return the samples to fetch for batch `number` of its pass."""
+        rows = order.rows(number)
         if self._is_whole:
             return order.samples(rows)
-        own = [sample for piece in self._own(rows) for sample in order.samples(piece)]
+        pieces = self._own(rows, is_uneven=is_uneven)
+        own = [sample for piece in pieces for sample in order.samples(piece)]
         # A rank without rows fetches one sample, which has the structure and dtypes of a batch.
         return own or order.samples(rows[-1:])
 
@@ -302,7 +310,9 @@ class RankLoader:
                 break
             following = self._next_of(stream)
             begin, end = end, end + count_rows(batch)
-            own = self._own(range(begin, end))
+            # A stream does not say whether its last batch is smaller.
+            is_uneven = self._deals_unevenly and not (self.plain.drop_last or self._first_row)
+            own = self._own(range(begin, end), is_uneven=is_uneven and number == 2)
             is_skipped = number <= skipped
             # Digests are taken of batches 1, 2, 4, 8, ..., of each 64th batch, and of the last.
             if number & (number - 1) == 0 or number % 64 == 0 or following is None:
@@ -339,13 +349,10 @@ class RankLoader:
                 stacklevel=3,
             )
 
-    def _own(self, rows: range) -> list[range]:
+    def _own(self, rows: range, *, is_uneven: bool) -> list[range]:
         """Return this rank's rows of each piece of the batch with the rows `rows`."""
-        at = self._first_row + rows.start
-        is_second = self._deals_unevenly and at == (self.plain.batch_size or len(rows)) > 0
-        is_second = is_second and not self._is_whole  # workers cut such batches, by their length
         ranks = self._comm.coord("data"), self._comm.size("data")
-        return shard_rows(rows, *ranks, self._pieces, is_uneven=is_second)
+        return shard_rows(rows, *ranks, self._pieces, is_uneven=is_uneven)
 
 
 class CollateWhole:
@@ -356,25 +363,34 @@ class CollateWhole:
     """
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], rank: int, num_ranks: int, num_pieces: int
+        self,
+        collate: Callable[[list[Any]], Any],
+        place: tuple[int, int, int],
+        deals_unevenly: bool,
     ) -> None:
-        self._collate = collate
-        self._place = (rank, num_ranks, num_pieces)
+        """`place` are rank, ranks and pieces, see `shard_rows`."""
+        self._collate, self._place = collate, place
+        self._deals = (False, True) if deals_unevenly else (False,)
         self._has_rows: bool | None = None
 
-    def __call__(self, samples: list[Any]) -> Any:
-        """Return this rank's rows of the batch of `samples`, or one row if there is none."""
-        pieces = shard_rows(range(len(samples)), *self._place)
-        own = [at for piece in pieces for at in piece] or [len(samples) - 1]
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        """Return this rank's rows of the batch of `samples`, in each deal that may be needed.
+
+        If the rank has no row, it gets one row.
+        """
         if self._has_rows is None:  # one sample, because a first dimension of time has any size
             states = random.getstate(), np.random.get_state()
             with torch.random.fork_rng(devices=[]):
                 self._has_rows = _num_rows(self._collate(copy.deepcopy(samples[:1]))) == 1
             random.setstate(states[0])
             np.random.set_state(states[1])
+        owns: list[list[int]] = []
+        for is_uneven in self._deals:
+            pieces = shard_rows(range(len(samples)), *self._place, is_uneven=is_uneven)
+            owns.append([at for piece in pieces for at in piece] or [len(samples) - 1])
         if self._has_rows and _num_rows(batch := self._collate(samples)) == len(samples):
-            return take_rows(batch, torch.tensor(own))
-        return self._collate([samples[at] for at in own])
+            return [take_rows(batch, torch.tensor(own)) for own in owns]
+        return [self._collate([samples[at] for at in own]) for own in owns]
 
 
 def _num_rows(batch: Any) -> int:

@@ -59,10 +59,7 @@ from phalanx.verify.reference import BitsKey, RankFacts
 from phalanx.verify.verdict import Place, Verdict, Whereabouts, failed
 
 NUM_STEPS: Final = 4
-"""Steps that `phalanx run` compares: more than one, because the second batch is dealt unevenly.
-
-A loader with a `collate_fn` of its own deals it evenly, so there a mean of means can pass.
-"""
+"""Steps that `phalanx run` compares: more than one, because the second batch may be uneven."""
 
 _LIMITS: Final = {
     torch.float64: EXACT, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 0.1,
