@@ -110,6 +110,11 @@ RIGHT: dict[str, dict[str, str]] = {
     "dropout": {"model": "mlp(nn.Dropout(0.3))"},
     "global BatchNorm": {"model": "mlp(nn.BatchNorm1d(16))", "prepare": ", batch_norm='global'"},
     "local BatchNorm": {"model": "mlp(nn.BatchNorm1d(16))", "prepare": ", batch_norm='local'"},
+    "BatchNorm that amplifies rounding": {
+        "model": "mlp(nn.BatchNorm1d(16, eps=1e-12))",
+        "prepare": ", batch_norm='global'",
+        "after": "model[0].weight.data *= 1e-4",
+    },
     "LayerNorm": {"model": "mlp(nn.LayerNorm(16))"},
     "accumulation": {"init": "accumulation=2"},
     "accumulation of sums": {
