@@ -155,6 +155,11 @@ RIGHT: dict[str, dict[str, str]] = {
         "body": "state = model(x, None if state is None else state.detach())\n"
         "out, y = run.gather(state, y)\nrun.backward(F.cross_entropy(out, y))",
     },
+    "DistributedSampler": {
+        "after": "from torch.utils.data import DistributedSampler\nof = DataLoader\n"
+        "DataLoader = lambda data, size, **_: of(\n"
+        "    data, size // 2, sampler=DistributedSampler(data, run.size, run.rank))",
+    },
     "no seed": {
         "before": "torch.seed()",
         "after": "torch.seed(); random.seed()\nmodel = mlp()\n"

@@ -60,6 +60,7 @@ def test_a_right_script_raises_no_alarm(
         return
     assert code == 0, said
     assert ("agree" in said) != ("not proved" in said)
+    assert ("batch_size of a DistributedSampler" in said) == (name == "DistributedSampler")
 
 
 @pytest.mark.slow
@@ -70,4 +71,5 @@ def test_a_mistake_stops_the_job(
 ) -> None:
     code, said = ran(script(**WRONG[name]), strategy, capfd)
     assert code != 0, said
+    assert name != "batch size by ranks" or "the global batch, on any number of ranks" in said
     assert not Path("checkpoints").exists()
