@@ -30,12 +30,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from phalanx.account.host import free_memory_bytes
@@ -84,33 +84,27 @@ _LEAST_LOSS: Final = 1e-2
 _COPIES: Final = 8
 """Copies of its weights that one process needs: gradients, optimizer states, and records."""
 
+_OWN_BATCHES: Final = "; batch_size is the global batch, on any number of ranks"
+
 _VERDICT: Final = "verdict"
 
 
 class _Record(NamedTuple):
     """What a rank records at one place of a step.
 
-    Attributes:
-        step: number of the step, from 0; -1 before the first.
-        place: "prepared", "gradients" after the last backward, "weights" after an optimizer's step,
-            a call that may "save", "end" of the script, or "signal" if a signal has ended it.
-        numbers: see `RankFacts`.
-        shards: quantity -> shards of tensors.
-        bits: see `RankFacts`.
-        rows: number of a loader, position in its data -> shape and hash of the row, of the batches
-            of the step.
-        states: name of a random generator -> hash of its state.
-        sums: results of `run.sum` since the record before; of tensors their sums.
+    A place is "prepared", "gradients" after the last backward, "weights" after an optimizer's step,
+    a call that may "save", "end" of the script, or "signal" if a signal has ended it.
     """
 
-    step: int
+    step: int  # from 0; -1 before the first
     place: str
     numbers: dict[str, dict[str, float]]
     shards: dict[str, Shards]
     bits: dict[BitsKey, str]
+    # Number of a loader, position in its data -> shape and hash of a row of the step's batches.
     rows: dict[tuple[int, int], tuple[str, str]]
-    states: dict[str, str]
-    sums: list[float]
+    states: dict[str, str]  # name of a random generator -> hash of its state
+    sums: list[float]  # results of `run.sum` since the record before; of tensors their sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -493,7 +487,7 @@ class _Judge(_Recorder):
         bits = [{k: v for k, v in rank.bits.items() if k[0] != "buffer"} for rank in ranks]
         unequal = unequal_replicas(record.step, [RankFacts(bits=each) for each in bits])
         if problems or unequal or not all(row.passes for row in rows):
-            self._refuse_irreproducible(record, ranks)
+            self._refuse_irreproducible(record, ranks, problems)
             wrong = [*self._differences, *rows]
             self.proof.conclude(verdict_of(self._title, wrong, problems, unequal))
         if record.place != "prepared":
@@ -531,8 +525,9 @@ class _Judge(_Recorder):
             elif row.quantity == "gradient" and limit < error < math.inf:
                 reading = self._run._prepared.reading
                 counts = {} if reading.current is None else reading.current.calls
-                moved = moved or self._probe.movement(dtype, counts, _NOISE)
-                limit = max(limit, FACTOR * moved[row.name])
+                with suppress(Exception):  # of a module that cannot be called again
+                    moved = moved or self._probe.movement(dtype, counts, _NOISE)
+                limit = max(limit, FACTOR * moved.get(row.name, 0.0))
             rows.append(dataclasses.replace(row, error=error, limit=limit))
         return rows
 
@@ -551,22 +546,21 @@ class _Judge(_Recorder):
             if not is_one and abs(many / one - num_ranks) < 1e-6 < num_ranks - 1:
                 what = f"run.sum returns {many:g} on the ranks, {one:g} on one process"
                 return [Place(None, f"{what}: it adds up gathered rows again", mine.step)]
-        if (used := _used(ranks)) and mine.rows and (odd := sorted(used ^ mine.rows.keys())):
+        used = {at for rank in ranks for at in rank.rows}
+        if used and mine.rows and (odd := sorted(used ^ mine.rows.keys())):
             what = (
                 f"the ranks read {len(used)} rows in this step, one process reads "
                 f"{len(mine.rows)}; the first that only one side reads is {odd[0][1]}"
             )
-            if self._has_own_batch_size(mine, ranks):
-                what += "; batch_size is the global batch, on any number of ranks"
+            sizes = sorted((len(used), len(mine.rows)))
+            if sizes[1] == num_ranks * sizes[0]:
+                what += _OWN_BATCHES
             return [Place(None, what, mine.step)]
         return []
 
-    def _has_own_batch_size(self, mine: _Record, ranks: Sequence[_Record]) -> bool:
-        """Return whether the batches of the script depend on the number of ranks."""
-        sizes = len(_used(ranks)), len(mine.rows)
-        return max(sizes) == self.proof.strategy.data_ranks * min(sizes) > min(sizes)
-
-    def _refuse_irreproducible(self, mine: _Record, ranks: Sequence[_Record]) -> None:
+    def _refuse_irreproducible(
+        self, mine: _Record, ranks: Sequence[_Record], problems: Sequence[Place]
+    ) -> None:
         """Conclude without a verdict if each start of the script computes other numbers."""
         theirs, own = self._first or (ranks[0], mine)
         for name, state in own.states.items():
@@ -583,15 +577,16 @@ class _Judge(_Recorder):
             for at, (shape, digest) in each.rows.items()
             if (known := mine.rows.get(at)) and known[0] == shape and known[1] != digest
         ]
-        is_other = bool(odd) or mine.rows.keys() != _used(ranks)
-        if is_other and any(isinstance(each.sampler, DistributedSampler) for each in self._loaders):
+        has_own_batches = any(_OWN_BATCHES in each.what for each in problems)
+        has_sampler = any(isinstance(each.sampler, DistributedSampler) for each in self._loaders)
+        if has_sampler and (odd or has_own_batches):
             self.proof.conclude(
                 None,
                 "the batch_size of a DistributedSampler counts rows of one rank, so one process "
                 "reads other batches; give DataLoader(..., shuffle=True) and the global batch_size",
             )
         is_random = odd and (odd[0] == 0 or not all(map(_is_fixed, self._loaders)))
-        if is_random and not self._has_own_batch_size(mine, ranks):
+        if is_random and not has_own_batches:
             self.proof.conclude(
                 None,
                 "the data have other values on one process than on the ranks; draw augmentations "
@@ -599,23 +594,13 @@ class _Judge(_Recorder):
             )
 
 
-def _used(ranks: Sequence[_Record]) -> set[tuple[int, int]]:
-    return {at for rank in ranks for at in rank.rows}
-
-
 def _is_fixed(loader: RankLoader) -> bool:
     """Return whether a loader's samples are the same each time; True only if this can be seen."""
-    data = loader.plain.dataset
-    if isinstance(data, IterableDataset):
-        return False
-    try:
-        first, second = (
-            pickle.dumps([data[at] for at in range(min(4, len(cast("Any", data))))])
-            for _ in range(2)
-        )
-    except Exception:  # of the script's dataset, which cannot be read here
-        return False
-    return first == second
+    data: Any = loader.plain.dataset
+    with suppress(Exception):  # of the script's dataset, which cannot be read here
+        first, second = (pickle.dumps([data[at] for at in range(2)]) for _ in range(2))
+        return first == second
+    return False
 
 
 def _modules_beside(script: str) -> dict[str, str]:

@@ -39,12 +39,12 @@ class RoundingProbe:
     """The calls of a model in a step, whose gradients it can compute with other roundings.
 
     Attributes:
-        dtypes: data types of the parameters, and of the outputs of all modules so far.
+        dtypes: real data types of the parameters, and of the outputs of all modules so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Follow the calls of `model` and of its modules."""
-        self.dtypes = {p.dtype for p in model.parameters()}
+        self.dtypes = {p.dtype.to_real() for p in model.parameters()}
         self._model = model
         self._calls: list[_Call] = []
         self._depth = 0
@@ -75,7 +75,7 @@ class RoundingProbe:
         if self._moves is not None and isinstance(output, Tensor) and output.is_floating_point():
             return self._moves(output)
         tensors = tensors_of(output)
-        self.dtypes |= {tensor.dtype for tensor in tensors}
+        self.dtypes |= {tensor.dtype.to_real() for tensor in tensors}
         if self._depth == 0 and self._calls and self._calls[-1].module is module:
             for number, tensor in enumerate(tensors):
                 if tensor.requires_grad:
