@@ -115,11 +115,6 @@ RIGHT: dict[str, dict[str, str]] = {
         "prepare": ", batch_norm='global'",
         "after": "model[0].weight.data *= 1e-4",
     },
-    "complex weights": {
-        "before": "class Wave(nn.Linear):\n    def forward(self, x):\n"
-        "        return super().forward(x.to(torch.complex64)).abs()",
-        "model": "Wave(8, 3, dtype=torch.complex64)",
-    },
     "LayerNorm": {"model": "mlp(nn.LayerNorm(16))"},
     "accumulation": {"init": "accumulation=2"},
     "accumulation of sums": {

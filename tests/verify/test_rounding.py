@@ -19,6 +19,10 @@ class Pair(nn.ModuleDict):
         super().__init__({"body": body, "head": nn.Linear(16, 3)})
 
 
+def test_the_limits_are_of_a_real_type() -> None:
+    assert RoundingProbe(nn.Linear(2, 2, dtype=torch.complex64)).dtypes == {torch.float32}
+
+
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_a_batch_norm_that_amplifies_rounding_is_found(is_recomputed: bool) -> None:
     movements: list[dict[str, float]] = []
