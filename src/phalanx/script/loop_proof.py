@@ -243,12 +243,7 @@ def run_proved(
 
 def _run_recorded(path: str, words: list[str], given: str | None, proof: _Proof) -> tuple[int, str]:
     """Run a script on this rank of the job, and record its first steps."""
-    recorder = _Recorder(proof)
-    with ExitStack() as stack:
-        if proof.is_wide:
-            for each in (recorder.at, redirect_stdout(io.StringIO()), warnings.catch_warnings()):
-                stack.enter_context(each)
-        return recorder.run(path, words, given)
+    return _Recorder(proof).run(path, words, given)
 
 
 def _run_alone(path: str, words: list[str], given: str | None, proof: _Proof) -> None:
@@ -266,16 +261,12 @@ def _run_alone(path: str, words: list[str], given: str | None, proof: _Proof) ->
 
 
 class _Recorder:
-    """Records the steps of a script's `Run` on a rank.
-
-    Attributes:
-        at: place of the script, for a message if it fails.
-    """
+    """Records the steps of a script's `Run` on a rank."""
 
     is_alone = False
 
     def __init__(self, proof: _Proof) -> None:
-        self.at = Whereabouts()
+        self._at = Whereabouts()
         self.proof = proof
         self._model: nn.Module | None = None
         self._loaders: list[RankLoader] = []
@@ -290,19 +281,20 @@ class _Recorder:
 
     def run(self, path: str, words: list[str], given: str | None) -> tuple[int, str]:
         """Run a script, see `run_script`, and record its first steps."""
-        before, split = torch.get_default_dtype(), None
-        if self.proof.is_wide:
-            torch.set_default_dtype(torch.float64)
-            split = self.proof.strategy
-        OVERRIDES.append((Strategy() if self.is_alone else split, self._attach))
-        try:
+        with ExitStack() as stack:
+            if self.proof.is_wide:
+                for each in (self._at, redirect_stdout(io.StringIO()), warnings.catch_warnings()):
+                    stack.enter_context(each)
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            split = Strategy() if self.is_alone else self.proof.strategy
+            is_split = self.is_alone or self.proof.is_wide  # else the script may name a strategy
+            OVERRIDES.append((split if is_split else None, self._attach))
+            stack.callback(OVERRIDES.pop)
             end = run_script(path, words, given)
             if self._is_on:
                 self._send("signal" if PULSE.handled_signal else "end")
-            return end
-        finally:
-            OVERRIDES.pop()
-            torch.set_default_dtype(before)
+        return end
 
     def _deliver(self, record: _Record) -> None:
         """Give a record to the one process."""
@@ -370,7 +362,7 @@ class _Recorder:
             if isinstance(each, nn.Module):
                 self._model = each
                 if self.proof.is_wide:
-                    self.at.follow(each)
+                    self._at.follow(each)
                 self._send("prepared", {}, {"first weight": dict(each.named_parameters())})
             elif isinstance(each, torch.optim.Optimizer):
                 each.register_step_post_hook(self._after)
@@ -384,7 +376,7 @@ class _Recorder:
                 raise SystemExit
         loss = backward(*args, **kwargs)
         if self._is_on:
-            self.at.step = self._step
+            self._at.step = self._step
             call = len(self._losses)
             self._losses[f"call {call + 1}" if call else ""] = float(loss)
             if self._run.is_step_end:
@@ -403,10 +395,9 @@ class _Recorder:
         stepped = {p for group in groups for p in group["params"]}
         weights = {name: p.detach() for name, p in self._parameters() if p in stepped}
         tensors: dict[str, dict[str, Tensor]] = {"weight": weights}
-        if self.proof.is_wide:
-            assert self._model is not None
-            tensors = {"buffer": dict(self._model.named_buffers())}
-            tensors |= state_of(self._model, optimizer)
+        if self.proof.is_wide and self._model is not None:
+            buffers = dict(self._model.named_buffers())
+            tensors = {"buffer": buffers, **state_of(self._model, optimizer)}
         self._send("weights", {"learning rate": rates}, tensors)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -440,7 +431,6 @@ class _Judge(_Recorder):
         super().__init__(proof)
         self._first: tuple[_Record, _Record] | None = None
         self._differences: list[Difference] = []
-        self._title = str(proof.strategy)
 
     @override
     def _attach(self, run: Run) -> None:
@@ -489,7 +479,7 @@ class _Judge(_Recorder):
         if problems or unequal or not all(row.passes for row in rows):
             self._refuse_irreproducible(record, ranks, problems)
             wrong = [*self._differences, *rows]
-            self.proof.conclude(verdict_of(self._title, wrong, problems, unequal))
+            self.proof.conclude(verdict_of(str(self.proof.strategy), wrong, problems, unequal))
         if record.place != "prepared":
             self._differences += rows
         if record.place in ("end", "signal"):
@@ -503,7 +493,7 @@ class _Judge(_Recorder):
 
     def _end(self, why: str) -> NoReturn:
         """Conclude that the steps agree, or without a verdict if there were none."""
-        equal = verdict_of(self._title, self._differences, [], [])
+        equal = verdict_of(str(self.proof.strategy), self._differences, [], [])
         self.proof.conclude(equal if self._differences else None, why)
 
     def _compared(self, mine: _Record, theirs: StepRecord) -> list[Difference]:
