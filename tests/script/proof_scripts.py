@@ -165,6 +165,7 @@ RIGHT: dict[str, dict[str, str]] = {
         "after": "torch.seed(); random.seed()\nmodel = mlp()\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)",
     },
+    "compiled": {"model": "torch.compile(mlp(), backend='aot_eager', fullgraph=True)"},
     "frozen layer": {"after": "for p in model[0].parameters(): p.requires_grad = False"},
 }
 """Name -> parts of a script that computes what one process computes, or says that it does not."""

@@ -60,6 +60,8 @@ def test_a_right_script_raises_no_alarm(
         return
     assert code == 0, said
     assert ("agree" in said) != ("not proved" in said)
+    assert "on one process script.py ends" not in said
+    assert any(Path("cache").rglob("proved/*")) == ("4 steps agree" in said)
     assert ("batch_size of a DistributedSampler" in said) == (name == "DistributedSampler")
 
 

@@ -208,7 +208,7 @@ def run_proved(
 
     Returns:
         The results of the ranks, and the fingerprints of the imported modules beside the script;
-        None in their place if there was no comparison.
+        None in their place if fewer steps were compared.
 
     Raises:
         TrainingError: a step differs from one process.
@@ -226,8 +226,10 @@ def run_proved(
             if not verdict.is_equal:
                 without = "phalanx run --no-proof runs the script without this comparison"
                 raise TrainingError("\n".join([verdict.headline(), *verdict.replicas[:1], without]))
-            proved, errors = modules, verdict.largest_errors()
+            errors = verdict.largest_errors()
             steps = 1 + max(row.step for row in verdict.differences)
+            if steps == NUM_STEPS:  # else a signal may have ended the script before an uneven batch
+                proved = modules
             found = [f"{q} {errors[q]:.0e}" for q in ("loss", "gradient", "weight") if q in errors]
             limit = max(row.limit for row in verdict.differences)
             is_rounding = limit > max(_LIMITS.values())

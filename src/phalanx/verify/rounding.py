@@ -51,7 +51,7 @@ class RoundingProbe:
         self._moves: Callable[[Tensor], Tensor] | None = None
         for module in model.modules():
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_hook(self._leave)
 
     def __deepcopy__(self, memo: Any) -> RoundingProbe:
         return self  # a copy of the model has its hooks
@@ -61,6 +61,8 @@ class RoundingProbe:
         self._calls, self._depth = [], 0
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._depth += 1
         # A checkpoint calls modules again in the backward.
         is_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
@@ -71,6 +73,8 @@ class RoundingProbe:
             self._calls.append(_Call(module, arguments, autocast, {}))
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         self._depth -= 1
         if self._moves is not None and isinstance(output, Tensor) and output.is_floating_point():
             return self._moves(output)
