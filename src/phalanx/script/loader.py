@@ -59,9 +59,8 @@ class _Fetched(NamedTuple):
 
     rows: Any
     own: list[range]
+    of_batch: range
     is_last: bool
-    num_rows: int
-    begin: int
 
 
 _LOADERS: weakref.WeakSet[RankLoader] = weakref.WeakSet()
@@ -89,8 +88,7 @@ class RankLoader:
         spares: tensors of the last batch, if it has no row on this rank, each with the tensor of
             one row of another rank; empty else.
         is_used: whether a backward has used a batch of the current pass; set by `BatchTracker`.
-        is_dataset_read: whether a script has read `dataset` between passes; reset by
-            `UnreducedResultsWatch`.
+        own_rows: this rank's rows of the last batch, as positions in the batch; of the first piece.
         piece_sizes: number of this rank's rows in each piece of the last batch.
         num_batch_rows: rows of the last batch on all ranks.
     """
@@ -120,7 +118,7 @@ class RankLoader:
         _check(plain, comm.size("data"))
         self.plain = plain
         self.epoch = self.batches_done = 0
-        self.is_last = self.is_used = self.has_no_rows = self.is_dataset_read = False
+        self.is_last = self.is_used = self.has_no_rows = False
         self.rows = torch.zeros(0, dtype=torch.int64)
         self.spares: list[tuple[Tensor, Tensor]] = []
         self.piece_sizes: list[int] = []
@@ -130,8 +128,8 @@ class RankLoader:
         self._generator = generator
         self._on_batch, self._deals_unevenly = on_batch, deals_unevenly
         self._pieces = pieces
-        self._first_row = self._num_rows = self._begin = 0
-        self._last_own: list[range] = []
+        self._first_row = self._num_rows = 0
+        self.own_rows = range(0)
         self._before: dict[str, Tensor] = {}
         self._skip = self.num_begun = 0
         self._digest = ""
@@ -152,8 +150,6 @@ class RankLoader:
     def __getattr__(self, name: str) -> Any:
         if "plain" not in self.__dict__:  # during copy or unpickling
             raise AttributeError(name)
-        if name == "dataset" and not self.batches_done:
-            self.is_dataset_read = True
         return getattr(self.plain, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -181,7 +177,7 @@ class RankLoader:
         self.batches_done, self._skip, self.is_used = skip, 0, False
         self.num_begun += 1
         number = self.num_begun
-        for batch, own, is_last, self.num_batch_rows, self._begin in batches:
+        for batch, own, of_batch, is_last in batches:
             if number != self.num_begun:
                 raise ScriptError(
                     "a pass over the loader continues after another pass over it has begun; "
@@ -189,7 +185,8 @@ class RankLoader:
                 )
             self.is_last = is_last
             self.batches_done += 1
-            self._last_own = own
+            self.num_batch_rows = len(of_batch)
+            self.own_rows = range(own[0].start - of_batch.start, own[0].stop - of_batch.start)
             self.piece_sizes = [len(piece) for piece in own]
             rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
             self.rows = to_device(rows, self._comm.device)
@@ -204,20 +201,13 @@ class RankLoader:
             try:
                 yield given
             except GeneratorExit:
-                if (
-                    not self.is_used and number == self.num_begun
-                ):  # the script only looked at a batch: the pass starts again
+                # If the script only looked at a batch, the pass starts again.
+                if not self.is_used and number == self.num_begun:
                     self.batches_done, self._skip = 0, skip
                 raise
         self._first_row += self._num_rows
         self.epoch, self.batches_done = self.epoch + 1, 0
         self.is_last = self.has_no_rows = False
-
-    @property
-    def own_rows(self) -> range:
-        """This rank's rows of the last batch, as positions in the batch; needs one piece."""
-        (own,) = self._last_own
-        return range(own.start - self._begin, own.stop - self._begin)
 
     @property
     def stream_digest(self) -> str:
@@ -287,7 +277,7 @@ class RankLoader:
             of_batch, is_uneven = order.rows(number), number == uneven
             batch = rows[is_uneven] if self._is_whole else rows
             own = self._own(of_batch, is_uneven=is_uneven)
-            yield _Fetched(batch, own, number == len(order) - 1, len(of_batch), of_batch.start)
+            yield _Fetched(batch, own, of_batch, number == len(order) - 1)
 
     def _wanted(self, order: PassOrder, number: int, is_uneven: bool) -> list[Any]:
         """Return the samples to fetch for batch `number` of its pass."""
@@ -309,10 +299,11 @@ class RankLoader:
             if batch is None:
                 break
             following = self._next_of(stream)
-            begin, end = end, end + count_rows(batch)
+            of_batch = range(end, end + count_rows(batch))
+            end = of_batch.stop
             # A stream does not say whether its last batch is smaller.
             is_uneven = self._deals_unevenly and not (self.plain.drop_last or self._first_row)
-            own = self._own(range(begin, end), is_uneven=is_uneven and number == 2)
+            own = self._own(of_batch, is_uneven=is_uneven and number == 2)
             is_skipped = number <= skipped
             # Digests are taken of batches 1, 2, 4, 8, ..., of each 64th batch, and of the last.
             if number & (number - 1) == 0 or number % 64 == 0 or following is None:
@@ -324,10 +315,9 @@ class RankLoader:
                     "that is seeded in __iter__"
                 )
             if not is_skipped:
-                places = [at - begin for piece in own for at in piece]
-                here = torch.tensor(places or [0]).long()
-                rows = take_rows(batch, here)
-                yield _Fetched(rows, own, following is None, end - begin, begin)
+                places = [at - of_batch.start for piece in own for at in piece]
+                rows = take_rows(batch, torch.tensor(places or [0]))
+                yield _Fetched(rows, own, of_batch, following is None)
             batch = following
         self._num_rows = end
 
