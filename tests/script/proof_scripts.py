@@ -63,6 +63,10 @@ RIGHT: dict[str, dict[str, str]] = {
         "seconds = run.sum(0.1 + rank)\n"
         "out, y = run.gather(h, y)\nrun.backward(F.cross_entropy(out, y))"
     },
+    "mean of equal losses": {
+        "body": PARTS["body"].replace("run.b", "loss = run.b")
+        + "\nmean = run.sum(loss.item()) / run.size"
+    },
     "three steps": {"step": PARTS["step"] + "\nif number == 2: break"},
     "outputs in a structure": {
         "before": "class Structured(nn.Sequential):\n    def forward(self, x):\n"

@@ -104,7 +104,7 @@ class _Record(NamedTuple):
     # Number of a loader, position in its data -> shape and hash of a row of the step's batches.
     rows: dict[tuple[int, int], tuple[str, str]]
     states: dict[str, str]  # name of a random generator -> hash of its state
-    sums: list[float]  # results of `run.sum` since the record before; of tensors their sums
+    sums: list[float]  # results of `run.sum` of integers since the record before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,8 +329,8 @@ class _Recorder:
 
     def _sum(self, add_up: Any, value: Any) -> Tensor:
         total: Tensor = add_up(value)
-        if self._is_on:
-            self._sums.append(float(total.double().sum()))
+        if self._is_on and not total.is_floating_point():  # a mean of losses divides their sum
+            self._sums.append(float(total.sum()))
         return total
 
     def _may_save(self) -> bool:

@@ -177,7 +177,11 @@ class Replicas:
             return
         self._take_settings({**self._counts, STEPS: steps_done})
         facts = self._facts()
-        weights = {} if self._is_written() or self._is_rounding else facts.weights
+        # After the last step weights may be written, as for an export, and `model.half()` changes
+        # their addresses. Training keeps these, except in the first forward of FSDP2, before any
+        # comparison.
+        is_written = (self._versions(), self._addresses_now()) != (self._version, self._addresses)
+        weights = {} if is_written or self._is_rounding else facts.weights
         store = job_store()
         for place in dict.fromkeys(["", *(digest.place for digest in weights.values())]):
             here = {name: each for name, each in weights.items() if each.place == place}
@@ -202,12 +206,6 @@ class Replicas:
 
     def _versions(self) -> int:
         return sum([version_of(held.tensor) for held in self._weights.values()])
-
-    def _is_written(self) -> bool:
-        """Return whether weights were written since the last step, for example for an export."""
-        # `model.half()` replaces a parameter's tensor, which changes its address but no version.
-        # Training keeps addresses, except in the first forward of FSDP2, before any comparison.
-        return (self._versions(), self._addresses_now()) != (self._version, self._addresses)
 
     @torch.no_grad()
     def _addresses_now(self) -> list[int]:
