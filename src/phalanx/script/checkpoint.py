@@ -73,7 +73,16 @@ def begin(saver: Saver, loop: LoopObjects, strategy: str, steps_done: int, **mor
         )
         return script, parts
 
-    about = _about(strategy, steps_done, **more)
+    about = Manifest(
+        steps_done=steps_done,
+        num_steps=more.pop("num_steps", 0) or steps_done,  # 0: a script does not give its total
+        consumed=0,
+        num_ranks=dist.get_world_size(),
+        strategy=strategy,
+        shape={},
+        stream={},
+        **more,
+    )
     try:
         script, parts = all_or_none(collect, f"cannot save all of {final}")
     except CheckpointError as error:
@@ -90,19 +99,6 @@ def begin(saver: Saver, loop: LoopObjects, strategy: str, steps_done: int, **mor
     whole = dataclasses.replace(about, script=script, registered=parts.plain)
     saver.begin(loop.model, together, whole, parts.tensors, replaces=True)
     return final
-
-
-def _about(strategy: str, steps_done: int, *, num_steps: int = 0, **more: Any) -> Manifest:
-    return Manifest(
-        steps_done=steps_done,
-        num_steps=num_steps or steps_done,  # 0: a script does not give its total
-        consumed=0,
-        num_ranks=dist.get_world_size(),
-        strategy=strategy,
-        shape={},
-        stream={},
-        **more,
-    )
 
 
 def free_folder(folder: Path) -> Path:

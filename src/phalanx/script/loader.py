@@ -293,7 +293,7 @@ class RankLoader:
         self._before = before
         end, was, skipped = 0, self._digest, self.batches_done
         batch = self._next_of(stream)
-        if self.num_begun == 1 and len(set(gather_objects(_digest(batch)))) > 1:
+        if self.num_begun == 1 and len(set(gather_objects(digest_of(tensors_of(batch))))) > 1:
             self.warn_of_streams("begins with")
         for number in itertools.count(1):
             if batch is None:
@@ -307,7 +307,7 @@ class RankLoader:
             is_skipped = number <= skipped
             # Digests are taken of batches 1, 2, 4, 8, ..., of each 64th batch, and of the last.
             if number & (number - 1) == 0 or number % 64 == 0 or following is None:
-                self._digest = f"batch {number}, {_digest(batch)}"
+                self._digest = f"batch {number}, {digest_of(tensors_of(batch))}"
             if is_skipped and was.startswith(f"batch {number},") and was != self._digest:
                 raise DataError(
                     f"{type(self.plain.dataset).__name__} yields a different stream than in the "
@@ -423,10 +423,6 @@ def compute_spare_row(model: nn.Module, last: Callable[[], RankLoader | None]) -
 
     model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     model.register_forward_hook(after, prepend=True)
-
-
-def _digest(batch: Any) -> str:
-    return digest_of([] if batch is None else tensors_of(batch))
 
 
 def _check(plain: DataLoader[Any], num_ranks: int) -> None:
