@@ -159,6 +159,9 @@ RIGHT: dict[str, dict[str, str]] = {
         "body": "state = model(x, None if state is None else state.detach())\n"
         "out, y = run.gather(state, y)\nrun.backward(F.cross_entropy(out, y))",
     },
+    "batch that grows with the ranks": {
+        "after": "of = DataLoader; DataLoader = lambda data, size, **_: of(data, 8 * run.size)"
+    },
     "DistributedSampler": {
         "after": "from torch.utils.data import DistributedSampler\nof = DataLoader\n"
         "DataLoader = lambda data, size, **_: of(\n"

@@ -84,7 +84,7 @@ _LEAST_LOSS: Final = 1e-2
 _COPIES: Final = 8
 """Copies of its weights that one process needs: gradients, optimizer states, and records."""
 
-_OWN_BATCHES: Final = "; batch_size is the global batch, on any number of ranks"
+_DIVIDED: Final = "; batch_size is the global batch, on any number of ranks"
 
 _VERDICT: Final = "verdict"
 
@@ -544,9 +544,8 @@ class _Judge(_Recorder):
                 f"the ranks read {len(used)} rows in this step, one process reads "
                 f"{len(mine.rows)}; the first that only one side reads is {odd[0][1]}"
             )
-            sizes = sorted((len(used), len(mine.rows)))
-            if sizes[1] == num_ranks * sizes[0]:
-                what += _OWN_BATCHES
+            if len(used) * num_ranks == len(mine.rows):
+                what += _DIVIDED
             return [Place(None, what, mine.step)]
         return []
 
@@ -560,7 +559,7 @@ class _Judge(_Recorder):
                 self.proof.conclude(
                     None, f"two starts of the script draw other numbers: seed {name}"
                 )
-        if mine.place == "prepared":  # where all ranks have the first rank's weights
+        if mine.place == "prepared" and not problems:  # all ranks have the first rank's weights
             self.proof.conclude(None, "two starts of the script make other first weights")
         # Rows of one shape, so with equal padding, that have other values.
         odd = [
@@ -569,16 +568,17 @@ class _Judge(_Recorder):
             for at, (shape, digest) in each.rows.items()
             if (known := mine.rows.get(at)) and known[0] == shape and known[1] != digest
         ]
-        has_own_batches = any(_OWN_BATCHES in each.what for each in problems)
+        num_rows = len({at for rank in ranks for at in rank.rows})
+        is_larger = num_rows == self.proof.strategy.data_ranks * len(mine.rows) > len(mine.rows)
         has_sampler = any(isinstance(each.sampler, DistributedSampler) for each in self._loaders)
-        if has_sampler and (odd or has_own_batches):
+        if is_larger or (odd and has_sampler):
             self.proof.conclude(
                 None,
-                "the batch_size of a DistributedSampler counts rows of one rank, so one process "
-                "reads other batches; give DataLoader(..., shuffle=True) and the global batch_size",
+                "the batches grow with the number of ranks, or a DistributedSampler deals them; "
+                "give DataLoader(..., shuffle=True) and the global batch_size, to compare them",
             )
         is_random = odd and (odd[0] == 0 or not all(map(_is_fixed, self._loaders)))
-        if is_random and not has_own_batches:
+        if is_random and not any(_DIVIDED in each.what for each in problems):
             self.proof.conclude(
                 None,
                 "the data have other values on one process than on the ranks; draw augmentations "
