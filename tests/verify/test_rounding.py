@@ -14,8 +14,9 @@ class Pair(nn.ModuleDict):
     """A module whose parts the loop calls."""
 
     def __init__(self, spread: float) -> None:
-        body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, eps=1e-12), nn.Dropout(0.1))
-        body[0].weight.data *= spread
+        first = nn.Linear(8, 16)
+        first.weight.data *= spread
+        body = nn.Sequential(first, nn.BatchNorm1d(16, eps=1e-12), nn.Dropout(0.1))
         super().__init__({"body": body, "head": nn.Linear(16, 3)})
 
 

@@ -14,9 +14,8 @@ order does. Errors of ResNet-50 on two ranks are 0.3 to 4 times the movements fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -96,26 +95,23 @@ class RoundingProbe:
             noise: see `compare_values`.
         """
         parameters = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
-        kept = {name: each.detach().clone() for name, each in self._held()}
+        held = (*self._model.parameters(), *self._model.buffers())
+        kept = [(each, each.detach().clone()) for each in held]
         still: dict[str, Tensor] = {}
         largest: dict[str, float] = {}
         for seed in (0, *PERTURBATIONS):
             generator, eps = torch.Generator().manual_seed(seed), torch.finfo(dtype).eps
-            move = partial(_moved, generator, eps)
-            for p in parameters.values() if seed else ():
-                p.data.copy_(move(p.data))
-            self._moves = move if seed else None
-            made = self._gradients(parameters, counts)
-            self._moves = None
-            for name, each in self._held():
-                each.data.copy_(kept[name])  # `.data`, so that this is no write of the script
+            if seed:
+                self._moves = partial(_moved, generator, eps)
+                for p in parameters.values():
+                    p.data.copy_(self._moves(p.data))
+            made, self._moves = self._gradients(parameters, counts), None
+            for each, before in kept:
+                each.data.copy_(before)  # `.data`, so that this is no write of the script
             still = still or made
             for row in compare_values(0, "gradient", made, still, noise=noise):
                 largest[row.name] = max(row.error, largest.get(row.name, 0.0))
         return largest
-
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        return chain(self._model.named_parameters(), self._model.named_buffers())
 
     def _gradients(
         self, parameters: dict[str, nn.Parameter], counts: dict[str, int]
