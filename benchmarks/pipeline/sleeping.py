@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, cast
 
 import torch
+from phalanx.planner.perfetto import write_trace
 from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
@@ -46,7 +47,6 @@ from phalanx.parallel.pipeline.runtime import Pipeline
 from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Span, Timeline
 from phalanx.parallel.pipeline.stage import Stages
-from phalanx.planner.perfetto import write_trace
 from phalanx.show.animation import draw
 from phalanx.show.schedules import (
     ShowSchedule,

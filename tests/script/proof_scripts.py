@@ -63,6 +63,10 @@ RIGHT: dict[str, dict[str, str]] = {
         "seconds = run.sum(0.1 + rank)\n"
         "out, y = run.gather(h, y)\nrun.backward(F.cross_entropy(out, y))"
     },
+    "mean of equal losses": {
+        "body": PARTS["body"].replace("run.b", "loss = run.b")
+        + "\nmean = run.sum(loss.item()) / run.size"
+    },
     "three steps": {"step": PARTS["step"] + "\nif number == 2: break"},
     "outputs in a structure": {
         "before": "class Structured(nn.Sequential):\n    def forward(self, x):\n"
@@ -110,6 +114,11 @@ RIGHT: dict[str, dict[str, str]] = {
     "dropout": {"model": "mlp(nn.Dropout(0.3))"},
     "global BatchNorm": {"model": "mlp(nn.BatchNorm1d(16))", "prepare": ", batch_norm='global'"},
     "local BatchNorm": {"model": "mlp(nn.BatchNorm1d(16))", "prepare": ", batch_norm='local'"},
+    "BatchNorm that amplifies rounding": {
+        "model": "mlp(nn.BatchNorm1d(16, eps=1e-12))",
+        "prepare": ", batch_norm='global'",
+        "after": "model[0].weight.data *= 1e-4",
+    },
     "LayerNorm": {"model": "mlp(nn.LayerNorm(16))"},
     "accumulation": {"init": "accumulation=2"},
     "accumulation of sums": {
@@ -144,11 +153,26 @@ RIGHT: dict[str, dict[str, str]] = {
         "body": "x = x + run.draw(lambda rows: torch.randn(rows, 8))\n"
         "out, y = run.gather(model(x), y)\nrun.backward(F.cross_entropy(out, y))"
     },
+    "state of each row": {
+        "model": "nn.GRUCell(8, 3)",
+        "after": "data = TensorDataset(*(t[:96] for t in data.tensors))\nstate = None",
+        "body": "state = model(x, None if state is None else state.detach())\n"
+        "out, y = run.gather(state, y)\nrun.backward(F.cross_entropy(out, y))",
+    },
+    "batch that grows with the ranks": {
+        "after": "of = DataLoader; DataLoader = lambda data, size, **_: of(data, 8 * run.size)"
+    },
+    "DistributedSampler": {
+        "after": "from torch.utils.data import DistributedSampler\nof = DataLoader\n"
+        "DataLoader = lambda data, size, **_: of(\n"
+        "    data, size // 2, sampler=DistributedSampler(data, run.size, run.rank))",
+    },
     "no seed": {
         "before": "torch.seed()",
         "after": "torch.seed(); random.seed()\nmodel = mlp()\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)",
     },
+    "compiled": {"model": "torch.compile(mlp(), backend='aot_eager', fullgraph=True)"},
     "frozen layer": {"after": "for p in model[0].parameters(): p.requires_grad = False"},
 }
 """Name -> parts of a script that computes what one process computes, or says that it does not."""
@@ -157,6 +181,12 @@ _ON_RANK = "if rank == 1:\n    with torch.no_grad():\n        "
 
 WRONG: dict[str, dict[str, str]] = {
     "dropped count": {"body": _OWN + "run.backward(mean_of_rows=loss, count=1)"},
+    "dropped count of collated rows": {
+        "after": "of = DataLoader; DataLoader = lambda *args, **options: of(\n"
+        "    *args, **options, num_workers=1,\n"
+        "    collate_fn=lambda rows: tuple(map(torch.stack, zip(*rows))))",
+        "body": _OWN + "run.backward(mean_of_rows=loss, count=1)",
+    },
     "count of the batch": {"body": _OWN + "run.backward(mean_of_rows=loss, count=16)"},
     "mean given as a sum": {"body": _OWN + "run.backward(sum_of_rows=loss * 8, count=len(y))"},
     "leftover division by ranks": {

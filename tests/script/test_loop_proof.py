@@ -53,7 +53,9 @@ def verified(
     words = ["fsdp2", "--script", str(script), "--steps", "3", "--json", "--"]
     code = main(["verify", *words, statistics, str(folder)])
     assert not folder.exists()
-    return code, json.loads(capsys.readouterr().out.splitlines()[-1])["verdicts"][0]
+    printed = capsys.readouterr().out
+    assert "against the script in one process" in printed
+    return code, json.loads(printed.splitlines()[-1])["verdicts"][0]
 
 
 def test_a_loop_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

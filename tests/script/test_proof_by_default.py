@@ -60,6 +60,10 @@ def test_a_right_script_raises_no_alarm(
         return
     assert code == 0, said
     assert ("agree" in said) != ("not proved" in said)
+    assert "on one process script.py ends" not in said
+    assert any(Path("cache").rglob("proved/*")) == ("4 steps agree" in said)
+    grows = ("DistributedSampler", "batch that grows with the ranks")
+    assert ("batches grow with the number of ranks" in said) == (name in grows)
 
 
 @pytest.mark.slow
@@ -70,4 +74,5 @@ def test_a_mistake_stops_the_job(
 ) -> None:
     code, said = ran(script(**WRONG[name]), strategy, capfd)
     assert code != 0, said
+    assert name != "batch size by ranks" or "the global batch, on any number of ranks" in said
     assert not Path("checkpoints").exists()

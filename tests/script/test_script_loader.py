@@ -601,5 +601,5 @@ def test_a_collate_that_draws_gives_the_rows_of_one_process() -> None:
     seed()
     whole = draw_a_row_each([0, 1, 2, 3])
     seed()
-    own = CollateWhole(draw_a_row_each, 1, 2, 1)([0, 1, 2, 3])
+    (own,) = CollateWhole(draw_a_row_each, (1, 2, 1), False)([0, 1, 2, 3])
     torch.testing.assert_close(own, whole[2:])

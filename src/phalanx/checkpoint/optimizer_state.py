@@ -203,25 +203,19 @@ def _load_settings(
         if "lr" in own and "lr" not in settings:
             raise ValueError("it has no 'lr'")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-        _check_taken(optimizer, group, settings)
+        # Refuse settings with which the optimizer cannot be made, or can no longer step.
+        kind: type[Any] = type(optimizer)
+        if kind.__module__.startswith("torch.optim."):  # its arguments are settings
+            given = {n: settings[n] for n in inspect.signature(kind).parameters if n in settings}
+            kind([nn.Parameter(torch.zeros(DRY_SHAPE))], **given)
+        after = dry_state(optimizer, {**group, **settings})
+        if after is None and dry_state(optimizer, group) is not None:
+            raise ValueError("it cannot step with these settings")
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"the saved settings do not fit {what}: {brief(error, 200)}; make the same optimizer"
         ) from error
     group.update(settings)
-
-
-def _check_taken(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
-    """Refuse settings with which the optimizer cannot be made, or can no longer step."""
-    kind: type[Any] = type(optimizer)
-    if kind.__module__.startswith("torch.optim."):  # its arguments are settings
-        given = {n: settings[n] for n in inspect.signature(kind).parameters if n in settings}
-        kind([nn.Parameter(torch.zeros(DRY_SHAPE))], **given)
-    after = dry_state(optimizer, {**group, **settings})
-    if after is None and dry_state(optimizer, group) is not None:
-        raise ValueError("it cannot step with these settings")
 
 
 def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

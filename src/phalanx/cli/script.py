@@ -185,7 +185,8 @@ def _verify(config: ScriptVerifyConfig, judge: Callable[[], list[Verdict]]) -> i
     with not_ending(config.script):
         verdicts = judge()
     if os.environ.get("RANK", "0") == "0":
-        show_verdicts(verdicts, screen())
+        is_job = ":" in config.script
+        show_verdicts(verdicts, screen(), "plain PyTorch" if is_job else "the script")
         if config.json:
             print_verdicts(verdicts)
     if dist.is_initialized():  # wait: torchrun kills all ranks when one exits with 1

@@ -205,10 +205,12 @@ def report(verdict: Verdict, seconds: float) -> None:
     screen().print(Text(f"  {verdict.case}: {word}, {seconds:.1f} s", "dim"))
 
 
-def show_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
-    """Print the largest errors, the bytes sent, and each verdict."""
+def show_verdicts(
+    verdicts: Sequence[Verdict], console: Console, reference: str = "plain PyTorch"
+) -> None:
+    """Print the largest errors against `reference`, the bytes sent, and each verdict."""
     if any(verdict.differences for verdict in verdicts):
-        console.print("Largest errors against plain PyTorch in one process, relative, of all steps")
+        console.print(f"Largest errors against {reference} in one process, relative, of all steps")
         console.print(_errors(verdicts))
         if (first := verdicts[0]).sent:
             console.print(f"Sent in the last step of {first.strategy} {first.case}")

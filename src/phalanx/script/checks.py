@@ -173,7 +173,10 @@ def optimizer_of(
             "trainer does not give; take another optimizer, or phalanx.init and a loop of your own"
         )
     check_kind(optimizer, ours, "phalanx.Trainer")
-    _check_saved(optimizer)
+    # An optimizer that cannot step a dummy parameter is checked after its first real step.
+    state = dry_state(optimizer, optimizer.param_groups[0]) or {}
+    if words := unsavable_state(state, torch.Size(DRY_SHAPE)):
+        raise CheckpointError(f"phalanx.Trainer: {type(optimizer).__name__} {words}; {HELD}")
     return optimizer
 
 
@@ -215,16 +218,6 @@ def check_count(count: Any) -> None:
             f"Objective.num_valid: the count is {_described(count)}; expected how many samples or "
             "tokens the loss is a sum over, a whole number such as len(labels)"
         )
-
-
-def _check_saved(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state a checkpoint cannot store, found by a step on a dummy.
-
-    An optimizer that cannot step a dummy parameter is checked after its first real step.
-    """
-    state = dry_state(optimizer, optimizer.param_groups[0]) or {}
-    if words := unsavable_state(state, torch.Size(DRY_SHAPE)):
-        raise CheckpointError(f"phalanx.Trainer: {type(optimizer).__name__} {words}; {HELD}")
 
 
 @functools.cache

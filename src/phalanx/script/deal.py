@@ -12,8 +12,8 @@ So a piece has the same rows, over all ranks, as on one process, and a sum over 
 any number of ranks. The first pieces and the first ranks have the larger parts.
 
 Under the proof of a script's own loop, the second batch of a loader is dealt unevenly, as 9 + 7
-rows rather than 8 + 8: so the first steps show mistakes of every uneven batch, such as the last of
-a pass. A loop that carries a state of each row to the next batch cannot take that deal.
+rows rather than 8 + 8, if a later batch of the pass is uneven: so the first steps show what goes
+wrong there. A loop that carries a state of each row to the next batch has no uneven batches.
 """
 
 from __future__ import annotations

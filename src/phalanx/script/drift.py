@@ -119,10 +119,6 @@ def _names(parts: Any) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
-def _of_count(name: str, a: RankState, b: RankState) -> str:
-    return _COUNT_MESSAGES[name].format(a.rank, a.counts[name], b.rank, b.counts[name])
-
-
 def _of_setting(name: str, a: RankState, b: RankState) -> str:
     here, there = (facts.settings.get(name, "not set") for facts in (a, b))
     words = f"{name} is {here} on rank {a.rank} and {there} on rank {b.rank}; "
@@ -157,20 +153,18 @@ def _of_weights(name: str, a: RankState, b: RankState) -> str:
     )
 
 
-def _of_state(name: str, a: RankState, b: RankState) -> str:
-    return (
-        f"the optimizer's {name} {_values(a.states.get(name), b.states.get(name), a, b)}; load the "
-        "state of an optimizer on every rank"
-    )
-
-
 _Kind = Literal["counts", "settings", "weights", "states"]
 
 _WORDS: Final[Mapping[_Kind, Callable[[str, RankState, RankState], str]]] = {
-    "counts": _of_count,
+    "counts": lambda name, a, b: _COUNT_MESSAGES[name].format(
+        a.rank, a.counts[name], b.rank, b.counts[name]
+    ),
     "settings": _of_setting,
     "weights": _of_weights,
-    "states": _of_state,
+    "states": lambda name, a, b: (
+        f"the optimizer's {name} {_values(a.states.get(name), b.states.get(name), a, b)}; load the "
+        "state of an optimizer on every rank"
+    ),
 }
 """Kind of difference -> function that makes the message from a name and two ranks' facts."""
 

@@ -81,9 +81,8 @@ class _Fetched(NamedTuple):
 
     rows: Any
     own: list[range]
+    of_batch: range
     is_last: bool
-    num_rows: int
-    begin: int
 
 
 _LOADERS: weakref.WeakSet[RankLoader] = weakref.WeakSet()
@@ -111,8 +110,7 @@ class RankLoader:
         spares: tensors of the last batch, if it has no row on this rank, each with the tensor of
             one row of another rank; empty else.
         is_used: whether a backward has used a batch of the current pass; set by `BatchTracker`.
-        is_dataset_read: whether a script has read `dataset` between passes; reset by
-            `UnreducedResultsWatch`.
+        own_rows: this rank's rows of the last batch, as positions in the batch; of the first piece.
         piece_sizes: number of this rank's rows in each piece of the last batch.
         num_batch_rows: rows of the last batch on all ranks.
     """
@@ -131,7 +129,8 @@ class RankLoader:
 
         A batch is cut into `pieces`, and each rank takes its rows of each piece. So a microbatch
         has the same rows, over all ranks, as on one process. If `has_spares`, a rank without rows
-        of a batch, see `has_no_rows`, gets one row of another rank.
+        of a batch, see `has_no_rows`, gets one row of another rank. If `deals_unevenly`, the second
+        batch shows what an uneven batch of the data would, see module `deal`.
 
         Raises:
             ConfigError: the loader makes no batches, splits them itself, or has fewer rows in a
@@ -141,7 +140,7 @@ class RankLoader:
         _check(plain, comm.size("data"))
         self.plain = plain
         self.epoch = self.batches_done = 0
-        self.is_last = self.is_used = self.has_no_rows = self.is_dataset_read = False
+        self.is_last = self.is_used = self.has_no_rows = False
         self.rows = torch.zeros(0, dtype=torch.int64)
         self.spares: list[tuple[Tensor, Tensor]] = []
         self.piece_sizes: list[int] = []
@@ -151,8 +150,8 @@ class RankLoader:
         self._generator = generator
         self._on_batch, self._deals_unevenly = on_batch, deals_unevenly
         self._pieces = pieces
-        self._first_row = self._num_rows = self._begin = 0
-        self._last_own: list[range] = []
+        self._first_row = self._num_rows = 0
+        self.own_rows = range(0)
         self._before: dict[str, Tensor] = {}
         self._skip = self.num_begun = 0
         self._digest = ""
@@ -164,7 +163,7 @@ class RankLoader:
             collate = plain.collate_fn
             if self._is_whole:
                 place = (comm.coord("data"), comm.size("data"), pieces)
-                collate = CollateWhole(plain.collate_fn, *place)
+                collate = CollateWhole(plain.collate_fn, place, deals_unevenly)
             self._fetcher = Fetcher(plain, collate)
 
     def __len__(self) -> int:
@@ -173,8 +172,6 @@ class RankLoader:
     def __getattr__(self, name: str) -> Any:
         if "plain" not in self.__dict__:  # during copy or unpickling
             raise AttributeError(name)
-        if name == "dataset" and not self.batches_done:
-            self.is_dataset_read = True
         return getattr(self.plain, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -202,7 +199,7 @@ class RankLoader:
         self.batches_done, self._skip, self.is_used = skip, 0, False
         self.num_begun += 1
         number = self.num_begun
-        for batch, own, is_last, self.num_batch_rows, self._begin in batches:
+        for batch, own, of_batch, is_last in batches:
             if number != self.num_begun:
                 raise ScriptError(
                     "a pass over the loader continues after another pass over it has begun; "
@@ -210,7 +207,8 @@ class RankLoader:
                 )
             self.is_last = is_last
             self.batches_done += 1
-            self._last_own = own
+            self.num_batch_rows = len(of_batch)
+            self.own_rows = range(own[0].start - of_batch.start, own[0].stop - of_batch.start)
             self.piece_sizes = [len(piece) for piece in own]
             rows = self._first_row + torch.tensor([at for piece in own for at in piece]).long()
             self.rows = to_device(rows, self._comm.device)
@@ -225,20 +223,13 @@ class RankLoader:
             try:
                 yield given
             except GeneratorExit:
-                if (
-                    not self.is_used and number == self.num_begun
-                ):  # the script only looked at a batch: the pass starts again
+                # If the script only looked at a batch, the pass starts again.
+                if not self.is_used and number == self.num_begun:
                     self.batches_done, self._skip = 0, skip
                 raise
         self._first_row += self._num_rows
         self.epoch, self.batches_done = self.epoch + 1, 0
         self.is_last = self.has_no_rows = False
-
-    @property
-    def own_rows(self) -> range:
-        """This rank's rows of the last batch, as positions in the batch; needs one piece."""
-        (own,) = self._last_own
-        return range(own.start - self._begin, own.stop - self._begin)
 
     @property
     def stream_digest(self) -> str:
@@ -290,22 +281,29 @@ class RankLoader:
         order = drawing.order(self._digest if first else "")
         self._before, self._digest = drawing.states, order.digest
         self._num_rows = order.num_rows
-        wanted = (self._wanted(order, order.rows(number)) for number in range(first, len(order)))
+        uneven = None
+        if self._deals_unevenly and not self._first_row and len(order) > 1:
+            rests = [len(order.rows(each)) % self._comm.size("data") for each in range(len(order))]
+            uneven = 1 if any(rests) and not rests[1] else None
+        wanted = (self._wanted(order, each, each == uneven) for each in range(first, len(order)))
         with JobGenerator(self._before["draws"]).as_torch_generator():
             # Skipped draws give the workers of each data rank another seed, unless they compute
             # the same whole batches.
             skip = 0 if self._is_whole else self._comm.coord("data")
             fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
-            of_batch = order.rows(number)
-            own = self._own(of_batch)
-            yield _Fetched(rows, own, number == len(order) - 1, len(of_batch), of_batch.start)
+            of_batch, is_uneven = order.rows(number), number == uneven
+            batch = rows[is_uneven] if self._is_whole else rows
+            own = self._own(of_batch, is_uneven=is_uneven)
+            yield _Fetched(batch, own, of_batch, number == len(order) - 1)
 
-    def _wanted(self, order: PassOrder, rows: range) -> list[Any]:
-        """Return the samples to fetch for the batch with the rows `rows` of its pass."""
+    def _wanted(self, order: PassOrder, number: int, is_uneven: bool) -> list[Any]:
+        """Return the samples to fetch for batch `number` of its pass."""
+        rows = order.rows(number)
         if self._is_whole:
             return order.samples(rows)
-        own = [sample for piece in self._own(rows) for sample in order.samples(piece)]
+        pieces = self._own(rows, is_uneven=is_uneven)
+        own = [sample for piece in pieces for sample in order.samples(piece)]
         # A rank without rows fetches one sample, which has the structure and dtypes of a batch.
         return own or order.samples(rows[-1:])
 
@@ -313,18 +311,21 @@ class RankLoader:
         self._before = before
         end, was, skipped = 0, self._digest, self.batches_done
         batch = self._next_of(stream)
-        if self.num_begun == 1 and len(set(gather_objects(_digest(batch)))) > 1:
+        if self.num_begun == 1 and len(set(gather_objects(digest_of(tensors_of(batch))))) > 1:
             self.warn_of_streams("begins with")
         for number in itertools.count(1):
             if batch is None:
                 break
             following = self._next_of(stream)
-            begin, end = end, end + count_rows(batch)
-            own = self._own(range(begin, end))
+            of_batch = range(end, end + count_rows(batch))
+            end = of_batch.stop
+            # A stream does not say whether its last batch is smaller.
+            is_uneven = self._deals_unevenly and not (self.plain.drop_last or self._first_row)
+            own = self._own(of_batch, is_uneven=is_uneven and number == 2)
             is_skipped = number <= skipped
             # Digests are taken of batches 1, 2, 4, 8, ..., of each 64th batch, and of the last.
             if number & (number - 1) == 0 or number % 64 == 0 or following is None:
-                self._digest = f"batch {number}, {_digest(batch)}"
+                self._digest = f"batch {number}, {digest_of(tensors_of(batch))}"
             if is_skipped and was.startswith(f"batch {number},") and was != self._digest:
                 raise DataError(
                     f"{type(self.plain.dataset).__name__} yields a different stream than in the "
@@ -332,10 +333,9 @@ class RankLoader:
                     "that is seeded in __iter__"
                 )
             if not is_skipped:
-                places = [at - begin for piece in own for at in piece]
-                here = torch.tensor(places or [0]).long()
-                rows = take_rows(batch, here)
-                yield _Fetched(rows, own, following is None, end - begin, begin)
+                places = [at - of_batch.start for piece in own for at in piece]
+                rows = take_rows(batch, torch.tensor(places or [0]))
+                yield _Fetched(rows, own, of_batch, following is None)
             batch = following
         self._num_rows = end
 
@@ -357,13 +357,10 @@ class RankLoader:
                 stacklevel=3,
             )
 
-    def _own(self, rows: range) -> list[range]:
+    def _own(self, rows: range, *, is_uneven: bool) -> list[range]:
         """Return this rank's rows of each piece of the batch with the rows `rows`."""
-        at = self._first_row + rows.start
-        is_second = self._deals_unevenly and at == (self.plain.batch_size or len(rows)) > 0
-        is_second = is_second and not self._is_whole  # workers cut such batches, by their length
         ranks = self._comm.coord("data"), self._comm.size("data")
-        return shard_rows(rows, *ranks, self._pieces, is_uneven=is_second)
+        return shard_rows(rows, *ranks, self._pieces, is_uneven=is_uneven)
 
 
 class CollateWhole:
@@ -374,25 +371,34 @@ class CollateWhole:
     """
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], rank: int, num_ranks: int, num_pieces: int
+        self,
+        collate: Callable[[list[Any]], Any],
+        place: tuple[int, int, int],
+        deals_unevenly: bool,
     ) -> None:
-        self._collate = collate
-        self._place = (rank, num_ranks, num_pieces)
+        """`place` are rank, ranks and pieces, see `shard_rows`."""
+        self._collate, self._place = collate, place
+        self._deals = (False, True) if deals_unevenly else (False,)
         self._has_rows: bool | None = None
 
-    def __call__(self, samples: list[Any]) -> Any:
-        """Return this rank's rows of the batch of `samples`, or one row if there is none."""
-        pieces = shard_rows(range(len(samples)), *self._place)
-        own = [at for piece in pieces for at in piece] or [len(samples) - 1]
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        """Return this rank's rows of the batch of `samples`, in each deal that may be needed.
+
+        If the rank has no row, it gets one row.
+        """
         if self._has_rows is None:  # one sample, because a first dimension of time has any size
             states = random.getstate(), np.random.get_state()
             with torch.random.fork_rng(devices=[]):
                 self._has_rows = _num_rows(self._collate(copy.deepcopy(samples[:1]))) == 1
             random.setstate(states[0])
             np.random.set_state(states[1])
+        owns: list[list[int]] = []
+        for is_uneven in self._deals:
+            pieces = shard_rows(range(len(samples)), *self._place, is_uneven=is_uneven)
+            owns.append([at for piece in pieces for at in piece] or [len(samples) - 1])
         if self._has_rows and _num_rows(batch := self._collate(samples)) == len(samples):
-            return take_rows(batch, torch.tensor(own))
-        return self._collate([samples[at] for at in own])
+            return [take_rows(batch, torch.tensor(own)) for own in owns]
+        return [self._collate([samples[at] for at in own]) for own in owns]
 
 
 def _num_rows(batch: Any) -> int:
@@ -435,10 +441,6 @@ def compute_spare_row(model: nn.Module, last: Callable[[], RankLoader | None]) -
 
     model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     model.register_forward_hook(after, prepend=True)
-
-
-def _digest(batch: Any) -> str:
-    return digest_of([] if batch is None else tensors_of(batch))
 
 
 def _check(plain: DataLoader[Any], num_ranks: int) -> None:

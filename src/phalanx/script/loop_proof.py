@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import math
 import os
 import pickle
 import random
@@ -26,15 +27,16 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
+from typing_extensions import override
 
 from phalanx.account.host import free_memory_bytes
 from phalanx.data.cache import fingerprint
@@ -46,23 +48,22 @@ from phalanx.launch.local import Beside, run_ranks
 from phalanx.launch.pipe import end_children
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.parallel.batch_norm import batch_norms
+from phalanx.script.drift import digest_of
 from phalanx.script.init import OVERRIDES, refuse_in_own_loop
 from phalanx.script.launch import run_script
 from phalanx.script.loader import RankLoader
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
-from phalanx.verify.compare import EXACT, Difference, compare_step
+from phalanx.verify.compare import EXACT, FACTOR, Difference, compare_step
 from phalanx.verify.judge import unequal_replicas, verdict_of
 from phalanx.verify.plain_loop import PlainLoop
 from phalanx.verify.record import Shards, assembled, bits_of, shards_to_send, state_of
-from phalanx.verify.reference import BitsKey, RankFacts
+from phalanx.verify.reference import BitsKey, RankFacts, StepRecord, dense
+from phalanx.verify.rounding import RoundingProbe
 from phalanx.verify.verdict import Place, Verdict, Whereabouts, failed
 
 NUM_STEPS: Final = 4
-"""Steps that `phalanx run` compares: more than one, because the second batch is dealt unevenly.
-
-A loader with a `collate_fn` of its own deals it evenly, so there a mean of means can pass.
-"""
+"""Steps that `phalanx run` compares: more than one, because the second batch may be uneven."""
 
 _LIMITS: Final = {
     torch.float64: EXACT, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 0.1,
@@ -70,14 +71,8 @@ _LIMITS: Final = {
 """Largest relative error of a gradient or loss computed in a type.
 
 A step of rounding differs by about 1e-6 in float32. But a ReLU or a maximum of pooling whose input
-rounds to the other side moves a gradient by the part of one position.
-"""
-
-_NORMED: Final = 0.3
-"""Error of a gradient that rounding may explain in a model with BatchNorm, if the losses agree.
-
-BatchNorm amplifies rounding where a channel varies little. Gradients of ResNet-50 at its first step
-move by 3e-2 if each weight moves by one rounding, and two ranks differ from one process by 0.15.
+rounds to the other side moves a gradient by the part of one position. A gradient beyond the limit
+may differ by FACTOR times its movement by rounding, see `RoundingProbe`.
 """
 
 _NOISE: Final = 1e-2
@@ -89,7 +84,7 @@ _LEAST_LOSS: Final = 1e-2
 _COPIES: Final = 8
 """Copies of its weights that one process needs: gradients, optimizer states, and records."""
 
-_WITHOUT: Final = "phalanx run --no-proof runs the script without this comparison"
+_DIVIDED: Final = "; batch_size is the global batch, on any number of ranks"
 
 _VERDICT: Final = "verdict"
 
@@ -97,27 +92,19 @@ _VERDICT: Final = "verdict"
 class _Record(NamedTuple):
     """What a rank records at one place of a step.
 
-    Attributes:
-        step: number of the step, from 0; -1 before the first.
-        place: "prepared", "gradients" after the last backward, "weights" after an optimizer's step,
-            a call that may "save", "end" of the script, or "signal" if a signal has ended it.
-        numbers: see `RankFacts`.
-        shards: quantity -> shards of tensors.
-        bits: see `RankFacts`.
-        rows: number of a loader, position in its data -> hash of the values of the row, of the
-            batches of the step.
-        states: name of a random generator -> hash of its state.
-        sums: results of `run.sum` since the record before; of tensors their sums.
+    A place is "prepared", "gradients" after the last backward, "weights" after an optimizer's step,
+    a call that may "save", "end" of the script, or "signal" if a signal has ended it.
     """
 
-    step: int
+    step: int  # from 0; -1 before the first
     place: str
     numbers: dict[str, dict[str, float]]
     shards: dict[str, Shards]
     bits: dict[BitsKey, str]
-    rows: dict[tuple[int, int], str]
-    states: dict[str, str]
-    sums: list[float]
+    # Number of a loader, position in its data -> shape and hash of a row of the step's batches.
+    rows: dict[tuple[int, int], tuple[str, str]]
+    states: dict[str, str]  # name of a random generator -> hash of its state
+    sums: list[float]  # results of `run.sum` of integers since the record before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +168,16 @@ class _Proof:
         path.unlink()
         return value
 
+    def run(self, path: str, words: list[str], given: str | None, **options: Any) -> list[Any]:
+        """Run a script on the ranks and on one process; return the results of the ranks.
+
+        `given` is the strategy of the command line, and `options` are options of `run_ranks`.
+        """
+        arguments = (path, words, given, self)
+        beside = Beside(_run_alone, arguments, options.pop("ended", self.verdict))
+        ranks = self.strategy.num_ranks
+        return run_ranks(_run_recorded, ranks, *arguments, beside=beside, **options)
+
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
     """Compare the steps of a script on the ranks of `strategy` with its steps on one rank."""
@@ -192,10 +189,8 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
     refuse_in_own_loop(strategy)
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
         proof = _Proof(Path(folder), strategy, steps, is_wide=True)
-        given = (path, list(words), None, proof)
-        beside = Beside(_run_alone, given, proof.verdict)
         try:
-            run_ranks(_run_recorded, strategy.num_ranks, *given, beside=beside)
+            proof.run(path, [*words], None)
         except RankFailed as failure:
             return failed(str(strategy), failure)
         except ScriptError as error:  # one rank ran, so this is a difference
@@ -209,73 +204,48 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
 def run_proved(
     path: str, words: list[str], strategy: Strategy, given: str | None, **options: Any
 ) -> tuple[list[Any], dict[str, str] | None]:
-    """Run a script on ranks, and prove its first steps.
-
-    `given` is the strategy of the command line, and `options` are options of `run_ranks`.
+    """Run a script on ranks, and prove its first steps; for `given` and `options` see `_Proof.run`.
 
     Returns:
         The results of the ranks, and the fingerprints of the imported modules beside the script;
-        None in their place if there was no comparison.
+        None in their place if fewer steps were compared.
 
     Raises:
         TrainingError: a step differs from one process.
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
         proof = _Proof(Path(folder), strategy, NUM_STEPS, is_wide=False)
-        proved: list[dict[str, str]] = []
+        proved: dict[str, str] | None = None
 
         def ended(code: int | None) -> None:
+            nonlocal proved
             verdict, why, modules = proof.verdict(code)
-            if verdict is not None and not verdict.is_equal:
-                lines = [verdict.headline(), *verdict.replicas[:1], _WITHOUT]
-                raise TrainingError("\n".join(lines))
-            proved.extend([modules] if verdict is not None else [])
-            report(_sentence(verdict) if verdict is not None else f"not proved: {why}")
+            if verdict is None:
+                report(f"not proved: {why}")
+                return
+            if not verdict.is_equal:
+                without = "phalanx run --no-proof runs the script without this comparison"
+                raise TrainingError("\n".join([verdict.headline(), *verdict.replicas[:1], without]))
+            errors = verdict.largest_errors()
+            steps = 1 + max(row.step for row in verdict.differences)
+            if steps == NUM_STEPS:  # else a signal may have ended the script before an uneven batch
+                proved = modules
+            found = [f"{q} {errors[q]:.0e}" for q in ("loss", "gradient", "weight") if q in errors]
+            limit = max(row.limit for row in verdict.differences)
+            is_rounding = limit > max(_LIMITS.values())
+            report(
+                f"{steps} step{'s' * (steps > 1)} agree with one process, relative errors: "
+                + ", ".join(found)
+                + f"; rounding moves a gradient by {limit / FACTOR:.0e}" * is_rounding
+            )
 
-        arguments = (path, words, given, proof)
-        ends = run_ranks(
-            _run_recorded, strategy.num_ranks, *arguments,
-            beside=Beside(_run_alone, arguments, ended), **options,
-        )  # fmt: skip
-    return ends, proved[0] if proved else None
-
-
-def _sentence(verdict: Verdict) -> str:
-    errors = verdict.largest_errors()
-    steps = 1 + max(row.step for row in verdict.differences)
-    found = ", ".join(
-        f"{what} {errors[what]:.0e}" for what in ("loss", "gradient", "weight") if what in errors
-    )
-    return f"{steps} step{'s' * (steps > 1)} agree with one process, relative errors: {found}"
+        ends = proof.run(path, words, given, ended=ended, **options)
+    return ends, proved
 
 
 def _run_recorded(path: str, words: list[str], given: str | None, proof: _Proof) -> tuple[int, str]:
     """Run a script on this rank of the job, and record its first steps."""
-    rank = int(os.environ["RANK"])
-    numbers = iter(range(1 << 62))
-
-    def deliver(step: _Record, _: object) -> None:
-        if not proof.is_over:
-            proof.put(f"{next(numbers)}.{rank}", step)
-
-    def wait(number: int) -> None:
-        with PULSE.waiting("the comparison with one process"):
-            while not (proof.folder / f"save {number}").exists():
-                if proof.is_over:
-                    verdict, *_ = proof.verdict()
-                    if verdict is None or verdict.is_equal:
-                        return  # else the launcher ends this rank
-                time.sleep(0.002)
-
-    with ExitStack() as stack:
-        at = Whereabouts()
-        if proof.is_wide:
-            for each in (at, redirect_stdout(io.StringIO()), warnings.catch_warnings()):
-                stack.enter_context(each)
-        recorder = stack.enter_context(_overridden(_Recorder(proof, at, deliver, wait)))
-        end = run_script(path, words, given)
-        recorder.end()
-    return end
+    return _Recorder(proof).run(path, words, given)
 
 
 def _run_alone(path: str, words: list[str], given: str | None, proof: _Proof) -> None:
@@ -285,297 +255,273 @@ def _run_alone(path: str, words: list[str], given: str | None, proof: _Proof) ->
         os.dup2(silence, stream)
     with suppress(OSError):  # if memory ends, this process ends first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    judge = _Judge(proof)
-    recorder = _Recorder(
-        proof, Whereabouts(), judge.compare, lambda number: proof.put(f"save {number}", None)
-    )
-    recorder.is_alone = True
     try:
-        with _overridden(recorder):
-            run_script(path, words, given)
-            recorder.end()
+        _Judge(proof).run(path, words, given)
     except BaseException as error:
         first = next(iter(str(error).splitlines()), "")
         proof.conclude(None, f"on one process {path} ends by {type(error).__name__}: {first}")
 
 
-@contextmanager
-def _overridden(recorder: _Recorder) -> Generator[_Recorder]:
-    before = torch.get_default_dtype()
-    if recorder.proof.is_wide:
-        torch.set_default_dtype(torch.float64)
-    split = recorder.proof.strategy if recorder.proof.is_wide else None
-    OVERRIDES.append((Strategy() if recorder.is_alone else split, recorder.attach))
-    try:
-        yield recorder
-    finally:
-        OVERRIDES.pop()
-        torch.set_default_dtype(before)
-
-
 class _Recorder:
-    """Records the steps of a script's `Run`.
-
-    Attributes:
-        is_alone: whether this is the one process.
-    """
+    """Records the steps of a script's `Run` on a rank."""
 
     is_alone = False
 
-    def __init__(
-        self,
-        proof: _Proof,
-        at: Whereabouts,
-        deliver: Callable[[_Record, _Recorder], None],
-        reach_save: Callable[[int], None],
-    ) -> None:
-        """Call `deliver` with each record, and `reach_save` with the number of a call to save."""
+    def __init__(self, proof: _Proof) -> None:
+        self._at = Whereabouts()
         self.proof = proof
-        self.dtype = torch.float64
-        self.model: nn.Module | None = None
-        self.loaders: list[RankLoader] = []
-        self._at, self._deliver, self._reach_save = at, deliver, reach_save
-        self._step = 0
-        self._num_saves = 0
+        self._model: nn.Module | None = None
+        self._loaders: list[RankLoader] = []
+        self._step = self._num_records = self._num_saves = 0
         self._losses: dict[str, float] = {}
-        self._rows: dict[tuple[int, int], str] = {}
+        self._rows: dict[tuple[int, int], tuple[str, str]] = {}
         self._sums: list[float] = []
         self._is_on = True
-
-    def attach(self, run: Run) -> None:
-        """Record the steps of `run`, which `phalanx.init` has made."""
-        if self.is_alone:
-            PlainLoop(run)
-        self._run: Any = run
-        self._run._prepared.deals_unevenly = True
-        self._run.backward = functools.partial(self._backward, run.backward)
-        self._run.prepare = functools.partial(self._prepare, run.prepare)
-        self._run.sum = functools.partial(self._sum, run.sum)
-        self._run._may_save = self._may_save
-        self._run._prepared.reading.note = functools.partial(
-            self._note, self._run._prepared.reading.note
-        )
-        if self.proof.is_wide:
-            self._run.resume = _unresumed
-        if self.is_alone:
-            self._run._is_mute = True
 
     def __deepcopy__(self, memo: Any) -> _Recorder:
         return self  # a copy of the model has its hooks
 
-    def end(self) -> None:
-        """Record that the script has ended."""
-        if self._is_on:
-            self._send("signal" if PULSE.handled_signal else "end", {}, {})
+    def run(self, path: str, words: list[str], given: str | None) -> tuple[int, str]:
+        """Run a script, see `run_script`, and record its first steps."""
+        with ExitStack() as stack:
+            if self.proof.is_wide:
+                for each in (self._at, redirect_stdout(io.StringIO()), warnings.catch_warnings()):
+                    stack.enter_context(each)
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            split = Strategy() if self.is_alone else self.proof.strategy
+            is_split = self.is_alone or self.proof.is_wide  # else the script may name a strategy
+            OVERRIDES.append((split if is_split else None, self._attach))
+            stack.callback(OVERRIDES.pop)
+            end = run_script(path, words, given)
+            if self._is_on:
+                self._send("signal" if PULSE.handled_signal else "end")
+        return end
+
+    def _deliver(self, record: _Record) -> None:
+        """Give a record to the one process."""
+        if not self.proof.is_over:
+            self.proof.put(f"{self._num_records}.{os.environ['RANK']}", record)
+
+    def _reach_save(self) -> None:
+        """Wait until one process has reached the same call, or has found a difference."""
+        with PULSE.waiting("the comparison with one process"):
+            while not (self.proof.folder / f"save {self._num_saves}").exists():
+                if self.proof.is_over:
+                    verdict, *_ = self.proof.verdict()
+                    if verdict is None or verdict.is_equal:
+                        return  # else the launcher ends this rank
+                time.sleep(0.002)
+
+    def _attach(self, run: Run) -> None:
+        """Record the steps of `run`, which `phalanx.init` has made."""
+        self._run: Any = run
+        prepared = self._run._prepared
+        prepared.deals_unevenly = True
+        for name in ("backward", "prepare", "sum", "resume", "note"):
+            each: Any = prepared.reading if name == "note" else run
+            own = functools.partial(getattr(self, f"_{name}"), getattr(each, name))
+            setattr(each, name, own)
+        self._run._may_save = self._may_save
+
+    def _resume(self, resume: Any, folder: str | Path) -> bool:
+        return False if self.proof.is_wide else resume(folder)
 
     def _sum(self, add_up: Any, value: Any) -> Tensor:
         total: Tensor = add_up(value)
-        if self._is_on:
-            self._sums.append(float(total.double().sum()))
+        if self._is_on and not total.is_floating_point():  # a mean of losses divides their sum
+            self._sums.append(float(total.sum()))
         return total
 
     def _may_save(self) -> bool:
         self._num_saves += 1
         if not self.proof.is_wide:
             if self._is_on:  # so that ranks which save earlier than one process are found
-                self._send("save", {}, {})
-            self._reach_save(self._num_saves)
+                self._send("save")
+            self._reach_save()
         return not (self.is_alone or self.proof.is_wide)
 
-    def _note(self, note: Any, loader: RankLoader, given: Any) -> None:
-        note(loader, given)
+    def _note(self, note: Any, loader: RankLoader, batch: Any) -> None:
+        note(loader, batch)
         if self._is_on and torch.is_grad_enabled():
-            if loader not in self.loaders:
-                self.loaders.append(loader)
-            rows = [t for t in tensors_of(given) if t.ndim and len(t) == len(loader.rows)]
-            shapes, of_loader = [tuple(t.shape[1:]) for t in rows], self.loaders.index(loader)
-            for number, at in enumerate(loader.rows.tolist()):
-                self._rows[of_loader, at] = f"{shapes} {_digest([t[number] for t in rows])}"
+            if loader not in self._loaders:
+                self._loaders.append(loader)
+            number = self._loaders.index(loader)
+            rows = [t for t in tensors_of(batch) if t.ndim and len(t) == len(loader.rows)]
+            shapes = str([tuple(t.shape[1:]) for t in rows])
+            for at, row in enumerate(loader.rows.tolist()):
+                self._rows[number, row] = shapes, digest_of([t[at] for t in rows])
 
     def _prepare(self, prepare: Any, *objects: Any, **options: Any) -> Any:
-        if self.proof.is_wide:
-            for each in objects:
-                if isinstance(each, nn.Module):
-                    each.double()
-                elif isinstance(each, DataLoader):
-                    loader: Any = each
-                    loader.collate_fn = functools.partial(_wide, loader.collate_fn)
-        if self.is_alone:
-            for model in (each for each in objects if isinstance(each, nn.Module)):
-                self._refuse(model, options.get("batch_norm"))
+        for each in objects if self.proof.is_wide else ():
+            if isinstance(each, nn.Module):
+                each.double()
+            elif isinstance(each, DataLoader):
+                loader: Any = each
+                loader.collate_fn = functools.partial(_wide, loader.collate_fn)
         prepared = prepare(*objects, **options)
         for each in objects:
             if isinstance(each, nn.Module):
-                self.model = each
+                self._model = each
                 if self.proof.is_wide:
                     self._at.follow(each)
-                self._note_dtype(each, (), [*each.parameters()])
-                for module in each.modules() if self.is_alone else ():
-                    module.register_forward_hook(self._note_dtype)
                 self._send("prepared", {}, {"first weight": dict(each.named_parameters())})
             elif isinstance(each, torch.optim.Optimizer):
                 each.register_step_post_hook(self._after)
         return prepared
 
-    def _refuse(self, model: nn.Module, batch_norm: str | None) -> None:
-        needed = _COPIES * sum(p.nbytes for p in model.parameters())
-        if needed > (free := free_memory_bytes()):
-            self.proof.conclude(
-                None,
-                f"one process needs {needed / 2**30:.3g} GiB for the model, its gradients and "
-                f"states, and this host has {free / 2**30:.3g} GiB free",
-            )
-        is_chosen = batch_norm == "local" and self.proof.strategy.data_ranks > 1
-        if is_chosen and batch_norms(model) and not self.proof.is_wide:
-            self.proof.conclude(
-                None, "batch_norm='local' computes other numbers than one process, as asked"
-            )
-
-    def _note_dtype(self, _module: nn.Module, _args: object, output: Any) -> None:
-        types = {each.dtype for each in tensors_of(output)} & _LIMITS.keys()
-        self.dtype = max(self.dtype, *types, key=_LIMITS.__getitem__)
-
     def _backward(self, backward: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._step == self.proof.steps:
-            self._finish()
-        made = backward(*args, **kwargs)
+        if self._step == self.proof.steps and self._is_on:
+            self._send("end")
+            self._is_on = False
+            if self.proof.is_wide:
+                raise SystemExit
+        loss = backward(*args, **kwargs)
         if self._is_on:
             self._at.step = self._step
             call = len(self._losses)
-            self._losses[f"call {call + 1}" if call else ""] = float(made)
+            self._losses[f"call {call + 1}" if call else ""] = float(loss)
             if self._run.is_step_end:
                 gradients = {n: p.grad for n, p in self._parameters() if p.grad is not None}
-                dense = {n: g.to_dense() if g.is_sparse else g for n, g in gradients.items()}
-                self._send("gradients", {"loss": self._losses}, {"gradient": dense})
+                self._send("gradients", {"loss": self._losses}, {"gradient": dense(gradients)})
                 self._losses, self._rows = {}, {}
                 self._step += 1
-        return made
+        return loss
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Record the weights after an optimizer's step, and its learning rates."""
         if not self._is_on or not self._step:
             return
         groups = optimizer.param_groups
-        mine = {p for group in groups for p in group["params"]}
         rates = {f"group {number}": float(group["lr"]) for number, group in enumerate(groups)}
-        weights = {name: p.detach() for name, p in self._parameters() if p in mine}
-        held: dict[str, dict[str, Tensor]] = {"weight": weights}
-        if self.proof.is_wide:
-            assert self.model is not None
-            held = {"buffer": dict(self.model.named_buffers()), **state_of(self.model, optimizer)}
-        self._send("weights", {"learning rate": rates}, held)
+        stepped = {p for group in groups for p in group["params"]}
+        weights = {name: p.detach() for name, p in self._parameters() if p in stepped}
+        tensors: dict[str, dict[str, Tensor]] = {"weight": weights}
+        if self.proof.is_wide and self._model is not None:
+            buffers = dict(self._model.named_buffers())
+            tensors = {"buffer": buffers, **state_of(self._model, optimizer)}
+        self._send("weights", {"learning rate": rates}, tensors)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [] if self.model is None else list(self.model.named_parameters())
-
-    def _finish(self) -> None:
-        if self._is_on:
-            self._send("end", {}, {})
-        if self.proof.is_wide:
-            raise SystemExit
-        self._is_on = False
+        return [] if self._model is None else list(self._model.named_parameters())
 
     def _send(
         self,
         place: str,
-        numbers: dict[str, dict[str, float]],
-        held: Mapping[str, Mapping[str, Tensor]],
+        numbers: dict[str, dict[str, float]] | None = None,
+        tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
         bits: dict[BitsKey, str] = {}
-        for quantity, tensors in held.items():
-            bits.update(bits_of(quantity, tensors))
-        shards = {what: shards_to_send(each, self._run.comm) for what, each in held.items()}
-        step = self._step if place == "gradients" else self._step - 1
-        if place == "prepared":
-            step = 0
-        rows, sums, self._sums = self._rows, self._sums, []
-        self._deliver(_Record(step, place, numbers, shards, bits, rows, _states(), sums), self)
+        shards: dict[str, Shards] = {}
+        for quantity, each in (tensors or {}).items():
+            bits |= bits_of(quantity, each)
+            shards[quantity] = shards_to_send(each, self._run.comm)
+        step = 0 if place == "prepared" else self._step - (place != "gradients")
+        sums, self._sums = self._sums, []
+        self._deliver(
+            _Record(step, place, numbers or {}, shards, bits, self._rows, _states(), sums)
+        )
+        self._num_records += 1
 
 
-class _Judge:
-    """Compares the records of one process with the records of the ranks, as they are made."""
+class _Judge(_Recorder):
+    """Records the steps on one process, and compares each record with the records of the ranks."""
+
+    is_alone = True
 
     def __init__(self, proof: _Proof) -> None:
-        self._proof = proof
-        self._number = 0
+        super().__init__(proof)
         self._first: tuple[_Record, _Record] | None = None
-        self.differences: list[Difference] = []
+        self._differences: list[Difference] = []
 
-    def compare(self, mine: _Record, recorder: _Recorder) -> None:
-        """Compare a record with the ranks' records, take over gradients; raise if it is the end."""
-        ranks: list[_Record] = [
-            self._proof.take(f"{self._number}.{rank}")
-            for rank in range(self._proof.strategy.num_ranks)
-        ]
-        self._number += 1
-        ours = {
-            what: assembled([rank.shards.get(what, {}) for rank in ranks]) for what in mine.shards
-        }
-        if mine.place == "prepared":
-            self._first = self._first or (ranks[0], mine)
-        problems = self._problems(mine, ranks)
-        facts = [
-            RankFacts(bits={k: v for k, v in rank.bits.items() if k[0] != "buffer"})
-            for rank in ranks
-        ]
-        unequal = unequal_replicas(mine.step, facts)
-        due = {what: assembled([shards]) for what, shards in mine.shards.items()}
-        rows = self._compared(mine, ranks[0], ours, due, recorder.dtype)
-        if mine.place != "prepared":
-            self.differences += rows
-        title = str(self._proof.strategy)
-        verdict = verdict_of(title, self.differences, problems, unequal)
-        if not verdict.is_equal or any(not row.passes for row in rows):
-            self._refuse_irreproducible(mine, ranks, recorder)
-            odd = [row for row in rows if not row.passes]
-            has_norm = recorder.model is not None and batch_norms(recorder.model)
-            # Rounding shows in the first step; mistakes of uneven batches begin with the second.
-            may_be_rounding = has_norm and mine.step == 0 and not self._proof.is_wide
-            is_small = all(row.quantity == "gradient" and row.error < _NORMED for row in odd)
-            if odd and may_be_rounding and is_small and not (problems or unequal):
-                worst = max(odd, key=lambda row: row.error)
-                self._proof.conclude(
+    @override
+    def _attach(self, run: Run) -> None:
+        PlainLoop(run)
+        super()._attach(run)
+        self._run._is_mute = True
+
+    @override
+    def _reach_save(self) -> None:
+        self.proof.put(f"save {self._num_saves}", None)
+
+    @override
+    def _prepare(self, prepare: Any, *objects: Any, **options: Any) -> Any:
+        for model in (each for each in objects if isinstance(each, nn.Module)):
+            needed = _COPIES * sum(p.nbytes for p in model.parameters())
+            if needed > (free := free_memory_bytes()):
+                self.proof.conclude(
                     None,
-                    f"the losses agree; the gradient of {worst.name} differs by {worst.error:.0e}, "
-                    "as BatchNorm amplifies rounding; compare in float64: phalanx verify "
-                    f"{title} --script {sys.argv[0]}",
+                    f"one process needs {needed / 2**30:.3g} GiB for the model, its gradients and "
+                    f"states, and this host has {free / 2**30:.3g} GiB free",
                 )
-            self._proof.conclude(verdict_of(title, [*self.differences, *rows], problems, unequal))
-        if mine.place in ("end", "signal"):
-            why = "" if self.differences else "the script takes no step that follows run.backward"
-            self._proof.conclude(verdict if self.differences else None, why)
-        if mine.place == "gradients" and recorder.model is not None:
-            for name, p in recorder.model.named_parameters():
+            is_local = options.get("batch_norm") == "local" and self.proof.strategy.data_ranks > 1
+            if is_local and batch_norms(model) and not self.proof.is_wide:
+                self.proof.conclude(
+                    None, "batch_norm='local' computes other numbers than one process, as asked"
+                )
+            self._probe = RoundingProbe(model)
+        return super()._prepare(prepare, *objects, **options)
+
+    @override
+    def _deliver(self, record: _Record) -> None:
+        """Compare a record with the ranks' records, and take over their gradients."""
+        ranks: list[_Record] = [
+            self.proof.take(f"{self._num_records}.{rank}")
+            for rank in range(self.proof.strategy.num_ranks)
+        ]
+        if record.place == "prepared":
+            self._first = self._first or (ranks[0], record)
+        theirs: dict[str, dict[str, Tensor]] = {
+            what: assembled([rank.shards.get(what, {}) for rank in ranks]) for what in record.shards
+        }
+        rows = self._compared(record, {**ranks[0].numbers, **theirs})
+        problems = self._problems(record, ranks)
+        bits = [{k: v for k, v in rank.bits.items() if k[0] != "buffer"} for rank in ranks]
+        unequal = unequal_replicas(record.step, [RankFacts(bits=each) for each in bits])
+        if problems or unequal or not all(row.passes for row in rows):
+            self._refuse_irreproducible(record, ranks, problems)
+            wrong = [*self._differences, *rows]
+            self.proof.conclude(verdict_of(str(self.proof.strategy), wrong, problems, unequal))
+        if record.place != "prepared":
+            self._differences += rows
+        if record.place in ("end", "signal"):
+            self._end("the script takes no step that follows run.backward")
+        if record.place == "gradients":
+            self._probe.clear()
+            for name, p in self._parameters():
                 if p.grad is not None and not p.grad.is_sparse:
                     # `.data`, so that this is no write of the script.
-                    p.grad.data.copy_(ours["gradient"][name])
+                    p.grad.data.copy_(theirs["gradient"][name])
 
-    def _compared(
-        self,
-        mine: _Record,
-        first: _Record,
-        ours: dict[str, dict[str, Tensor]],
-        due: dict[str, dict[str, Tensor]],
-        dtype: torch.dtype,
-    ) -> list[Difference]:
+    def _end(self, why: str) -> NoReturn:
+        """Conclude that the steps agree, or without a verdict if there were none."""
+        equal = verdict_of(str(self.proof.strategy), self._differences, [], [])
+        self.proof.conclude(equal if self._differences else None, why)
+
+    def _compared(self, mine: _Record, theirs: StepRecord) -> list[Difference]:
         """Return the differences of a record, with limits for the type that is computed in."""
-        if self._proof.is_wide:
-            return compare_step(mine.step, {**first.numbers, **ours}, {**mine.numbers, **due})
-        found: list[Difference] = []
-        pairs = compare_step(
-            mine.step, {**first.numbers, **ours}, {**mine.numbers, **due}, noise=_NOISE
-        )
-        for row in pairs:
-            limit = _LIMITS[dtype]
-            if row.quantity in ("weight", "learning rate", "first weight"):
-                types = [each.dtype for each in due.get(row.quantity, {}).values()]
-                limit = 32 * max(torch.finfo(each).eps for each in [*types, torch.float32])
-                limit = 0.0 if row.quantity == "first weight" else limit
+        due = {what: assembled([shards]) for what, shards in mine.shards.items()}
+        expected: StepRecord = {**mine.numbers, **due}
+        if self.proof.is_wide or not expected:
+            return compare_step(mine.step, theirs, expected)
+        dtype = max(self._probe.dtypes & _LIMITS.keys(), key=_LIMITS.__getitem__)
+        types = [torch.float32, *(each.dtype for each in due.get("weight", {}).values())]
+        update = 32 * max(torch.finfo(each).eps for each in types)
+        limits = {"first weight": 0.0, "weight": update, "learning rate": update}
+        rows: list[Difference] = []
+        moved: dict[str, float] = {}
+        for row in compare_step(mine.step, theirs, expected, noise=_NOISE):
+            error, limit = row.error, limits.get(row.quantity, _LIMITS[dtype])
             if row.quantity == "loss":
-                size = abs(mine.numbers["loss"][row.name])
-                row = dataclasses.replace(row, error=row.error * min(1.0, size / _LEAST_LOSS))
-            found.append(dataclasses.replace(row, limit=limit))
-        return found
+                error *= min(1.0, abs(mine.numbers["loss"][row.name]) / _LEAST_LOSS)
+            elif row.quantity == "gradient" and limit < error < math.inf:
+                reading = self._run._prepared.reading
+                counts = {} if reading.current is None else reading.current.calls
+                with suppress(Exception):  # of a module that cannot be called again
+                    moved = moved or self._probe.movement(dtype, counts, _NOISE)
+                limit = max(limit, FACTOR * moved.get(row.name, 0.0))
+            rows.append(dataclasses.replace(row, error=error, limit=limit))
+        return rows
 
     def _problems(self, mine: _Record, ranks: Sequence[_Record]) -> list[Place]:
         """Return faults other than numbers: other steps than one process's, or other rows."""
@@ -583,12 +529,10 @@ class _Judge:
             if theirs.place == mine.place:
                 continue
             if "signal" in (mine.place, theirs.place):
-                equal = verdict_of(str(self._proof.strategy), self.differences, [], [])
-                why = "" if self.differences else "the script ends before its first step"
-                self._proof.conclude(equal if self.differences else None, why)
+                self._end("the script ends before its first step")
             what = f"rank {rank} is at {theirs.place}, where one process is at {mine.place}"
             return [Place(None, what, mine.step, rank)]
-        num_ranks = self._proof.strategy.data_ranks
+        num_ranks = self.proof.strategy.data_ranks
         for many, one in zip(ranks[0].sums, mine.sums, strict=False):
             is_one = one in (0, 1)  # run.sum(1) counts the ranks
             if not is_one and abs(many / one - num_ranks) < 1e-6 < num_ranks - 1:
@@ -597,61 +541,58 @@ class _Judge:
         used = {at for rank in ranks for at in rank.rows}
         if used and mine.rows and (odd := sorted(used ^ mine.rows.keys())):
             what = (
-                f"the ranks read {len(used)} rows in this step, one process reads {len(mine.rows)}"
+                f"the ranks read {len(used)} rows in this step, one process reads "
+                f"{len(mine.rows)}; the first that only one side reads is {odd[0][1]}"
             )
-            return [
-                Place(None, f"{what}; the first that only one side reads is {odd[0][1]}", mine.step)
-            ]
+            if len(used) * num_ranks == len(mine.rows):
+                what += _DIVIDED
+            return [Place(None, what, mine.step)]
         return []
 
     def _refuse_irreproducible(
-        self, mine: _Record, ranks: Sequence[_Record], recorder: _Recorder
+        self, mine: _Record, ranks: Sequence[_Record], problems: Sequence[Place]
     ) -> None:
         """Conclude without a verdict if each start of the script computes other numbers."""
         theirs, own = self._first or (ranks[0], mine)
         for name, state in own.states.items():
             if theirs.states.get(name) != state and mine.states[name] != state:
-                self._proof.conclude(
+                self.proof.conclude(
                     None, f"two starts of the script draw other numbers: seed {name}"
                 )
-        if mine.place == "prepared":  # where all ranks have the first rank's weights
-            self._proof.conclude(None, "two starts of the script make other first weights")
+        if mine.place == "prepared" and not problems:  # all ranks have the first rank's weights
+            self.proof.conclude(None, "two starts of the script make other first weights")
+        # Rows of one shape, so with equal padding, that have other values.
         odd = [
             rank
             for rank, each in enumerate(ranks)
-            if any(_values(mine.rows.get(at, row), row) for at, row in each.rows.items())
+            for at, (shape, digest) in each.rows.items()
+            if (known := mine.rows.get(at)) and known[0] == shape and known[1] != digest
         ]
-        if odd and (odd[0] == 0 or not all(map(_is_fixed, recorder.loaders))):
-            self._proof.conclude(
+        num_rows = len({at for rank in ranks for at in rank.rows})
+        is_larger = num_rows == self.proof.strategy.data_ranks * len(mine.rows) > len(mine.rows)
+        has_sampler = any(isinstance(each.sampler, DistributedSampler) for each in self._loaders)
+        if is_larger or (odd and has_sampler):
+            self.proof.conclude(
+                None,
+                "the batches grow with the number of ranks, or a DistributedSampler deals them; "
+                "give DataLoader(..., shuffle=True) and the global batch_size, to compare them",
+            )
+        is_random = odd and (odd[0] == 0 or not all(map(_is_fixed, self._loaders)))
+        if is_random and not any(_DIVIDED in each.what for each in problems):
+            self.proof.conclude(
                 None,
                 "the data have other values on one process than on the ranks; draw augmentations "
                 "from a generator that the sample's index seeds, to compare them",
             )
 
 
-def _unresumed(_: str | Path) -> bool:
-    return False
-
-
-def _values(mine: str, theirs: str) -> bool:
-    """Return whether two rows of one shape, so with equal padding, have other values."""
-    (a, one), (b, other) = (each.rsplit(" ", 1) for each in (mine, theirs))
-    return a == b and one != other
-
-
 def _is_fixed(loader: RankLoader) -> bool:
     """Return whether a loader's samples are the same each time; True only if this can be seen."""
-    data = loader.plain.dataset
-    if isinstance(data, IterableDataset):
-        return False
-    try:
-        first, second = (
-            pickle.dumps([data[at] for at in range(min(4, len(cast("Any", data))))])
-            for _ in range(2)
-        )
-    except Exception:  # of the script's dataset, which cannot be read here
-        return False
-    return first == second
+    data: Any = loader.plain.dataset
+    with suppress(Exception):  # of the script's dataset, which cannot be read here
+        first, second = (pickle.dumps([data[at] for at in range(2)]) for _ in range(2))
+        return first == second
+    return False
 
 
 def _modules_beside(script: str) -> dict[str, str]:
@@ -664,14 +605,6 @@ def _modules_beside(script: str) -> dict[str, str]:
         for path in own
         if "site-packages" not in path.parts and path.is_file()
     }
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _states() -> dict[str, str]:

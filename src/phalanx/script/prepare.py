@@ -207,7 +207,14 @@ class Prepared:
 
     def _take(self, each: Any) -> Any:
         if isinstance(each, torch.optim.Optimizer):
-            self._take_optimizer(each)
+            model, step = self.require_model("prepare")
+            if any(each is known for known in self.optimizers):
+                raise ScriptError(
+                    f"prepare: this {type(each).__name__} is prepared already; give it once"
+                )
+            rebind(each, self._before, model)
+            step.guard(each)
+            self.optimizers.append(each)
         elif isinstance(each, DataLoader):
             is_uneven = self._model is not None and self.deals_unevenly
             self.loaders.append(
@@ -224,16 +231,6 @@ class Prepared:
                 "optimizers, schedulers and DataLoaders"
             )
         return each
-
-    def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        model, step = self.require_model("prepare")
-        if any(optimizer is known for known in self.optimizers):
-            raise ScriptError(
-                f"prepare: this {type(optimizer).__name__} is prepared already; give it once"
-            )
-        rebind(optimizer, self._before, model)
-        step.guard(optimizer)
-        self.optimizers.append(optimizer)
 
     def _announce(self) -> None:
         """Print once to standard error how the job is split, after a loader was prepared."""
@@ -276,13 +273,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"prepare: {meta} is on the meta device, without initial weights; build the model on "
             "the CPU, or give it to phalanx.Trainer"
         )
-    _check_alike(model)
-    refuse_max_norm(model)
-    refuse_lost_hooks(model, comm)
-
-
-def _check_alike(model: nn.Module) -> None:
-    """Refuse parameter names or shapes that differ on ranks, since collectives would not match."""
+    # If names or shapes differed, collectives would not match.
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
     all_of = gather_objects(own)
     if (rank := first_unequal_rank(all_of)) is not None:
@@ -293,3 +284,5 @@ def _check_alike(model: nn.Module) -> None:
             f"prepare: the model of rank {rank} differs from rank 0's: {name} is {there} on rank "
             f"{rank} and {here} on rank 0; build the same model on every rank"
         )
+    refuse_max_norm(model)
+    refuse_lost_hooks(model, comm)

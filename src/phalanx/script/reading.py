@@ -70,24 +70,21 @@ class BatchTracker:
         """Record that `loader` has yielded the batch `given`."""
         self.last = loader
         self.is_evaluation = not torch.is_grad_enabled()
-        if not self.is_evaluation:  # an evaluation batch does not end a training pass
-            self.trained = loader
-            self._unused.add(loader)
-            self._enqueue(ReadBatch(loader, given))
-            self.num_batches += 1
-
-    def _enqueue(self, batch: ReadBatch) -> None:
-        """Append a batch to the queue of batches that wait for a backward."""
+        if self.is_evaluation:  # an evaluation batch does not end a training pass
+            return
+        self.trained = loader
+        self._unused.add(loader)
+        self.num_batches += 1
         self._drop_released()
         if self._ahead:
             before = self._ahead[-1]
-            if before.loader is not batch.loader:
+            if before.loader is not loader:
                 if before.loader.batches_done:
                     return  # with alternating loaders, the first defines the end of a pass
                 self._ahead.clear()  # they were a peek, or a validation
-            elif before.number != batch.number and not before.is_last:
+            elif before.number != loader.num_begun and not before.is_last:
                 self._ahead.clear()  # they were a peek, or a pass that was left early
-        self._ahead.append(batch)
+        self._ahead.append(ReadBatch(loader, given))
 
     def _drop_released(self) -> None:
         """Remove the oldest batches that the script has dropped before a backward used them.

@@ -180,7 +180,14 @@ class Replicas:
             return
         self._take_settings({**self._counts, STEPS: steps_done})
         facts = self._facts()
-        weights = {} if self._is_written() or self._is_rounding else facts.weights
+        # After the last step weights may be written, as for an export, and `model.half()` changes
+        # their addresses. Training keeps these, except in the first forward of FSDP2, before any
+        # comparison.
+        pairs = zip(self._shards, self._shards_now(), strict=True)
+        is_written = self._versions() != self._version or any(
+            kept.data_ptr() != now.data_ptr() for kept, now in pairs
+        )
+        weights = {} if is_written or self._is_rounding else facts.weights
         store = job_store()
         for place in dict.fromkeys(["", *(digest.place for digest in weights.values())]):
             here = {name: each for name, each in weights.items() if each.place == place}
@@ -206,14 +213,6 @@ class Replicas:
     def _versions(self) -> int:
         """Return the number of in-place writes to weights; a DTensor's shard counts its own."""
         return sum([shard._version for shard in self._shards])
-
-    def _is_written(self) -> bool:
-        """Return whether weights were written since the last step, for example for an export."""
-        # `model.half()` replaces a parameter's tensor, which changes its address but no version.
-        # Training keeps addresses, except in the first forward of FSDP2, before any comparison.
-        pairs = zip(self._shards, self._shards_now(), strict=True)
-        is_moved = any(kept.data_ptr() != now.data_ptr() for kept, now in pairs)
-        return is_moved or self._versions() != self._version
 
     @torch.no_grad()
     def _shards_now(self) -> list[Tensor]:
