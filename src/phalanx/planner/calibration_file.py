@@ -125,7 +125,7 @@ def read(path: Path) -> Calibration:
         if document.pop("format") != FORMAT:
             raise ValueError("unknown format")
         found: Calibration = decode(Calibration, document, "the file")
-        _check(dataclasses.asdict(found), "the file")
+        _check(found, "the file")
         if (compute := found.compute) is not None:
             if {*compute.best} != {*compute.sustained} or not {*compute.best} & {*ARITHMETICS}:
                 best, sustained = [*compute.best], [*compute.sustained]
@@ -148,9 +148,12 @@ def _check(value: Any, name: str) -> None:
     Raises:
         ValueError: a number is out of range; the message names its field.
     """
-    if isinstance(value, dict):
+    if dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            _check(getattr(value, each.name), each.name)
+    elif isinstance(value, dict):
         for key, inner in cast("dict[str, Any]", value).items():
-            _check(inner, key)
+            _check(inner, f"{name} of {key}")
     elif isinstance(value, tuple):
         for inner in cast("tuple[Any, ...]", value):
             _check(inner, name)
