@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,19 @@ def codes(request: pytest.FixtureRequest) -> dict[str, int]:
 @pytest.mark.parametrize("name", [by_hand(name) if name in OTHERS else name for name in ENDS])
 def test_a_rank_ends_with_the_code_of_its_script(name: str, codes: dict[str, int]) -> None:
     assert codes[name] == ENDS[name][1]
+
+
+IMPORT = """
+import builtins, os, signal, sys
+def state():
+    hooks = sys.exit, builtins.exit, builtins.quit, sys.excepthook, SystemExit.__dict__["code"]
+    return hooks, dict(os.environ), [signal.getsignal(each) for each in signal.valid_signals()]
+before = state()
+import phalanx
+assert state() == before
+"""
+
+
+def test_an_import_changes_nothing_outside_of_the_package() -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    subprocess.run([sys.executable, "-c", IMPORT], env=environment, check=True)
