@@ -76,12 +76,15 @@ class Served:
         if rendered is not None:
             tokenizer, begin_ids = rendered, ()
         try:
-            if most is not None and (least := self._least_tokens(text)) > most:
-                raise RequestError(
-                    f"the prompt has at least {least:,} tokens; model and cache have {most:,} "
-                    "positions",
-                    code="context_length_exceeded",
-                )
+            if most is not None and (longest := self._longest_token_bytes) is not None:
+                normalizer: Any = self.tokenizer.normalizer
+                plain = text if normalizer is None else normalizer.normalize_str(text)
+                if (least := len(plain.encode()) // longest) > most:
+                    raise RequestError(
+                        f"the prompt has at least {least:,} tokens; model and cache have {most:,} "
+                        "positions",
+                        code="context_length_exceeded",
+                    )
             # Unlike `encode`, which is as exact, this releases the interpreter lock.
             encoded = tokenizer.encode_batch_fast([text], add_special_tokens=begin_ids is None)
         except RequestError:
@@ -96,14 +99,6 @@ class Served:
                 "folder of its weights"
             )
         return tokens
-
-    def _least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of a text: its bytes per longest token."""
-        if self._longest_token_bytes is None:
-            return 0
-        normalizer: Any = self.tokenizer.normalizer
-        text = text if normalizer is None else normalizer.normalize_str(text)
-        return len(text.encode()) // self._longest_token_bytes
 
     @cached_property
     def _longest_token_bytes(self) -> int | None:
