@@ -202,7 +202,8 @@ def facts_of_plan(found: Mapping[str, Any]) -> Any:
     """Return the numbers and names of a plan, floats with nine digits; of most candidates a row."""
     noise = ("advice", "recipe", "loader_rows_per_s")
     kept = {name: value for name, value in found.items() if name not in noise}
-    kept["question"] = {name: each for name, each in kept["question"].items() if name != "script"}
+    question = {name: each for name, each in kept["question"].items() if name != "script"}
+    kept["question"] = question | {"model": question["model"].rpartition("/")[2]}
     first, *others = kept["candidates"] or [None]
     kept["candidates"] = [
         first,

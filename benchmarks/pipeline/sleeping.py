@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, cast
 
 import torch
-from phalanx.planner.perfetto import write_trace
+from phalanx.planner.stages import write_trace
 from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override

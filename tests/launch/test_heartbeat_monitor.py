@@ -73,13 +73,13 @@ def test_a_clock_counts_only_the_time_of_listening(monkeypatch: pytest.MonkeyPat
     now = [100.0]
     monkeypatch.setattr("phalanx.launch.lease.time.monotonic", lambda: now[0])
     clock = ListeningClock(5.0)
-    leases = Leases[str](clock)
+    leases = Leases[str](lambda: clock.now_s)
     for now[0], member in ((101.0, "a"), (4000.0, "b"), (4003.0, "c")):
         clock.tick()  # it was stopped for more than an hour
         leases.renew(member)
     assert [leases.age_s(member) for member in "abc"] == [8.0, 3.0, 0.0]
     assert leases.older(2.0) == ["a", "b"]
-    leases.end("a")
+    leases.forget("a")
     assert leases.older(2.0, "ac") == []
 
 

@@ -36,8 +36,8 @@ def _first_rows_everywhere(right: Any) -> Any:
 
 
 def _without_moments(right: Any) -> Any:
-    def wrong(folder: Any, model: Any, optimizer: Any, room: Any) -> Any:
-        beside = right(folder, model, optimizer, room)
+    def wrong(folder: Any, model: Any, optimizer: Any, *more: Any) -> Any:
+        beside = right(folder, model, optimizer, *more)
         optimizer.state.clear()
         return beside
 
@@ -45,8 +45,8 @@ def _without_moments(right: Any) -> Any:
 
 
 def _rounded(right: Any) -> Any:
-    def wrong(folder: Any, model: Any, optimizer: Any, room: Any) -> Any:
-        beside = right(folder, model, optimizer, room)
+    def wrong(folder: Any, model: Any, optimizer: Any, *more: Any) -> Any:
+        beside = right(folder, model, optimizer, *more)
         for parameter in model.parameters():
             local = local_shard(parameter.detach())
             local.copy_(local.float())

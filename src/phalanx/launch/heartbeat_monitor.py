@@ -61,7 +61,7 @@ class HeartbeatMonitor:
         """
         self.silent_s = silent_s
         self.clock = clock or ListeningClock(SLEPT_S)
-        self._leases = Leases[int](self.clock)
+        self._leases = Leases[int](lambda: self.clock.now_s)
         self._names = names
         self._timeout_s = timeout_s
         self._here = here
@@ -83,7 +83,7 @@ class HeartbeatMonitor:
     def leave(self, rank: int) -> None:
         """Record that a rank has returned."""
         self._beats.pop(rank, None)
-        self._leases.end(rank)
+        self._leases.forget(rank)
         self._returned.add(rank)
 
     def has_begun(self, num_ranks: int) -> bool:

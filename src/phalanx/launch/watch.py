@@ -88,7 +88,8 @@ class Watch:
         self._processes: dict[int, int] = {}  # of this host, once all ranks have reported
         self._failed: Failed | None = None
         clock = ListeningClock(SLEPT_S)
-        self._reached = Leases[str](clock)
+        self._clock = clock
+        self._reached = Leases[str](lambda: clock.now_s)
         for what in ("the begin", "the store"):
             self._reached.renew(what)
         self._missing: list[int] = []
@@ -161,7 +162,7 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(1.0):
-            self._reached.clock.tick()
+            self._clock.tick()
             if self._is_listening:
                 self._monitor.clock.tick()
             self._beat = PULSE.beat()

@@ -20,7 +20,8 @@ from typing import Any
 from typing_extensions import override
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.server.liveness import BEAT_S, LEASE_S, Leases
+from phalanx.launch.lease import Leases
+from phalanx.server.liveness import BEAT_S, LEASE_S
 from phalanx.server.message import WireMessage, answer
 from phalanx.server.message_table import PROTOCOL
 from phalanx.server.placement import ranked
@@ -235,7 +236,9 @@ class Coordinator(Role):
         """
         name, incarnation = str(beat["name"]), str(beat["incarnation"])
         if self.map["incarnations"].get(name) != incarnation:
-            if name in self.leases.heard_s:  # the name belongs to a process until that one is lost
+            if (
+                name in self.leases.renewed_s
+            ):  # the name belongs to a process until that one is lost
                 now_s, key = self.clock.now_s, (name, incarnation)
                 if key not in self._asked_s:
                     self.log(
@@ -293,7 +296,7 @@ class Coordinator(Role):
         for name in lost:
             self.map["addresses"].pop(name, None)
             self.map["incarnations"].pop(name, None)
-            self.leases.heard_s.pop(name, None)
+            self.leases.forget(name)
             self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key[0] != name}
             for shard, names in enumerate(self.map["holders"]):
                 if names == [name]:
@@ -308,11 +311,11 @@ class Coordinator(Role):
     @override
     def tick(self) -> None:
         super().tick()
-        lost = [str(name) for name in self.leases.heard_s if self.leases.is_over(name)]
+        lost = self.leases.older(LEASE_S)
         if self.map["ended"]:  # members are notified at their next heartbeat
             self._ended_s = self._ended_s or self.clock.now_s
-            is_told = self.leases.heard_s.keys() <= self._told.union(lost)
-            if not self._scheduler.is_over("scheduler"):
+            is_told = self.leases.renewed_s.keys() <= self._told.union(lost)
+            if not self._scheduler.older(LEASE_S):
                 is_told &= self.map["scheduler"] in self._told.union([""])
             if is_told and self.clock.now_s - self._ended_s > 2 * BEAT_S:
                 self.map["closed"] = self.is_over = True

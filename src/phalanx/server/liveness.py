@@ -1,15 +1,9 @@
-"""Who is live: leases, the clock that counts them, and the thread that sends heartbeats.
-
-A process that is stopped, or waits for a CPU, receives nothing: messages of its peers wait in its
-sockets. So an observer counts silence only while its own loop runs (`LoopClock`).
-"""
+"""Intervals of heartbeats and leases, and the thread that sends heartbeats; see launch/lease.py."""
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -27,56 +21,11 @@ BEAT_S: Final = 0.5
 RESEND_S: Final = 0.5
 """Time after which an unanswered request is sent again, in seconds, see [Note: Sent again]."""
 
+LOOP_S: Final = 4 * TICK_S
+"""Most that a role's loop counts as listening between two looks, in seconds."""
+
 LEASE_S: Final = 3.0
 """Silence after which a worker or a server is lost, in seconds in which its observer listens."""
-
-
-class LoopClock:
-    """Counts the seconds in which a loop ran.
-
-    Attributes:
-        now_s: seconds counted so far.
-        looked_s: time of the last `look`, by `time.monotonic`.
-    """
-
-    def __init__(self, most_s: float = 4 * TICK_S) -> None:
-        """Start at 0; the time between two calls of `look` counts as at most `most_s`."""
-        self.now_s, self.looked_s = 0.0, time.monotonic()
-        self._most_s = most_s
-
-    def look(self) -> None:
-        """Add the time since the last call."""
-        looked_s, self.looked_s = self.looked_s, time.monotonic()
-        self.now_s += min(self.looked_s - looked_s, self._most_s)
-
-
-class Leases:
-    """The members that an observer watches; a lease is over after `LEASE_S` of silence.
-
-    Attributes:
-        heard_s: member -> time by the observer's clock at which it was heard; -inf if it has left.
-    """
-
-    def __init__(self, now_s: Callable[[], float], members: Iterable[Hashable] = ()) -> None:
-        """Watch `members` from now on; `now_s` returns the time by the observer's clock."""
-        self._now_s = now_s
-        self.heard_s = dict.fromkeys(members, now_s())
-
-    def renew(self, member: Hashable) -> None:
-        """Record that a member is live."""
-        self.heard_s[member] = self._now_s()
-
-    def end(self, member: Hashable) -> None:
-        """Record that a member has left."""
-        self.heard_s[member] = -math.inf
-
-    def has_left(self, member: Hashable) -> bool:
-        """Return whether `end` was called for a member and `renew` was not called since."""
-        return self.heard_s.get(member) == -math.inf
-
-    def is_over(self, member: Hashable) -> bool:
-        """Return whether a member has left, or was silent for `LEASE_S`."""
-        return self._now_s() - self.heard_s[member] > LEASE_S
 
 
 class HeartbeatThread:

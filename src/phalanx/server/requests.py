@@ -22,8 +22,9 @@ import zmq
 from phalanx.comm.waits import declared
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
+from phalanx.launch.lease import ListeningClock
 from phalanx.server.consistency import Consistency
-from phalanx.server.liveness import LEASE_S, RESEND_S, HeartbeatThread, LoopClock
+from phalanx.server.liveness import LEASE_S, LOOP_S, RESEND_S, HeartbeatThread
 from phalanx.server.message import WireMessage
 from phalanx.server.message_table import PROTOCOL
 from phalanx.server.role import SILENT_S, Settings, no_answer
@@ -119,7 +120,7 @@ class Requests:
             "tasks": [consistency.num_slots, *tasks],
             "is_open": consistency.is_asynchronous,
         }
-        self._clock = LoopClock()
+        self._clock = ListeningClock(LOOP_S)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._numbers = itertools.count(1)
@@ -342,7 +343,7 @@ class Requests:
 
     def _hear(self, limit_s: float = 0.02) -> None:
         self._poller.poll(round(limit_s * 1000))
-        self._clock.look()
+        self._clock.tick()
         for message in [each for link in self._links.values() for each in link.receive()]:
             if message.kind == "map":
                 self._take(dict(message.fields))

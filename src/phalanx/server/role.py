@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import zmq
 
-from phalanx.server.liveness import BEAT_S, TICK_S, LoopClock
+from phalanx.launch.lease import ListeningClock
+from phalanx.server.liveness import BEAT_S, LOOP_S, TICK_S
 from phalanx.server.message import WireError, WireMessage, answer
 from phalanx.server.message_table import Dispatch
 from phalanx.server.secret import Secret
@@ -62,7 +63,7 @@ class Role:
             raise
         self.address = self.listener.address
         self.is_over, self.refusal = False, ""
-        self.clock, self.begun_s = LoopClock(), time.monotonic()
+        self.clock, self.begun_s = ListeningClock(LOOP_S), time.monotonic()
         self._poller = zmq.Poller()
         self._poller.register(self.listener.socket, zmq.POLLIN)
         self._links: dict[Connection, Callable[[WireMessage], None]] = {}
@@ -109,7 +110,7 @@ class Role:
             except MISTAKES as error:
                 self.log(f"ignored: '{message.kind}': {type(error).__name__}: {error}")
         self.begun_s = time.monotonic()
-        if self.begun_s - self.clock.looked_s > TICK_S:
+        if self.begun_s - self.clock.ticked_s > TICK_S:
             self.tick()
 
     def handle_or_refuse(self, peer: bytes, message: WireMessage) -> None:
@@ -128,7 +129,7 @@ class Role:
 
     def tick(self) -> None:
         """Do periodic work."""
-        self.clock.look()
+        self.clock.tick()
 
     def close(self) -> None:
         """Close all sockets."""

@@ -13,7 +13,8 @@ from typing import Final
 
 from typing_extensions import override
 
-from phalanx.server.liveness import BEAT_S, HeartbeatThread, LoopClock
+from phalanx.launch.lease import ListeningClock
+from phalanx.server.liveness import BEAT_S, HeartbeatThread
 from phalanx.server.message import WireMessage, answer, in_frames
 from phalanx.server.message_table import PROTOCOL, Dispatch
 from phalanx.server.replica import ShardReplicas
@@ -48,7 +49,7 @@ class Server(Role):
         self._of_primary = Dispatch("backup", self.replicas)
         self._parked: dict[tuple[bytes, int], WireMessage] = {}
         self._open = set[tuple[bytes, int]]()  # received requests that are not answered
-        self._beat_clock, self._seen, self._is_stuck = LoopClock(4 * BEAT_S), (0.0, 0.0), False
+        self._beat_clock, self._seen, self._is_stuck = ListeningClock(4 * BEAT_S), (0.0, 0.0), False
 
     def facts(self) -> Settings:
         """Return the fields that the server adds to its heartbeats."""
@@ -69,7 +70,7 @@ class Server(Role):
 
     def _beats_to(self) -> str:
         """Return the receiver of heartbeats: the coordinator, or "" while the loop is stuck."""
-        self._beat_clock.look()
+        self._beat_clock.tick()
         now_s = self._beat_clock.now_s
         if self.begun_s != self._seen[0]:
             self._seen, self._is_stuck = (self.begun_s, now_s), False

@@ -13,8 +13,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from phalanx.launch.lease import Leases
 from phalanx.server.consistency import DoneTasks
-from phalanx.server.liveness import Leases
+from phalanx.server.liveness import LEASE_S
 from phalanx.server.message import WireMessage, answer
 from phalanx.server.message_table import PROTOCOL
 from phalanx.server.role import Membership, Role
@@ -47,7 +48,7 @@ class Tasks:
 
     def is_lost(self, worker: int) -> bool:
         """Return whether a worker has left, or its lease is over."""
-        return self.leases.is_over(worker)
+        return self.leases.age_s(worker) > LEASE_S
 
     @property
     def num_live(self) -> int:
@@ -181,7 +182,7 @@ class TaskScheduler(Role):
 
     def on_leave(self, tasks: Tasks, worker: int, _: WireMessage) -> dict[str, Any]:
         """Record that a worker takes no more steps."""
-        tasks.leases.end(worker)
+        tasks.leases.leave(worker)
         return {}
 
     def on_stop(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
