@@ -46,8 +46,8 @@ def find_lost(made: LocalRoles, name: str) -> None:
     assert isinstance(keeper, Coordinator)
 
     def tick() -> None:
-        if name in keeper.leases.heard_s:
-            keeper.leases.end(name)
+        if name in keeper.leases.renewed_s:
+            keeper.leases.leave(name)
         Coordinator.tick(keeper)
 
     keeper.tick = tick

@@ -159,7 +159,7 @@ def test_ranks_that_send_no_first_heartbeat_are_named_after_the_timeout(
     second = watch_of(1)  # rank 0, the first of its host, would report for it
     second._exchange_beats()
     assert second._missing_message() == "" and not second._is_reporter()
-    second._reached.clock.now_s = 31.0
+    second._clock.now_s = 31.0
     second._exchange_beats()
     assert second._missing_message().startswith("ranks 0, 2 have sent no heartbeat: ")
     assert second._is_reporter()
@@ -173,7 +173,7 @@ def test_who_was_stopped_itself_holds_nobody_for_silent(
     first, _, _ = (watch_of(rank) for rank in range(3))
     first._listen(True)
     clock[0] = 3600.0
-    for watched in (first._reached.clock, first._monitor.clock):
+    for watched in (first._clock, first._monitor.clock):
         watched.tick()
     assert first._lost(SILENT_S) == first._monitor.timeout_message(first._heard()) == ""
 
