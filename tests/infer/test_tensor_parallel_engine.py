@@ -78,19 +78,25 @@ def test_tokens_equal_generate(
         assert (num_preemptions > 0) is not is_ample
 
 
-def rest(served: Served, engine: Engine) -> None:
-    time.sleep(1.5)  # at least one heartbeat
+def rest(until: Path, served: Served, engine: Engine) -> None:
+    end_s = time.monotonic() + 60
+    while not until.exists() and time.monotonic() < end_s:
+        time.sleep(0.05)
 
 
 def test_the_ranks_of_an_idle_server_are_not_stalled_but_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beats = list[tuple[str, bool]]()
-    monkeypatch.setattr(
-        HeartbeatMonitor, "record", lambda _, rank, beat: beats.append((beat.doing, beat.waits))
-    )
-    with_engine(published(tmp_path), EngineConfig(strategy="tp2", precision="float32"), rest)
-    assert ("waiting for requests", True) in beats
+    heard = tmp_path / "heard"
+
+    def record(_: HeartbeatMonitor, rank: int, beat: Beat) -> None:
+        if (beat.doing, beat.waits) == ("waiting for requests", True):
+            heard.touch()
+
+    monkeypatch.setattr(HeartbeatMonitor, "record", record)
+    config = EngineConfig(strategy="tp2", precision="float32")
+    with_engine(published(tmp_path), config, functools.partial(rest, heard))
+    assert heard.exists()
 
 
 def generate_when_asked_to_stop(served: Served, engine: Engine) -> tuple[int, list[list[int]]]:

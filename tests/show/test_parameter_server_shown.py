@@ -36,7 +36,7 @@ def test_the_masters_link_carries_all_and_a_ring_spreads_it() -> None:
     assert all(0 <= step - version <= 2 for row in stale for step, version in row)
     assert any(step > version for row in stale for step, version in row)
     slow = computed_with(traces["async"])[2]
-    assert slow[1][1] > 3  # the others have gone ahead
+    assert slow[1][1] > slow[1][0]  # the others have gone ahead
 
 
 def test_bytes_grow_with_the_workers() -> None:
