@@ -3,6 +3,17 @@
 `Pipeline` is the runner of a step with pp, as `Accumulate` (accumulate.py) is without pp. It loops
 over the lowered actions (lowering.py): forwards and backwards of microbatches in the rank's stages,
 sends, receives and reductions. A tensor between two stages of one rank is passed without a copy.
+
+One microbatch between stage 2 on rank a and stage 3 on rank b. `values` holds a tensor under the
+receive that it belongs to, until the action to the right of it takes the tensor:
+
+    rank a   2F0 --> values --> 2SEND_F0 --> sending --> 2SENT_F0     2RECV_B0 --> values --> 2B0
+              |                    |                                     ^                     ^
+              |                    v                                     |                     |
+    rank b    |                 3RECV_F0 --> values --> 3F0 ~~~ 3B0 --> 3SEND_B0 --> 3SENT_B0  |
+              |                                          |       ^                             |
+              +----- kept on a: input, output -----------|-------|-----------------------------+
+                                                         +-------+  kept on b
 """
 
 from __future__ import annotations
@@ -193,7 +204,15 @@ class _Step:
             self.weight_work[at] = backward_input(output, gradient, leaf, trained)
         send = send_after(action, self._last_stage)
         if send is not None and received is not None:
-            self.values[other_end(send)] = _gradient_of(received, stage)
+            if received.grad is None and received.requires_grad:
+                raise StrategyError(
+                    f"pp: stage {stage} computes no gradient of its input, as after a detach() or "
+                    "under no_grad(), so the layers before this stage would not be trained; freeze "
+                    "them by requires_grad_(False), or use dp or fsdp"
+                )
+            # Zeros if no earlier parameter is trained.
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
+            self.values[other_end(send)] = gradient
 
     def take(self, receive: Action) -> Tensor:
         """Return the tensor of a receive; wait until it has arrived."""
@@ -232,14 +251,3 @@ class _Step:
         self.unreduced.remove(action.stage)
         later = {weight for stage in self.unreduced for weight in self.runner.weights[stage]}
         self.last = [weight for weight in self.runner.weights[action.stage] if weight not in later]
-
-
-def _gradient_of(received: Tensor, stage: int) -> Tensor:
-    """Return the gradient of a stage's input; zeros if no earlier parameter is trained."""
-    if received.grad is None and received.requires_grad:
-        raise StrategyError(
-            f"pp: stage {stage} computes no gradient of its input, as after a detach() or under "
-            "no_grad(), so the layers before this stage would not be trained; freeze them by "
-            "requires_grad_(False), or use dp or fsdp"
-        )
-    return torch.zeros_like(received) if received.grad is None else received.grad
