@@ -33,8 +33,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.blocks import ends_of
-from phalanx.parallel.skeleton import Skeleton, Weight
+from phalanx.parallel.skeleton import Skeleton, Weight, ends_of
 from phalanx.parallel.split import Shapes
 
 Place = Literal["embedding", "block", "head", "rest"]
