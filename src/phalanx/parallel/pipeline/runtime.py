@@ -4,16 +4,24 @@
 over the lowered actions (lowering.py): forwards and backwards of microbatches in the rank's stages,
 sends, receives and reductions. A tensor between two stages of one rank is passed without a copy.
 
-One microbatch between stage 2 on rank a and stage 3 on rank b. `values` holds a tensor under the
-receive that it belongs to, until the action to the right of it takes the tensor:
+One microbatch in two stages, 0 on rank a and 1 on rank b. A tensor between stages is in `values`
+under the receive that it belongs to, and time runs down:
 
-    rank a   2F0 --> values --> 2SEND_F0 --> sending --> 2SENT_F0     2RECV_B0 --> values --> 2B0
-              |                    |                                     ^                     ^
-              |                    v                                     |                     |
-    rank b    |                 3RECV_F0 --> values --> 3F0 ~~~ 3B0 --> 3SEND_B0 --> 3SENT_B0  |
-              |                                          |       ^                             |
-              +----- kept on a: input, output -----------|-------|-----------------------------+
-                                                         +-------+  kept on b
+    rank a      takes                           stores
+    0F0                                         kept[0, 0]  values[1RECV_F0]
+    0SEND_F0    values[1RECV_F0]                sending[1RECV_F0]
+    0SENT_F0    sending[1RECV_F0]
+    0RECV_B0                                    values[0RECV_B0], pending
+    0B0         kept[0, 0]  values[0RECV_B0]
+
+    rank b
+    1RECV_F0                                    values[1RECV_F0], pending
+    1F0         values[1RECV_F0]                kept[1, 0]
+    1B0         kept[1, 0]                      values[0RECV_B0]
+    1SEND_B0    values[0RECV_B0]                sending[0RECV_B0]
+    1SENT_B0    sending[0RECV_B0]
+
+With both stages on one rank, 1F0 takes what 0F0 has stored, and 0B0 what 1B0 has stored.
 """
 
 from __future__ import annotations
