@@ -189,7 +189,7 @@ def _last_unreduced(right: Any) -> Any:
     def wrong(self: Any, last: Any, reached: Any = None) -> None:
         right(self, last, reached)
         if last:
-            for module in self._own:
+            for module in self._parameters_of:
                 module.set_requires_gradient_sync(False, recurse=False)
 
     return wrong

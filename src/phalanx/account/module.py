@@ -26,10 +26,9 @@ from phalanx.account.activations import microbatches_for_peak, peak_in_flight
 from phalanx.account.planned import InFlight, PlannedStep
 from phalanx.account.recorder import MetaRecorder, Operation, storage_id
 from phalanx.errors import ConfigError, StrategyError, text_of
-from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.pipeline.links import Links, cut_links, links_of
 from phalanx.parallel.plan import Plan
-from phalanx.parallel.skeleton import copied_on_meta
+from phalanx.parallel.skeleton import blocks_of, copied_on_meta
 from phalanx.parallel.split import StateBytes
 from phalanx.strategy import Strategy
 

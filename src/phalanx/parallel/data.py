@@ -207,17 +207,15 @@ class BucketedReducer(GradientReducer):
         self.parameters = self.parameters + parameters
         sizes = [local_shard(parameter).nbytes for parameter in parameters]
         for indices in buckets(sizes, self._bucket_bytes):
-            self._add_bucket([parameters[index] for index in indices])
+            members = [parameters[index] for index in indices]
+            dtypes = {member.dtype for member in members}
+            for dtype in sorted(dtypes, key=str):  # one buffer a data type; nearly always one
+                bucket = _Bucket([member for member in members if member.dtype == dtype])
+                bucket.missing = set(bucket.members)
+                self._buckets.append(bucket)
+                self._bucket_of |= dict.fromkeys(bucket.members, bucket)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-
-    def _add_bucket(self, members: list[nn.Parameter]) -> None:
-        dtypes = {member.dtype for member in members}
-        for dtype in sorted(dtypes, key=str):  # one buffer a data type; nearly always one
-            bucket = _Bucket([member for member in members if member.dtype == dtype])
-            bucket.missing = set(bucket.members)
-            self._buckets.append(bucket)
-            self._bucket_of |= dict.fromkeys(bucket.members, bucket)
 
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
         """Store the parameters that the next backward reaches for the last time in the step."""

@@ -33,8 +33,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.blocks import ends_of
-from phalanx.parallel.skeleton import Skeleton, Weight
+from phalanx.parallel.skeleton import Skeleton, Weight, ends_of
 from phalanx.parallel.split import Shapes
 
 Place = Literal["embedding", "block", "head", "rest"]
@@ -119,7 +118,11 @@ def groups_of(
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
             split by rows, or a group has parameters of several dtypes.
     """
-    _check_forward(skeleton.model)
+    if isinstance(skeleton.model, nn.ModuleList | nn.ModuleDict):
+        raise StrategyError(
+            f"fsdp: the model is a {type(skeleton.model).__name__}, which has no forward before "
+            "which fsdp could gather parameters; wrap it in a module that has a forward, or use dp"
+        )
     embedding, head = (
         tuple(name for name in names if skeleton.named(name)) for names in ends_of(skeleton.model)
     )
@@ -132,48 +135,30 @@ def groups_of(
     members, known = _members(skeleton.weights, places), shapes or {}
     groups: list[Group] = []
     for names, place in places.items():
-        if not (own := members[names]):
+        if not (weights := members[names]):
             continue
-        master = _data_type_of(own, names)
+        master, *others = sorted({weight.dtype for weight in weights}, key=str)
+        if others:
+            raise StrategyError(
+                f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
+                f"types, {', '.join(map(str, (master, *others)))}, and are gathered together; cast "
+                "them to one data type"
+            )
         group = Group(
             place=place,
             names=names,
-            parameters=tuple(Parameter(known.get(w, w.shape), w.is_trained) for w in own),
+            parameters=tuple(Parameter(known.get(w, w.shape), w.is_trained) for w in weights),
             master=master,
             gathered=compute if compute is not None and place == "block" else master,
             stays_gathered=keeps and place in ("head", "rest"),
         )
         alike = skeleton.blocks[names[0]] if place == "block" else ()
         groups += [dataclasses.replace(group, names=(name,)) for name in alike] or [group]
-    return _with_last_kept(groups) if keeps else groups
-
-
-def _with_last_kept(groups: list[Group]) -> list[Group]:
-    """Mark the last block as kept, because its backward is the first of all blocks."""
     blocks = [number for number, group in enumerate(groups) if group.place == "block"]
-    for number in blocks[-1:]:
-        groups[number] = dataclasses.replace(groups[number], stays_gathered=True)
+    if keeps and blocks:  # the backward of the last block is the first of all blocks
+        last = blocks[-1]
+        groups[last] = dataclasses.replace(groups[last], stays_gathered=True)
     return groups
-
-
-def _check_forward(model: nn.Module) -> None:
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise StrategyError(
-            f"fsdp: the model is a {type(model).__name__}, which has no forward before which fsdp "
-            "could gather parameters; wrap it in a module that has a forward, or use dp"
-        )
-
-
-def _data_type_of(weights: Iterable[Weight], names: Sequence[str]) -> torch.dtype:
-    """Return the single dtype of a group's parameters; `names` are the names of its modules."""
-    dtypes = {weight.dtype for weight in weights}
-    if len(dtypes) > 1:
-        raise StrategyError(
-            f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
-            f"types, {', '.join(sorted(map(str, dtypes)))}, and are gathered together; cast them "
-            "to one data type"
-        )
-    return dtypes.pop()
 
 
 def _members(

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -62,7 +62,16 @@ def use_engine(
             gathers[module] = ShardGather(engine)  # FSDP2 uses the one of a group's last module
             module.set_custom_all_gather(gathers[module])
             module.set_custom_reduce_scatter(ShardReduction(engine, last, is_read_at_once))
-    model.register_forward_hook(functools.partial(_take_unused, gathers))
+
+    def take_unused(*_: Any) -> None:
+        # No later forward may use the old weights of blocks that inference skipped. For blocks
+        # that a training step skips, FSDP2 drops the gather when backward ends.
+        if not torch.is_grad_enabled():
+            for module, gather in gathers.items():
+                if gather.is_under_way:
+                    cast(UnshardHandle, module.unshard(async_op=True)).wait()
+
+    model.register_forward_hook(take_unused)
 
 
 def gather_ahead(model: nn.Module, groups: Sequence[Group]) -> None:
@@ -74,17 +83,6 @@ def gather_ahead(model: nn.Module, groups: Sequence[Group]) -> None:
     modules = [cast(FSDPModule, model.get_submodule(first)) for first, *_ in computing]
     for module, following in itertools.pairwise(modules):
         module.set_modules_to_forward_prefetch([following])
-
-
-def _take_unused(gathers: Mapping[FSDPModule, ShardGather], *_: Any) -> None:
-    """Wait for gathers of blocks that inference skipped, so that no later forward uses old weights.
-
-    For blocks that a training step skips, FSDP2 drops the gather when backward ends.
-    """
-    if not torch.is_grad_enabled():
-        for module, gather in gathers.items():
-            if gather.is_under_way:
-                cast(UnshardHandle, module.unshard(async_op=True)).wait()
 
 
 def _is_read_at_once(trained: Sequence[nn.Parameter], has_replicas: bool) -> bool:

@@ -210,7 +210,16 @@ class Plan(Generic[Model]):
                 vars(parameter).update(attached | vars(parameter))
         if first_weights is not None:
             model.to_empty(device=comm.device)
-            _fill(model, first_weights)
+            for name, parameter in model.named_parameters():
+                if is_fused(parameter):
+                    raise StrategyError(
+                        f"tp: '{name}' contains several maps, each split separately, so a rank's "
+                        "shard has no single offset in the full parameter; pass the model with its "
+                        "initial weights, not on the meta device"
+                    )
+                shard, offset = shard_of(parameter)
+                if shard.numel():
+                    first_weights(shard, name, tuple(parameter.shape), offset)
         reducer: GradientReducer | None = None
         for split in reversed(self._splits):
             reducer = split.reducer(model, comm, reducer)
@@ -256,16 +265,3 @@ def _shard_offset(
 ) -> tuple[int, ...]:
     """Return the offset of this rank's shard, which torch takes up to 1 ms to compute; cached."""
     return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
-
-
-def _fill(model: nn.Module, first_weights: FirstWeights) -> None:
-    for name, parameter in model.named_parameters():
-        if is_fused(parameter):
-            raise StrategyError(
-                f"tp: '{name}' contains several maps, each split separately, so a rank's shard "
-                "has no single offset in the full parameter; pass the model with its initial "
-                "weights, not on the meta device"
-            )
-        shard, offset = shard_of(parameter)
-        if shard.numel():
-            first_weights(shard, name, tuple(parameter.shape), offset)

@@ -48,7 +48,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.errors import StrategyError
 from phalanx.parallel.batch_norm import batch_norms
 from phalanx.parallel.batch_shape import carried
-from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.skeleton import blocks_of
 from phalanx.parallel.split import Split, Target
 from phalanx.strategy import Recompute, Strategy
 

@@ -26,10 +26,9 @@ Limits    Any N and M. A parameter of two groups is refused; tied weights belong
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -38,6 +37,7 @@ from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.axes import SHARDS, axes_of, single_axis
 from phalanx.comm.comm import Ranks
@@ -46,7 +46,6 @@ from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
 from phalanx.parallel.groups import (
     AccumulatedGradients,
-    Group,
     groups_of,
     peak_gathered_bytes,
     peak_gradient_bytes,
@@ -57,7 +56,6 @@ from phalanx.parallel.reduce import (
     accumulate_by_shard,
     broadcast_parameters,
 )
-from phalanx.parallel.refusals import refuse_copy, refuse_second_derivative
 from phalanx.parallel.sparse import sparse_tables
 from phalanx.parallel.split import Shape, Split, StateBytes, Target, TensorKind, entries_of
 from phalanx.parallel.views import allow_outputs
@@ -151,12 +149,18 @@ class ShardedSplit(Split):
                 "only dense gradients; make the module without sparse=True, or use dp"
             )
         broadcast_parameters(model, comm)
-        where = _mesh_arguments(model, comm)
+        where: dict[str, Any] = {"mesh": comm.sharding_mesh}
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            replicas = "dp" if "dp" in comm.axes else None
+            dims = mesh_dims()(shard=comm.axes_of(SHARDS), replicate=replicas)
+            where = {"mesh": comm.model_mesh, "dp_mesh_dims": dims}
         for group in self._groups:
+            # Gathered in the dtype of the group, reduced in the master dtype.
+            types = () if group.gathered == group.master else (group.gathered, group.master)
             sharded = fully_shard(
                 [model.get_submodule(name) for name in group.names],
                 reshard_after_forward=self._kind == "zero3" and not group.stays_gathered,
-                mp_policy=_precision(group),
+                mp_policy=MixedPrecisionPolicy(*types, cast_forward_inputs=False),
                 **where,
             )
             for module in sharded:
@@ -165,20 +169,15 @@ class ShardedSplit(Split):
             fully_shard(model, **where)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                cast(Any, type(module)).__deepcopy__ = refuse_copy  # torch's raises as well
+                cast(Any, type(module)).__deepcopy__ = _refuse_copy  # torch's raises as well
         if self.target.strategy.pp.degree > 1:
-            self._prefetch_in_stage(model)
-
-    def _prefetch_in_stage(self, model: nn.Module) -> None:
-        """Let backward prefetch the preceding group of the stage, if a rank has only one stage.
-
-        FSDP2's default is the group whose forward ran before, perhaps for another microbatch.
-        """
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for before, module in zip([None, *modules], modules, strict=False):
-            # A gathered group is not gathered again: to prefetch `module` itself does nothing.
-            ahead = module if before is None or self.target.num_stages > 1 else before
-            module.set_modules_to_backward_prefetch([ahead])
+            # FSDP2 prefetches the group whose forward ran before, perhaps for another microbatch.
+            # A rank with one stage prefetches the preceding group of the stage, any other nothing:
+            # to prefetch `module` itself, which is gathered, does nothing.
+            modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            for before, module in zip([None, *modules], modules, strict=False):
+                ahead = module if before is None or self.target.num_stages > 1 else before
+                module.set_modules_to_backward_prefetch([ahead])
 
     def reducer(
         self, model: nn.Module, comm: Ranks, inner: GradientReducer | None
@@ -191,15 +190,6 @@ class ShardedSplit(Split):
             if self.target.num_stages == 1:  # else the next block may belong to another stage
                 overlap.gather_ahead(model, groups)
         return ShardedReducer(model, comm, self._kind)
-
-
-def _mesh_arguments(model: nn.Module, comm: Ranks) -> dict[str, Any]:
-    """Return the arguments of `fully_shard` that name the mesh, and the axes that FSDP2 uses."""
-    shards, replicas = comm.axes_of(SHARDS), "dp" if "dp" in comm.axes else None
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        where = mesh_dims()(shard=shards, replicate=replicas)
-        return {"mesh": comm.model_mesh, "dp_mesh_dims": where}
-    return {"mesh": comm.sharding_mesh}
 
 
 def mesh_dims() -> type[Any]:
@@ -216,12 +206,6 @@ def mesh_dims() -> type[Any]:
             "with tp"
         ) from None
     return DataParallelMeshDims
-
-
-def _precision(group: Group) -> MixedPrecisionPolicy:
-    """Return the policy: gather in the dtype of the group, reduce gradients in the master dtype."""
-    types = () if group.gathered == group.master else (group.gathered, group.master)
-    return MixedPrecisionPolicy(*types, cast_forward_inputs=False)
 
 
 class ShardedReducer(GradientReducer):
@@ -241,15 +225,29 @@ class ShardedReducer(GradientReducer):
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._gathered: dict[nn.Parameter, str] = {}
         self._adders: list[Node] = []
-        self._own: dict[FSDPModule, frozenset[nn.Parameter]] = {}
+        self._parameters_of: dict[FSDPModule, frozenset[nn.Parameter]] = {}
         self._has_failed = False
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._set_up(module)
-        model.register_forward_hook(_free_after_inference)
-        model.register_forward_hook(refuse_second_derivative)
-        first = functools.partial(self._gather_once, lambda: handle.remove())
-        handle = model.register_forward_pre_hook(first, prepend=True)
+
+        def gather_first(*_: Any) -> None:
+            # FSDP2 makes its tensors at the first gather. Those made inside of
+            # torch.inference_mode() could not be trained later, so gather outside of it.
+            handle.remove()
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    for module in self._parameters_of:
+                        module.unshard()
+                        module.reshard()
+
+        def free_after_inference(*_: Any) -> None:
+            if not torch.is_grad_enabled():  # no backward frees what this forward has gathered
+                free_gathered(model)
+
+        model.register_forward_hook(free_after_inference)
+        model.register_forward_hook(_refuse_second_derivative)
+        handle = model.register_forward_pre_hook(gather_first, prepend=True)
         model.register_forward_pre_hook(self._refuse_others, prepend=True)
         model.register_forward_pre_hook(self._end_gathers, prepend=True)
 
@@ -285,7 +283,9 @@ class ShardedReducer(GradientReducer):
             if parameter.requires_grad and parameter not in elsewhere
         ]
         self._places += places
-        self._own[cast(FSDPModule, module)] = frozenset(parameter for *_, parameter in places)
+        self._parameters_of[cast(FSDPModule, module)] = frozenset(
+            parameter for *_, parameter in places
+        )
         module.register_forward_pre_hook(_begin_again_in_backward, prepend=True)
 
         def on_first_forward(*_: Any) -> None:
@@ -293,50 +293,48 @@ class ShardedReducer(GradientReducer):
             for submodule, name, parameter in places:
                 gathered: nn.Parameter = getattr(submodule, name)
                 self._gathered[gathered] = self._names[parameter]
-                note = functools.partial(self._note_used, parameter)
                 if gathered.requires_grad:  # else frozen since the split, which callers refuse
-                    gathered.register_post_accumulate_grad_hook(note)
+
+                    def note_used(_: torch.Tensor, used: nn.Parameter = parameter) -> None:
+                        self._used.add(used)
+
+                    gathered.register_post_accumulate_grad_hook(note_used)
                 self._adders += accumulate_by_shard([gathered])
 
         handle = module.register_forward_pre_hook(on_first_forward)
-
-    def _gather_once(self, done: Callable[[], None], *_: Any) -> None:
-        """Gather each group outside of torch.inference_mode() if the first forward runs inside it.
-
-        FSDP2 makes its tensors at the first gather. Inference tensors could not be trained later.
-        """
-        done()
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False), torch.no_grad():
-                for module in self._own:
-                    module.unshard()
-                    module.reshard()
 
     def _refuse_others(self, *_: Any) -> None:
         """Refuse weights that replace parameters for one forward: FSDP2 would overwrite them."""
         known = {id(gathered) for gathered in self._gathered}
         for module, name, parameter in self._places:
-            here: object = getattr(module, name)
-            if here is not parameter and id(here) not in known:
+            weight: object = getattr(module, name)
+            if weight is not parameter and id(weight) not in known:
                 raise StrategyError(
                     f"fsdp: the {name} of a {type(module).__name__} is not the parameter that fsdp "
                     "split, as within torch.func.functional_call, and the forward would run with "
                     "the split one; use dp"
                 )
 
-    def _note_used(self, parameter: nn.Parameter, _gathered: torch.Tensor) -> None:
-        self._used.add(parameter)
-
     def before_backward(self, last: Parameters, reached: Parameters | None = None) -> None:
         """Set which groups FSDP2 reduces and frees in the next backward."""
+        # The four switches of a group that every microbatch of a step reaches:
+        #
+        #                                          zero1        zero2        zero3
+        #     backward of the step                 1st  last    1st  last    1st  last
+        #     1 ends the step of FSDP2 (model)     .    x       .    x       .    x
+        #     2 reduce_scatter of the gradients    .    x       x    x       x    x
+        #     3 all_reduce of the shards over dp   .    x       .    x       .    x
+        #     4 frees the gathered parameters      .    x       .    x       x    x
+        #
+        # "last" is a group's own: no later backward of the step reaches any of its parameters.
         self._end_gathers()
         self._not_yet_last.difference_update(last)
         if reached is not None:  # else keep FSDP2's default, which treats each backward as the last
             self._root.set_is_last_backward(not self._not_yet_last)
-        for module, own in self._own.items():
-            here = own if reached is None else own.intersection(reached)
-            is_last = here.issubset(last) if here else not (own or self._not_yet_last)
-            is_reduced = is_last if self._kind == "zero1" else bool(here)
+        for module, trained in self._parameters_of.items():
+            with_grad = trained if reached is None else trained.intersection(reached)
+            is_last = with_grad.issubset(last) if with_grad else not (trained or self._not_yet_last)
+            is_reduced = is_last if self._kind == "zero1" else bool(with_grad)
             module.set_requires_gradient_sync(is_reduced, recurse=False)
             module.set_requires_all_reduce(is_last, recurse=False)
             # Every stage of this rank gathers the rest, even a stage that does not read it.
@@ -365,7 +363,7 @@ class ShardedReducer(GradientReducer):
 
     def keep(self) -> None:
         """Let the next backward neither reduce gradients nor free gathered parameters."""
-        for module in self._own:
+        for module in self._parameters_of:
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
 
@@ -386,13 +384,13 @@ class ShardedReducer(GradientReducer):
         if hasattr(self._root, "reset_iter_state"):  # from torch 2.13
             self._root.reset_iter_state()
             return
-        for module in self._own:  # `unshard` waits for a gather in progress, or makes one
+        for module in self._parameters_of:  # `unshard` waits for a gather in progress, or makes one
             module.unshard()
             module.reshard()
 
     def after_step(self) -> None:
         """Free parameters that a forward without backward left gathered: they are now outdated."""
-        for module in self._own:
+        for module in self._parameters_of:
             module.reshard()
 
 
@@ -410,10 +408,27 @@ def _begin_again_in_backward(module: nn.Module, *_: Any) -> None:
         state._training_state = TrainingState.IDLE
 
 
-def _free_after_inference(model: nn.Module, *_: Any) -> None:
-    """Free gathered parameters after a forward without gradients, since no backward frees them."""
-    if not torch.is_grad_enabled():
-        free_gathered(model)
+def _refuse_copy(module: nn.Module, _memo: object) -> nn.Module:
+    name = type(module).__name__.removeprefix("FSDP")
+    raise StrategyError(
+        f"fsdp: a {name} that is split cannot be copied; average its weights by "
+        "run.average(decay), take full weights from run.state_dict(), or use dp"
+    )
+
+
+def _refuse_second_derivative(_model: nn.Module, _inputs: Any, output: Any) -> None:
+    """Add hooks that refuse a backward with create_graph=True through the model."""
+
+    def check_order(_grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # in backward this holds only with create_graph=True
+            raise StrategyError(
+                "fsdp: a gradient is computed with create_graph=True, as for a gradient penalty; "
+                "its derivative needs weights that fsdp has freed by then; use dp"
+            )
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(check_order)
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 A planner makes thousands of plans for models that do not exist in memory. So a skeleton neither
 stores nor changes tensor data. The skeleton of a decoder shape has one block that represents all
-blocks, so that costs are computed for one block and multiplied.
+blocks, so that costs are computed for one block and multiplied. Blocks are the units of
+recomputation and of sharding.
 """
 
 from __future__ import annotations
@@ -17,13 +18,57 @@ from itertools import groupby
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.blocks import blocks_of
 
 Shape = tuple[int, ...]
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, block) of each element of the outermost ModuleLists, in order of registration.
+
+    A list inside a block, such as the experts of a layer, is part of that block. Elements that are
+    ModuleLists or ModuleDicts are not blocks, because they have no forward; they are searched.
+
+    Returns:
+        Names as in `model.named_modules()`, each module once; empty without any ModuleList.
+    """
+    found: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if isinstance(module, nn.ModuleList) and not is_container:
+                found.setdefault(child, path)
+            else:
+                visit(child, path)
+
+    visit(model, "")
+    return [(name, block) for block, name in found.items()]
+
+
+def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the modules in a model's `ends`: before its blocks, and after them.
+
+    fsdp gathers each of the two when it runs, instead of with the rest of the model. The backward
+    of the modules before the blocks must not read their parameters, as in an embedding look-up.
+
+    Raises:
+        StrategyError: a listed module is not a submodule of the model.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    given: Iterable[Iterable[nn.Module]] = getattr(model, "ends", ((), ()))
+    for module in (module for modules in given for module in modules):
+        if module not in names:
+            raise StrategyError(
+                f"fsdp: the `ends` of {type(model).__name__} list a {type(module).__name__} that "
+                "is not a submodule of the model; expected submodules"
+            )
+    return tuple(tuple(names[module] for module in modules) for modules in given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,14 +227,13 @@ def copied_on_meta(values: _Copied) -> _Copied:
     modules = [part for part in parts if isinstance(part, nn.Module)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     # The memo maps each tensor to its meta copy, so that deepcopy copies no tensor data.
-    return copy.deepcopy(values, {id(tensor): _on_meta(tensor) for tensor in tensors})
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    meta = tensor.detach().to("meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
-    return meta
+    memo: dict[int, object] = {}
+    for tensor in tensors:
+        meta = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = meta
+    return copy.deepcopy(values, memo)
 
 
 def _within(name: str, names: Collection[str]) -> str:

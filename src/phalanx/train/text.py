@@ -35,9 +35,9 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
 from phalanx.models.decoder import Head
 from phalanx.models.initial import fill_initial
-from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.plan import plan_decoder
+from phalanx.parallel.skeleton import blocks_of
 from phalanx.train.best import BestTracker
 from phalanx.train.callback import CallbackRunner, Callbacks
 from phalanx.train.job.resolve import Job, manifest_of

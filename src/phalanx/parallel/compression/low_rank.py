@@ -58,9 +58,16 @@ class LowRankSum(Compressor):
     def _start(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> Pending:
         wide = [at for at, part in enumerate(parts) if _is_wide(part)]
         rest = [part for part in parts if not _is_wide(part)]
-        matrices = [self._matrix(number, at, parts[at]) for at in wide]
-        for at, matrix in zip(wide, matrices, strict=True):
-            matrix.error.add_(parts[at].reshape(matrix.error.shape))
+        matrices: list[_Matrix] = []
+        for at in wide:
+            part = parts[at]
+            if (number, at) not in self._matrices:
+                error = part.new_zeros(len(part), part.numel() // len(part), dtype=torch.float32)
+                q = _first_q(error.new_empty(error.shape[1], RANK))
+                self._matrices[number, at] = _Matrix(error, q)
+            matrix = self._matrices[number, at]
+            matrix.error.add_(part.reshape(matrix.error.shape))
+            matrices.append(matrix)
         narrow = [matrix.error @ matrix.q for matrix in matrices]
         message = _joined([*narrow, *rest], flat)
         hop = self.comm.all_reduce_start(message, AXIS)
@@ -91,13 +98,6 @@ class LowRankSum(Compressor):
             zero_nonfinite(matrix.error)
             matrix.q = torch.where(q.isfinite().all(), q, _first_q(q))
         return Pending(flat)
-
-    def _matrix(self, number: int, at: int, part: Tensor) -> _Matrix:
-        if (number, at) not in self._matrices:
-            error = part.new_zeros(len(part), part.numel() // len(part), dtype=torch.float32)
-            q = _first_q(error.new_empty(error.shape[1], RANK))
-            self._matrices[number, at] = _Matrix(error, q)
-        return self._matrices[number, at]
 
     @override
     def reset_errors(self) -> None:

@@ -77,7 +77,11 @@ class Ring:
         starts_BT = None if starts_BT1 is None else starts_BT1[..., 0].expand(num_rows, -1)
         ends_BT = None
         if documents is not None and not self.is_causal:
-            ends_BT = self._ends(documents[1][..., 0], positions_T.expand(num_rows, -1))
+            # The end of each query's document, as a position in the full row.
+            ends_BN = documents[1][..., 0].contiguous()
+            positions_BT = positions_T.expand(num_rows, -1).contiguous()
+            number_BT = torch.searchsorted(ends_BN, positions_BT, right=True)
+            ends_BT = ends_BN.gather(1, number_BT.clamp_(max=ends_BN.shape[1] - 1))
         return cast(Tensor, _RingAttention.apply(self, q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT))
 
     def ring_attention(
@@ -154,12 +158,6 @@ class Ring:
             return _Shift(tensor, sending, comm.recv_start(received, "cp", before))
         receiving = comm.recv_start(received, "cp", before)
         return _Shift(tensor, comm.send_start(tensor, "cp", after), receiving)
-
-    def _ends(self, ends_BN: Tensor, positions_BT: Tensor) -> Tensor:
-        """Return the end of each query's document, as a position in the full row."""
-        positions_BT = positions_BT.contiguous()
-        number_BT = torch.searchsorted(ends_BN.contiguous(), positions_BT, right=True)
-        return ends_BN.gather(1, number_BT.clamp_(max=ends_BN.shape[1] - 1))
 
 
 class _KeyValueBlock(NamedTuple):

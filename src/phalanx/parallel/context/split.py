@@ -96,18 +96,13 @@ def check(target: Target) -> None:
     *_, left = target.shard_shape_after_later("heads", (1, 1, num_heads))
     if left and left % strategy.cp.degree:
         beside = f", {left} on each rank of tp{strategy.tp.degree}" if left < num_heads else ""
+        degree, nearest = strategy.cp.degree, Axis(strategy.cp.degree, "ring")
+        if legal := [n for n in range(2, left + 1) if left % n == 0]:  # the smaller if tied
+            nearest = Axis(min(legal, key=lambda n: (abs(n - degree), n)), "ulysses")
         raise StrategyError(
             f"{name}: the model has {num_heads} heads{beside}, which is not a multiple of "
-            f"{strategy.cp.degree}; the nearest is {_nearest(left, strategy.cp.degree)}"
+            f"{degree}; the nearest is {Strategy(cp=nearest)}"
         )
-
-
-def _nearest(num_heads: int, degree: int) -> str:
-    """Return the strategy of the nearest degree (smaller if tied) that fits, or of a ring."""
-    legal = [n for n in range(2, num_heads + 1) if num_heads % n == 0]
-    if not legal:
-        return str(Strategy(cp=Axis(degree, "ring")))
-    return str(Strategy(cp=Axis(min(legal, key=lambda n: (abs(n - degree), n)), "ulysses")))
 
 
 def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
@@ -146,7 +141,14 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
             )
         if labels_BT is not None or (model.stage is not None and not model.stage.is_last):
             return out
-        return _gathered(out, attention, comm)[:, :length]
+        if torch.is_grad_enabled():
+            raise StrategyError(
+                "cp: each rank has only a part of the positions, so a loss of these logits must be "
+                "summed over ranks; pass labels to the model, or compute logits under "
+                "torch.no_grad()"
+            )
+        places_T = attention.order.gathered_index(out.shape[1], out.device)
+        return comm.all_gather(out, "cp", 1).index_select(1, places_T)[:, :length]
 
     model.forward = forward
 
@@ -178,15 +180,3 @@ def cut_documents(
         return padded
     starts_BT1, ends_BN1, longest = padded
     return cut_positions(starts_BT1[..., 0], attention, comm)[..., None], ends_BN1, longest
-
-
-def _gathered(logits_BTV: Tensor, attention: Ring | Ulysses, comm: Comm) -> Tensor:
-    """All-gather the logits of all positions of the padded row on every rank."""
-    if torch.is_grad_enabled():
-        raise StrategyError(
-            "cp: each rank has only a part of the positions, so a loss of these logits must be "
-            "summed over ranks; pass labels to the model, or compute logits under torch.no_grad()"
-        )
-    num_held = logits_BTV.shape[1]
-    places_T = attention.order.gathered_index(num_held, logits_BTV.device)
-    return comm.all_gather(logits_BTV, "cp", 1).index_select(1, places_T)

@@ -69,7 +69,12 @@ class Chain:
             name: PlaceholderModule(module, functools.partial(call_absent, name))
             for name, module in self.modules.items()
         }
-        self._paths = self._find_paths()
+        # Link module -> all its names in the model, except names within another link.
+        self._paths = {name: [name] for name in stage_of}
+        name_of = {module: name for name, module in reversed(self.modules.items())}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if module in name_of and not self._is_in_link(path):
+                self._paths[name_of[module]].append(path)
         self.tied = tied
 
     def keep(self, here: Sequence[int], *, holds_tied: bool) -> None:
@@ -118,15 +123,6 @@ class Chain:
             module = module.get_submodule(step)
         module.__dict__.pop(own, None)
         module.register_parameter(own, parameter)
-
-    def _find_paths(self) -> dict[str, list[str]]:
-        """Return link module -> all its names in the model, except names within another link."""
-        paths = {name: [name] for name in self.stage_of}
-        name_of = {module: name for name, module in reversed(self.modules.items())}
-        for path, module in self._model.named_modules(remove_duplicate=False):
-            if module in name_of and not self._is_in_link(path):
-                paths[name_of[module]].append(path)
-        return paths
 
     def _is_in_link(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{name}.") for name in self.stage_of)

@@ -13,9 +13,8 @@ from typing import Any, cast
 from torch import nn
 
 from phalanx.errors import StrategyError
-from phalanx.parallel.blocks import blocks_of
 from phalanx.parallel.pipeline.cut import cut_chain, cut_of, num_stages, schedule_of
-from phalanx.parallel.skeleton import Skeleton, Weight
+from phalanx.parallel.skeleton import Skeleton, Weight, blocks_of
 from phalanx.strategy import Strategy
 
 Links = Sequence[Sequence[str]]

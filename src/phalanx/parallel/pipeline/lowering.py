@@ -51,7 +51,14 @@ _OTHER_END: Final[dict[Op, Op]] = {
 def lower(schedule: Schedule, rank: int) -> tuple[Action, ...]:
     """Return all actions of a rank, in order; the schedule must list all computes."""
     listed = schedule.written[rank] if schedule.written else _with_messages(schedule, rank)
-    return tuple(_with_reductions(tuple(_with_ends_of_sends(schedule, rank, listed))))
+    actions = tuple(_with_ends_of_sends(schedule, rank, listed))
+    last = {action.stage: at for at, action in enumerate(actions) if action.op in ("B", "W")}
+    lowered: list[Action] = []
+    for at, action in enumerate(actions):
+        if last.get(action.stage) == at:  # the last backward of the stage
+            lowered.append(action._replace(op="REDUCE"))
+        lowered.append(action)
+    return tuple(lowered)
 
 
 def send_after(action: Action, last_stage: int) -> Action | None:
@@ -157,12 +164,3 @@ def _with_ends_of_sends(
 
 def _end_of(send: Action) -> Action:
     return send._replace(op="SENT_F" if send.op == "SEND_F" else "SENT_B")
-
-
-def _with_reductions(listed: tuple[Action, ...]) -> Iterator[Action]:
-    """Yield a rank's actions with a REDUCE before the last backward of each stage."""
-    last = {action.stage: at for at, action in enumerate(listed) if action.op in ("B", "W")}
-    for at, action in enumerate(listed):
-        if last.get(action.stage) == at:
-            yield action._replace(op="REDUCE")
-        yield action

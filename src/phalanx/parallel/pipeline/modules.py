@@ -94,9 +94,18 @@ class ModuleStages(Stages):
                 module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         for name, module in self._chain.modules.items():
             module.register_forward_hook(functools.partial(self._note_output, name))
+
+        def begin(*_: Any) -> None:
+            self._is_in_forward = True
+
+        def leave(*_: Any) -> None:
+            self._is_in_forward = False
+            if self._left is not None:
+                raise self._left
+
         # Run before, and after, the hooks of fsdp, which call `parameters`.
-        self._model.register_forward_pre_hook(self._begin, prepend=True)
-        self._model.register_forward_hook(self._leave)
+        self._model.register_forward_pre_hook(begin, prepend=True)
+        self._model.register_forward_hook(leave)
 
     @override
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
@@ -171,18 +180,19 @@ class ModuleStages(Stages):
                         )
                         return
 
-    def _begin(self, *_: Any) -> None:
-        self._is_in_forward = True
-
-    def _leave(self, *_: Any) -> None:
-        self._is_in_forward = False
-        if self._left is not None:
-            raise self._left
-
     def _call_absent(self, name: str, args: Sequence[Any]) -> Any:
         stage = self._chain.stage_of[name]
         if stage < self._at_work:
-            return self._give(name)
+            # A stand-in for the output, with its form but without values. If the form is unknown,
+            # the output is one tensor like the received one.
+            received = self._received
+            if received is None:
+                raise self._recomputed(stage)
+            check = functools.partial(self._check_use, stage)
+            like = Like(received.dtype, received.shape)
+            is_tuple, parts = self._outputs.get(name, Form(False, (like,)))
+            outputs = [p and mark_unknown(absent(received, p.shape, p.dtype), check) for p in parts]
+            return tuple(outputs) if is_tuple else outputs[0]
         if self._waits:
             raise StrategyError(
                 f"pp: {type(self._model).__name__} ran stage {stage} before stage "
@@ -199,9 +209,13 @@ class ModuleStages(Stages):
         if form is not None:
             self._outputs[name] = form
         elif self._chain.stage_of[name] < self.num_stages - 1:
+            odd = ""
+            if type(output) in (tuple, list):
+                part = next(each for each in output if not isinstance(each, Tensor | None))
+                odd = f" with a {type(part).__name__}"
             raise StrategyError(
                 f"pp: '{name}' of {type(self._model).__name__} returns a {type(output).__name__}"
-                f"{_odd_parts(output)}, which later stages do not have; expected a tensor, or a "
+                f"{odd}, which later stages do not have; expected a tensor, or a "
                 "tuple of tensors and None"
             )
 
@@ -223,20 +237,6 @@ class ModuleStages(Stages):
             return (received, *args[1:]), kwargs
         first = next(iter(kwargs), None)
         return (args, kwargs) if first is None else (args, {**kwargs, first: received})
-
-    def _give(self, name: str) -> Any:
-        """Return a stand-in for the output of an absent module, with its form but without values.
-
-        If the form is unknown, the output is one tensor like the received one.
-        """
-        stage, received = self._chain.stage_of[name], self._received
-        if received is None:
-            raise self._recomputed(stage)
-        check = functools.partial(self._check_use, stage)
-        like = Like(received.dtype, received.shape)
-        is_tuple, parts = self._outputs.get(name, Form(False, (like,)))
-        given = [p and mark_unknown(absent(received, p.shape, p.dtype), check) for p in parts]
-        return tuple(given) if is_tuple else given[0]
 
     def _recomputed(self, stage: int) -> StrategyError:
         """Return the error of a recomputation that needs a stage other than the running one."""
@@ -267,14 +267,6 @@ class ModuleStages(Stages):
                 "between its layers, and later stages do not have these values; choose another "
                 "cut, put that code into a layer, or use dp or fsdp"
             )
-
-
-def _odd_parts(output: Any) -> str:
-    """Return text that names the first part of a tuple that is neither a tensor nor None."""
-    if type(output) not in (tuple, list):
-        return ""
-    odd = next(part for part in output if not isinstance(part, Tensor | None))
-    return f" with a {type(odd).__name__}"
 
 
 def _check_border(name: str, args: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ dimensions and sizes; a part that is None has the dtype -1. An unknown form has 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -61,13 +61,11 @@ def read(names: Iterable[str], outline: Outline) -> dict[str, Form]:
     numbers, found = iter(outline), dict[str, Form]()
     for name in names:
         is_tuple, count = next(numbers, 0), next(numbers, 0)
-        parts = [_read_part(numbers) for _ in range(count)]
+        parts: list[Like | None] = []
+        for _ in range(count):
+            kind, ndim = next(numbers), next(numbers)
+            shape = torch.Size(itertools.islice(numbers, ndim))
+            parts.append(None if kind == _NONE else Like(_KINDS[kind], shape))
         if parts or is_tuple:
             found[name] = Form(bool(is_tuple), tuple(parts))
     return found
-
-
-def _read_part(numbers: Iterator[int]) -> Like | None:
-    kind, ndim = next(numbers), next(numbers)
-    shape = torch.Size(itertools.islice(numbers, ndim))
-    return None if kind == _NONE else Like(_KINDS[kind], shape)

@@ -3,6 +3,25 @@
 `Pipeline` is the runner of a step with pp, as `Accumulate` (accumulate.py) is without pp. It loops
 over the lowered actions (lowering.py): forwards and backwards of microbatches in the rank's stages,
 sends, receives and reductions. A tensor between two stages of one rank is passed without a copy.
+
+One microbatch in two stages, 0 on rank a and 1 on rank b. A tensor between stages is in `values`
+under the receive that it belongs to, and time runs down:
+
+    rank a      takes                           stores
+    0F0                                         kept[0, 0]  values[1RECV_F0]
+    0SEND_F0    values[1RECV_F0]                sending[1RECV_F0]
+    0SENT_F0    sending[1RECV_F0]
+    0RECV_B0                                    values[0RECV_B0], pending
+    0B0         kept[0, 0]  values[0RECV_B0]
+
+    rank b
+    1RECV_F0                                    values[1RECV_F0], pending
+    1F0         values[1RECV_F0]                kept[1, 0]
+    1B0         kept[1, 0]                      values[0RECV_B0]
+    1SEND_B0    values[0RECV_B0]                sending[0RECV_B0]
+    1SENT_B0    sending[0RECV_B0]
+
+With both stages on one rank, 1F0 takes what 0F0 has stored, and 0B0 what 1B0 has stored.
 """
 
 from __future__ import annotations
@@ -193,7 +212,15 @@ class _Step:
             self.weight_work[at] = backward_input(output, gradient, leaf, trained)
         send = send_after(action, self._last_stage)
         if send is not None and received is not None:
-            self.values[other_end(send)] = _gradient_of(received, stage)
+            if received.grad is None and received.requires_grad:
+                raise StrategyError(
+                    f"pp: stage {stage} computes no gradient of its input, as after a detach() or "
+                    "under no_grad(), so the layers before this stage would not be trained; freeze "
+                    "them by requires_grad_(False), or use dp or fsdp"
+                )
+            # Zeros if no earlier parameter is trained.
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
+            self.values[other_end(send)] = gradient
 
     def take(self, receive: Action) -> Tensor:
         """Return the tensor of a receive; wait until it has arrived."""
@@ -232,14 +259,3 @@ class _Step:
         self.unreduced.remove(action.stage)
         later = {weight for stage in self.unreduced for weight in self.runner.weights[stage]}
         self.last = [weight for weight in self.runner.weights[action.stage] if weight not in later]
-
-
-def _gradient_of(received: Tensor, stage: int) -> Tensor:
-    """Return the gradient of a stage's input; zeros if no earlier parameter is trained."""
-    if received.grad is None and received.requires_grad:
-        raise StrategyError(
-            f"pp: stage {stage} computes no gradient of its input, as after a detach() or under "
-            "no_grad(), so the layers before this stage would not be trained; freeze them by "
-            "requires_grad_(False), or use dp or fsdp"
-        )
-    return torch.zeros_like(received) if received.grad is None else received.grad

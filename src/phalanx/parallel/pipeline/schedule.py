@@ -281,18 +281,14 @@ def _unrolled(phases: Iterable[tuple[int, str]], stages: list[int], p: int) -> I
             counted = word.replace("I", "B")
             number = done[counted]
             done[counted] += 1
-            at = (stages[int(word[1])], number) if word[1:] else _turn(op, number, stages, p)
+            if word[1:]:
+                at = stages[int(word[1])], number
+            else:
+                # Interleaved: a group of p microbatches runs through one chunk, then through the
+                # next; backward starts with the last chunk.
+                group, turn = divmod(number, p * len(stages))
+                chunk, microbatch = divmod(turn, p)
+                at = stages[chunk if op == "F" else -1 - chunk], group * p + microbatch
             if op == "I":
                 due.append(at)
             yield Action(op, *at)  # pyright: ignore[reportArgumentType]
-
-
-def _turn(op: str, number: int, stages: list[int], p: int) -> tuple[int, int]:
-    """Return stage and microbatch of a rank's `number`-th forward or backward in interleaved order.
-
-    A group of p microbatches runs through one chunk, then through the next; backward starts with
-    the last chunk.
-    """
-    group, at = divmod(number, p * len(stages))
-    chunk, microbatch = divmod(at, p)
-    return stages[chunk if op == "F" else -1 - chunk], group * p + microbatch

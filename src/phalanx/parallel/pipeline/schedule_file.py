@@ -99,24 +99,19 @@ def _schedule(path: str, listed: _Lines) -> Schedule:
             )
     ranks = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     rank_of = tuple(ranks[stage] for stage in range(len(ranks)))
-    _check_ranks(path, rank_of, len(orders))
-    is_whole = any(action.op in SENDS + RECEIVES for actions in listed for action in actions)
-    ops = COMPUTES + SENDS + RECEIVES
-    written = (tuple(tuple(a for a in actions if a.op in ops) for actions in listed),)
-    return Schedule(path, rank_of, orders, len(counts["microbatch"]), *written[:is_whole])
-
-
-def _check_ranks(path: str, rank_of: Sequence[int], num_ranks: int) -> None:
-    """Refuse a rank without stages, and consecutive stages on ranks neither equal nor neighbors."""
-    for rank in range(num_ranks):
+    for rank in range(len(orders)):
         if rank not in rank_of:
             raise StrategyError(f"schedule {path}: rank {rank} computes no stage; expected one")
     for stage, (one, other) in enumerate(itertools.pairwise(rank_of)):
-        if (one - other) % num_ranks not in (0, 1, num_ranks - 1):
+        if (one - other) % len(orders) not in (0, 1, len(orders) - 1):
             raise StrategyError(
                 f"schedule {path}: stage {stage} is on rank {one}, and stage {stage + 1} on rank "
                 f"{other}; expected the same rank or a neighbour of it"
             )
+    is_whole = any(action.op in SENDS + RECEIVES for actions in listed for action in actions)
+    ops = COMPUTES + SENDS + RECEIVES
+    written = (tuple(tuple(a for a in actions if a.op in ops) for actions in listed),)
+    return Schedule(path, rank_of, orders, len(counts["microbatch"]), *written[:is_whole])
 
 
 def _check_derived(schedule: Schedule, listed: _Lines) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.dry_run import CountingComm
@@ -60,7 +59,12 @@ def apply(
             setattr(module, name, shards[parameter])
     bound = [of for binding in bindings for of in _bindings_in(model, skeleton, binding)]
     for binding in bound:
-        _bind(binding, layout)
+        if binding.role == "branch":
+            columns = [column.module for column in binding.columns]
+            bind_branch(binding.module, layout, columns, [c.parts for c in binding.columns])
+        elif binding.role != "column":
+            bind: Any = getattr(layers, f"bind_{binding.role}")
+            bind(binding.module, layout)
     transformers_models.bind(model, layout, functools.partial(reads_residual, bound))
     _bind_model(model)
 
@@ -108,9 +112,15 @@ def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) ->
     full, spec, mesh = parameter.detach(), placed.spec, _mesh_of(layout.comm)
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
-    stride, placements = full.stride(), spec.placements(mesh.mesh_dim_names or ())
+    axes, parts = mesh.mesh_dim_names or (), placed.binding.parts
+    stride, placements = full.stride(), list(spec.placements(axes))
     if placed.binding.is_fused:
-        full, placements = _fused(full, placed, layout)
+        # Reorder the maps so that a contiguous shard has a shard of each map, see fused.py; the
+        # placements describe it as a shard of the parameter.
+        for dim, names in enumerate(spec.axes):
+            for axis in set(names).intersection(layout.column.axes[0]):
+                full = interleaved(full, parts, dim, layout.comm.size(axis))
+                placements[axes.index(axis)] = placement_of(parts, dim)
     held = (spec.shard(dim, size, layout.comm) for dim, size in enumerate(full.shape))
     shard = DTensor.from_local(
         full[tuple(slice(indices.start, indices.stop) for indices in held)].clone(
@@ -124,30 +134,12 @@ def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) ->
     )
     sharded = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     if cast(DTensor, sharded.data).placements != shard.placements:  # from torch 2.14
-        sizes = "+".join(map(str, placed.binding.parts))
+        sizes = "+".join(map(str, parts))
         raise StrategyError(
             f"tp: '{placed.binding.name}' contains maps of sizes {sizes}, which need PyTorch 2.12 "
             f"or 2.13, and this is {torch.__version__}; use dp or fsdp"
         )
     return sharded
-
-
-def _fused(
-    full: torch.Tensor, placed: ShardedParameter, layout: Layout
-) -> tuple[torch.Tensor, tuple[Placement, ...]]:
-    """Reorder fused maps so that a contiguous shard has a shard of each map; see fused.py.
-
-    Returns:
-        The reordered tensor, and the placements that describe its shards as shards of `full`.
-    """
-    axes = _mesh_of(layout.comm).mesh_dim_names or ()
-    known = list(placed.spec.placements(axes))
-    for dim, names in enumerate(placed.spec.axes):
-        for axis in set(names).intersection(layout.column.axes[0]):
-            parts = placed.binding.parts
-            full = interleaved(full, parts, dim, layout.comm.size(axis))
-            known[axes.index(axis)] = placement_of(parts, dim)
-    return full, tuple(known)
 
 
 def _bind_model(model: nn.Module) -> None:
@@ -162,12 +154,3 @@ def _bind_model(model: nn.Module) -> None:
             return own(*args, **kwargs)
 
     model.forward = forward
-
-
-def _bind(binding: RoleBinding, layout: Layout) -> None:
-    if binding.role == "branch":
-        columns = [column.module for column in binding.columns]
-        bind_branch(binding.module, layout, columns, [c.parts for c in binding.columns])
-    elif binding.role != "column":
-        bind: Any = getattr(layers, f"bind_{binding.role}")
-        bind(binding.module, layout)

@@ -130,9 +130,11 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
     parsed = {pattern: _parse(pattern, text) for pattern, text in texts.items()}
     for pattern, text in own.items():
         if not any(_matches(pattern, name) for name in names):
-            raise StrategyError(
-                f"tp: the pattern '{pattern}' ({text}) matches no module{_nearest(pattern, names)}"
-            )
+            # The nearest name, with `*` for its numbers.
+            general = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names}
+            close = difflib.get_close_matches(pattern, general, 1, 0.5)
+            advice = f"; the nearest is '{close[0]}'" if close else ""
+            raise StrategyError(f"tp: the pattern '{pattern}' ({text}) matches no module{advice}")
     modules = dict(model.named_modules())
     bindings: dict[str, RoleBinding] = {}
     for name in names:
@@ -258,10 +260,3 @@ def _enclosing(name: str, bindings: Mapping[str, RoleBinding], *roles: str) -> s
 
 def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
-
-
-def _nearest(pattern: str, names: list[str]) -> str:
-    """Return '; the nearest is ...', with `*` for numbers in the name, or an empty string."""
-    general = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names}
-    close = difflib.get_close_matches(pattern, general, 1, 0.5)
-    return f"; the nearest is '{close[0]}'" if close else ""

@@ -39,7 +39,10 @@ class Spec:
         dims = re.findall(r"[A-Z](?:\[[a-z]+(?: [a-z]+)*\])?", text)
         if " ".join(dims) != text:
             raise ValueError(f"a spec is '{text}'; expected one such as 'B[depth row] T D[col]'")
-        axes = tuple(tuple(_axis(name) for name in dim[2:-1].split()) for dim in dims)
+        axes = tuple(
+            tuple(name if name == "tp" else f"tp_{name}" for name in dim[2:-1].split())
+            for dim in dims
+        )
         object.__setattr__(self, "axes", axes)
 
     @classmethod
@@ -99,7 +102,3 @@ class Spec:
 def pad_to(size: int, multiple: int) -> int:
     """Return `size` rounded up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
-
-
-def _axis(name: str) -> str:
-    return name if name == "tp" else f"tp_{name}"

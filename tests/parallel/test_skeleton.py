@@ -2,7 +2,7 @@ from torch import nn
 
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.parallel.blocks import blocks_of
+from phalanx.parallel.skeleton import blocks_of
 
 
 def test_the_blocks_of_a_decoder() -> None:
