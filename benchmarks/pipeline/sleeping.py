@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, cast
 
 import torch
-from phalanx.planner.stages import write_trace
 from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
@@ -47,6 +46,7 @@ from phalanx.parallel.pipeline.runtime import Pipeline
 from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Span, Timeline
 from phalanx.parallel.pipeline.stage import Stages
+from phalanx.planner.stages import write_trace
 from phalanx.show.animation import draw
 from phalanx.show.schedules import (
     ShowSchedule,

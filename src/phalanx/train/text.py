@@ -26,8 +26,8 @@ from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.together import barrier, on_first_rank
-from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
+from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.environment import free_memory_bytes
