@@ -24,7 +24,7 @@ from phalanx.account.flops import step_flops
 from phalanx.account.parameters import num_parameters
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.launch.local import run_ranks
 from phalanx.measure.environment import device_name, free_memory_bytes
 from phalanx.measure.peaks import peak_of

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config import BatchPlan
-from phalanx.data.batch import Batch
 from phalanx.data.loader import (
     Loader,
     Tail,
@@ -19,7 +18,7 @@ from phalanx.data.loader import (
     total_steps,
 )
 from phalanx.data.order import Order
-from phalanx.data.samples import Samples
+from phalanx.data.samples import Batch, Samples
 from phalanx.data.token_file import TokenWriter, open_token_file
 from phalanx.models.loss import IGNORE
 

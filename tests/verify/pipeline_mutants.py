@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mutants import Mutant
 
 from phalanx.comm import comm
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.models import decoder
 from phalanx.models.random import layer_keys
 from phalanx.parallel import reduce

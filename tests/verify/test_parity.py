@@ -15,7 +15,7 @@ from phalanx.comm.axes import AXIS_SETS
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.config import OptimizerConfig
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder

@@ -27,7 +27,7 @@ from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import check_gpus, num_cores, run_ranks
 from phalanx.measure.logs import values_of

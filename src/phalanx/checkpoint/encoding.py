@@ -1,4 +1,7 @@
-"""Convert a script's values to JSON and back, with non-string keys, Counters and tuples."""
+"""Convert values of a script and states of random generators to what a checkpoint stores, and back.
+
+Values become JSON, which also encodes non-string keys, Counters and tuples.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
+from torch import nn
 
 from phalanx.checkpoint.untrusted import brief, check_plain
 from phalanx.errors import CheckpointError
@@ -72,6 +76,46 @@ def decoded(value: Any) -> Any:
         return tuple(decoded(items))
     found = {decoded(key): decoded(each) for key, each in cast("list[Any]", items)}
     return Counter(found) if kind == _COUNTER else found
+
+
+def generators_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the states of torch's CPU generator and, for a model on a GPU, the GPU's generator."""
+    states = {"cpu": torch.get_rng_state()}
+    if next(model.parameters()).is_cuda:
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, torch.Tensor]) -> None:
+    """Restore the states of this rank's generators.
+
+    Raises:
+        CheckpointError: a state is not a valid generator state.
+    """
+    try:
+        for device, state in states.items():
+            (torch.cuda if device == "cuda" else torch).set_rng_state(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"its generator state is not valid: {error}") from error
+
+
+def to_text(generator: torch.Tensor | None) -> str:
+    """Return a generator state as hexadecimal text; empty for None."""
+    return "" if generator is None else generator.numpy().tobytes().hex()
+
+
+def from_text(text: str) -> torch.Tensor | None:
+    """Return the generator state that `to_text` encoded; None for empty text."""
+    if not text:
+        return None
+    try:
+        state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        torch.Generator().set_state(state)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"a generator state of the checkpoint, {brief(text)}, is not valid: {brief(error)}"
+        ) from error
+    return state
 
 
 def _encoded(value: Any) -> Any:

@@ -197,23 +197,20 @@ def remove_older(
         moved: called after each checkpoint.
     """
     with suppress(OSError):
-        for folder in _obsolete(run, keep, best):
+        checkpoints = manifest.complete_checkpoints(run)
+        whole = list(checkpoints.values())
+        passing = manifest.temporary_checkpoints(run)
+        lasting = [folder for folder in whole if folder not in passing]
+        older = [folder for folder in passing if folder != whole[-1]]
+        older += [] if keep is None else lasting[:-keep]
+        for folder in older:
+            if best is not None and folder == checkpoints.get(best):
+                continue
             removed = folder.with_name(folder.name + manifest.REMOVED)
             with suppress(OSError):
                 folder.rename(removed)
                 _remove(removed)
             moved()
-
-
-def _obsolete(run: Path, keep: int | None, best: int | None) -> list[Path]:
-    """Return the checkpoints that `remove_older` removes."""
-    found = manifest.complete_checkpoints(run)
-    whole = list(found.values())
-    passing = manifest.temporary_checkpoints(run)
-    lasting = [folder for folder in whole if folder not in passing]
-    older = [folder for folder in passing if folder != whole[-1]]
-    older += [] if keep is None else lasting[:-keep]
-    return [folder for folder in older if best is None or folder != found.get(best)]
 
 
 def _remove(folder: Path) -> None:

@@ -373,14 +373,10 @@ def find(path: Path) -> Path:
     return found[max(found)]
 
 
-def _call(work: Callable[[], T]) -> T:
-    return work()
-
-
 def read_found(
     path: Path,
     read: Callable[[Path], T],
-    decide: Callable[[Callable[[], Any]], Any] = _call,
+    decide: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> T:
     """Return what `read` returns for the checkpoint that `find` returns for `path`.
 
@@ -398,7 +394,7 @@ def read_found(
     """
     failure: CheckpointError | None = None
     for _ in range(NUM_TRIES):
-        folder, before = decide(lambda: _find_identified(path))
+        folder, before = decide(lambda: (folder := find(path), identity(folder)))
         try:
             return read(folder)
         except CheckpointError as error:
@@ -409,11 +405,6 @@ def read_found(
         f"the run of {path} removed {NUM_TRIES} checkpoints, each while it was read; read a "
         f"checkpoint that the run keeps, or copy one first: {failure}"
     ) from failure
-
-
-def _find_identified(path: Path) -> tuple[Path, tuple[int, int] | None]:
-    folder = find(path)
-    return folder, identity(folder)
 
 
 def identity(folder: Path) -> tuple[int, int] | None:

@@ -197,7 +197,14 @@ class Saver:
             PeerLost: the save failed because another rank is lost.
         """
         with PULSE.waiting(f"waiting for the writers of {self._final.name}"):
-            self._wait()
+            while self._thread is not None:
+                self._thread.join(1.0)
+                if not self._thread.is_alive():
+                    self._thread = None
+                elif self._progress.is_late:
+                    self._thread = None
+                    self._copy = HostCopy()  # the stuck writer still uses the old buffer
+                    self._failures = [self._failed(self._progress.timeout_error())]
         failures, self._failures = self._failures, []
         if failures:
             raise failures[0]
@@ -254,16 +261,6 @@ class Saver:
             every = {**(of_stage or {}), **every}
         return every
 
-    def _wait(self) -> None:
-        while self._thread is not None:
-            self._thread.join(1.0)
-            if not self._thread.is_alive():
-                self._thread = None
-            elif self._progress.is_late:
-                self._thread = None
-                self._copy = HostCopy()  # the stuck writer still uses the old buffer
-                self._failures = [self._failed(self._progress.timeout_error())]
-
     def _failed(self, error: Exception) -> CheckpointError | PeerLost:
         """Return the error of a failed save, with the run's last checkpoint in its message."""
         last = "this run has no checkpoint yet"
@@ -279,7 +276,10 @@ class Saver:
         An error is appended to `failures`, which nobody reads if the save has been given up.
         """
         try:
-            _lower_priority()
+            if sys.platform == "linux":  # where each thread has a priority of its own
+                thread = threading.get_native_id()
+                niceness = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, niceness + NICENESS)
             if self._progress.rank == 0:
                 self._save_first(save)
             else:
@@ -343,11 +343,3 @@ def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum
     file = file_of(progress.rank)
     moved = partial(progress.report_bytes, save.number)
     return [(file, tensor_file.write(save.partial / file, save.infos, save.pieces, moved))]
-
-
-def _lower_priority() -> None:
-    """Lower the priority of the calling thread on Linux, where priorities are per thread."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, niceness + NICENESS)

@@ -165,7 +165,15 @@ def _assign_writers(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[s
     """Return the ranks that write each tensor; equal sets are one object."""
     loads = np.zeros(num_ranks, np.int64)
     ranks = np.arange(num_ranks)
-    numbers = functools.cache(functools.partial(_shard_numbers, num_ranks=num_ranks))
+
+    @functools.cache
+    def shard_numbers(axes: tuple[tuple[int, int], ...]) -> Any:
+        """Return, for each rank, the index of the shard that the rank holds."""
+        number = np.zeros(num_ranks, np.int64)
+        for size, stride in axes:
+            number = number * size + ranks // stride % size
+        return number
+
     interned: dict[bytes, frozenset[int]] = {}
     dealt: dict[str, frozenset[int]] = {}
     by_size = sorted(shardings.items(), key=lambda item: (-item[1].shard_bytes, item[0]))
@@ -176,7 +184,7 @@ def _assign_writers(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[s
             first = int(loads[here].argmin()) if is_dealt else 0
             chosen = here[first : first + 1]
         else:
-            number = numbers(tuple((axis.size, axis.stride) for axis in sharding.axes))[here]
+            number = shard_numbers(tuple((axis.size, axis.stride) for axis in sharding.axes))[here]
             load = np.zeros_like(here) if sharding.is_buffer else loads[here]
             order = np.lexsort((here, load, number))  # by shard, then load, then rank
             _, firsts = np.unique(number[order], return_index=True)
@@ -184,14 +192,6 @@ def _assign_writers(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[s
         loads[chosen] += sharding.shard_bytes
         dealt[name] = interned.setdefault(chosen.tobytes(), frozenset(map(int, chosen)))
     return dealt
-
-
-def _shard_numbers(axes: tuple[tuple[int, int], ...], num_ranks: int) -> Any:
-    """Return, for each rank, the index of the shard that the rank holds."""
-    ranks, number = np.arange(num_ranks), np.zeros(num_ranks, np.int64)
-    for size, stride in axes:
-        number = number * size + ranks // stride % size
-    return number
 
 
 class SavedShard(NamedTuple):

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint import index, manifest
+from phalanx.checkpoint.encoding import generators_of, set_generators
 from phalanx.checkpoint.files import verify
-from phalanx.checkpoint.generators import generators_of, set_generators
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import (

@@ -116,7 +116,10 @@ def _from_path(path: str) -> Iterator[Document]:
 
 
 def _find_files(path: str) -> tuple[Path, list[Path]]:
-    """Return the folder to which document names are relative, and the files, sorted."""
+    """Return the folder to which document names are relative, and the files, sorted.
+
+    For a glob the folder is its fixed part, so that names do not depend on its location.
+    """
     if not path.strip():
         raise DataError("the path of the corpus is empty; expected a file, folder or glob")
     start = Path(os.path.expanduser(path))
@@ -126,23 +129,19 @@ def _find_files(path: str) -> tuple[Path, list[Path]]:
         if start.exists():
             return start.parent, [start]
         if glob.has_magic(path):
-            return _find_matches(start, path)
+            matches = [Path(match) for match in _glob(start)]
+            if not matches:
+                raise DataError(f"no file matches {path}; expected a glob such as 'texts/**/*.md'")
+            fixed = start
+            while glob.has_magic(str(fixed)):
+                fixed = fixed.parent
+            files = {
+                file for match in matches for file in (_walk(match) if match.is_dir() else [match])
+            }
+            return fixed, sorted(files)
         raise DataError(f"{path} does not exist{hint_of_missing(start)}")
     except OSError as error:
         raise _unreadable(start, error) from error
-
-
-def _find_matches(pattern: Path, path: str) -> tuple[Path, list[Path]]:
-    """Return the fixed part of a glob, and the files that it matches or its folders contain."""
-    matches = [Path(match) for match in _glob(pattern)]
-    if not matches:
-        raise DataError(f"no file matches {path}; expected a glob such as 'texts/**/*.md'")
-    # Names start below the fixed part of the glob, so that they do not depend on its location.
-    fixed = pattern
-    while glob.has_magic(str(fixed)):
-        fixed = fixed.parent
-    files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
-    return fixed, sorted(set(files))
 
 
 def _glob(pattern: Path) -> Iterator[str]:

@@ -40,7 +40,11 @@ def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) 
     not at all would miss the fraction by over a quarter, or if no other is left to train on.
     """
     wanted = round(fraction * sum(sizes_bytes))
-    order = sorted(range(len(names)), key=lambda number: (_digest(names[number]), number))
+    hashes = [
+        hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        for name in names
+    ]
+    order = sorted(range(len(names)), key=lambda number: (hashes[number], number))
     chosen: set[int] = set()
     taken = 0
     for number in order:
@@ -58,7 +62,3 @@ def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) 
                 chosen.add(number)
             break
     return HeldOut(frozenset(chosen))
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import BatchPlan
-from phalanx.data.batch import Batch
 from phalanx.data.order import Order
-from phalanx.data.samples import Samples
+from phalanx.data.samples import Batch, Samples
 
 Tail = Literal["keep", "drop", "pad"]
 """Policy for the last samples, which do not fill a global batch: a batch with empty rows (keep), no
@@ -98,7 +97,8 @@ class Loader:
             self._next = self._thread.submit(self.step_at, self.consumed)
         ready, self._next = self._next, None
         batches = ready.result()
-        self.consumed = self._after(self.consumed)
+        after = self.consumed + self.plan.global_size
+        self.consumed = after if self.end is None else min(after, self.end)
         if self._has_step(self.consumed):
             self._next = self._thread.submit(self.step_at, self.consumed)
         return batches
@@ -151,11 +151,6 @@ class Loader:
         if self.tail == "drop":
             return consumed + self.plan.global_size <= self.end
         return consumed < self.end
-
-    def _after(self, consumed: int) -> int:
-        """Return the stream position after the step that starts at `consumed`."""
-        after = consumed + self.plan.global_size
-        return after if self.end is None else min(after, self.end)
 
 
 def evaluation_rows(num_samples: int, limit: int | None = None) -> npt.NDArray[np.int64]:

@@ -77,8 +77,11 @@ class Corpus:
         else:
             self._text = self._read()
             is_settled = begun_s - changed_s > SETTLED_S
-            values = {"stamp": stamp, "is_settled": is_settled}
-            _write_record(record, {**values, "text": dataclasses.asdict(self._text)})
+            marks = {"format": FORMAT, "stamp": stamp, "is_settled": is_settled}
+            values = {**marks, "text": dataclasses.asdict(self._text)}
+            with storage_errors(record, 1000):
+                record.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(record, json.dumps(values).encode())
         return self._text
 
     def names_and_sizes(self) -> tuple[list[str], list[int]]:
@@ -139,10 +142,3 @@ def _read_record(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return values if values.get("format") == FORMAT else {}
-
-
-def _write_record(file: Path, values: dict[str, Any]) -> None:
-    """Write a record of the cache atomically."""
-    with storage_errors(file, 1000):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json.dumps({"format": FORMAT, **values}).encode())

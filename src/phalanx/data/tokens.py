@@ -105,7 +105,10 @@ def prepare(
             written.
         ConfigError: a size is out of range, or the tokenizer does not fit the model.
     """
-    given = None if tokenizer is None else _given_tokenizer(tokenizer, model_vocab_size)
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    if given is not None:
+        check_vocabulary(given, model_vocab_size, f"tokenizer {tokenizer}")
+        end_of_text_id(given)  # raises if it has none
     wanted = _wanted_vocabulary(corpus, model_vocab_size) if given is None else 0
     source = Corpus(data, corpus.max_bytes, progress or no_progress)
     cache = cache_folder(corpus.cache)
@@ -126,14 +129,6 @@ def prepare(
             f"corpus.validation = {corpus.validation}; lower that setting, or give more text"
         )
     return files
-
-
-def _given_tokenizer(path: str, model_vocab_size: int) -> Tokenizer:
-    """Read a tokenizer, and check that it fits the model and has an end-of-text token."""
-    tokenizer = load_tokenizer(path)
-    check_vocabulary(tokenizer, model_vocab_size, f"tokenizer {path}")
-    end_of_text_id(tokenizer)
-    return tokenizer
 
 
 def _write_tokens(

@@ -27,6 +27,9 @@ def environment() -> dict[str, object]:
     """Return versions, processor, memory, GPUs and backends of this machine."""
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit_bytes = host.number_in(Path("/sys/fs/cgroup/memory.max"))  # of the control group
+    # `is_available` first: a driver too old for this PyTorch still counts its GPUs.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_distributed = torch.distributed.is_available()
     return {
         "versions": {
             "python": platform.python_version(),
@@ -42,8 +45,17 @@ def environment() -> dict[str, object]:
             "fast_bfloat16": has_fast_bfloat16("cpu"),
         },
         "memory_bytes": min(physical_bytes, limit_bytes or physical_bytes),
-        "gpus": _gpus(),
-        "backends": _backends(),
+        "gpus": [
+            {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"}
+            for p in map(torch.cuda.get_device_properties, range(num_gpus))
+        ],
+        "backends": {
+            "gloo": has_distributed and torch.distributed.is_gloo_available(),
+            "nccl": has_distributed and torch.distributed.is_nccl_available(),
+            "mpi": has_distributed and torch.distributed.is_mpi_available(),
+            "mkldnn": torch.backends.mkldnn.is_available(),
+            "cuda": torch.cuda.is_available(),
+        },
     }
 
 
@@ -90,24 +102,3 @@ def free_memory_bytes(device: torch.device | str) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host.free_memory_bytes()
-
-
-def _gpus() -> list[dict[str, object]]:
-    # Checked first because a driver too old for this PyTorch still counts its GPUs.
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = map(torch.cuda.get_device_properties, range(num_gpus))
-    return [
-        {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"}
-        for p in found
-    ]
-
-
-def _backends() -> dict[str, bool]:
-    has_distributed = torch.distributed.is_available()
-    return {
-        "gloo": has_distributed and torch.distributed.is_gloo_available(),
-        "nccl": has_distributed and torch.distributed.is_nccl_available(),
-        "mpi": has_distributed and torch.distributed.is_mpi_available(),
-        "mkldnn": torch.backends.mkldnn.is_available(),
-        "cuda": torch.cuda.is_available(),
-    }

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
-from phalanx.checkpoint.generators import from_text, to_text
+from phalanx.checkpoint.encoding import from_text, to_text
 from phalanx.checkpoint.untrusted import decode
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from phalanx.checkpoint.generators import from_text, to_text
+from phalanx.checkpoint.encoding import from_text, to_text
 from phalanx.comm.together import broadcast_object, gather_objects
 from phalanx.errors import DataError
 

@@ -73,27 +73,19 @@ class LocalStep(ServedStep):
         self._begin = [flat.clone() for flat in self.flat.weights]
         self._sums = torch.zeros(2, dtype=torch.float64)
         if client.worker < len(self.rounds.moments):
-            self._take_moments(self.rounds.moments[client.worker])
+            moments, size = self.rounds.moments[client.worker], len(self.flat.names)
+            groups = [moments[at : at + size] for at in range(0, len(moments), size)]
+            self.flat.give_moments(groups, self.rounds.steps)
         self.rounds.moments = ()
         if self.steps_done > begin:
-            self._replace_lost()
-
-    def _replace_lost(self) -> None:
-        """Send new moments of a worker that joins after the first round, in place of a lost one.
-
-        A checkpoint may be due at the end of the latest round, and worker 0 waits for the moments
-        of all workers. If the lost worker has sent its moments, servers keep them instead.
-        """
-        if not self.optimizer.state:
-            zeros = [[torch.zeros_like(flat) for _ in self.flat.names] for flat in self._begin]
-            self.flat.give_moments(zeros, 0.0)
-        if self.client.worker > 0:
-            self.before_save()
-
-    def _take_moments(self, moments: Sequence[Tensor]) -> None:
-        size = len(self.flat.names)
-        groups = [moments[at : at + size] for at in range(0, len(moments), size)]
-        self.flat.give_moments(groups, self.rounds.steps)
+            # This worker joins after the first round, in place of a lost one. A checkpoint may be
+            # due at the end of the latest round, and worker 0 waits for the moments of all workers:
+            # send new ones. If the lost worker has sent its moments, servers keep them instead.
+            if not self.optimizer.state:
+                zeros = [[torch.zeros_like(flat) for _ in self.flat.names] for flat in self._begin]
+                self.flat.give_moments(zeros, 0.0)
+            if client.worker > 0:
+                self.before_save()
 
     @property
     @override

@@ -129,7 +129,8 @@ def take_steps(session: Session, records: Watcher) -> int:
         pace.after_step(can_save=not session.saver.is_writing)
         is_over = session.called.step(done, result) or done == num_steps
         is_best = False
-        if is_over or (_is_due(done, config.eval_every) and not pace.stop_signal):
+        is_eval_due = config.eval_every > 0 and done % config.eval_every == 0
+        if is_over or (is_eval_due and not pace.stop_signal):
             is_best, is_asked = _evaluate(session, records)
             is_over = is_over or is_asked
         is_saved = is_over or _is_save_due(session, saved)
@@ -190,7 +191,3 @@ def _checked(session: Session) -> Generator[None]:
 
     with collectives, session.step.watched(phase):
         yield
-
-
-def _is_due(steps_done: int, every: int) -> bool:
-    return every > 0 and steps_done % every == 0

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.errors import ConfigError
 from phalanx.models.attention import documents_of
 from phalanx.models.loss import IGNORE

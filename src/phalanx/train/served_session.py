@@ -18,8 +18,8 @@ from phalanx.account.flops import Flops
 from phalanx.checkpoint.manifest import complete_checkpoints
 from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
-from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader
+from phalanx.data.samples import Batch
 from phalanx.launch.agreement import check_same
 from phalanx.measure.logs import METRICS_FILE
 from phalanx.server.client import Client

@@ -150,14 +150,18 @@ class Step:
             self.scaler.unscale_(self.optimizer)
             norm = self.norm(self.config.clip_p)
             # Read the scale by scaling 1: `get_scale` would synchronize once more.
-            found = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
-        is_finite = math.isfinite(found.loss) and math.isfinite(found.norm)
+            values = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
+        is_finite = math.isfinite(values.loss) and math.isfinite(values.norm)
         if not is_finite and self.run.reducer is not None:
             self.run.reducer.reset_error_feedback()
-        if not is_finite and self.nonfinite == "stop" and not self._is_overflow(found):
+        # If only the float16 loss scale made the gradient overflow, the scaler skips the step and
+        # lowers the scale. With a scale below 1, or a loss that is not finite, the scale is not the
+        # cause.
+        is_overflow = self.scaler.is_enabled() and values.scale >= 1 and math.isfinite(values.loss)
+        if not is_finite and self.nonfinite == "stop" and not is_overflow:
             raise TrainingError(
-                f"step {self.steps_done + 1}: the loss is {found.loss} and the norm of the "
-                f"gradient {found.norm}; this step has not changed the weights. Lower the "
+                f"step {self.steps_done + 1}: the loss is {values.loss} and the norm of the "
+                f"gradient {values.norm}; this step has not changed the weights. Lower the "
                 "learning rate, or skip such steps: phalanx train --nonfinite skip"
             )
         groups = self.optimizer.param_groups
@@ -167,10 +171,10 @@ class Step:
         with self.phase("optimizer"):
             for group in groups if self.num_steps is not None else ():
                 group["lr"] = rate
-            self.update(found.norm if is_finite else None)
+            self.update(values.norm if is_finite else None)
             self.scaler.update()
         self.steps_done += 1
-        return StepResult(found.loss, found.norm, rate, int(found.num_valid), not is_finite)
+        return StepResult(values.loss, values.norm, rate, int(values.num_valid), not is_finite)
 
     def update(self, norm: float | None) -> None:
         """Clip the gradient, whose norm is `norm`, and step; do nothing if `norm` is None."""
@@ -209,16 +213,8 @@ class Step:
                 stack.enter_context(watcher(name))
             yield
 
-    def _is_overflow(self, found: _Found) -> bool:
-        """Return whether the gradient overflowed only because of the float16 loss scale.
 
-        The scaler then skips the step and lowers the scale. With a scale below 1, or a loss that is
-        not finite, scaling is not the cause.
-        """
-        return self.scaler.is_enabled() and found.scale >= 1 and math.isfinite(found.loss)
-
-
-class _Found(NamedTuple):
+class _HostValues(NamedTuple):
     """The values of a step that the host reads before the weights change."""
 
     loss: float
@@ -227,7 +223,7 @@ class _Found(NamedTuple):
     scale: float
 
 
-def _read(loss: torch.Tensor, *others: torch.Tensor) -> _Found:
+def _read(loss: torch.Tensor, *others: torch.Tensor) -> _HostValues:
     """Copy 0-d tensors to the host in one transfer, which waits for all kernels launched before."""
     wide = [number.to(loss.device, torch.float64) for number in (loss, *others)]
-    return _Found(*torch.stack(wide).tolist())
+    return _HostValues(*torch.stack(wide).tolist())

@@ -26,8 +26,8 @@ from phalanx.checkpoint import state
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.together import barrier, on_first_rank
-from phalanx.data.batch import Batch
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
+from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.environment import free_memory_bytes
@@ -117,7 +117,10 @@ class TextSession(Session):
             nonfinite=config.nonfinite,
         )
         self._call(extras or Callbacks())
-        self._load()
+        self.step.steps_done = job.done[0]
+        if job.start is not None:
+            with notice_if_slow(f"reading {job.start.folder}"):
+                self.state.load(job.start)
         if config.compile:
             compile_blocks(model)
         _reserve(self.saver, self.step, comm)
@@ -145,13 +148,6 @@ class TextSession(Session):
     def _call(self, extras: Callbacks) -> None:
         self.called, self.log = CallbackRunner(extras, self.model), extras.log
         self.best = BestTracker.of(self.config)
-
-    def _load(self) -> None:
-        """Load the checkpoint from which the job resumes, if any."""
-        self.step.steps_done = self.job.done[0]
-        if self.job.start is not None:
-            with notice_if_slow(f"reading {self.job.start.folder}"):
-                self.state.load(self.job.start)
 
     @property
     @override

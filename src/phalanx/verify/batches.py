@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.data.batch import Batch
 from phalanx.data.rows import count_rows, take_rows
+from phalanx.data.samples import Batch
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ModelShape
 

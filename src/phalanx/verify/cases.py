@@ -15,7 +15,7 @@ from phalanx.account.fit import check_fit
 from phalanx.account.planned import decoder_step
 from phalanx.comm.axes import AXIS_SETS
 from phalanx.config import OptimizerConfig
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of, with_sizes

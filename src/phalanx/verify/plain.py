@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config import CorpusConfig
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.data.token_file import TokenFile
 from phalanx.models.shape import ModelShape
 

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, ShapeConfig, TrainConfig
-from phalanx.data.batch import Batch
 from phalanx.data.loader import evaluation_rows
 from phalanx.data.order import Order
-from phalanx.data.samples import Samples
+from phalanx.data.samples import Batch, Samples
 from phalanx.errors import RankFailed, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import plan_decoder

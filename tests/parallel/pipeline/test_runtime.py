@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
-from phalanx.data.batch import Batch
+from phalanx.data.samples import Batch
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape

@@ -13,8 +13,8 @@ import torch
 
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
-from phalanx.data.batch import Batch
 from phalanx.data.order import permute
+from phalanx.data.samples import Batch
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.loss import IGNORE
 from phalanx.train.job.resolve import Job, manifest_of, num_epochs, remarks_on, resolve

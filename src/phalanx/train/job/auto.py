@@ -35,10 +35,14 @@ def with_choice(
     microbatch = None if batch.microbatch == AUTO else batch.microbatch
     replicas = given.num_ranks if is_strategy_open else given.data_ranks
     rows = (microbatch or DEFAULT_ROWS) * (batch.accumulation or 1)
+    is_of_gpu = config.precision == "auto" and device == "cuda"  # `resolve` would use the GPU
+    precision = "bfloat16" if is_of_gpu else resolve(config.precision, device).name
     model = DecoderModel(
-        *(shape, config.corpus.seq_len, _precision(config, device)),
+        *(shape, config.corpus.seq_len, precision),
         has_documents=config.corpus.document_mask,
     )
+    without: tuple[str, ...] = ("pp",) if config.precision == "float16" else ()
+    without += (POSITIONS, "tp") if config.compile else ()
     question = Question(
         model=model,
         # Under torchrun each rank chooses by itself, and all must make the same choice.
@@ -46,7 +50,7 @@ def with_choice(
         software=SOFTWARE["compiled" if config.compile else "phalanx"],
         num_sequences=batch.global_size or rows * replicas,
         microbatch=microbatch,
-        without=_without(config),
+        without=without,
     )
     choice = choose(question, None if is_strategy_open else given)
     planned = choice.best.planned
@@ -58,15 +62,3 @@ def with_choice(
     )
     config = dataclasses.replace(config, strategy=str(planned.strategy), batch=settled)
     return config, planned.strategy, choice.lines()
-
-
-def _precision(config: TrainConfig, device: str) -> str:
-    is_of_gpu = config.precision == "auto" and device == "cuda"  # `resolve` would use the GPU
-    return "bfloat16" if is_of_gpu else resolve(config.precision, device).name
-
-
-def _without(config: TrainConfig) -> tuple[str, ...]:
-    """Return the strategy axes that other settings exclude."""
-    stages = ("pp",) if config.precision == "float16" else ()
-    within_samples = (POSITIONS, "tp") if config.compile else ()
-    return (*stages, *within_samples)

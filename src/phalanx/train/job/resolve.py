@@ -40,7 +40,7 @@ from phalanx.train.job.run_folder import (
     count_checkpoints,
     out_folder,
 )
-from phalanx.train.precision import Precision, check_split
+from phalanx.train.precision import check_split
 from phalanx.train.precision import resolve as resolve_precision
 
 DEFAULT_STEPS = 560
@@ -94,7 +94,10 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
 def complete(request: Request, progress: Progress | None = None) -> Job:
     """Resolve a settled request to a job, and prepare its data; see `resolve`."""
     config, start = request.config, request.start
-    precision = _precision_of(config, request.device)
+    # "auto" on CUDA must query the GPU, on which the parent process must not create a context. The
+    # master weights are float32 for either choice, so float32 stands in for "auto".
+    is_open = config.precision == "auto" and request.device == "cuda"
+    precision = resolve_precision("float32" if is_open else config.precision, request.device)
     _check_split(request)
     out = out_folder(config, request.strategy, request.name)
     if not continues_served(out, config.server.coordinator):
@@ -177,16 +180,6 @@ def _count_steps(request: Request, order: Order) -> int:
             f"most {order.num_samples}"
         )
     return done + left
-
-
-def _precision_of(config: TrainConfig, device: str) -> Precision:
-    """Return the dtypes as far as they are needed before the ranks start.
-
-    "auto" on CUDA must query the GPU, on which the parent process must not create a context. The
-    master weights are float32 for either choice, so float32 stands in for "auto".
-    """
-    is_open = config.precision == "auto" and device == "cuda"
-    return resolve_precision("float32" if is_open else config.precision, device)
 
 
 def manifest_of(job: Job, steps_done: int, consumed: int, *, is_passing: bool = False) -> Manifest:

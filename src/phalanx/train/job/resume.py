@@ -186,7 +186,12 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
         if before.get(name) != value and name != "corpus.seq_len"
     ]
     run = manifest.run_of(start.folder) or start.folder
-    if gone := _gone_order(before):
+    gone = ""
+    if before.get("corpus.shuffle_len") is not None:
+        gone = f"was made with corpus.shuffle_len {before['corpus.shuffle_len']}"
+    elif manifest.EARLIER_LENGTHS in before:
+        gone = "changed the length of its samples within an epoch"
+    if gone:
         raise CheckpointError(
             f"this run {gone}, an order of samples that this version does not support; start a "
             f"new run with the weights of this run: --init {run}"
@@ -194,7 +199,8 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
     if not differing:
         return
     name, was, corpus = differing[0], start.about.settings, config.corpus
-    sizes = f"({_size_words(before)} bytes"
+    num_bytes = before.get("text bytes", 0)  # any type, in an edited manifest
+    sizes = f"({num_bytes:,} bytes" if isinstance(num_bytes, int) else f"({num_bytes} bytes"
     if name == "text" and was.get("corpus.max_bytes") != corpus.max_bytes:
         said = (
             f"corpus.max_bytes is {corpus.max_bytes}, but this run was made with "
@@ -222,19 +228,6 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"{name} is {ours[name]}, but this run was made with {before.get(name)}; leave it out"
         )
     raise CheckpointError(f"{said}, or start a new run with the weights of this run: --init {run}")
-
-
-def _gone_order(stream: dict[str, Any]) -> str:
-    """Describe the run's order of samples if this version no longer supports it, else return ""."""
-    if stream.get("corpus.shuffle_len") is not None:
-        return f"was made with corpus.shuffle_len {stream['corpus.shuffle_len']}"
-    has_lengths = manifest.EARLIER_LENGTHS in stream
-    return "changed the length of its samples within an epoch" if has_lengths else ""
-
-
-def _size_words(stream: dict[str, Any]) -> str:
-    num_bytes = stream.get("text bytes", 0)  # any type, in an edited manifest
-    return f"{num_bytes:,}" if isinstance(num_bytes, int) else str(num_bytes)
 
 
 def _data_words(path: str | None) -> str:
