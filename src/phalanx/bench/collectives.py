@@ -66,10 +66,10 @@ class CommConfig(ResultConfig):
     max_mib: Annotated[int, Range(1)] = 16
     """Largest tensor, in MiB."""
     repeats: Annotated[int, Range(1)] = 5
-    """How often each size is timed, after once that is not; the median counts."""
+    """Timed repetitions after one warm-up; the median is reported."""
     write: str | None = None
-    """Calibration file to keep it in for the planner: this, for the cluster of that name, or a
-    FILE.json, which stands for a cluster too."""
+    """Calibration to write for the planner: "this", which calibrates the cluster named "this", or a
+    FILE.json, which can be named as a cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ class MfuConfig(DeviceConfig):
     compile: bool = False
     """Compile the perceptron with torch.compile."""
     recipe: Recipe = "plain"
-    """lecture: float32 weights under autocast, biases, Adam, new inputs; plain stands beside it."""
+    """lecture: float32 weights under autocast, biases, Adam, new inputs; reported next to plain."""
 
 
 def run(config: MfuConfig, say: PrintLine) -> BenchResult:

@@ -36,8 +36,8 @@ class ConvertConfig:
     """Data type to write. float32 keeps float16 and bfloat16 exactly. Weights in a checkpoint
     become float32 again when training begins, whatever they were written in."""
     family: str | None = None
-    """Model type of the Hugging Face folder to write, such as llama or phi3, of those that compute
-    the weights; if unset that which they came from, else the first."""
+    """Model type of the Hugging Face folder to write, such as llama or phi3. Default: the
+    original type, else the first that computes the weights."""
     max_shard_gb: Annotated[float | None, Range(0, 10**6, "(]")] = None
     """Largest file of a Hugging Face folder, in 1e9 bytes; 5 if unset."""
     json: bool = False

@@ -226,7 +226,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
     """Return the settings of the first run, and write its text into `folder`.
 
     Given settings are kept, except for precision, the length of the run, its data, and what it
-    loads and saves. Model sizes that are not given are small.
+    loads and saves. Model sizes default to small values.
     """
     num_lines = max(300, 4 * given.corpus.seq_len)
     lines = (f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(num_lines))
