@@ -23,7 +23,7 @@ from rich.table import Table
 
 from phalanx.account.fit import check_memory_for
 from phalanx.bench.in_step import median_s, time_in_step
-from phalanx.bench.link_picture import draw_fits
+from phalanx.bench.picture import draw_fits
 from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig, table
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.shared_memory import SharedMemory

@@ -221,7 +221,10 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True)
-    message = _with_names_in_one_line(message, words)
+    for word in words:  # a name from the command line stays in one line
+        for name in (word, *re.split("[=:]", word)):
+            if "\n" in name:
+                message = message.replace(name, name.replace("\n", "\\n"))
     if exit_code == PhalanxError.exit_code:
         lines = message.split("\n")
         message = "\n".join(shortened(line, LONGEST_LINE, " ") for line in lines)
@@ -234,12 +237,3 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     if {"--json", "--json=true"}.intersection(words):
         print(json.dumps({"error": message, "exit_code": exit_code}), flush=True)
     return exit_code
-
-
-def _with_names_in_one_line(message: str, words: Sequence[str]) -> str:
-    """Return the message with line breaks escaped inside names from the command line."""
-    for word in words:
-        for name in (word, *re.split("[=:]", word)):
-            if "\n" in name:
-                message = message.replace(name, name.replace("\n", "\\n"))
-    return message

@@ -95,7 +95,10 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
     )
     read = "rows" if unit == "rows" else "sequences"
     _say(console, f"  reads {_rate(best.samples_per_s)} {read} a second on all data ranks together")
-    _say(console, f"  can resume on {_numbers(best.devices)} devices")
+    devices = [f"{number:,}" for number in best.devices]
+    if len(devices) > 9:
+        devices[4:-4] = ["..."]
+    _say(console, f"  can resume on {', '.join(devices)} devices")
 
 
 def _memory(of: Figures) -> str:
@@ -140,11 +143,6 @@ def _in_lines(strategy: str, widest: int) -> str:
             lines[-1] += ","
             lines.append(part)
     return "\n".join(lines)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    shown = [f"{number:,}" for number in numbers]
-    return ", ".join([*shown[:4], "...", *shown[-4:]] if len(shown) > 9 else shown)
 
 
 def _show_question(console: Console, asked: dict[str, Any], devices: str = "") -> None:
