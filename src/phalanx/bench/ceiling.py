@@ -46,8 +46,8 @@ class CeilingConfig(DeviceConfig):
     max_size: Annotated[int, Range(SMALLEST_SIZE)] = LARGEST_SIZE
     """Largest size to try."""
     write: str | None = None
-    """Calibration file to keep it in for the planner: this, for the cluster of that name, or a
-    FILE.json, which stands for a cluster too."""
+    """Calibration to write for the planner: "this", which calibrates the cluster named "this", or a
+    FILE.json, which can be named as a cluster."""
 
 
 def run(config: CeilingConfig, say: PrintLine) -> BenchResult:

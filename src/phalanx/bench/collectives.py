@@ -23,7 +23,7 @@ from rich.table import Table
 
 from phalanx.account.fit import check_memory_for
 from phalanx.bench.in_step import median_s, time_in_step
-from phalanx.bench.link_picture import draw_fits
+from phalanx.bench.picture import draw_fits
 from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig, table
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.shared_memory import SharedMemory
@@ -66,10 +66,10 @@ class CommConfig(ResultConfig):
     max_mib: Annotated[int, Range(1)] = 16
     """Largest tensor, in MiB."""
     repeats: Annotated[int, Range(1)] = 5
-    """How often each size is timed, after once that is not; the median counts."""
+    """Timed repetitions after one warm-up; the median is reported."""
     write: str | None = None
-    """Calibration file to keep it in for the planner: this, for the cluster of that name, or a
-    FILE.json, which stands for a cluster too."""
+    """Calibration to write for the planner: "this", which calibrates the cluster named "this", or a
+    FILE.json, which can be named as a cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)

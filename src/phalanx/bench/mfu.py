@@ -109,7 +109,7 @@ class MfuConfig(DeviceConfig):
     compile: bool = False
     """Compile the perceptron with torch.compile."""
     recipe: Recipe = "plain"
-    """lecture: float32 weights under autocast, biases, Adam, new inputs; plain stands beside it."""
+    """lecture: float32 weights under autocast, biases, Adam, new inputs; reported next to plain."""
 
 
 def run(config: MfuConfig, say: PrintLine) -> BenchResult:
@@ -186,7 +186,12 @@ def _choose_width(
 ) -> tuple[int, str]:
     """Return the width to train with, given the ceiling, and a sentence with the reason."""
     free_bytes = free_memory_bytes(device)
-    element_bytes = _square_bytes(config.recipe, dtype) * config.layers
+    # Of each element of a layer's matrix: the parameter, its gradient, two moments and three
+    # activations, all square; under autocast also a copy of the parameter in the narrower type.
+    bytes_of_layer = 7 * dtype.itemsize
+    if config.recipe == "lecture":
+        bytes_of_layer = 4 * 4 + 4 * dtype.itemsize
+    element_bytes = bytes_of_layer * config.layers
     if config.width is not None:
         need_bytes = element_bytes * config.width**2
         if need_bytes > free_bytes:
@@ -206,17 +211,6 @@ def _choose_width(
         return width, f"width {width}, as in the literature"
     limit = f"{config.budget_s:.0f} s and {free_bytes / 2**30:.1f} GiB of free memory"
     return width, f"width {width}, the largest power of two below {LARGEST_WIDTH} for {limit}"
-
-
-def _square_bytes(recipe: Recipe, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer per element of its matrix; all tensors of a layer are square.
-
-    They are the parameter, its gradient, two moments and three activations; under autocast also a
-    copy of the parameter in the narrower data type.
-    """
-    if recipe == "lecture":
-        return 4 * 4 + 4 * dtype.itemsize
-    return dtype.itemsize * (4 + 3)
 
 
 def _square_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:

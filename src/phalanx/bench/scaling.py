@@ -254,8 +254,18 @@ def time_strategy(text: str, config: ScalingConfig, *, compile: bool = False) ->
         run=runner,
     )
     num_rows = config.global_size // strategy.data_ranks
-    size = (num_rows, config.seq_len)
-    batch = _random_batch(shape.vocab_size, size, comm.coord("data") * num_rows).to(device)
+    size, first = (num_rows, config.seq_len), comm.coord("data") * num_rows
+    generator = torch.Generator().manual_seed(first)
+    tokens_BT, labels_BT = (
+        torch.randint(shape.vocab_size, size, generator=generator) for _ in range(2)
+    )
+    batch = Batch(
+        tokens_BT=tokens_BT,
+        labels_BT=labels_BT,
+        positions_BT=torch.arange(config.seq_len).expand(size).contiguous(),
+        documents_BT=None,
+        rows_B=torch.arange(first, first + num_rows),
+    ).to(device)
     times_s: list[float] = []
     for _ in range(WARMUP_STEPS + config.steps):
         barrier()
@@ -264,15 +274,3 @@ def time_strategy(text: str, config: ScalingConfig, *, compile: bool = False) ->
         barrier()
         times_s.append(time.perf_counter() - begin_s)
     return statistics.median(times_s[WARMUP_STEPS:])
-
-
-def _random_batch(vocab_size: int, size: tuple[int, int], first: int) -> Batch:
-    generator = torch.Generator().manual_seed(first)
-    tokens_BT, labels_BT = (torch.randint(vocab_size, size, generator=generator) for _ in range(2))
-    return Batch(
-        tokens_BT=tokens_BT,
-        labels_BT=labels_BT,
-        positions_BT=torch.arange(size[1]).expand(size).contiguous(),
-        documents_BT=None,
-        rows_B=torch.arange(first, first + size[0]),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
@@ -49,7 +49,10 @@ def run(argv: list[str]) -> int:
         ConfigError: a setting is out of range, or needs hardware that this machine lacks.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_usage(), file=sys.stdout if argv else sys.stderr)
+        lines = ["usage: phalanx bench VERB [OPTIONS]", "", "Measure this machine:", ""]
+        lines += [f"  {verb:<8} {text}" for verb, (_, text) in VERBS.items()]
+        lines += ["", "phalanx bench VERB --help lists a verb's options."]
+        print("\n".join(lines), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     verb, *words = argv
     if verb in REMOVED_VERBS:
@@ -94,6 +97,7 @@ def measure(
     Raises:
         ConfigError: a setting is out of range, or needs hardware that this machine lacks.
     """
+    from phalanx.measure.environment import environment
     from phalanx.measure.logs import json_text
 
     words = ["--help"] if words[:1] == ["help"] else words
@@ -111,9 +115,19 @@ def measure(
         return
     for what in found.shown:
         show(what)
-    document = _document(name, found)
+    document = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), **found.values}
+    document["environment"] = environment()
     if folder is not None:
-        for path in _write_results(found, f"{json_text(document)}\n", folder):
+        text = f"{json_text(document)}\n"
+        files: dict[str, Callable[[Path], object]] = {
+            "json": lambda path: path.write_bytes(text.encode()),
+            **found.files,
+        }
+        if found.draw is not None and has_matplotlib():
+            files["svg"] = found.draw
+        for ending, write in files.items():
+            path = folder / f"{found.name}.{ending}"
+            _write(path, write)
             say(console, f"wrote {path}")
         if found.draw is not None and not has_matplotlib():
             show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
@@ -138,28 +152,6 @@ def _created_folder(folder: Path) -> Generator[None]:
         raise
 
 
-def _document(name: str, found: BenchResult) -> dict[str, object]:
-    """Return the result with date and environment, as one JSON document."""
-    from phalanx.measure.environment import environment
-
-    date = time.strftime("%Y-%m-%d")
-    return {"benchmark": name, "date": date, **found.values, "environment": environment()}
-
-
-def _write_results(found: BenchResult, text: str, folder: Path) -> Iterator[Path]:
-    """Write the files of the result, with `text` as JSON, and yield each path."""
-    files: dict[str, Callable[[Path], object]] = {
-        "json": lambda path: path.write_bytes(text.encode())
-    }
-    files |= found.files
-    if found.draw is not None and has_matplotlib():
-        files["svg"] = found.draw
-    for ending, write in files.items():
-        path = folder / f"{found.name}.{ending}"
-        _write(path, write)
-        yield path
-
-
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(path)
@@ -167,9 +159,3 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; give another folder with --out"
         ) from None
-
-
-def _usage() -> str:
-    lines = ["usage: phalanx bench VERB [OPTIONS]", "", "Measure this machine:", ""]
-    lines += [f"  {verb:<8} {text}" for verb, (_, text) in VERBS.items()]
-    return "\n".join([*lines, "", "phalanx bench VERB --help lists a verb's options."])

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from phalanx.cli.screen import Preparation, print_json, say, screen
 from phalanx.config.command_line import read_command_line
@@ -14,7 +14,6 @@ from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from phalanx.hugging_face.compare import Agreement
     from phalanx.hugging_face.convert import Converted
 
 
@@ -36,8 +35,8 @@ class ConvertConfig:
     """Data type to write. float32 keeps float16 and bfloat16 exactly. Weights in a checkpoint
     become float32 again when training begins, whatever they were written in."""
     family: str | None = None
-    """Model type of the Hugging Face folder to write, such as llama or phi3, of those that compute
-    the weights; if unset that which they came from, else the first."""
+    """Model type of the Hugging Face folder to write, such as llama or phi3. Default: the
+    original type, else the first that computes the weights."""
     max_shard_gb: Annotated[float | None, Range(0, 10**6, "(]")] = None
     """Largest file of a Hugging Face folder, in 1e9 bytes; 5 if unset."""
     json: bool = False
@@ -54,7 +53,10 @@ def run(argv: list[str]) -> int:
     if config.source is None or config.destination is None:
         missing = "SRC and DST are" if config.source is None else "DST is"
         raise ConfigError(f"{missing} missing; expected: phalanx convert SRC DST")
-    from phalanx.hugging_face.compare import require_transformers
+    import torch
+
+    from phalanx.checkpoint.weights import open_checkpoint
+    from phalanx.hugging_face.compare import compare_logits, require_transformers
 
     if config.check:
         require_transformers()
@@ -63,13 +65,32 @@ def run(argv: list[str]) -> int:
     with Preparation(console) as preparation:
         converted = _convert(config, Path(config.source), Path(config.destination), preparation)
     took_s = time.perf_counter() - begin_s
-    agreement = _agreement(converted) if config.check else None
-    if agreement is not None:
+    agreement, check = None, None
+    if config.check:
+        ours, theirs = converted.source, converted.destination
+        if converted.kind == "phalanx":
+            ours, theirs = theirs, ours
+        dtype = getattr(torch, converted.dtype)
+        agreement = compare_logits(open_checkpoint(ours), theirs, dtype)
+        check = {
+            "agrees": agreement.is_within,
+            "largest_difference": agreement.largest_difference,
+            "largest_logit": agreement.largest_logit,
+            "num_tokens": agreement.num_rows * agreement.length,
+        }
         style = "green" if agreement.is_within else "bold red"
         say(console, f"checked: {agreement}", style)
-    say(console, _closing(converted, took_s))
+    what = "a checkpoint of weights" if converted.kind == "phalanx" else "a Hugging Face folder"
+    copied = f", with {', '.join(converted.companions)}" if converted.companions else ""
+    say(
+        console,
+        f"wrote {converted.destination}: {what} ({converted.family}), {converted.num_tensors} "
+        f"tensors, {converted.num_bytes:,} bytes of {converted.dtype}, in {took_s:.1f} s{copied}",
+    )
     if config.json:
-        print_json(_document(converted, agreement, took_s))
+        folders = {"source": str(converted.source), "destination": str(converted.destination)}
+        result = {**dataclasses.asdict(converted), **folders, "took_s": took_s, "check": check}
+        print_json(result)
     return 0 if agreement is None or agreement.is_within else 1
 
 
@@ -101,38 +122,3 @@ def _convert(
         family=config.family,
         progress=preparation.report,
     )
-
-
-def _agreement(converted: Converted) -> Agreement:
-    import torch
-
-    from phalanx.checkpoint.weights import open_checkpoint
-    from phalanx.hugging_face.compare import compare_logits
-
-    ours, theirs = converted.source, converted.destination
-    if converted.kind == "phalanx":
-        ours, theirs = theirs, ours
-    return compare_logits(open_checkpoint(ours), theirs, getattr(torch, converted.dtype))
-
-
-def _closing(converted: Converted, took_s: float) -> str:
-    what = "a checkpoint of weights" if converted.kind == "phalanx" else "a Hugging Face folder"
-    copied = f", with {', '.join(converted.companions)}" if converted.companions else ""
-    return (
-        f"wrote {converted.destination}: {what} ({converted.family}), {converted.num_tensors} "
-        f"tensors, {converted.num_bytes:,} bytes of {converted.dtype}, in {took_s:.1f} s"
-        f"{copied}"
-    )
-
-
-def _document(converted: Converted, agreement: Agreement | None, took_s: float) -> dict[str, Any]:
-    check = None
-    if agreement is not None:
-        check = {
-            "agrees": agreement.is_within,
-            "largest_difference": agreement.largest_difference,
-            "largest_logit": agreement.largest_logit,
-            "num_tokens": agreement.num_rows * agreement.length,
-        }
-    folders = {"source": str(converted.source), "destination": str(converted.destination)}
-    return {**dataclasses.asdict(converted), **folders, "took_s": took_s, "check": check}

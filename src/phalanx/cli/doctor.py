@@ -32,7 +32,7 @@ GIB: Final = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Show versions, devices and backends, and let two processes meet."""
+    """Check the installation: show versions, devices and backends, and connect two processes."""
 
     json: bool = False
     """Make the last line of standard output one JSON document."""

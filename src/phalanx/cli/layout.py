@@ -13,7 +13,6 @@ from phalanx.measure.utilization import percent
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import chain_flops
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
-from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import UNITS, simulate
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.split import ParameterSplit
@@ -36,7 +35,13 @@ def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> l
         flops = chain_flops(shape)
         costs = stage_costs(flops, plan.cut)
         said += [stage_table(plan.cut, schedule.rank_of, flops)]
-        said += [Text(_schedule_line(strategy, schedule, costs, num_microbatches))]
+        # The bubble is simulated from the FLOPs of the stages.
+        timeline = simulate(schedule, lambda action: UNITS[action.op] * costs[action.stage])
+        bubble = percent(timeline.bubble)
+        line = f"{num_microbatches} microbatches a step: ranks wait {bubble} of it"
+        if num_microbatches < strategy.pp.degree and strategy.pp.kind != "naive":
+            line += f"; batch.accumulation {2 * strategy.pp.degree} would fill the pipeline"
+        said += [Text(line)]
     if plan.layout is not None:
         said += [split_table(plan.table())]
     return said
@@ -96,17 +101,6 @@ def layers_text(links: Sequence[int], num_layers: int) -> str:
         words += [f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"]
     words += ["norm and head"] if num_layers + 1 in links else []
     return ", ".join(words)
-
-
-def _schedule_line(
-    strategy: Strategy, schedule: Schedule, costs: Sequence[float], num_microbatches: int
-) -> str:
-    """Return a line on the bubble of the schedule, simulated from the FLOPs of the stages."""
-    timeline = simulate(schedule, lambda action: UNITS[action.op] * costs[action.stage])
-    line = f"{num_microbatches} microbatches a step: ranks wait {percent(timeline.bubble)} of it"
-    if num_microbatches < strategy.pp.degree and strategy.pp.kind != "naive":
-        line += f"; batch.accumulation {2 * strategy.pp.degree} would fill the pipeline"
-    return line
 
 
 def split_table(rows: Iterable[ParameterSplit]) -> Table:

@@ -38,15 +38,15 @@ from phalanx.launch.rank_log import LOST_OUTPUT, keep_printing
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
     "run": "run a training script of your own, which calls phalanx.init, on many processes",
-    "server": "be a coordinator, a scheduler or a parameter server of a job on several hosts",
+    "server": "run one parameter-server role of a multi-host job",
     "verify": "prove that a strategy computes what one process computes",
     "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",
     "plan": "find the fastest strategies that fit a model on a cluster, by pricing them",
     "show": "run a method on ranks, step by step; or show devices and clusters of the catalogue",
-    "doctor": "show versions, devices and backends, and let two processes meet",
+    "doctor": "check the installation",
     "convert": "turn Hugging Face weights into a checkpoint, or back",
     "generate": "continue prompts with a trained model, on the screen",
-    "serve": "serve a trained model over HTTP, by the interface of OpenAI",
+    "serve": "serve a trained model over HTTP with an OpenAI-compatible API",
 }
 """Verb -> description; the module phalanx.cli.<verb> has `run(argv) -> exit code`."""
 
@@ -190,7 +190,7 @@ def _usage() -> str:
         *(f"  {verb:<9} {text}" for verb, text in VERBS.items()),
         "",
         f"Not built yet: {', '.join(NOT_BUILT)}. phalanx help VERB lists a verb's options; --json",
-        "makes the last line of its output one JSON document; phalanx --version prints that.",
+        "makes the last line of its output one JSON document; --version prints the version.",
         "",
         "  phalanx train                                the demo: a small decoder on real text",
         "  phalanx train --strategy dp2 --data notes/   your own text over two processes",
@@ -221,7 +221,10 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True)
-    message = _with_names_in_one_line(message, words)
+    for word in words:  # a name from the command line stays in one line
+        for name in (word, *re.split("[=:]", word)):
+            if "\n" in name:
+                message = message.replace(name, name.replace("\n", "\\n"))
     if exit_code == PhalanxError.exit_code:
         lines = message.split("\n")
         message = "\n".join(shortened(line, LONGEST_LINE, " ") for line in lines)
@@ -234,12 +237,3 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     if {"--json", "--json=true"}.intersection(words):
         print(json.dumps({"error": message, "exit_code": exit_code}), flush=True)
     return exit_code
-
-
-def _with_names_in_one_line(message: str, words: Sequence[str]) -> str:
-    """Return the message with line breaks escaped inside names from the command line."""
-    for word in words:
-        for name in (word, *re.split("[=:]", word)):
-            if "\n" in name:
-                message = message.replace(name, name.replace("\n", "\\n"))
-    return message

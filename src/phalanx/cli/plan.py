@@ -58,7 +58,7 @@ class PlanConfig:
     strategy: str | None = None
     """Price this strategy alone."""
     microbatch: Annotated[int | None, Range(1, 2**40, "[]")] = None
-    """Its sequences in one forward pass of a rank; the fastest that fits if unset."""
+    """Microbatch size; the fastest that fits if unset."""
     compare: str | None = None
     """Clusters, joined by commas, such as a100,h100: the best on each, with --cluster's number."""
     scale: str | None = None

@@ -42,11 +42,15 @@ def plan_script(
             f"({last.filename}, line {last.lineno})"
         ) from error
     question = question_of(trainer, module, on, software(program))
-    answer = _searched if strategy is None else _given
-    candidates, rejected = answer(question, trainer, strategy)
-    best = candidates[0] if candidates else None
-    name = None if best is None else str(best.planned.strategy)
-    shown = explain.neighbours(name, rejected) if strategy is None else rejected
+    if strategy is None:
+        found = search_module(question, trainer.accumulation)
+        candidates = found.candidates
+        best = candidates[0] if candidates else None
+        name = None if best is None else str(best.planned.strategy)
+        shown = explain.neighbours(name, found.rejected)
+    else:
+        candidates, shown = _given(question, trainer, strategy)
+        best = candidates[0] if candidates else None
     num = best.planned.strategy.num_ranks if best else question.cluster.num_devices
     return {
         "question": {"model": script} | explain.question_values(question, num),
@@ -57,13 +61,8 @@ def plan_script(
     }
 
 
-def _searched(question: Question[AnyModule], trainer: Trainer, _: Any) -> tuple[Any, Any]:
-    found = search_module(question, trainer.accumulation)
-    return found.candidates, found.rejected
-
-
-def _given(question: Question[AnyModule], trainer: Trainer, text: str | None) -> tuple[Any, Any]:
-    strategy = Strategy.parse(text or "")
+def _given(question: Question[AnyModule], trainer: Trainer, text: str) -> tuple[Any, Any]:
+    strategy = Strategy.parse(text)
     require_built(strategy)
     refuse_servers(strategy, "a script")
     unit = strategy.data_ranks * trainer.accumulation

@@ -95,7 +95,10 @@ def _show_best(console: Console, candidates: Sequence[Figures], unit: str) -> No
     )
     read = "rows" if unit == "rows" else "sequences"
     _say(console, f"  reads {_rate(best.samples_per_s)} {read} a second on all data ranks together")
-    _say(console, f"  can resume on {_numbers(best.devices)} devices")
+    devices = [f"{number:,}" for number in best.devices]
+    if len(devices) > 9:
+        devices[4:-4] = ["..."]
+    _say(console, f"  can resume on {', '.join(devices)} devices")
 
 
 def _memory(of: Figures) -> str:
@@ -142,19 +145,16 @@ def _in_lines(strategy: str, widest: int) -> str:
     return "\n".join(lines)
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    shown = [f"{number:,}" for number in numbers]
-    return ", ".join([*shown[:4], "...", *shown[-4:]] if len(shown) > 9 else shown)
-
-
 def _show_question(console: Console, asked: dict[str, Any], devices: str = "") -> None:
     of_module = asked["sequence"] is None
     unit = "rows" if of_module else f"sequences of {asked['sequence']:,} tokens"
     batch = f"{asked['global_batch']:,} {unit}"
+    number = asked["parameters"]
+    scale, letter = (1e9, "B") if number >= 1e9 else (1e6, "M") if number >= 1e6 else (1e3, "k")
     of = "" if asked["cluster"] == asked["device"] else f" ({asked['cluster']})"
     _say(
         console,
-        f"{asked['model']}, {_count(asked['parameters'])} parameters, on "
+        f"{asked['model']}, {number / scale:.3g} {letter} parameters, on "
         f"{devices or format(asked['num_devices'], ',')} x {asked['device']}{of}, {batch} a step, "
         f"by {asked['software']}",
         "bold",
@@ -163,11 +163,6 @@ def _show_question(console: Console, asked: dict[str, Any], devices: str = "") -
 
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-
-
-def _count(number: int) -> str:
-    scale, letter = (1e9, "B") if number >= 1e9 else (1e6, "M") if number >= 1e6 else (1e3, "k")
-    return f"{number / scale:.3g} {letter}"
 
 
 def show_several(console: Console, document: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class ServerRoleConfig:
     name: str | None = None
     """Name of a server in the job; its host and a random number if unset."""
     num_servers: Annotated[int, Range(1, 64, "[]")] = 2
-    """Servers that the weights are spread over; of the coordinator, which waits for as many."""
+    """Number of servers that hold the weights; the coordinator waits for all of them."""
     journal: str = "phalanx-journal"
     """File of the coordinator's state; one that is started again reads it."""
 

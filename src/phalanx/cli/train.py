@@ -7,8 +7,6 @@ import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from phalanx.account.parameters import num_parameters
 from phalanx.cli import script
 from phalanx.cli.screen import Preparation, print_json, say, screen, show_config
@@ -62,11 +60,19 @@ def _settled(loaded: Loaded[TrainConfig], request: Request) -> Loaded[TrainConfi
 
 
 def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
+    from phalanx.cli.layout import tables_of
     from phalanx.launch.rank_env import is_under_torchrun
+    from phalanx.train.job.resolve import remarks_on, words_of
     from phalanx.train.run import run
 
     if loaded.show_config:
-        show_config(_settled(loaded, request), _schedule_lines(request))
+        from phalanx.parallel.pipeline.cut import schedule_of
+        from phalanx.parallel.pipeline.schedule_file import text_of
+
+        strategy, lines = request.strategy, list[str]()
+        if strategy.pp.degree > 1:
+            lines = text_of(schedule_of(strategy, request.batch.accumulation))
+        show_config(_settled(loaded, request), lines)
         return 0
     console = screen()
     with ExitStack() as preparing:
@@ -76,7 +82,12 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
 
         def announce(job: Job) -> None:
             preparing.close()
-            _announce(job, console)
+            for line in words_of(job):
+                say(console, line)
+            for line in remarks_on(job):
+                say(console, line, "yellow")
+            for table in tables_of(job.strategy, job.shape, job.batch.accumulation):
+                console.print(table)
 
         summary = run(request, announce, preparation.report)
     if summary is None:
@@ -86,29 +97,6 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
         if loaded.json:
             print_json(summary)
     return 0
-
-
-def _schedule_lines(request: Request) -> list[str]:
-    """Return the lines of the pipeline schedule; empty without pp."""
-    from phalanx.parallel.pipeline.cut import schedule_of
-    from phalanx.parallel.pipeline.schedule_file import text_of
-
-    strategy = request.strategy
-    is_asked = strategy.pp.degree > 1
-    return text_of(schedule_of(strategy, request.batch.accumulation)) if is_asked else []
-
-
-def _announce(job: Job, console: Console) -> None:
-    """Print a description of the run, its differences from the resumed run, and its layout."""
-    from phalanx.cli.layout import tables_of
-    from phalanx.train.job.resolve import remarks_on, words_of
-
-    for line in words_of(job):
-        say(console, line)
-    for line in remarks_on(job):
-        say(console, line, "yellow")
-    for table in tables_of(job.strategy, job.shape, job.batch.accumulation):
-        console.print(table)
 
 
 def _strategy_help() -> str:

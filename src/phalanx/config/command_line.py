@@ -64,22 +64,18 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
             key, values[key] = switches[key]
         elif name.startswith("--") and key in options:
             setting = options[key]
-            taken = [text] if has_value else _pop_values(words, setting)
+            most = len(words) if get_origin(setting.hint) is tuple else 1
+            taken = [text] if has_value else list[str]()
+            while not has_value and words and len(taken) < most:
+                if words[0].startswith("--") or words[0] == "-h":
+                    break
+                taken.append(words.pop(0))
             values[key] = _value(name, setting, taken, values.get(key, []))
         else:
             close = closest(key.lstrip("_"), [*options, "help"])
             near = f" (did you mean '--{close.replace('_', '-')}'?)" if close else ""
             raise ConfigError(f"option '{word}' is unknown{near}; --help lists all")
     return values | _positional(loose, found)
-
-
-def _pop_values(words: list[str], setting: Setting) -> list[str]:
-    """Remove and return the value words of an option from the front of `words`."""
-    most = len(words) if get_origin(setting.hint) is tuple else 1
-    taken: list[str] = []
-    while words and len(taken) < most and not words[0].startswith("--") and words[0] != "-h":
-        taken.append(words.pop(0))
-    return taken
 
 
 def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> Any:

@@ -83,7 +83,14 @@ def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
     """Read a TOML file; raise ConfigError with the reason, and the line of a syntax error."""
     file = Path(path)
     try:
-        with io.BufferedReader(_opened(file, is_foreign)) as opened:
+        # A pipe only if the shell opened it, as `--config <(command)`: to open a named pipe can
+        # block forever.
+        is_open = str(file.parent) in ("/dev/fd", "/proc/self/fd") or str(file) == "/dev/stdin"
+        if is_open and not is_foreign:
+            raw = io.FileIO(file)
+        else:
+            raw = open_regular(file, may_be_link=not is_foreign)
+        with io.BufferedReader(raw) as opened:
             text = opened.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ConfigError(
@@ -104,17 +111,6 @@ def _read_toml(path: str, is_foreign: bool) -> dict[str, Any]:
         raise ConfigError(f"{error}{expected}") from None
     except (ValueError, RecursionError) as error:  # also too many digits or nested brackets
         raise ConfigError(f"{path}: is not TOML: {error}") from None
-
-
-def _opened(file: Path, is_foreign: bool) -> io.FileIO:
-    """Open a settings file; accept a pipe only if the shell opened it, as `--config <(command)`.
-
-    A named pipe is refused, because opening it could block forever if nothing writes to it.
-    """
-    is_open = str(file.parent) in ("/dev/fd", "/proc/self/fd") or str(file) == "/dev/stdin"
-    if is_open and not is_foreign:
-        return io.FileIO(file)
-    return open_regular(file, may_be_link=not is_foreign)
 
 
 def _unknown(key: str, keys: Mapping[str, Any], is_section: bool) -> str:

@@ -143,20 +143,19 @@ class ServerConfig:
     momentum: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.9
     """Momentum of the rule of that name."""
     table_rule: Annotated[Literal["sgd", "adagrad"] | None, Use.EQUAL] = None
-    """How servers update the rows of the embedding that a step has looked up; only these rows move,
-    without decay, adagrad with one sum for a row. If unset, the embedding moves whole, by `rule`.
-    """
+    """How servers update the embedding rows that a step looks up, without weight decay; adagrad
+    keeps one sum for a row. If unset, `rule` updates the whole embedding."""
     table_lr: Annotated[float | None, Use.EQUAL, Range(0, math.inf, "()")] = None
-    """Peak learning rate of that; optimizer.lr if unset."""
+    """Peak learning rate of table_rule; optimizer.lr if unset."""
     outer_lr: Annotated[float, Use.EQUAL, Range(0, math.inf, "()")] = 0.7
     """Learning rate by which servers apply the changes of dp:local."""
     outer_momentum: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.9
-    """Nesterov momentum of the same."""
+    """Nesterov momentum with which servers apply the changes of dp:local."""
     coordinator: Annotated[str | None, Use.LOCAL | Use.NOT_SAVED] = None
     """Address of a coordinator that `phalanx server` has started; this process is one worker of its
     job, and starts no servers."""
     worker: Annotated[int | None, Use.LOCAL | Use.NOT_SAVED, Range(0)] = None
-    """Number of that worker; the first, 0, evaluates and saves."""
+    """Number of this worker in the job of `coordinator`; worker 0 evaluates and saves."""
     secret: Annotated[str | None, Use.LOCAL | Use.NOT_SAVED] = None
     """File of the secret of that job, which `phalanx server secret` makes."""
 
@@ -196,8 +195,8 @@ class RunConfig:
     shared_memory: Annotated[bool, Use.EQUAL] = True
     """Whether ranks of one host that compute on CPUs share memory, where gloo would send."""
     compress: Annotated[Literal["none", "auto", "bf16", "int8", "powersgd"], Use.EQUAL] = "none"
-    """How gradients travel over a slow dp, with errors that the next step makes up for; auto:
-    float32, bf16 or int8 as the link makes fastest."""
+    """Compression of the gradients that dp sends over a slow link, with error feedback; auto: the
+    fastest of float32, bf16 and int8 on the link."""
     debug_comm: Annotated[bool, Use.EQUAL] = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""
@@ -211,8 +210,7 @@ class JobConfig(RunConfig):
 
     strategy: Annotated[str | None, Use.RESOLVED] = None
     """How to split the work, such as dp2 or fsdp2,recompute:full; dp over all processes if unset;
-    auto: the fastest that fits. All that can be asked for stands at the end of the help of `phalanx
-    train`."""
+    auto: the fastest that fits. `phalanx train --help` ends with a list of all strategies."""
     nproc: Annotated[int | None, Use.RESOLVED | Use.NOT_SAVED, Range(1)] = None
     """Processes to start on this host; if unset what the strategy needs, or 2 (one per GPU), or for
     the strategy auto one per GPU or core."""

@@ -198,10 +198,18 @@ def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:
         write_json(folder / GENERATION, ids)
         written.append(GENERATION)
     if (folder / TOKENIZER).is_file() and not (folder / TOKENIZER_CONFIG).exists():
-        tokens = _texts(folder / TOKENIZER, ids)
         # This class loads tokenizer.json unchanged for every model type.
-        content = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
-        write_json(folder / TOKENIZER_CONFIG, content | tokens)
+        content: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_seq_len,
+        }
+        tokenizer = load_tokenizer(folder / TOKENIZER)
+        for name, value in ids.items():  # the texts of the tokens; of several ids, of the first
+            first = value[0] if isinstance(value, list) and value else value
+            text = tokenizer.id_to_token(first) if isinstance(first, int) else None
+            if text is not None:
+                content[name.removesuffix("_id")] = text
+        write_json(folder / TOKENIZER_CONFIG, content)
         written.append(TOKENIZER_CONFIG)
     return written
 
@@ -222,18 +230,6 @@ def prepend_separator(folder: Path, separator_id: int) -> None:
     tokenizer.save(str(folder / TOKENIZER))
     config = read_json(folder / TOKENIZER_CONFIG) | {"split_special_tokens": True}
     write_json(folder / TOKENIZER_CONFIG, config)
-
-
-def _texts(tokenizer: Path, ids: Ids) -> dict[str, Any]:
-    """Return the texts of the special tokens; if an entry has several ids, of the first."""
-    known = load_tokenizer(tokenizer)
-    texts: dict[str, Any] = {}
-    for name, value in ids.items():
-        first = value[0] if isinstance(value, list) and value else value
-        text = known.id_to_token(first) if isinstance(first, int) else None
-        if text is not None:
-            texts[name.removesuffix("_id")] = text
-    return texts
 
 
 def _is_id(value: Any) -> bool:

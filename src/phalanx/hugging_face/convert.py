@@ -237,22 +237,17 @@ class _Reader:
         self.num_bytes = dtype.itemsize * sum(size.numel() for size in sizes)
 
     def __call__(self, name: str) -> Tensor:
-        """Return a weight in `dtype`."""
+        """Return a weight in `dtype`; raise CheckpointError if a value overflows float16."""
         self._progress("convert", self._done_bytes, self.num_bytes)
-        tensor = _cast(name, self._weights.read(name), self.dtype)
-        self._done_bytes += tensor.nbytes
-        return tensor
-
-
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor to `dtype`; raise CheckpointError if a finite value overflows float16."""
-    out = tensor.to(dtype)
-    if dtype == torch.float16 and bool((out.isinf() & tensor.isfinite()).any()):
-        raise CheckpointError(
-            f"'{name}' has values up to {float(tensor.abs().max()):g}, but float16 has "
-            f"at most {torch.finfo(dtype).max:g}; use --dtype bfloat16 or float32"
-        )
-    return out
+        tensor = self._weights.read(name)
+        cast = tensor.to(self.dtype)
+        if self.dtype == torch.float16 and bool((cast.isinf() & tensor.isfinite()).any()):
+            raise CheckpointError(
+                f"'{name}' has values up to {float(tensor.abs().max()):g}, but float16 has "
+                f"at most {torch.finfo(self.dtype).max:g}; use --dtype bfloat16 or float32"
+            )
+        self._done_bytes += cast.nbytes
+        return cast
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -140,7 +140,14 @@ def write_folder(
         OSError: a file cannot be written; files written before are not removed.
     """
     num_bytes = {name: dtype.itemsize * torch.Size(size).numel() for name, size in sizes.items()}
-    shards = _cut(num_bytes, max_shard_bytes)
+    shards: list[list[str]] = [[]]
+    filled_bytes = 0
+    for name, size_bytes in num_bytes.items():
+        if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(name)
+        filled_bytes += size_bytes
     files = {
         f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         if len(shards) > 1
@@ -158,16 +165,3 @@ def write_folder(
         }
         write_json(folder / INDEX, index)
     write_json(folder / CONFIG, config)
-
-
-def _cut(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Split names, in order, into files of at most `max_bytes`, with at least one name each."""
-    shards: list[list[str]] = [[]]
-    filled_bytes = 0
-    for name, size_bytes in num_bytes.items():
-        if shards[-1] and filled_bytes + size_bytes > max_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(name)
-        filled_bytes += size_bytes
-    return shards

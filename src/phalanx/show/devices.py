@@ -24,8 +24,8 @@ class ShowCluster:
     """Show a cluster: the totals of its devices, and which link joins which of them."""
 
     name: Annotated[str | None, Positional("NAME[:DEVICES]")] = None
-    """A cluster of the catalogue, as h100-llama3; a device for its usual servers, as h100:64; or
-    this, the machine at hand."""
+    """A cluster of the catalogue, as h100-llama3; or DEVICE:COUNT, as h100:64; or this, the machine
+    at hand."""
     json: bool = False
     """Make the last line of standard output one JSON document."""
 

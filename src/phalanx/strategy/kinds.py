@@ -52,7 +52,7 @@ class Kind:
 
 KINDS: Final = {
     "pp": {
-        "1f1b": Kind("each process has some layers; a backward as soon as there is one"),
+        "1f1b": Kind("each process has some layers; forwards and backwards alternate"),
         "gpipe": Kind("the same, all forwards first"),
         "naive": Kind("the same, one microbatch at a time"),
         "interleaved": Kind("1f1b over CHUNKS stages a process", "CHUNKS", 2),
@@ -76,7 +76,7 @@ KINDS: Final = {
     },
     "cp": {
         # Two chunks, an early and a late one: equal work for all ranks under the causal mask.
-        "ring": Kind("each sample is split by positions; keys and values go round", chunks=2),
+        "ring": Kind("each sample is split by positions; keys and values circulate", chunks=2),
         "ulysses": Kind("the same; heads are split where they attend"),
     },
     "tp": {

@@ -280,14 +280,9 @@ class SquaredError:
         return len(microbatch)
 
 
-def _reused(num_blocks: int, seed: int) -> nn.Module:
+def _seeded(seed: int, module: Callable[..., nn.Module], *sizes: int) -> nn.Module:
     torch.manual_seed(seed)
-    return Reused(num_blocks)
-
-
-def _normed(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Normed()
+    return module(*sizes)
 
 
 def module_cases(
@@ -312,8 +307,8 @@ def module_cases(
         device=config.device,
         dropout_seed=config.seed,
     )
-    blocks = functools.partial(_reused, num_stages(strategy) + 1, config.seed)
+    blocks = functools.partial(_seeded, config.seed, Reused, num_stages(strategy) + 1)
     found = {"reused": case(blocks, accumulation=accumulation)}
     if strategy.pp.degree == 1 and not strategy.is_served:  # workers of servers share no statistics
-        found["normed"] = case(functools.partial(_normed, config.seed), batch_norm="global")
+        found["normed"] = case(functools.partial(_seeded, config.seed, Normed), batch_norm="global")
     return found

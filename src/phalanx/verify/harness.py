@@ -101,21 +101,17 @@ def verify(
     """
     parsed = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
     require_built(parsed)
-    _check_given(build, batches, dtype)
+    if dtype not in DTYPES:
+        raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(DTYPES)}")
+    if not batches:
+        raise ConfigError("verify: no batches; give at least one")
+    check_build("verify", build)
     settings = optimizer or OptimizerConfig()
     case = Case(
         build, objective, batches, accumulation, dtype, settings, roles,
         device=device, batch_norm=batch_norm, dropout_seed=dropout_seed,
     )  # fmt: skip
     return compare_cases({"": case}, parsed, debug_comm)[0]
-
-
-def _check_given(build: Callable[[], nn.Module], batches: Sequence[Any], dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ConfigError(f"verify: dtype is '{dtype}'; expected one of {', '.join(DTYPES)}")
-    if not batches:
-        raise ConfigError("verify: no batches; give at least one")
-    check_build("verify", build)
 
 
 def compare_cases(
@@ -292,12 +288,18 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
     """Return the bytes this rank sent in the last step, each with the strategy's prediction."""
     if not entries:  # one rank, or the comparison ended before the last step
         return []
-    own = [_microbatches(case, batch, strategy) for batch in case.batches]
-    *before, sizes = ([size for size, _ in of_step] for of_step in own)
-    moved = {size: each for of_step in own for size, each in of_step}
+    sizes_of_steps = list[list[tuple[int, int]]]()  # of the first rank: (rows, positions)
+    microbatch_of = dict[tuple[int, int], Any]()
+    for batch in case.batches:
+        microbatches = split(batch, 0, strategy.data_ranks, case.accumulation)
+        shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
+        sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
+        sizes_of_steps.append(sizes)
+        microbatch_of |= zip(sizes, microbatches, strict=True)
+    *before, sizes = sizes_of_steps
 
     def run_on_shapes(model: nn.Module, size: tuple[int, int]) -> Tensor:
-        microbatch = cast_batch(moved[size], case.torch_dtype, torch.device("meta"))
+        microbatch = cast_batch(microbatch_of[size], case.torch_dtype, torch.device("meta"))
         (objective,) = copied_on_meta((case.objective,))
         return objective.loss_sum(model, microbatch, 0)
 
@@ -324,11 +326,3 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
         Sent(*key, counted.get(key, 0), predicted.get(key, unknown), is_exact)
         for key in dict.fromkeys([*counted, *predicted])
     ]
-
-
-def _microbatches(case: Case, batch: Any, strategy: Strategy) -> list[tuple[tuple[int, int], Any]]:
-    """Return ((rows, positions), microbatch) for each microbatch of the first rank of a batch."""
-    microbatches = split(batch, 0, strategy.data_ranks, case.accumulation)
-    shapes = [max((t.shape for t in tensors_of(m)), key=len) for m in microbatches]
-    sizes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
-    return [*zip(sizes, microbatches, strict=True)]

@@ -128,7 +128,10 @@ class ReferenceRun:
         rates = rates if own else {"": rates[""]}
         if all(math.isfinite(number) for number in numbers):
             p, limit = (2, own.max_norm) if own else (settings.clip_p, settings.clip_norm)
-            self._clip(float(made["norm"][f"{p:g}"]), limit)
+            norm = float(made["norm"][f"{p:g}"])
+            for parameter in self.model.parameters() if 0 < limit < norm else ():
+                if parameter.grad is not None:
+                    parameter.grad *= limit / (norm + 1e-6)
             self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -183,11 +186,6 @@ class ReferenceRun:
             parameter.grad = (
                 None if given is None else torch.as_tensor(given).to(parameter, copy=True)
             )
-
-    def _clip(self, norm: float, limit: float) -> None:
-        for parameter in self.model.parameters() if 0 < limit < norm else ():
-            if parameter.grad is not None:
-                parameter.grad *= limit / (norm + 1e-6)
 
 
 def kept_by(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:

@@ -55,9 +55,8 @@ class VerifyShape(ShapeConfig):
 class VerifyConfig:
     """Run a strategy beside plain PyTorch on one process, and compare every number of every step.
 
-    Without --model it runs three small decoders that between them have every layer of ours, and
-    modules as users have them, on uneven batches, and then again with three ranks on an axis that
-    has two.
+    Without --model it runs three small decoders that cover all our layers, and typical user
+    modules, on uneven batches, and then again with three ranks on an axis that has two.
     """
 
     strategy: Annotated[str, Positional("[STRATEGY]")] = "dp2"
@@ -103,8 +102,7 @@ class VerifyTrainConfig(TrainConfig):
 
     The settings are as for `phalanx train`, from a file of a run too, and they hold for the run:
     dropout, sequence length, optimizer, document mask and all others. The length of the runs, their
-    text and what they read and write are verify's own; sizes of the model that are not given are
-    small.
+    text and what they read and write are verify's own; model sizes default to small values.
     """
 
     strategy: Annotated[str | None, Positional("[STRATEGY]")] = "dp2"

@@ -138,7 +138,13 @@ class Recorder:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._stack.append((name, self._calls[name]))
         self._calls[name] += 1
-        self._watch_suspect(name)
+        # The suspect is read by its owner, or by the model if the embedding is tied to the output.
+        if self._suspect is not None and name in ("", self._suspect.rpartition(".")[0]):
+            # Looked up at each call, because fsdp replaces the parameter by a gathered one.
+            parameter = dict(self._model.named_parameters()).get(self._suspect)
+            if parameter is not None and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                parameter.register_hook(self._add)  # from autograd, before any reduction
         return self._pass((args, kwargs), Kind.INPUT, Kind.INPUT_GRADIENT)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
@@ -178,20 +184,6 @@ class Recorder:
             self.events.append(Event(key, caller, microbatch, copy))
 
         return note
-
-    def _watch_suspect(self, module: str) -> None:
-        """Hook the suspect parameter, to record its gradients from autograd before any reduction.
-
-        The parameter is read by its owner, or by the model if the embedding is tied to the output.
-        """
-        owner = (self._suspect or "").rpartition(".")[0]
-        if self._suspect is None or module not in ("", owner):
-            return
-        # Looked up at each call, because fsdp replaces the parameter by a gathered one.
-        parameter = dict(self._model.named_parameters()).get(self._suspect)
-        if parameter is not None and id(parameter) not in self._hooked:
-            self._hooked.add(id(parameter))
-            parameter.register_hook(self._add)
 
     def _add(self, gradient: Tensor) -> None:
         if self.is_on and not isinstance(gradient, DTensor):

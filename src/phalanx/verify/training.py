@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -168,22 +168,17 @@ def _judged(jobs: Sequence[Job]) -> Verdict:
 def case_of(jobs: Sequence[Job]) -> Case:
     """Return a case with the steps of the last job, after the steps of the job that it resumes."""
     shape, config = jobs[0].shape, jobs[0].config
-    batches = list(_batches(jobs))
-    case = decoder_case(shape, batches, config.seed, config.optimizer, initial_decoder)
-    return dataclasses.replace(case, infer=loss_of)
-
-
-def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
-    """Yield the global batch of each step: consecutive positions of the data order."""
-    position = 0
-    for step in range(3 * STEPS):
+    batches, position = list[Batch](), 0
+    for step in range(3 * STEPS):  # consecutive positions of the data order
         job = jobs[min(step // STEPS, len(jobs) - 1)]
         corpus, size = job.config.corpus, job.batch.global_size
         count = len(Samples(job.tokens.train, corpus.seq_len))
         order = Order(count, job.config.seed, corpus.shuffle)
         rows = np.arange(position, position + size, dtype=np.int64)
-        yield plain_batch(job.tokens.train, order.samples(rows), rows, corpus)
+        batches.append(plain_batch(job.tokens.train, order.samples(rows), rows, corpus))
         position += size
+    case = decoder_case(shape, batches, config.seed, config.optimizer, initial_decoder)
+    return dataclasses.replace(case, infer=loss_of)
 
 
 @torch.no_grad()
@@ -225,7 +220,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
     """Return the settings of the first run, and write its text into `folder`.
 
     Given settings are kept, except for precision, the length of the run, its data, and what it
-    loads and saves. Model sizes that are not given are small.
+    loads and saves. Model sizes default to small values.
     """
     num_lines = max(300, 4 * given.corpus.seq_len)
     lines = (f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(num_lines))

@@ -138,19 +138,14 @@ class Verdict:
             return f"{self.strategy}: ranks differ from one process, or from one another"
         if self.wrong_bytes:
             return f"{self.strategy} sends more or fewer bytes than predicted"
-        far = worst(self.differences)
+        far, not_finite = worst(self.differences), ""
+        if rows := [row for row in self.differences if row.both]:
+            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            not_finite = f", {rows[0].both} in both (step {rows[0].step}, {rows[0].what}{more})"
         return (
-            f"{self.strategy} computes what one process computes{self._not_finite()}: the worst of "
+            f"{self.strategy} computes what one process computes{not_finite}: the worst of "
             f"{len(self.differences)} errors is {far.error:.1e} ({far.what}), at most "
             f"{far.limit:.0e} passes"
-        )
-
-    def _not_finite(self) -> str:
-        """Return a phrase about values that are not finite on both sides, or ""."""
-        rows = [row for row in self.differences if row.both]
-        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-        return (
-            f", {rows[0].both} in both (step {rows[0].step}, {rows[0].what}{more})" if rows else ""
         )
 
     def details(self) -> list[str]:

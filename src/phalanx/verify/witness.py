@@ -16,7 +16,7 @@ from phalanx.train.loop import Watcher, take_steps
 from phalanx.train.session import Session
 from phalanx.train.step import StepResult
 from phalanx.verify.compare import Difference
-from phalanx.verify.locate import Recorded, locate, suspect_of
+from phalanx.verify.locate import locate, suspect_of
 from phalanx.verify.record import Case, StepWitness, bits_of, full_tensors
 from phalanx.verify.reference import History, evaluating
 from phalanx.verify.settings import EVALUATION
@@ -105,19 +105,16 @@ def find(session: Callable[[], Session], rows: Rows, case: Case, first: Differen
     """Repeat the training on this rank, and return the place at which it goes wrong."""
     with session() as run:
         strategy, comm = run.strategy, run.comm
-        found = _record(run, rows, case, first)
-    return locate(case, strategy, comm, first, lambda _: found)
-
-
-def _record(run: Session, rows: Rows, case: Case, first: Difference) -> Recorded:
-    pointer = _StepRecorder(run, rows, first)
-    with run.step.watched(pointer.recorder.phase):
-        take_steps(run, pointer)
-    if first.quantity == EVALUATION:
-        pointer.recorder.restart()
-        evaluate(run, pointer.last, pointer.recorder.phase)
-    begin = sum(count_rows(batch) for batch in case.batches[: first.step])
-    return pointer.recorder, [each.cpu() - begin for each in pointer.rows]
+        watcher = _StepRecorder(run, rows, first)
+        recorder = watcher.recorder
+        with run.step.watched(recorder.phase):
+            take_steps(run, watcher)
+        if first.quantity == EVALUATION:
+            recorder.restart()
+            evaluate(run, watcher.last, recorder.phase)
+        begin = sum(count_rows(batch) for batch in case.batches[: first.step])
+        positions = [each.cpu() - begin for each in watcher.rows]
+    return locate(case, strategy, comm, first, lambda _: (recorder, positions))
 
 
 class _StepRecorder(Watcher):
