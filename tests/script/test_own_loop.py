@@ -551,7 +551,7 @@ def step_of_a_count(strategy: str | None) -> list[float]:
 
 
 def test_calls_may_be_divided_by_the_count_of_the_step() -> None:
-    for strategy in ("dp2", "fsdp2"):
+    for strategy in ("dp2", "fsdp2", "fsdp2:zero1"):
         for numbers in run_ranks(step_of_a_count, 2, strategy, threads=1):
             assert numbers == pytest.approx(step_of_a_count(None), rel=1e-10)
 

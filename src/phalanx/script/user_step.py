@@ -105,8 +105,7 @@ class UserStep(StepState):
         # A GPU has computed the loss when its copy arrives. So after the first steps the host first
         # launches the backward, which needs no answer of another rank.
         is_first = self._is_early or not given.is_cuda
-        is_looked_at = self._is_early and self._num_data > 1
-        reached = own_terms(given, stops_at_gathers=False).parameters if is_looked_at else []
+        strangers = self._strangers(given) if self._is_early and self._num_data > 1 else []
         if is_first:
             self._check(loss, found.tolist())
         scale, mean = 1.0, given.detach()
@@ -128,7 +127,12 @@ class UserStep(StepState):
                 reducer.before_backward(reducer.parameters if is_last else ())
             with self._gathers.passing(scale, is_summed=isinstance(loss, RowsLoss)):
                 (given.to(wide) / divisor.to(wide)).backward(retain_graph=retain_graph)
-            self._refuse_strangers(reached)
+            if lost := next((each for each in strangers if each.grad is not None), None):
+                raise ScriptError(
+                    f"backward: the loss reaches a parameter of shape {tuple(lost.shape)} that is "
+                    "not in the prepared model, so no rank would add up its gradient; put both "
+                    "into one module, as nn.ModuleDict, before run.prepare"
+                )
             if not is_first:
                 self._check(loss, found.tolist())
         except BaseException:  # a script may catch it, and repeat the step
@@ -326,15 +330,15 @@ class UserStep(StepState):
             if num_own:
                 self._check_own_terms(loss)
 
-    def _refuse_strangers(self, reached: Sequence[nn.Parameter]) -> None:
-        """Refuse parameters outside the model, of which each rank would have its own gradients."""
-        for each in reached:  # the parameters that FSDP2 gathers have lost their gradients again
-            if each.grad is not None and id(each) not in self._known:
-                raise ScriptError(
-                    f"backward: the loss reaches a parameter of shape {tuple(each.shape)} that is "
-                    "not in the prepared model, so no rank would add up its gradient; put both "
-                    "into one module, as nn.ModuleDict, before run.prepare"
-                )
+    def _strangers(self, loss: Tensor) -> list[nn.Parameter]:
+        """Return parameters that a loss reaches outside the model: each rank has its own gradient.
+
+        Of the parameters that FSDP2 gathers, those that it has freed again are among them; their
+        gradients are removed in the backward.
+        """
+        known = self._known.union(map(id, self._model.parameters()))
+        reached = own_terms(loss, stops_at_gathers=False).parameters
+        return [each for each in reached if id(each) not in known]
 
     def _refuse_unequal(self, loss: Tensor) -> None:
         """Refuse a loss that differs between ranks, and name the cause; all ranks call this."""
