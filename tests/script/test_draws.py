@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.launch.local import run_ranks
+from phalanx.script.draws import DrawWatch
+from phalanx.script.replicas import NUM_ALWAYS_CHECKED
 
 Draw = Callable[[phalanx.Run, nn.Module, Tensor], Any]
 
@@ -128,3 +130,31 @@ def test_whole_batches_that_all_ranks_draw_are_those_of_one_process() -> None:
     expected = losses_of_actions(None)
     for losses in run_ranks(losses_of_actions, 2, "fsdp2"):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class OfTwoRanks:
+    """What DrawWatch asks of a communicator, on the first of two data ranks."""
+
+    device = torch.device("cpu")
+
+    def size(self, name: str) -> int:
+        return 2
+
+    def coord(self, name: str) -> int:
+        return 0
+
+
+def test_draws_of_an_evaluation_after_the_first_steps_raise_no_alarm(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    watch = DrawWatch(cast(Any, OfTwoRanks()), lambda: 0)
+    for _ in range(2 * NUM_ALWAYS_CHECKED + 4):  # batches of an evaluation, without a backward
+        watch.mark()
+        torch.rand(1)
+    watch.look()
+    assert not recwarn.list
+    watch = DrawWatch(cast(Any, OfTwoRanks()), lambda: 0)
+    watch.mark()
+    torch.rand(1)
+    with pytest.warns(UserWarning, match="drawn from this rank's own generator"):
+        watch.look()

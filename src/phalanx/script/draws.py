@@ -89,8 +89,10 @@ class DrawWatch:
     def mark(self) -> None:
         """Record the generator states, after a batch was read or a backward has ended."""
         self._num_marks += 1
-        if self._is_on and is_compared(self._num_marks // 2):
-            self._states, self._num_before = self._own_states(), self._num_tickets()
+        is_due = self._is_on and is_compared(self._num_marks // 2)  # two marks a step
+        # Else states of a batch whose backward never came, as in an evaluation, would be compared.
+        self._states = self._own_states() if is_due else []
+        self._num_before = self._num_tickets()
 
     def look(self) -> None:
         """Warn once if the loop has drawn numbers since the last `mark`."""
