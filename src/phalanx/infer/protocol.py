@@ -1,7 +1,7 @@
 """Bodies of HTTP requests in the format of OpenAI's API: parse and validate.
 
-An unsupported field is refused by name, unless it is null or has a value without effect: `NEUTRAL`
-lists these. The legal values of a sampling option are declared once, in `Sampling`.
+An unsupported field is refused by name, unless it is null or has a value without effect, which
+`neutral` of its object lists. `Sampling` declares the legal values of a sampling option, once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -45,7 +45,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
         ((-1,), "top_k"),
         (("",), "suffix"),
         (({},), "logit_bias metadata chat_template_kwargs"),
-        (([],), "tools functions documents stop_token_ids bad_words tool_calls annotations"),
+        (([],), "tools functions documents stop_token_ids bad_words"),
         ((["text"],), "modalities"),
         (({"type": "text"},), "response_format"),
         (("none", "auto"), "tool_choice function_call"),
@@ -57,7 +57,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     )
     for field in fields.split()
 }
-"""Field -> the values that have no effect, and are left out; `top_k` alone takes others too."""
+"""Field of a completion or a chat -> its values without effect; `top_k` alone takes others too."""
 
 
 def _form(value: Any) -> str:
@@ -74,7 +74,13 @@ Text = Annotated[str, Tag("text")]
 
 
 class Body(BaseModel):
-    """Base class of a request body and of the objects in it; refuses unknown fields."""
+    """Base class of a request body and of the objects in it; refuses unknown fields.
+
+    Attributes:
+        neutral: unsupported field of this object -> its values without effect, which are left out.
+    """
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -91,7 +97,7 @@ class Body(BaseModel):
             is_bool = isinstance(value, bool)  # 0 == False, but is no value of the same field
             return any(
                 value == each and is_bool == isinstance(each, bool)
-                for each in NEUTRAL.get(name, ())
+                for each in cls.neutral.get(name, ())
             )
 
         fields = cast("dict[str, Any]", values).items()
@@ -106,6 +112,8 @@ class StreamOptions(Body):
 
 class GenerationBody(Body):
     """Fields that the bodies of completions and chats share."""
+
+    neutral = NEUTRAL
 
     model: str | None = None
     max_tokens: int | None = None
@@ -176,6 +184,8 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`."""
 
+    neutral = {**NEUTRAL, "add_special_tokens": (True,)}
+
     prompt: Annotated[
         Text
         | Annotated[list[str], Tag("texts")]
@@ -184,7 +194,6 @@ class CompletionBody(GenerationBody):
         Discriminator(_form),
     ]
     logprobs: int | None = None
-    add_special_tokens: Literal[True] | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -204,6 +213,8 @@ class MessagePart(Body):
 
 class Message(Body):
     """A message of a chat."""
+
+    neutral = {"tool_calls": ([],), "annotations": ([],)}
 
     role: Annotated[str, Field(max_length=64)]
     content: (
@@ -243,11 +254,12 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
+    neutral = {**NEUTRAL, "add_special_tokens": (False,)}  # the template spells them
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_special_tokens: Literal[False] | None = None  # the template spells them
 
     @property
     @override
@@ -285,7 +297,8 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
             names.append(str(part))
         where = ".".join(names)[:200]
         if first["type"] == "extra_forbidden":
-            legal = list(map(json.dumps, NEUTRAL.get(str(first["loc"][-1]), ())))
+            neutral = (Message if where.startswith("messages.") else kind).neutral
+            legal = list(map(json.dumps, neutral.get(str(first["loc"][-1]), ())))
             only = "; expected " + " or ".join(legal) if legal else ""
             raise RequestError(f"{where} is not supported{only}", param) from None
         if first["type"] == "missing":
