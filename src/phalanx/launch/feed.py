@@ -45,11 +45,10 @@ class Feed:
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks, of `ranks`, that have sent no heartbeat."""
-        return [
-            rank
-            for rank in ranks
-            if rank not in self._texts and not self._store.check([f"beat/{rank}"])
-        ]
+        unknown = [rank for rank in ranks if rank not in self._texts]
+        if not unknown or self._store.check([f"beat/{rank}" for rank in unknown]):
+            return []
+        return [rank for rank in unknown if not self._store.check([f"beat/{rank}"])]
 
     def read(self, ranks: Iterable[int], monitor: HeartbeatMonitor) -> None:
         """Record the new heartbeats of `ranks` in a monitor."""

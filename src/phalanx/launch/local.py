@@ -278,6 +278,9 @@ def hosted_store() -> Generator[tuple[Store, int]]:
     """Host a store for jobs of this host inside the block; yield it and its port."""
     import torch.distributed as dist
 
+    from phalanx.comm.join import raise_file_limit
+
+    raise_file_limit()  # each rank connects to the store several times
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -129,6 +129,7 @@ class Watch:
         self._feed.send(self._beat)
         self._reached.renew("the store")
         if not self._processes and self._store.check(["all ranks"]):
+            self._monitor.clock.tick()  # else the time until now would age these heartbeats
             self._feed.read(self._here, self._monitor)
             self._processes = {rank: self._monitor.process(rank) for rank in self._here}
         if self._processes:
