@@ -73,7 +73,6 @@ class SharedMemory(CommEngine):
         super().__init__(group)
         self._kept = kept
         self._channels = channels
-        self._heap = heap
         self._coord, self._size = channels.coord, len(channels.members)
         self._others = [(self._coord + n) % self._size for n in range(1, self._size)]
         self._received: dict[int, int] = {}
@@ -113,13 +112,14 @@ class SharedMemory(CommEngine):
         out, given = out.detach(), given.detach()
         if op == "swap":
             out, given = out.view(-1), given.view(-1)
-        arguments: dict[str, Any] = {"engine": self}
+        arguments: dict[str, Any]
         if op in _OPTIONS:
-            arguments |= {"tensor": given if op == "send" else out, _OPTIONS[op]: option, "tag": 0}
+            arguments = {"tensor": given if op == "send" else out, _OPTIONS[op]: option, "tag": 0}
         else:
-            sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
-            sizes = sizes if op == "swap" else []
-            arguments |= {"output": out, "input": given}
+            sizes: list[int] = []
+            if op == "swap":
+                sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
+            arguments = {"output": out, "input": given}
             arguments |= {"output_split_sizes": sizes, "input_split_sizes": sizes}
 
         run = functools.partial(self.run, op, out, given, option, is_spent)
