@@ -109,6 +109,7 @@ def take_steps(session: Session, records: Watcher) -> int:
     step, config, num_steps = session.step, session.config, session.num_steps
     pace = StopAndSaveSync(60 * config.save_every_minutes, session.is_first)
     is_over = session.best is not None and session.best.is_over
+    is_unsaved = False  # the run ends once a checkpoint could be saved
     with compiling(config.compile):
         _evaluate(session, records)
     saved = session.saved_steps
@@ -127,7 +128,7 @@ def take_steps(session: Session, records: Watcher) -> int:
         PULSE.steps_done = done = step.steps_done
         session.saver.poll()
         pace.after_step(can_save=not session.saver.is_writing)
-        is_over = session.called.step(done, result) or done == num_steps
+        is_over = session.called.step(done, result) or is_unsaved or done == num_steps
         is_best = False
         is_eval_due = config.eval_every > 0 and done % config.eval_every == 0
         if is_over or (is_eval_due and not pace.stop_signal):
@@ -137,6 +138,8 @@ def take_steps(session: Session, records: Watcher) -> int:
         is_passing = is_best or pace.is_save_due or pace.stop_signal > 0
         if is_saved or is_passing:
             saved = _begin_save(session, pace, saved, is_passing=not is_saved)
+            is_unsaved = is_over and session.is_behind and done < num_steps
+            is_over = is_over and not is_unsaved
     with PULSE.doing("writing the last checkpoint"):
         session.saver.finish()
     return 0 if is_over else pace.stop_signal
