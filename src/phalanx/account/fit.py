@@ -44,7 +44,7 @@ def _need_of_host(load: Load, device: str, detail: Detail, num_here: int) -> int
 
     If the host runs only some of the ranks, each counts as the pipeline stage of the least need.
     """
-    needs = [of.total for of in memory(load, device, detail)]
+    needs = [of.total for of in memory(load, "gpu" if device == "cuda" else device, detail)]
     if device == "cuda":
         return max(needs)
     each = num_here * host.RANK_BYTES
@@ -106,7 +106,7 @@ def check_fit(
     room_text = (
         f"the largest GPU of this host {has}" if device == "cuda" else f"this host {has} left"
     )
-    need = heaviest(memory(load, device, detail))
+    need = heaviest(memory(load, "gpu" if device == "cuda" else device, detail))
     parts = [f"{_gib(need.weights)} of weights", f"{_gib(need.gradients)} of gradients"]
     if load.model.moments:
         parts.insert(1, f"{_gib(need.optimizer)} of AdamW's moments")

@@ -306,7 +306,8 @@ def fits(question: Question[Any], planned: PlannedStep[Any]) -> StageMemory | In
         StrategyError: the strategy cannot split the model.
     """
     device = question.cluster.device
-    if (failed := too_large(planned, device)) is not None:
+    # A module may have frozen parameters, or parameters of 16 bits, which `least_bytes` leaves out.
+    if isinstance(planned.model, DecoderModel) and (failed := too_large(planned, device)):
         return failed
     of = question.software
     stages = memory(planned, device.kind, kept=of.kept, logit_bytes=of.logit_bytes)
