@@ -24,7 +24,7 @@ def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prediction for a run, or its id and the error."""
     missing = [name for name in NEEDED if row.get(name) is None]
     if missing:
-        return {"id": row["id"], "error": f"the run lacks {', '.join(missing)}"}
+        return {"id": row.get("id"), "error": f"the run lacks {', '.join(missing)}"}
     try:
         run = published.read(row)
         step_s = published.seconds(run)

@@ -25,7 +25,7 @@ from phalanx.planner.hardware import CLUSTERS, FABRIC
 from phalanx.planner.machine import Cluster, Level
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE, TYPICAL, Software
-from phalanx.strategy import AXES, Recompute, Strategy
+from phalanx.strategy import AXES, POSITIONS, Recompute, Strategy
 
 _PROGRAMS: Final = {
     "megatron-sc21": "megatron",
@@ -255,8 +255,8 @@ def _strategy(row: Mapping[str, Any]) -> str:
         parts.append(f"pp{degree['pp']}{kind}")
     if degree["dp"] > 1:
         parts.append(f"fsdp{degree['dp']}:zero{stage}" if stage else f"dp{degree['dp']}")
-    others = set(degree) - {"pp", "dp", "tp", "vpp"}
-    parts += [f"{name}{degree[name]}" for name in sorted(others) if degree[name] > 1]
+    if degree[POSITIONS] > 1:
+        parts.append(f"{POSITIONS}{degree[POSITIONS]}")
     if degree["tp"] > 1:
         is_whole = parallel.get("sequence_parallel") is False
         parts.append(f"tp{degree['tp']}{':megatron' if is_whole else ''}")

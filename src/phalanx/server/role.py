@@ -22,7 +22,9 @@ SILENT_S: Final = 10.0
 MEET_S: Final = 600.0
 """Time after which a role exits that has never heard of its coordinator, in seconds."""
 
-MISTAKES: Final = (WireError, KeyError, TypeError, ValueError, IndexError, OverflowError)
+MISTAKES: Final = (
+    WireError, KeyError, TypeError, ValueError, IndexError, OverflowError, StopIteration
+)  # fmt: skip
 """Exceptions that handling a malformed message may raise."""
 
 Settings = dict[str, Any]

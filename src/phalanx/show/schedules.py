@@ -18,7 +18,7 @@ from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Timeline, most_in_flight, simulate
 from phalanx.planner.stages import write_trace
-from phalanx.show.shown import Grid, Lanes, Outcome, Shown, ShowRun
+from phalanx.show.shown import MOST_RANKS, Grid, Lanes, Outcome, Shown, ShowRun
 
 MOST_SLOTS: Final = 30
 """Largest length of a drawn timeline, in units of a forward, to fit 100 columns."""
@@ -43,6 +43,8 @@ IN_TORCH: Final = {
 class ShowSchedule(ShowRun):
     """Simulate a pipeline schedule, and print its lists and its timeline."""
 
+    ranks: Annotated[int, Range(1, MOST_RANKS, "[]")] = 4
+    """Ranks of the pipeline, which is simulated."""
     microbatches: Annotated[int, Range(1, 64, "[]")] = 4
     """Microbatches of a step."""
     chunks: Annotated[int | None, Range(1, 8, "[]")] = None
