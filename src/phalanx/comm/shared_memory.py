@@ -112,14 +112,15 @@ class SharedMemory(CommEngine):
         out, given = out.detach(), given.detach()
         if op == "swap":
             out, given = out.view(-1), given.view(-1)
-        arguments: dict[str, Any]
+        # Watches of NCCL's rules see by "engine" that this engine sends a tensor of any strides.
+        arguments: dict[str, Any] = {"engine": self}
         if op in _OPTIONS:
-            arguments = {"tensor": given if op == "send" else out, _OPTIONS[op]: option, "tag": 0}
+            arguments |= {"tensor": given if op == "send" else out, _OPTIONS[op]: option, "tag": 0}
         else:
             sizes: list[int] = []
             if op == "swap":
                 sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
-            arguments = {"output": out, "input": given}
+            arguments |= {"output": out, "input": given}
             arguments |= {"output_split_sizes": sizes, "input_split_sizes": sizes}
 
         run = functools.partial(self.run, op, out, given, option, is_spent)
