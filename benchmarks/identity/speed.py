@@ -7,6 +7,7 @@ a loop of one's own (102 Linear layers) under dp2 and fsdp2. A ratio above 1: th
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -59,7 +60,7 @@ def loop(source: Path, strategy: str, folder: Path) -> tuple[float, float]:
         str(folder / "times.json"),
     )  # fmt: skip
     ends: list[float] = json.loads((folder / "times.json").read_text())
-    steps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(ends)]
     return statistics.median(steps[WARMUP:]), ends[0] - begin
 
 
