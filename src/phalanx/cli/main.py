@@ -6,6 +6,7 @@ The module of a verb is imported when the verb runs, so that `phalanx --help` ne
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import re
@@ -103,6 +104,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
     finally:
         if argv is None:  # the process exits: a signal has nothing left to interrupt
             signals.ignore()
+            gc.freeze()  # else Python visits all objects of torch once more, in up to a second
 
 
 def _run(words: list[str], run: Callable[[list[str]], int]) -> int:

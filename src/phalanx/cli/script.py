@@ -91,14 +91,19 @@ def train(argv: list[str]) -> int:
 
 def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Options]:
     """Return the settings, the job, its strategy and the options of the run."""
+    from phalanx.launch.local import prepare_server
+    from phalanx.launch.rank_env import is_under_torchrun
+
+    config = _read(argv, ScriptTrainConfig, prog="phalanx train --script")
+    check_best(config)
+    if not is_under_torchrun():
+        prepare_server("phalanx.script.session")  # imports torch beside this process
     from phalanx.script.automatic import chosen
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.strategy import refuse_servers
     from phalanx.train.job.request import choose, choose_device
     from phalanx.train.job.run_folder import new_folder
 
-    config = _read(argv, ScriptTrainConfig, prog="phalanx train --script")
-    check_best(config)
     trainer = trainer_of(config.script)
     if config.steps is not None:
         trainer = dataclasses.replace(trainer, steps=config.steps)

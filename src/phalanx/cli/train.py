@@ -60,8 +60,12 @@ def _settled(loaded: Loaded[TrainConfig], request: Request) -> Loaded[TrainConfi
 
 
 def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
-    from phalanx.cli.layout import tables_of
+    from phalanx.launch.local import prepare_server
     from phalanx.launch.rank_env import is_under_torchrun
+
+    if not loaded.show_config and not is_under_torchrun():
+        prepare_server("phalanx.train.run")  # imports torch beside this process, which does so next
+    from phalanx.cli.layout import tables_of
     from phalanx.train.job.resolve import remarks_on, words_of
     from phalanx.train.run import run
 
