@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from marks import by_hand
 from phalanx.server import shared
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
@@ -129,7 +130,7 @@ def until_copied(made: LocalRoles, backup: str) -> Coordinator:
     return keeper
 
 
-@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("comes_back", [False, by_hand(True)])
 def test_the_memory_of_a_server_that_was_replaced_is_not_read(comes_back: bool) -> None:
     """Nor the memory of a former process of the same name."""
     with local_roles(2) as made:
