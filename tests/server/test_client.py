@@ -19,9 +19,14 @@ from phalanx.server.message import WireMessage
 from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE, SharedView
-from workers_in_threads import find_lost, lose
+from workers_in_threads import fast_clocks, find_lost, lose
 
-pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86")
+__all__ = ["fast_clocks"]  # a fixture
+
+pytestmark = [
+    pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86"),
+    pytest.mark.usefixtures("fast_clocks"),
+]
 
 
 @pytest.fixture(autouse=True)
