@@ -126,7 +126,7 @@ def leave_uneven() -> None:
 @pytest.mark.parametrize(
     "leave",
     [
-        leave_thread, leave_mesh, leave_uneven, leave_under_way, by_hand(leave_mode),
+        leave_thread, leave_mesh, leave_uneven, by_hand(leave_under_way), by_hand(leave_mode),
         by_hand(leave_output), by_hand(leave_job),
     ],
 )  # fmt: skip

@@ -7,9 +7,26 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from phalanx.server import coordinator, liveness, replica, requests, role
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.processes import LocalRoles
+
+CLOCKS = {
+    "RESEND_S": 0.05, "MOST_RESEND_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01,
+    "LEASE_S": 1e6,
+}  # fmt: skip
+"""Seconds of constants of the modules of a job, in tests: no load makes a lease expire."""
+
+
+@pytest.fixture
+def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have roles and workers ask again, beat and look up ten times as often, and lose nobody."""
+    for module in (coordinator, liveness, replica, requests, role):
+        for name in CLOCKS.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, CLOCKS[name])
 
 
 def run_workers(

@@ -151,6 +151,7 @@ def test_the_count_is_that_of_the_closed_forms(device: Any) -> None:
         assert found == pytest.approx(again, rel=0.05), (name, strategy)
 
 
+@pytest.mark.slow
 def test_what_is_held_grows_with_the_root_of_the_depth() -> None:
     """Chen et al. 2016, section 4.1, by the true peak of a step, passing buffers included."""
     narrow = dataclasses.replace(GPT2, hidden=32, num_heads=2, num_kv_heads=2, ffn=128)

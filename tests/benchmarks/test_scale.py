@@ -37,6 +37,7 @@ def expect_bounds(text: str) -> None:
     assert 0 < found["files_read"] < NUM_RANKS / 4
 
 
+@pytest.mark.slow
 def test_a_rank_of_4096_starts_and_plans_within_a_bound() -> None:
     expect_bounds("dp64,fsdp8,tp8")
 

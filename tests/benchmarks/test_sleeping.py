@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.simulate import Span, most_in_flight
@@ -50,7 +49,8 @@ def run_all(p: int, message_size: int) -> list[RankRecord]:
     return found
 
 
-@pytest.mark.parametrize("p", [2, by_hand(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [2, 4])
 def test_what_runs_is_what_was_planned(p: int, subtests: pytest.Subtests) -> None:
     """Actions, their order on each rank, activations held, and the gradients that come of them."""
     message_size = 300

@@ -56,7 +56,7 @@ def words_of_stuck(run: Path, rank: int, hold: Callable[[int], None]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [by_hand(0), 1])
 def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) -> None:
     """Of rank 0, which decides, the others can say no more than that it says nothing."""
     outcomes = run_ranks(words_of_stuck, 2, tmp_path, rank, stand_still, threads=1, timeout_s=60)
@@ -108,7 +108,7 @@ def save_after_a_stuck_one(run: Path, rank: int) -> None:
                 saver_.finish()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [by_hand(0), 1])
 def test_a_writer_that_was_given_up_reports_nothing_for_the_next_save(
     tmp_path: Path, rank: int
 ) -> None:
@@ -149,7 +149,8 @@ def save_slowly(run: Path, rank: int) -> None:
         saver_.begin(model, optimizer, runs.about(1))
 
 
-@pytest.mark.parametrize("rank", [0, by_hand(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_slow_disk_is_waited_for(tmp_path: Path, rank: int) -> None:
     run_ranks(save_slowly, 2, tmp_path, rank, threads=1, timeout_s=60)
     assert list(manifest.complete_checkpoints(tmp_path)) == [1]
@@ -199,7 +200,7 @@ def stop_while_writing(run: Path, rank: int) -> None:
 @pytest.mark.parametrize(
     ("rank", "words"),
     [
-        (1, "rank 1 had not written its shards"),
+        by_hand(1, "rank 1 had not written its shards"),
         (0, "rank 0, which publishes the checkpoint, made no progress for "),
     ],
 )

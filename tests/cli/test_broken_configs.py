@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+from marks import by_hand
 from phalanx.cli.main import main
 from phalanx.data import corpus, tokenizer
 from small_run import tokenizer_of
@@ -427,7 +428,9 @@ def test_no_space_left(
     assert "out has 1 bytes left" in message and "another --out" in message
 
 
-@pytest.mark.parametrize("name", ["typo of an option", "missing data", "ranks that do not fit"])
+@pytest.mark.parametrize(
+    "name", [by_hand("typo of an option"), by_hand("missing data"), "ranks that do not fit"]
+)
 def test_a_broken_request_in_a_process_of_its_own(name: str, folder: Path) -> None:
     case = CASES[name]
     command = [sys.executable, "-m", "phalanx", *case.line.split()]

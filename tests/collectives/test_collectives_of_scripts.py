@@ -17,6 +17,7 @@ from collective_jobs import (
     reduces,
 )
 
+from marks import by_hand
 from phalanx import collectives
 from phalanx.comm.algorithms.running import REDUCTIONS
 from phalanx.errors import CollectiveMismatch, ConfigError, PeerLost, ScriptError
@@ -25,8 +26,9 @@ from phalanx.launch.local import run_ranks
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
-def test_all_of_them_on_four_ranks() -> None:
-    runs = [run_ranks(job, 4, 4, threads=1) for job in (everything, all_sums)]
+@pytest.mark.parametrize("sizes", [[5], by_hand([0, 3, 5])])
+def test_all_of_them_on_four_ranks(sizes: list[int]) -> None:
+    runs = [run_ranks(job, 4, sizes, threads=1) for job in (everything, all_sums)]
     assert len({seen for run in runs for seen in run}) == 1
 
 

@@ -338,7 +338,7 @@ def send_before_or_after_a_collective() -> None:
     with CollectiveCheck(comm, limit_s=120):
         for _ in range(3):  # right, and may be long
             if comm.coord("pp") == 0:
-                time.sleep(0.6)
+                time.sleep(0.3)
                 comm.send_start(numbers, "pp", 1).wait()
             else:
                 comm.recv_start(numbers, "pp", 0).wait()

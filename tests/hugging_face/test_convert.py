@@ -357,7 +357,7 @@ def written(folder: Path, shape: ModelShape) -> int:
 @pytest.mark.parametrize(
     ("num_layers", "hidden", "options"),
     [
-        (8, 512, {}),
+        by_hand(8, 512, {}),
         by_hand(8, 512, GPT2),
         by_hand(24, 1024, {}),
     ],

@@ -177,7 +177,9 @@ def return_on_rank_one(shares_memory: bool | None) -> None:
             comm.all_reduce(torch.zeros(1), "dp")
 
 
-@pytest.mark.parametrize("shares_memory", [None, True, False])  # None: a call of torch alone
+@pytest.mark.parametrize(
+    "shares_memory", [by_hand(None), True, by_hand(False)]
+)  # None: torch alone
 def test_a_rank_that_returns_early_is_blamed_in_seconds(
     monkeypatch: pytest.MonkeyPatch, shares_memory: bool | None
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_rank_that_returns_early_is_blamed_in_seconds(
     assert re.search(r"ranks 0, 2: .*\n.* in return_on_rank_one", str(raised.value))
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_returned_is_named_at_the_timeout() -> None:
     with pytest.raises(TrainingError, match=r"^rank 1 returned, and rank [02] has") as raised:
         run_ranks(return_on_rank_one, 3, True, timeout_s=3.0)
@@ -382,11 +385,12 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "patch",
     [
-        by_hand("reduction.sendfds = send"),
-        by_hand("forkserver.connect_to_new_process = connect"),
+        "reduction.sendfds = send",
+        "forkserver.connect_to_new_process = connect",
         "popen_forkserver.open = cut",
     ],
 )
@@ -518,6 +522,7 @@ def test_what_serves_others_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert run_supervised([("a", give, (3,)), ("b", give, (4,))], [("c", stand, ())]) == [3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_stopped_process_is_called_by_its_name(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

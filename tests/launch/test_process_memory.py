@@ -30,6 +30,7 @@ if __name__ == "__main__":
 """A program of its own: the server of the tests' ranks freezes all that it has imported."""
 
 
+@pytest.mark.slow
 def test_ranks_collect_as_usual_but_for_the_modules_that_they_begin_with(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     run = subprocess.run(

@@ -119,7 +119,7 @@ def begin_late() -> None:
     time.sleep(1.5)  # a beat
 
 
-@pytest.mark.parametrize(("limit_s", "num_said"), [(-1.0, 1), (1000.0, 0)])
+@pytest.mark.parametrize(("limit_s", "num_said"), [(-1.0, 1), by_hand(1000.0, 0)])
 def test_ranks_that_take_long_to_begin_are_announced_once(
     limit_s: float, num_said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import phalanx
 from forked_torchrun import run_two
-from marks import by_hand
 from phalanx.errors import ConfigError
 from phalanx.launch import agreement, torchrun
 from phalanx.launch.agreement import check_same
@@ -37,7 +36,7 @@ rank = int(os.environ["RANK"])
 
 def prepare():
     if rank == 0:
-        time.sleep(5)  # longer than the timeout of collectives
+        time.sleep(3.5)  # longer than the timeout of collectives
     return rank
 
 def prepare_and_stop():
@@ -84,8 +83,8 @@ try:
         run(lambda: 0, lambda _: {}, wait_in_vain)
     if sys.argv[1] == "preparing":
         run(prepare_and_stop, lambda _: {}, work)
-    for _ in range(2):
-        print(run(prepare, lambda _: {"steps": 7}, work), flush=True)
+    for preparation in (prepare, lambda: rank):
+        print(run(preparation, lambda _: {"steps": 7}, work), flush=True)
     run(lambda: rank, lambda value: {"text": f"text {value}", "steps": 7}, work)
 except BaseException as error:
     leave_failed(error)
@@ -128,9 +127,8 @@ def test_the_signal_by_which_torchrun_ends_the_rest_is_no_request_to_stop(script
     assert "the run ends after the current step" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("when", "doing"), [by_hand("preparing", "preparing"), ("working", "the work")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "doing"), [("preparing", "preparing"), ("working", "the work")])
 def test_a_rank_that_is_stopped_is_named_and_killed(when: str, doing: str, script: str) -> None:
     done = run_two(script, when)
     said = rf"^rank 0: rank 1 on .* been stopped by a signal .* \(last heartbeat: {doing}"
@@ -189,8 +187,8 @@ def test_ranks_that_cannot_meet(
         port = str(taken.getsockname()[1])
         for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": port, **environment}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match=f"cannot connect: {reason}.*within 2 s") as raised:
-            torchrun._meet(read_rank_env(), 2)
+        with pytest.raises(ConfigError, match=f"cannot connect: {reason}.*within 1 s") as raised:
+            torchrun._meet(read_rank_env(), 1)
     assert "\n" not in str(raised.value)
 
 
@@ -258,8 +256,11 @@ def test_ranks_that_would_prepare_end_if_another_has_no_gpu(
 
 STOPPING = """
 import sys, time
+from phalanx.launch import torchrun
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.torchrun import run_here
+
+torchrun.TOGETHER_S = 1.0
 
 def work(value):
     with PULSE.handling_stop():
@@ -289,13 +290,13 @@ def test_a_signal_is_heeded_by_a_rank_and_a_later_one_ends_it(
             job.send_signal(signal.SIGTERM)
             job.send_signal(signal.SIGINT)  # from the terminal and from torchrun: one request
             assert job.stdout.readline() in ("15\n", "2\n")  # whichever Python handles first
-            time.sleep(torchrun.TOGETHER_S)
+            time.sleep(1.0)
             job.send_signal(signal.SIGTERM)
             words = job.communicate(timeout=60)[1]
         finally:
             job.kill()
     assert job.returncode == 128 + signal.SIGTERM
-    assert words.count("a second signal after 3 s ends it at once") == 1
+    assert words.count("a second signal after 1 s ends it at once") == 1
 
 
 def test_all_ranks_that_differ_are_named() -> None:
@@ -354,6 +355,7 @@ def test_a_pipe_that_broke_elsewhere_silences_no_error(
     assert ("rank 0: no such text" in capsys.readouterr().err) == (exit_code == 2)
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_recognise_itself_serves_the_endpoint_where_it_is_told(
     store_address: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_405_b_on_16384_devices(seq_len: int, num_sequences: int, published: str
     check_rejected(asked, dataclasses.replace(found, rejected=found.rejected[-20:]))
 
 
+@pytest.mark.slow
 def test_the_rejected_are_named_with_the_least_that_they_hold() -> None:
     asked = dataclasses.replace(TIGHT, num_sequences=64)
     rejected = {each.strategy: each for each in search(asked).rejected}

@@ -245,6 +245,7 @@ run.print("saved", saved, os.getpid())
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_saves_when_a_signal_comes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STOPS)

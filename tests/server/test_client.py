@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from marks import by_hand
 from phalanx.server import shared
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
@@ -18,9 +19,14 @@ from phalanx.server.message import WireMessage
 from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE, SharedView
-from workers_in_threads import find_lost, lose
+from workers_in_threads import fast_clocks, find_lost, lose
 
-pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86")
+__all__ = ["fast_clocks"]  # a fixture
+
+pytestmark = [
+    pytest.mark.skipif(not IS_POSSIBLE, reason="memory of others is read on Linux and x86"),
+    pytest.mark.usefixtures("fast_clocks"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +135,7 @@ def until_copied(made: LocalRoles, backup: str) -> Coordinator:
     return keeper
 
 
-@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("comes_back", [False, by_hand(True)])
 def test_the_memory_of_a_server_that_was_replaced_is_not_read(comes_back: bool) -> None:
     """Nor the memory of a former process of the same name."""
     with local_roles(2) as made:

@@ -16,7 +16,7 @@ import zmq
 from lossy_messages import lose_messages
 from marks import by_hand
 from phalanx.errors import TrainingError
-from phalanx.server import coordinator, liveness, replica, requests, role
+from phalanx.server import liveness, requests
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
@@ -29,25 +29,13 @@ from phalanx.server.shard_server import Server
 from phalanx.server.shared import IS_POSSIBLE
 from phalanx.server.task_scheduler import TaskScheduler
 from phalanx.server.wire import Listener
-from workers_in_threads import lose, run_workers
+from workers_in_threads import fast_clocks, lose, run_workers
+
+__all__ = ["fast_clocks"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("fast_clocks")
 
 SIZES = [700, 37]
-
-CLOCKS = {
-    "RESEND_S": 0.05, "MOST_RESEND_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01,
-    "LEASE_S": 1e6,
-}  # fmt: skip
-"""Seconds of constants of the modules of a job, in these tests: no load makes a lease expire."""
-
-
-@pytest.fixture
-def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have roles and workers ask again, beat and look up ten times as often, and lose nobody."""
-    for module in (coordinator, liveness, replica, requests, role):
-        for name in CLOCKS.keys() & vars(module).keys():
-            monkeypatch.setattr(module, name, CLOCKS[name])
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,11 @@ from phalanx.server.message import WireMessage
 from phalanx.server.processes import local_roles
 from phalanx.server.requests import JobAddress, JobStopped
 from phalanx.server.secret import Secret
+from workers_in_threads import fast_clocks
+
+__all__ = ["fast_clocks"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("fast_clocks")
 
 
 @pytest.fixture

@@ -11,28 +11,18 @@ import pytest
 import torch
 
 from lossy_messages import lose_messages
-from phalanx.server import coordinator, liveness, replica, requests, role
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.placement import PlacedWeights
 from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.server.shard import Shard
 from phalanx.server.table import flat_parts, sparse_of
-from workers_in_threads import run_workers
+from workers_in_threads import fast_clocks, lose, run_workers
+
+__all__ = ["fast_clocks"]  # a fixture
 
 TABLES = [(97, 3), (40, 1)]
 RULE = {"name": "sgd", "tables": "sgd", "tables_rate": 1.0}
-
-CLOCKS = {"RESEND_S": 0.05, "MOST_RESEND_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01}
-"""Seconds of constants of the modules of a job, in these tests."""
-
-
-@pytest.fixture
-def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have roles and workers ask again, beat and look up ten times as often."""
-    for module in (coordinator, liveness, replica, requests, role):
-        for name in CLOCKS.keys() & vars(module).keys():
-            monkeypatch.setattr(module, name, CLOCKS[name])
 
 
 def grads_of(worker: int, clock: int) -> list[torch.Tensor]:
@@ -115,12 +105,9 @@ def test_rows_survive_lost_doubled_and_reordered_messages(
 
 
 @pytest.mark.usefixtures("fast_clocks")
-def test_rows_of_a_lost_server_are_its_backups_and_come_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(liveness, "LEASE_S", 1.0)
+def test_rows_of_a_lost_server_are_its_backups_and_come_back() -> None:
     with local_roles(2) as made:
-        at = {3: lambda: made.stop("server1"), 6: lambda: made.start("server1")}
+        at = {3: lambda: lose(made, "server1"), 6: lambda: made.start("server1")}
         run(made, Consistency("ps", 2), 9, at)
         assert "shard 1 is lost" not in made.log.read_text()
 

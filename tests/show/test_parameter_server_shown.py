@@ -19,6 +19,7 @@ def computed_with(grid: Grid) -> list[list[tuple[int, int]]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_masters_link_carries_all_and_a_ring_spreads_it() -> None:
     words = "--ranks 5 --bytes 1e9 --bandwidth 1e9".split()
     shown = show_parameter_server(read_command_line(words, ShowServer, prog="show"))

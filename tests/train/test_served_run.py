@@ -20,6 +20,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from marks import by_hand
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.config.schema import ServerConfig
@@ -59,7 +60,10 @@ def moved_by_rows(folder: Path) -> tuple[list[float], str]:
 
 
 @pytest.mark.fresh_ranks
-def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["dp3:ps", by_hand("dp2")])
+def test_synchronous_workers_take_the_step_of_one_process_and_resume(
+    then: str, tmp_path: Path
+) -> None:
     alone = run(tmp_path, "dp1", "alone", steps=6)
     ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3)
     torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
@@ -69,9 +73,8 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(tmp_path: P
     assert of_one["model_flops_causal"] == 2 * of_worker["model_flops_causal"]
     assert of_one["num_devices"] == of_worker["num_devices"] == 1
     middle = manifest.complete_checkpoints(tmp_path / "served")[3]
-    for strategy in ("dp3:ps", "dp2"):
-        again = run(tmp_path, strategy, strategy[:3] + "again", steps=6, resume=str(middle))
-        torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
+    again = run(tmp_path, then, "again", steps=6, resume=str(middle))
+    torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
 
 
 @pytest.mark.fresh_ranks
@@ -305,7 +308,7 @@ def read_while_others_update(job: Job) -> None:
         assert isinstance(served_run.train_worker(job, 0, made.meeting), Summary)
 
 
-@pytest.mark.parametrize("disturbed", [lost_for_a_step, read_while_others_update])
+@pytest.mark.parametrize("disturbed", [lost_for_a_step, by_hand(read_while_others_update)])
 def test_a_checkpoint_that_was_due_is_written_after_the_next_step(
     tmp_path: Path, disturbed: Callable[[Job], None]
 ) -> None:
@@ -335,6 +338,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, run(folder, "dp3:ps", "run", steps=60)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
     """Workers hear the signal at different steps of a round, whose end waits for all of them."""

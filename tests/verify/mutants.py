@@ -440,6 +440,16 @@ SLOW = frozenset(
         "gradients of a stage that stay a data rank's own",
         "first weights that begin anew on each rank",
         "evaluation that leaves the model in eval mode",
+        "reads that begin at the first element of a shard",
+        "rank 1 with the rows of rank 0",
+        "a bias of norms without gradient",
+        "a window that is one position too wide",
+        "decay of vectors",
+        "a loss that counts once a stage",
+        "a stage without its last block",
+        "a second moment that differs on rank 1 alone",
+        "gradients of keys that are summed without delta",
+        "norms whose gradients stay a rank's own",
     }
 )
 """Mutants whose kind another shows too."""

@@ -173,7 +173,7 @@ def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> 
 @pytest.mark.parametrize(
     ("llama", "gpt2"),
     [
-        (("fsdp2,recompute:selective",), ()),
+        by_hand(("fsdp2,recompute:selective",), ()),
         by_hand(("dp2,recompute:sqrt",), ()),
         by_hand(("dp2,recompute:full", "fsdp2,recompute:every/3"), ()),
         by_hand((), ("dp2,recompute:selective", "fsdp2,recompute:full")),
