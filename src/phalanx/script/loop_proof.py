@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import math
 import os
 import pickle
 import random
@@ -40,7 +39,7 @@ from typing_extensions import override
 
 from phalanx.account.host import free_memory_bytes
 from phalanx.data.cache import fingerprint
-from phalanx.data.rows import map_tensors, tensors_of
+from phalanx.data.rows import tensors_of
 from phalanx.errors import ConfigError, RankFailed, ScriptError, TrainingError
 from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
@@ -52,34 +51,25 @@ from phalanx.script.drift import digest_of
 from phalanx.script.init import OVERRIDES, refuse_in_own_loop
 from phalanx.script.launch import run_script
 from phalanx.script.loader import RankLoader
+from phalanx.script.proof import wide_batch
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
-from phalanx.verify.compare import EXACT, FACTOR, Difference, compare_step
-from phalanx.verify.judge import unequal_replicas, verdict_of
+from phalanx.verify.compare import NOISE, Difference, compare_rounded, compare_step
 from phalanx.verify.plain_loop import PlainLoop
-from phalanx.verify.record import Shards, assembled, bits_of, shards_to_send, state_of
-from phalanx.verify.reference import BitsKey, RankFacts, StepRecord, dense
+from phalanx.verify.reference import StepRecord
 from phalanx.verify.rounding import RoundingProbe
-from phalanx.verify.verdict import Place, Verdict, Whereabouts, failed
+from phalanx.verify.snapshot import Snapshot, gradients_of, merged, state_of
+from phalanx.verify.verdict import (
+    Place,
+    Verdict,
+    Whereabouts,
+    failed,
+    unequal_replicas,
+    verdict_of,
+)
 
 NUM_STEPS: Final = 4
 """Steps that `phalanx run` compares: more than one, because the second batch may be uneven."""
-
-_LIMITS: Final = {
-    torch.float64: EXACT, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 0.1,
-}  # fmt: skip
-"""Largest relative error of a gradient or loss computed in a type.
-
-A step of rounding differs by about 1e-6 in float32. But a ReLU or a maximum of pooling whose input
-rounds to the other side moves a gradient by the part of one position. A gradient beyond the limit
-may differ by FACTOR times its movement by rounding, see `RoundingProbe`.
-"""
-
-_NOISE: Final = 1e-2
-"""Fraction of the largest gradient below which float32 and narrower types have mostly rounding."""
-
-_LEAST_LOSS: Final = 1e-2
-"""Smallest divisor of a loss's error, for a loss that is a small difference of large terms."""
 
 _COPIES: Final = 8
 """Copies of its weights that one process needs: gradients, optimizer states, and records."""
@@ -98,9 +88,7 @@ class _Record(NamedTuple):
 
     step: int  # from 0; -1 before the first
     place: str
-    numbers: dict[str, dict[str, float]]
-    shards: dict[str, Shards]
-    bits: dict[BitsKey, str]
+    snapshot: Snapshot
     # Number of a loader, position in its data -> shape and hash of a row of the step's batches.
     rows: dict[tuple[int, int], tuple[str, str]]
     states: dict[str, str]  # name of a random generator -> hash of its state
@@ -173,10 +161,10 @@ class _Proof:
 
         `given` is the strategy of the command line, and `options` are options of `run_ranks`.
         """
-        arguments = (path, words, given, self)
-        beside = Beside(_run_alone, arguments, options.pop("ended", self.verdict))
-        ranks = self.strategy.num_ranks
-        return run_ranks(_run_recorded, ranks, *arguments, beside=beside, **options)
+        ended = options.pop("ended", self.verdict)
+        beside = Beside(_Judge(self).run, (path, words, given), ended)
+        run, num_ranks = _Recorder(self).run, self.strategy.num_ranks
+        return run_ranks(run, num_ranks, path, words, given, beside=beside, **options)
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
@@ -219,47 +207,19 @@ def run_proved(
 
         def ended(code: int | None) -> None:
             nonlocal proved
-            verdict, why, modules = proof.verdict(code)
+            verdict, why, inputs = proof.verdict(code)
             if verdict is None:
                 report(f"not proved: {why}")
                 return
             if not verdict.is_equal:
                 without = "phalanx run --no-proof runs the script without this comparison"
                 raise TrainingError("\n".join([verdict.headline(), *verdict.replicas[:1], without]))
-            errors = verdict.largest_errors()
-            steps = 1 + max(row.step for row in verdict.differences)
-            if steps == NUM_STEPS:  # else a signal may have ended the script before an uneven batch
-                proved = modules
-            found = [f"{q} {errors[q]:.0e}" for q in ("loss", "gradient", "weight") if q in errors]
-            limit = max(row.limit for row in verdict.differences)
-            is_rounding = limit > max(_LIMITS.values())
-            report(
-                f"{steps} step{'s' * (steps > 1)} agree with one process, relative errors: "
-                + ", ".join(found)
-                + f"; rounding moves a gradient by {limit / FACTOR:.0e}" * is_rounding
-            )
+            if verdict.num_steps == NUM_STEPS:  # else a signal ended it before an uneven batch
+                proved = inputs
+            report(verdict.agreement())
 
         ends = proof.run(path, words, given, ended=ended, **options)
     return ends, proved
-
-
-def _run_recorded(path: str, words: list[str], given: str | None, proof: _Proof) -> tuple[int, str]:
-    """Run a script on this rank of the job, and record its first steps."""
-    return _Recorder(proof).run(path, words, given)
-
-
-def _run_alone(path: str, words: list[str], given: str | None, proof: _Proof) -> None:
-    """Run a script as a job of one rank, compare it with the records, and end this process."""
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(silence, stream)
-    with suppress(OSError):  # if memory ends, this process ends first
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    try:
-        _Judge(proof).run(path, words, given)
-    except BaseException as error:
-        first = next(iter(str(error).splitlines()), "")
-        proof.conclude(None, f"on one process {path} ends by {type(error).__name__}: {first}")
 
 
 class _Recorder:
@@ -270,6 +230,7 @@ class _Recorder:
     def __init__(self, proof: _Proof) -> None:
         self._at = Whereabouts()
         self.proof = proof
+        self._run: Any = None
         self._model: nn.Module | None = None
         self._loaders: list[RankLoader] = []
         self._step = self._num_records = self._num_saves = 0
@@ -315,7 +276,7 @@ class _Recorder:
 
     def _attach(self, run: Run) -> None:
         """Record the steps of `run`, which `phalanx.init` has made."""
-        self._run: Any = run
+        self._run = run
         prepared = self._run._prepared
         prepared.deals_unevenly = True
         for name in ("backward", "prepare", "sum", "resume", "note"):
@@ -358,14 +319,14 @@ class _Recorder:
                 each.double()
             elif isinstance(each, DataLoader):
                 loader: Any = each
-                loader.collate_fn = functools.partial(_wide, loader.collate_fn)
+                loader.collate_fn = functools.partial(wide_batch, loader.collate_fn)
         prepared = prepare(*objects, **options)
         for each in objects:
             if isinstance(each, nn.Module):
                 self._model = each
                 if self.proof.is_wide:
                     self._at.follow(each)
-                self._send("prepared", {}, {"first weight": dict(each.named_parameters())})
+                self._send("prepared", {"first weight": dict(each.named_parameters())})
             elif isinstance(each, torch.optim.Optimizer):
                 each.register_step_post_hook(self._after)
         return prepared
@@ -382,8 +343,8 @@ class _Recorder:
             call = len(self._losses)
             self._losses[f"call {call + 1}" if call else ""] = float(loss)
             if self._run.is_step_end:
-                gradients = {n: p.grad for n, p in self._parameters() if p.grad is not None}
-                self._send("gradients", {"loss": self._losses}, {"gradient": dense(gradients)})
+                gradients = gradients_of(self._model) if self._model else {}
+                self._send("gradients", {"gradient": gradients}, {"loss": self._losses})
                 self._losses, self._rows = {}, {}
                 self._step += 1
         return loss
@@ -395,32 +356,21 @@ class _Recorder:
         groups = optimizer.param_groups
         rates = {f"group {number}": float(group["lr"]) for number, group in enumerate(groups)}
         stepped = {p for group in groups for p in group["params"]}
-        weights = {name: p.detach() for name, p in self._parameters() if p in stepped}
-        tensors: dict[str, dict[str, Tensor]] = {"weight": weights}
-        if self.proof.is_wide and self._model is not None:
-            buffers = dict(self._model.named_buffers())
-            tensors = {"buffer": buffers, **state_of(self._model, optimizer)}
-        self._send("weights", {"learning rate": rates}, tensors)
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [] if self._model is None else list(self._model.named_parameters())
+        model = self._model or nn.Module()
+        weights = {n: p for n, p in model.named_parameters() if p in stepped}
+        tensors = state_of(model, optimizer) if self.proof.is_wide else {"weight": weights}
+        self._send("weights", tensors, {"learning rate": rates})
 
     def _send(
         self,
         place: str,
-        numbers: dict[str, dict[str, float]] | None = None,
         tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
+        numbers: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        bits: dict[BitsKey, str] = {}
-        shards: dict[str, Shards] = {}
-        for quantity, each in (tensors or {}).items():
-            bits |= bits_of(quantity, each)
-            shards[quantity] = shards_to_send(each, self._run.comm)
+        snapshot = Snapshot.empty().add(self._run and self._run.comm, tensors or {}, numbers)
         step = 0 if place == "prepared" else self._step - (place != "gradients")
         sums, self._sums = self._sums, []
-        self._deliver(
-            _Record(step, place, numbers or {}, shards, bits, self._rows, _states(), sums)
-        )
+        self._deliver(_Record(step, place, snapshot, self._rows, _states(), sums))
         self._num_records += 1
 
 
@@ -433,10 +383,28 @@ class _Judge(_Recorder):
         super().__init__(proof)
         self._first: tuple[_Record, _Record] | None = None
         self._differences: list[Difference] = []
+        self._plain: PlainLoop | None = None
+
+    @override
+    def run(self, path: str, words: list[str], given: str | None) -> NoReturn:
+        """Run a script as a job of one rank, compare it with the records, and end this process."""
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(silence, stream)
+        with suppress(OSError):  # if memory ends, this process ends first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        try:
+            super().run(path, words, given)
+        except BaseException as error:
+            first = next(iter(str(error).splitlines()), "")
+            self.proof.conclude(
+                None, f"on one process {path} ends by {type(error).__name__}: {first}"
+            )
+        raise AssertionError("the record of the script's end concludes")
 
     @override
     def _attach(self, run: Run) -> None:
-        PlainLoop(run)
+        self._plain = PlainLoop(run)
         super()._attach(run)
         self._run._is_mute = True
 
@@ -471,57 +439,49 @@ class _Judge(_Recorder):
         ]
         if record.place == "prepared":
             self._first = self._first or (ranks[0], record)
-        theirs: dict[str, dict[str, Tensor]] = {
-            what: assembled([rank.shards.get(what, {}) for rank in ranks]) for what in record.shards
-        }
-        rows = self._compared(record, {**ranks[0].numbers, **theirs})
+        snapshots = [rank.snapshot for rank in ranks]
+        theirs = merged(snapshots)
+        rows = self._compared(record, theirs)
         problems = self._problems(record, ranks)
-        bits = [{k: v for k, v in rank.bits.items() if k[0] != "buffer"} for rank in ranks]
-        unequal = unequal_replicas(record.step, [RankFacts(bits=each) for each in bits])
+        unequal = unequal_replicas(record.step, snapshots, but="buffer")
         if problems or unequal or not all(row.passes for row in rows):
             self._refuse_irreproducible(record, ranks, problems)
-            wrong = [*self._differences, *rows]
-            self.proof.conclude(verdict_of(str(self.proof.strategy), wrong, problems, unequal))
+            self._differences += rows
+            self.proof.conclude(self._verdict(problems, unequal))
         if record.place != "prepared":
             self._differences += rows
         if record.place in ("end", "signal"):
             self._end("the script takes no step that follows run.backward")
         if record.place == "gradients":
             self._probe.clear()
-            for name, p in self._parameters():
+            for name, p in self._model.named_parameters() if self._model else ():
                 if p.grad is not None and not p.grad.is_sparse:
                     # `.data`, so that this is no write of the script.
-                    p.grad.data.copy_(theirs["gradient"][name])
+                    p.grad.data.copy_(torch.as_tensor(theirs["gradient"][name]))
 
     def _end(self, why: str) -> NoReturn:
         """Conclude that the steps agree, or without a verdict if there were none."""
-        equal = verdict_of(str(self.proof.strategy), self._differences, [], [])
-        self.proof.conclude(equal if self._differences else None, why)
+        self.proof.conclude(self._verdict() if self._differences else None, why)
+
+    def _verdict(self, problems: Sequence[Place] = (), unequal: Sequence[Place] = ()) -> Verdict:
+        notes = [self._plain.why] if self._plain and self._plain.why else []
+        strategy = str(self.proof.strategy)
+        return verdict_of(strategy, self._differences, problems, unequal, notes)
 
     def _compared(self, mine: _Record, theirs: StepRecord) -> list[Difference]:
         """Return the differences of a record, with limits for the type that is computed in."""
-        due = {what: assembled([shards]) for what, shards in mine.shards.items()}
-        expected: StepRecord = {**mine.numbers, **due}
+        expected = merged([mine.snapshot])
         if self.proof.is_wide or not expected:
             return compare_step(mine.step, theirs, expected)
-        dtype = max(self._probe.dtypes & _LIMITS.keys(), key=_LIMITS.__getitem__)
-        types = [torch.float32, *(each.dtype for each in due.get("weight", {}).values())]
-        update = 32 * max(torch.finfo(each).eps for each in types)
-        limits = {"first weight": 0.0, "weight": update, "learning rate": update}
-        rows: list[Difference] = []
-        moved: dict[str, float] = {}
-        for row in compare_step(mine.step, theirs, expected, noise=_NOISE):
-            error, limit = row.error, limits.get(row.quantity, _LIMITS[dtype])
-            if row.quantity == "loss":
-                error *= min(1.0, abs(mine.numbers["loss"][row.name]) / _LEAST_LOSS)
-            elif row.quantity == "gradient" and limit < error < math.inf:
-                reading = self._run._prepared.reading
-                counts = {} if reading.current is None else reading.current.calls
-                with suppress(Exception):  # of a module that cannot be called again
-                    moved = moved or self._probe.movement(dtype, counts, _NOISE)
-                limit = max(limit, FACTOR * moved.get(row.name, 0.0))
-            rows.append(dataclasses.replace(row, error=error, limit=limit))
-        return rows
+        reading = self._run._prepared.reading
+        counts = {} if reading.current is None else reading.current.calls
+
+        def movement(dtype: torch.dtype) -> dict[str, float]:
+            with suppress(Exception):  # of a module that cannot be called again
+                return self._probe.movement(dtype, counts, NOISE)
+            return {}
+
+        return compare_rounded(mine.step, theirs, expected, self._probe.dtypes, movement)
 
     def _problems(self, mine: _Record, ranks: Sequence[_Record]) -> list[Place]:
         """Return faults other than numbers: other steps than one process's, or other rows."""
@@ -615,7 +575,3 @@ def _states() -> dict[str, str]:
         "Python's random (random.seed)": pickle.dumps(random.getstate()),
     }
     return {name: hashlib.blake2b(state).hexdigest() for name, state in states.items()}
-
-
-def _wide(collate: Any, samples: Any) -> Any:
-    return map_tensors(collate(samples), lambda t: t.double() if t.is_floating_point() else t)

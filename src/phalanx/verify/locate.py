@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +26,10 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import NUM_EPSILONS, Difference, limit_of, size_of
-from phalanx.verify.record import Case, SplitRun, full_tensors, owner
+from phalanx.verify.record import Case
 from phalanx.verify.reference import ReferenceRun, StepRecord
 from phalanx.verify.settings import EVALUATION
+from phalanx.verify.snapshot import full_tensors, owner
 from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
@@ -67,17 +67,15 @@ def locate(
     strategy: Strategy,
     comm: Ranks,
     first: Difference,
-    record: Callable[[Difference], Recorded] | None = None,
+    repeat: Callable[[Difference], Recorded],
     begin: StepRecord | None = None,
 ) -> Place:
     """Return where a difference arises; every rank calls this together.
 
-    `record` repeats the differing step or evaluation on this rank; if None, a `SplitRun` does. On
-    rank 0 the reference starts that step from `begin`; if None, it takes all its own steps first.
+    `repeat` records the differing step or evaluation on this rank. On rank 0 the reference starts
+    that step from `begin`; if None, it takes all its own steps first.
     """
     step = first.step
-    if first.quantity == "first weight":
-        return Place(owner(first.name), f"the first weights of {first.name} differ", step)
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     if first.quantity not in _OF_MODULES:  # losses and gradients of the step agree
         return _outside(first, [], (None, None), 0.0, types)
@@ -85,7 +83,7 @@ def locate(
     if comm.is_first:
         expected, gradient = _expected(case, first, comm.device, begin)
     expected = broadcast_object(expected)
-    recorded = record(first) if record else _of_split(case, strategy, comm, first)
+    recorded = repeat(first)
     again = {} if recorded[0].gradient is None else {first.name: recorded[0].gradient}
     again = full_tensors(again, comm).get(first.name)
     aligner = _aligner(case, strategy, comm, step)
@@ -124,38 +122,11 @@ def _of_reference(
         steps = run.steps(recorder.phase)
         for _ in range(first.step + is_evaluation):
             next(steps)
-    recorder.restart()
+    recorder.is_on = True
     if is_evaluation:
         run.evaluate(recorder.phase)
         return recorder, {}
     return recorder, run.compute(first.step, recorder.phase)["gradient"]
-
-
-def suspect_of(first: Difference) -> str | None:
-    """Return the parameter whose gradient is recorded before reduction; None unless one differs."""
-    return first.name if first.quantity == "gradient" else None
-
-
-def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) -> Recorded:
-    """Take the steps of this rank up to the differing step or evaluation, and record that."""
-    run = SplitRun(case, strategy, comm)
-    recorder = Recorder(
-        run.model,
-        run.runner,
-        copies=strategy.tp.degree == 1,
-        suspect=suspect_of(first),
-    )
-    steps = run.steps(recorder.phase)
-    is_evaluation = first.quantity == EVALUATION
-    with closing(run):
-        for _ in range(first.step + is_evaluation):
-            next(steps)
-        recorder.restart()
-        if is_evaluation:
-            run.evaluate(recorder.phase)
-            return recorder, [run.evaluated_rows]
-        next(steps)
-        return recorder, run.rows(first.step)
 
 
 def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:
