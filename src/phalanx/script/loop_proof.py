@@ -19,10 +19,12 @@ import dataclasses
 import functools
 import hashlib
 import io
+import json
 import os
 import pickle
 import random
 import sys
+import sysconfig
 import tempfile
 import time
 import warnings
@@ -76,7 +78,10 @@ _COPIES: Final = 8
 
 _DIVIDED: Final = "; batch_size is the global batch, on any number of ranks"
 
-_VERDICT: Final = "verdict"
+_RESULT: Final = "result"
+
+_CONTENT_BYTES: Final = 1 << 24
+"""Largest file that is known by its content; a larger one by its size and time of change."""
 
 
 class _Record(NamedTuple):
@@ -118,39 +123,39 @@ class _Proof:
             partial.write_bytes(pickle.dumps(value))
         except OSError as error:  # no space is left
             partial.write_bytes(b"")
-            name, why = _VERDICT, f"the folder of temporary files: {error.strerror}"
-            partial.write_bytes(pickle.dumps((None, why, {})))
+            name, why = _RESULT, f"the folder of temporary files: {error.strerror}"
+            partial.write_bytes(pickle.dumps((why, {})))
         partial.replace(self.folder / name)
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a verdict."""
-        return (self.folder / _VERDICT).exists()
+        """Whether there is a result."""
+        return (self.folder / _RESULT).exists()
 
-    def conclude(self, verdict: Verdict | None, why: str = "") -> NoReturn:
+    def conclude(self, result: Verdict | str) -> NoReturn:
         """Give the verdict, or why there is none, and end this process, which is the one process.
 
         No `finally` of the script runs, which might save or print.
         """
         if not self.is_over:
-            self.put(_VERDICT, (verdict, why, _modules_beside(sys.argv[0])))
+            self.put(_RESULT, (result, _inputs(Path(sys.argv[0]), self.folder)))
         end_children()
         os._exit(0)
 
-    def verdict(self, code: int | None = None) -> tuple[Verdict | None, str, dict[str, str]]:
-        """Return what `conclude` was given, and fingerprints of the modules beside the script.
+    def result(self, code: int | None = None) -> tuple[Verdict | str, dict[str, str]]:
+        """Return what `conclude` was given, and the signatures of the script's modules and data.
 
         `code` is the exit code of the one process.
         """
         if not self.is_over:
-            self.put(_VERDICT, (None, f"one process ended by itself, with exit code {code}", {}))
-        return pickle.loads((self.folder / _VERDICT).read_bytes())
+            self.put(_RESULT, (f"one process ended by itself, with exit code {code}", {}))
+        return pickle.loads((self.folder / _RESULT).read_bytes())
 
     def take(self, name: str) -> Any:
         """Return what a rank puts under a name, once it has, and remove it."""
         while not (path := self.folder / name).exists():
             if self.is_over:  # a rank had no space for a record
-                self.conclude(None)
+                self.conclude("")
             time.sleep(0.002)
         value = pickle.loads(path.read_bytes())
         path.unlink()
@@ -161,7 +166,7 @@ class _Proof:
 
         `given` is the strategy of the command line, and `options` are options of `run_ranks`.
         """
-        ended = options.pop("ended", self.verdict)
+        ended = options.pop("ended", self.result)
         beside = Beside(_Judge(self).run, (path, words, given), ended)
         run, num_ranks = _Recorder(self).run, self.strategy.num_ranks
         return run_ranks(run, num_ranks, path, words, given, beside=beside, **options)
@@ -183,43 +188,92 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
             return failed(str(strategy), failure)
         except ScriptError as error:  # one rank ran, so this is a difference
             return Verdict(str(strategy), [], failure=str(error))
-        verdict, why, _ = proof.verdict()
-    if verdict is None:
-        raise ConfigError(why)
-    return verdict
+        result, _ = proof.result()
+    if isinstance(result, str):
+        raise ConfigError(result)
+    return result
 
 
 def run_proved(
-    path: str, words: list[str], strategy: Strategy, given: str | None, **options: Any
-) -> tuple[list[Any], dict[str, str] | None]:
-    """Run a script on ranks, and prove its first steps; for `given` and `options` see `_Proof.run`.
+    path: str, words: list[str], strategy: Strategy, given: str | None, file: Path, **options: Any
+) -> list[Any]:
+    """Run a script on ranks, and prove its first steps; return the results of the ranks.
 
-    Returns:
-        The results of the ranks, and the fingerprints of the imported modules beside the script;
-        None in their place if fewer steps were compared.
+    If NUM_STEPS steps agree, `file` gets the signatures of the script's modules and data. For
+    `given` and `options` see `_Proof.run`.
 
     Raises:
         TrainingError: a step differs from one process.
     """
+    inputs: dict[str, str] | None = None
+
+    def ended(code: int | None) -> None:
+        nonlocal inputs
+        result, read = proof.result(code)
+        if isinstance(result, str):
+            report(f"not proved: {result}")
+            return
+        if not result.is_equal:
+            without = "phalanx run --no-proof runs the script without this comparison"
+            raise TrainingError("\n".join([result.headline(), *result.replicas[:1], without]))
+        if result.num_steps == NUM_STEPS:  # else a signal ended it before an uneven batch
+            inputs = read
+        report(result.agreement())
+
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
         proof = _Proof(Path(folder), strategy, NUM_STEPS, is_wide=False)
-        proved: dict[str, str] | None = None
-
-        def ended(code: int | None) -> None:
-            nonlocal proved
-            verdict, why, inputs = proof.verdict(code)
-            if verdict is None:
-                report(f"not proved: {why}")
-                return
-            if not verdict.is_equal:
-                without = "phalanx run --no-proof runs the script without this comparison"
-                raise TrainingError("\n".join([verdict.headline(), *verdict.replicas[:1], without]))
-            if verdict.num_steps == NUM_STEPS:  # else a signal ended it before an uneven batch
-                proved = inputs
-            report(verdict.agreement())
-
         ends = proof.run(path, words, given, ended=ended, **options)
-    return ends, proved
+    if inputs is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(inputs))
+    return ends
+
+
+def is_proved(file: Path) -> bool:
+    """Return whether `run_proved` wrote a file, and the script's modules and data are as then."""
+    known: dict[str, str] = json.loads(file.read_text() or "{}") if file.exists() else {"": ""}
+    return all(_signature(Path(path)) == signature for path, signature in known.items())
+
+
+def _signature(path: Path) -> str | None:
+    """Return what tells a file from one of other content; None if there is no file."""
+    if not path.is_file():
+        return None
+    about = path.stat()
+    if about.st_size > _CONTENT_BYTES:
+        return f"{about.st_size} {about.st_mtime_ns}"
+    return fingerprint(path.read_bytes())
+
+
+_READ: Final = set[str]()
+"""Paths that this process has opened to read, see `_note_read`."""
+
+
+def _note_read(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note a file that Python code opens to read, such as the data; an audit hook.
+
+    Files that a worker of a DataLoader or code in another language opens are not seen.
+    """
+    if event == "open" and isinstance(arguments[0], str):
+        is_written = arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        is_import = frame.f_code.co_filename.startswith("<frozen")
+        # A run changes its own checkpoints.
+        while frame.f_back and "/phalanx/checkpoint/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        if not (is_written or is_import or frame.f_back):
+            _READ.add(os.path.abspath(arguments[0]))
+
+
+def _inputs(script: Path, records: Path) -> dict[str, str]:
+    """Return the signatures of the imported files beside a script, and of files it has read."""
+    folder = script.resolve().parent
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    own = {path for f in files if f and (path := Path(f).resolve()).is_relative_to(folder)}
+    libraries = (sysconfig.get_path("stdlib"), "/proc", "/sys", "/dev", str(records))
+    own |= {Path(name) for name in _READ if not name.startswith(libraries)}
+    known = {str(path): _signature(path) for path in own if "site-packages" not in path.parts}
+    return {path: signature for path, signature in known.items() if signature is not None}
 
 
 class _Recorder:
@@ -269,8 +323,8 @@ class _Recorder:
         with PULSE.waiting("the comparison with one process"):
             while not (self.proof.folder / f"save {self._num_saves}").exists():
                 if self.proof.is_over:
-                    verdict, *_ = self.proof.verdict()
-                    if verdict is None or verdict.is_equal:
+                    result, _ = self.proof.result()
+                    if isinstance(result, str) or result.is_equal:
                         return  # else the launcher ends this rank
                 time.sleep(0.002)
 
@@ -393,13 +447,12 @@ class _Judge(_Recorder):
             os.dup2(silence, stream)
         with suppress(OSError):  # if memory ends, this process ends first
             Path("/proc/self/oom_score_adj").write_text("1000")
+        sys.addaudithook(_note_read)
         try:
             super().run(path, words, given)
         except BaseException as error:
-            first = next(iter(str(error).splitlines()), "")
-            self.proof.conclude(
-                None, f"on one process {path} ends by {type(error).__name__}: {first}"
-            )
+            what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            self.proof.conclude(f"on one process {path} ends by {what}")
         raise AssertionError("the record of the script's end concludes")
 
     @override
@@ -418,14 +471,13 @@ class _Judge(_Recorder):
             needed = _COPIES * sum(p.nbytes for p in model.parameters())
             if needed > (free := free_memory_bytes()):
                 self.proof.conclude(
-                    None,
                     f"one process needs {needed / 2**30:.3g} GiB for the model, its gradients and "
                     f"states, and this host has {free / 2**30:.3g} GiB free",
                 )
             is_local = options.get("batch_norm") == "local" and self.proof.strategy.data_ranks > 1
             if is_local and batch_norms(model) and not self.proof.is_wide:
                 self.proof.conclude(
-                    None, "batch_norm='local' computes other numbers than one process, as asked"
+                    "batch_norm='local' computes other numbers than one process, as asked"
                 )
             self._probe = RoundingProbe(model)
         return super()._prepare(prepare, *objects, **options)
@@ -461,7 +513,7 @@ class _Judge(_Recorder):
 
     def _end(self, why: str) -> NoReturn:
         """Conclude that the steps agree, or without a verdict if there were none."""
-        self.proof.conclude(self._verdict() if self._differences else None, why)
+        self.proof.conclude(self._verdict() if self._differences else why)
 
     def _verdict(self, problems: Sequence[Place] = (), unequal: Sequence[Place] = ()) -> Verdict:
         notes = [self._plain.why] if self._plain and self._plain.why else []
@@ -516,11 +568,9 @@ class _Judge(_Recorder):
         theirs, own = self._first or (ranks[0], mine)
         for name, state in own.states.items():
             if theirs.states.get(name) != state and mine.states[name] != state:
-                self.proof.conclude(
-                    None, f"two starts of the script draw other numbers: seed {name}"
-                )
+                self.proof.conclude(f"two starts of the script draw other numbers: seed {name}")
         if mine.place == "prepared" and not problems:  # all ranks have the first rank's weights
-            self.proof.conclude(None, "two starts of the script make other first weights")
+            self.proof.conclude("two starts of the script make other first weights")
         # Rows of one shape, so with equal padding, that have other values.
         odd = [
             rank
@@ -533,14 +583,12 @@ class _Judge(_Recorder):
         has_sampler = any(isinstance(each.sampler, DistributedSampler) for each in self._loaders)
         if is_larger or (odd and has_sampler):
             self.proof.conclude(
-                None,
                 "the batches grow with the number of ranks, or a DistributedSampler deals them; "
                 "give DataLoader(..., shuffle=True) and the global batch_size, to compare them",
             )
         is_random = odd and (odd[0] == 0 or not all(map(_is_fixed, self._loaders)))
         if is_random and not any(_DIVIDED in each.what for each in problems):
             self.proof.conclude(
-                None,
                 "the data have other values on one process than on the ranks; draw augmentations "
                 "from a generator that the sample's index seeds, to compare them",
             )
@@ -553,18 +601,6 @@ def _is_fixed(loader: RankLoader) -> bool:
         first, second = (pickle.dumps([data[at] for at in range(2)]) for _ in range(2))
         return first == second
     return False
-
-
-def _modules_beside(script: str) -> dict[str, str]:
-    """Return the fingerprints of the imported files in the folder of a script and below."""
-    folder = Path(script).resolve().parent
-    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    own = {path for f in files if f and (path := Path(f).resolve()).is_relative_to(folder)}
-    return {
-        str(path): fingerprint(path.read_bytes())
-        for path in own
-        if "site-packages" not in path.parts and path.is_file()
-    }
 
 
 def _states() -> dict[str, str]:
