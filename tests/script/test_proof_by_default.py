@@ -31,15 +31,22 @@ def ran(text: str, strategy: str, capfd: pytest.CaptureFixture[str]) -> tuple[in
 
 def test_a_script_is_compared_once(capfd: pytest.CaptureFixture[str]) -> None:
     Path("own.py").write_text("rate = 0.3")
-    text = script(before="import own", model="mlp(nn.Dropout(own.rate))") + SAVING
+    Path("data.txt").write_text("2.0")
+    text = script(
+        before="import own",
+        model="mlp(nn.Dropout(own.rate))",
+        after="data.tensors[0].mul_(float(open('data.txt').read()))",
+    )
+    text += SAVING
     code, said = ran(text, "dp2", capfd)
     assert code == 0 and "4 steps agree with one process" in said
     assert Path("effects").read_text() == "once "
     assert len(list(Path("checkpoints").rglob("step-*"))) == 1
     code, said = ran(text, "dp2", capfd)
     assert code == 0 and "agree" not in said
-    Path("own.py").write_text("rate = 0.2")
-    assert "agree with one process" in ran(text, "dp2", capfd)[1]
+    for name, other in (("own.py", "rate = 0.2"), ("data.txt", "3.0")):
+        Path(name).write_text(other)
+        assert "agree with one process" in ran(text, "dp2", capfd)[1]
 
 
 def test_a_mean_of_means_is_stopped_before_the_save(capfd: pytest.CaptureFixture[str]) -> None:

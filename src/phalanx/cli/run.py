@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -68,7 +67,7 @@ def run(argv: list[str]) -> int:
     from phalanx.launch.failure import report
     from phalanx.script.init import refuse_in_own_loop
     from phalanx.script.launch import run_script
-    from phalanx.script.loop_proof import run_proved
+    from phalanx.script.loop_proof import is_proved, run_proved
     from phalanx.train.job.request import choose
 
     strategy, device = choose(config.strategy, config.nproc, config.device)
@@ -91,25 +90,11 @@ def run(argv: list[str]) -> int:
             f"phalanx verify {strategy} --script {path}"
         )
     ends: list[tuple[int, str]]
-    if is_due and device == "cpu" and not _is_proved(proved):
-        ends, modules = run_proved(str(path), own, strategy, config.strategy, **options)
-        if modules is not None:
-            proved.parent.mkdir(parents=True, exist_ok=True)
-            proved.write_text(json.dumps(modules))
+    if is_due and device == "cpu" and not is_proved(proved):
+        ends = run_proved(str(path), own, strategy, config.strategy, proved, **options)
     else:
         given = (str(path), own, config.strategy)
         ends = run_ranks(run_script, strategy.num_ranks, *given, **options)
     if any(signum for signum, _ in ends):
         raise Interrupted(*max(ends))
     return 0
-
-
-def _is_proved(file: Path) -> bool:
-    """Return whether a file of the cache has the fingerprints of a script's modules as now."""
-    if not file.exists():
-        return False
-    found: dict[str, str] = json.loads(file.read_text() or "{}")
-    return all(
-        Path(module).is_file() and fingerprint(Path(module).read_bytes()) == digest
-        for module, digest in found.items()
-    )

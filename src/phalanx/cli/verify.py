@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -24,7 +24,6 @@ from phalanx.errors import ConfigError
 from phalanx.verify.settings import QUANTITIES, VerifyConfig, VerifyTrainConfig
 
 if TYPE_CHECKING:
-    from phalanx.models.shape import ModelShape
     from phalanx.strategy import Strategy
     from phalanx.verify.verdict import Verdict
 
@@ -59,33 +58,44 @@ def run(argv: list[str]) -> int:
 
 
 def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
-    """Verify, print the verdicts (in a job only on rank 0), and return the exit code."""
-    from phalanx.launch.rank_env import is_under_torchrun
+    """Verify, print the verdicts (in a job only on rank 0), and return the exit code.
 
+    Rank 0 prints inside the job, where the ranks wait: torchrun kills all when one exits with 1.
+    """
+    from phalanx.launch.rank_env import is_under_torchrun
+    from phalanx.launch.torchrun import run_here
+    from phalanx.verify.prover import WAIT_S
+
+    config = loaded.config
     if loaded.show_config:
         show_config(loaded)
         return 0
-    if is_under_torchrun():
-        is_equal = _join(loaded, strategy)
-    else:
-        is_equal = _verify_and_show(loaded, strategy, screen())
+    is_first = os.environ.get("RANK", "0") == "0" or not is_under_torchrun()
+    console = screen() if is_first else Console(quiet=True)
+
+    def verify() -> bool:
+        verdicts = _verify(config, strategy, console)
+        is_equal = all(verdict.is_equal for verdict in verdicts)
+        if is_first:
+            show_verdicts(verdicts, console)
+            if is_equal and (others := with_second_axis(strategy)):
+                also = "One axis can hide faults that appear with two. Also run: phalanx verify "
+                console.print(Text(f"{also}{others}", "dim"))
+            if loaded.json:
+                print_verdicts(verdicts)
+        return is_equal
+
+    if not is_under_torchrun():
+        return 0 if verify() else 1
+    keys = [setting.key for setting in settings(type(config)) if not setting.use & Use.LOCAL]
+    is_equal = run_here(
+        lambda: config,
+        lambda config: {key: value_at(config, key) for key in keys},
+        lambda _: verify(),
+        device=config.device,
+        timeout_s=WAIT_S,
+    )
     return 0 if is_equal else 1
-
-
-def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Console) -> bool:
-    """Verify, print the verdicts on rank 0, and return whether all values are equal."""
-    verdicts = _verify(loaded.config, strategy, console)
-    is_equal = all(verdict.is_equal for verdict in verdicts)
-    if os.environ.get("RANK", "0") == "0":
-        show_verdicts(verdicts, console)
-        if is_equal and (others := with_second_axis(strategy)):
-            also = (
-                f"One axis can hide faults that appear with two. Also run: phalanx verify {others}"
-            )
-            console.print(Text(also, "dim"))
-        if loaded.json:
-            print_verdicts(verdicts)
-    return is_equal
 
 
 def _checked(config: AnyConfig) -> Strategy:
@@ -118,33 +128,38 @@ def _checked(config: AnyConfig) -> Strategy:
     return strategy
 
 
-def _join(loaded: Loaded[AnyConfig], strategy: Strategy) -> bool:
-    """Verify on the ranks that torchrun started; return whether all values are equal.
-
-    Rank 0 prints inside the job, where the ranks wait: torchrun kills all when one exits with 1.
-    """
-    from phalanx.launch.torchrun import run_here
-    from phalanx.verify.harness import WAIT_S
-
-    config = loaded.config
-    console = screen() if os.environ["RANK"] == "0" else Console(quiet=True)
-    keys = [setting.key for setting in settings(type(config)) if not setting.use & Use.LOCAL]
-    return run_here(
-        lambda: config,
-        lambda config: {key: value_at(config, key) for key in keys},
-        lambda _: _verify_and_show(loaded, strategy, console),
-        device=config.device,
-        timeout_s=WAIT_S,
-    )
-
-
 def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
-    """Compare the steps, then with --train a training run, up to the first difference."""
-    if isinstance(config, VerifyConfig):
-        return _verify_steps(config, strategy, console)
-    steps = VerifyConfig(strategy=str(strategy), seed=config.seed, device=config.device)
-    verdicts = _verify_steps(steps, strategy, console)
-    if all(verdict.is_equal for verdict in verdicts):
+    """Compare the steps of all cases, also on a wider strategy, then with --train a training run.
+
+    Stop at the first difference.
+    """
+    import torch.distributed as dist
+
+    from phalanx.train.job.request import choose_strategy
+    from phalanx.verify.cases import configured_cases, shapes_to_verify, splits, with_three
+    from phalanx.verify.harness import compare_cases
+
+    steps = config
+    if isinstance(steps, VerifyTrainConfig):
+        steps = VerifyConfig(strategy=str(strategy), seed=config.seed, device=steps.device)
+    strategies, wider = [strategy], with_three(strategy)
+    if steps.three and steps.model is None and not dist.is_initialized() and wider is not None:
+        if all(splits(shape, wider) for shape in shapes_to_verify(steps, wider).values()):
+            asked = TrainConfig(strategy=str(wider), device=steps.device)
+            strategies.append(choose_strategy(asked)[0])
+    verdicts: list[Verdict] = []
+    for each in strategies:
+        cases, shapes = configured_cases(each, steps), shapes_to_verify(steps, each)
+        words = {
+            name: f" ({shape.num_layers} x {shape.hidden}, {shape.num_heads}/{shape.num_kv_heads} "
+            f"heads, {shape.vocab_size} ids, dropout {shape.dropout:g})"
+            for name, shape in shapes.items()
+        }
+        console.print(Text(f"{each}: {', '.join(n + words.get(n, '') for n in cases)}", "dim"))
+        verdicts += compare_cases(cases, each, steps.debug_comm, report)
+        if not all(verdict.is_equal for verdict in verdicts):
+            return verdicts
+    if isinstance(config, VerifyTrainConfig):
         from phalanx.verify.training import verify_training
 
         console.print(Text(f"{strategy}: a small run, saved and resumed", "dim"))
@@ -153,50 +168,11 @@ def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Ver
     return verdicts
 
 
-def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
-    """Compare the steps of all configured cases, also on a wider strategy; stop at a difference."""
-    from phalanx.verify.cases import configured_cases, shapes_to_verify
-    from phalanx.verify.harness import compare_cases
-
-    verdicts: list[Verdict] = []
-    for each in filter(None, (strategy, _wider(config, strategy))):
-        cases, shapes = configured_cases(each, config), shapes_to_verify(config, each)
-        words = [_described(name, shapes[name]) if name in shapes else name for name in cases]
-        console.print(Text(f"{each}: {', '.join(words)}", "dim"))
-        verdicts += compare_cases(cases, each, config.debug_comm, report)
-        if not all(verdict.is_equal for verdict in verdicts):
-            break
-    return verdicts
-
-
-def _wider(config: VerifyConfig, strategy: Strategy) -> Strategy | None:
-    """Return the strategy with three ranks on an axis; None if disabled or not applicable."""
-    import torch.distributed as dist
-
-    from phalanx.train.job.request import choose_strategy
-    from phalanx.verify.cases import shapes_to_verify, splits, with_three
-
-    wider = with_three(strategy)
-    if not config.three or config.model is not None or dist.is_initialized() or wider is None:
-        return None
-    if not all(splits(shape, wider) for shape in shapes_to_verify(config, wider).values()):
-        return None
-    return choose_strategy(TrainConfig(strategy=str(wider), device=config.device))[0]
-
-
 def with_second_axis(strategy: Strategy) -> str:
     """Return the strategy with a second axis; empty unless it has one axis and no servers."""
     if len([name for name, axis in strategy.axes() if axis.degree > 1]) != 1 or strategy.is_served:
         return ""
     return str(strategy.with_degree("dp" if strategy.data_ranks == 1 else "tp", 2))
-
-
-def _described(name: str, shape: ModelShape) -> str:
-    heads = f"{shape.num_heads}/{shape.num_kv_heads} heads"
-    return (
-        f"{name} ({shape.num_layers} x {shape.hidden}, {heads}, {shape.vocab_size} ids, dropout "
-        f"{shape.dropout:g})"
-    )
 
 
 def report(verdict: Verdict, seconds: float) -> None:
@@ -211,10 +187,26 @@ def show_verdicts(
     """Print the largest errors against `reference`, the bytes sent, and each verdict."""
     if any(verdict.differences for verdict in verdicts):
         console.print(f"Largest errors against {reference} in one process, relative, of all steps")
-        console.print(_errors(verdicts))
+        largest = [verdict.largest_errors() for verdict in verdicts]
+        # Quantities without errors, such as the learning rate, appear only in the JSON document.
+        quantities = [q for q in QUANTITIES if any(errors.get(q, 0) > 0 for errors in largest)]
+        columns = (Column(quantity, justify="right") for quantity in quantities)
+        table = Table(Column(no_wrap=True), *columns, box=None, pad_edge=False)
+        for verdict, errors in zip(verdicts, largest, strict=True):
+            wrong = {row.quantity for row in verdict.differences if not row.passes}
+            texts = {quantity: f"{error:.1e}" for quantity, error in errors.items()}
+            cells = [Text(texts.get(q, ""), "bold red" if q in wrong else "") for q in quantities]
+            table.add_row(Text(f"{verdict.strategy} {verdict.case}"), *cells)
+        console.print(table)
         if (first := verdicts[0]).sent:
             console.print(f"Sent in the last step of {first.strategy} {first.case}")
-            console.print(_bytes(first))
+            columns = (Column(name, justify="right") for name in ("bytes counted", "predicted"))
+            table = Table("phase", "axis", "collective", *columns, box=None, pad_edge=False)
+            for row in first.sent:
+                style = "" if row.predicted in (None, row.counted) else "bold red"
+                sizes = ("-" if n is None else f"{n:,}" for n in (row.counted, row.predicted))
+                table.add_row(row.phase, row.axis, row.op, *(Text(size, style) for size in sizes))
+            console.print(table)
     for verdict in verdicts:
         style = "green" if verdict.is_equal else "bold red"
         name = f"{verdict.case}, " if verdict.case else ""
@@ -223,54 +215,23 @@ def show_verdicts(
             console.print(Text(f"  {line}"))
 
 
-def _errors(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    # Quantities without errors, such as the learning rate, appear only in the JSON document.
-    of_all = [each for verdict in verdicts for each in verdict.largest_errors().items()]
-    found = {what for what, error in of_all if error > 0}
-    quantities = [what for what in QUANTITIES if what in found]
-    for quantity in quantities:
-        table.add_column(quantity, justify="right")
-    for verdict in verdicts:
-        wrong = {d.quantity for d in verdict.differences if not d.passes}
-        errors = verdict.largest_errors()
-        texts = {what: f"{error:.1e}" for what, error in errors.items()}
-        cells = [Text(texts.get(q, ""), "bold red" if q in wrong else "") for q in quantities]
-        table.add_row(Text(f"{verdict.strategy} {verdict.case}"), *cells)
-    return table
-
-
-def _bytes(verdict: Verdict) -> Table:
-    sizes = (Column(name, justify="right") for name in ("bytes counted", "predicted"))
-    table = Table("phase", "axis", "collective", *sizes, box=None, pad_edge=False)
-    for row in verdict.sent:
-        style = "" if row.predicted in (None, row.counted) else "bold red"
-        numbers = [
-            Text("-" if n is None else f"{n:,}", style) for n in (row.counted, row.predicted)
-        ]
-        table.add_row(row.phase, row.axis, row.op, *numbers)
-    return table
-
-
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Print all verdicts as one JSON document."""
+    documents = [
+        {
+            "strategy": verdict.strategy,
+            "case": verdict.case,
+            "is_equal": verdict.is_equal,
+            "num_compared": len(verdict.differences),
+            "largest_errors": verdict.largest_errors(),
+            "first_difference": None if verdict.first is None else str(verdict.first),
+            "place": None if verdict.place is None else dataclasses.asdict(verdict.place),
+            "unequal_ranks": verdict.replicas,
+            "causes": verdict.causes,
+            "failure": verdict.failure,
+            "sent": [dataclasses.asdict(row) for row in verdict.sent],
+        }
+        for verdict in verdicts
+    ]
     is_equal = all(verdict.is_equal for verdict in verdicts)
-    print_json({"is_equal": is_equal, "verdicts": [_as_dict(each) for each in verdicts]})
-
-
-def _as_dict(verdict: Verdict) -> dict[str, Any]:
-    first = verdict.first
-    return {
-        "strategy": verdict.strategy,
-        "case": verdict.case,
-        "is_equal": verdict.is_equal,
-        "num_compared": len(verdict.differences),
-        "largest_errors": verdict.largest_errors(),
-        "first_difference": None if first is None else str(first),
-        "place": None if verdict.place is None else dataclasses.asdict(verdict.place),
-        "unequal_ranks": verdict.replicas,
-        "causes": verdict.causes,
-        "failure": verdict.failure,
-        "sent": [dataclasses.asdict(row) for row in verdict.sent],
-    }
+    print_json({"is_equal": is_equal, "verdicts": documents})

@@ -19,11 +19,12 @@ import dataclasses
 import functools
 import hashlib
 import io
-import math
+import json
 import os
 import pickle
 import random
 import sys
+import sysconfig
 import tempfile
 import time
 import warnings
@@ -40,7 +41,7 @@ from typing_extensions import override
 
 from phalanx.account.host import free_memory_bytes
 from phalanx.data.cache import fingerprint
-from phalanx.data.rows import map_tensors, tensors_of
+from phalanx.data.rows import tensors_of
 from phalanx.errors import ConfigError, RankFailed, ScriptError, TrainingError
 from phalanx.launch.failure import report
 from phalanx.launch.heartbeat import PULSE
@@ -52,41 +53,35 @@ from phalanx.script.drift import digest_of
 from phalanx.script.init import OVERRIDES, refuse_in_own_loop
 from phalanx.script.launch import run_script
 from phalanx.script.loader import RankLoader
+from phalanx.script.proof import wide_batch
 from phalanx.script.run import Run
 from phalanx.strategy import Strategy
-from phalanx.verify.compare import EXACT, FACTOR, Difference, compare_step
-from phalanx.verify.judge import unequal_replicas, verdict_of
+from phalanx.verify.compare import NOISE, Difference, compare_rounded, compare_step
 from phalanx.verify.plain_loop import PlainLoop
-from phalanx.verify.record import Shards, assembled, bits_of, shards_to_send, state_of
-from phalanx.verify.reference import BitsKey, RankFacts, StepRecord, dense
+from phalanx.verify.reference import StepRecord
 from phalanx.verify.rounding import RoundingProbe
-from phalanx.verify.verdict import Place, Verdict, Whereabouts, failed
+from phalanx.verify.snapshot import Snapshot, gradients_of, merged, state_of
+from phalanx.verify.verdict import (
+    Place,
+    Verdict,
+    Whereabouts,
+    failed,
+    unequal_replicas,
+    verdict_of,
+)
 
 NUM_STEPS: Final = 4
 """Steps that `phalanx run` compares: more than one, because the second batch may be uneven."""
-
-_LIMITS: Final = {
-    torch.float64: EXACT, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 0.1,
-}  # fmt: skip
-"""Largest relative error of a gradient or loss computed in a type.
-
-A step of rounding differs by about 1e-6 in float32. But a ReLU or a maximum of pooling whose input
-rounds to the other side moves a gradient by the part of one position. A gradient beyond the limit
-may differ by FACTOR times its movement by rounding, see `RoundingProbe`.
-"""
-
-_NOISE: Final = 1e-2
-"""Fraction of the largest gradient below which float32 and narrower types have mostly rounding."""
-
-_LEAST_LOSS: Final = 1e-2
-"""Smallest divisor of a loss's error, for a loss that is a small difference of large terms."""
 
 _COPIES: Final = 8
 """Copies of its weights that one process needs: gradients, optimizer states, and records."""
 
 _DIVIDED: Final = "; batch_size is the global batch, on any number of ranks"
 
-_VERDICT: Final = "verdict"
+_RESULT: Final = "result"
+
+_CONTENT_BYTES: Final = 1 << 24
+"""Largest file that is known by its content; a larger one by its size and time of change."""
 
 
 class _Record(NamedTuple):
@@ -98,9 +93,7 @@ class _Record(NamedTuple):
 
     step: int  # from 0; -1 before the first
     place: str
-    numbers: dict[str, dict[str, float]]
-    shards: dict[str, Shards]
-    bits: dict[BitsKey, str]
+    snapshot: Snapshot
     # Number of a loader, position in its data -> shape and hash of a row of the step's batches.
     rows: dict[tuple[int, int], tuple[str, str]]
     states: dict[str, str]  # name of a random generator -> hash of its state
@@ -130,39 +123,39 @@ class _Proof:
             partial.write_bytes(pickle.dumps(value))
         except OSError as error:  # no space is left
             partial.write_bytes(b"")
-            name, why = _VERDICT, f"the folder of temporary files: {error.strerror}"
-            partial.write_bytes(pickle.dumps((None, why, {})))
+            name, why = _RESULT, f"the folder of temporary files: {error.strerror}"
+            partial.write_bytes(pickle.dumps((why, {})))
         partial.replace(self.folder / name)
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a verdict."""
-        return (self.folder / _VERDICT).exists()
+        """Whether there is a result."""
+        return (self.folder / _RESULT).exists()
 
-    def conclude(self, verdict: Verdict | None, why: str = "") -> NoReturn:
+    def conclude(self, result: Verdict | str) -> NoReturn:
         """Give the verdict, or why there is none, and end this process, which is the one process.
 
         No `finally` of the script runs, which might save or print.
         """
         if not self.is_over:
-            self.put(_VERDICT, (verdict, why, _modules_beside(sys.argv[0])))
+            self.put(_RESULT, (result, _inputs(Path(sys.argv[0]), self.folder)))
         end_children()
         os._exit(0)
 
-    def verdict(self, code: int | None = None) -> tuple[Verdict | None, str, dict[str, str]]:
-        """Return what `conclude` was given, and fingerprints of the modules beside the script.
+    def result(self, code: int | None = None) -> tuple[Verdict | str, dict[str, str]]:
+        """Return what `conclude` was given, and the signatures of the script's modules and data.
 
         `code` is the exit code of the one process.
         """
         if not self.is_over:
-            self.put(_VERDICT, (None, f"one process ended by itself, with exit code {code}", {}))
-        return pickle.loads((self.folder / _VERDICT).read_bytes())
+            self.put(_RESULT, (f"one process ended by itself, with exit code {code}", {}))
+        return pickle.loads((self.folder / _RESULT).read_bytes())
 
     def take(self, name: str) -> Any:
         """Return what a rank puts under a name, once it has, and remove it."""
         while not (path := self.folder / name).exists():
             if self.is_over:  # a rank had no space for a record
-                self.conclude(None)
+                self.conclude("")
             time.sleep(0.002)
         value = pickle.loads(path.read_bytes())
         path.unlink()
@@ -173,10 +166,10 @@ class _Proof:
 
         `given` is the strategy of the command line, and `options` are options of `run_ranks`.
         """
-        arguments = (path, words, given, self)
-        beside = Beside(_run_alone, arguments, options.pop("ended", self.verdict))
-        ranks = self.strategy.num_ranks
-        return run_ranks(_run_recorded, ranks, *arguments, beside=beside, **options)
+        ended = options.pop("ended", self.result)
+        beside = Beside(_Judge(self).run, (path, words, given), ended)
+        run, num_ranks = _Recorder(self).run, self.strategy.num_ranks
+        return run_ranks(run, num_ranks, path, words, given, beside=beside, **options)
 
 
 def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int) -> Verdict:
@@ -195,71 +188,92 @@ def prove_script(path: str, words: Sequence[str], strategy: Strategy, steps: int
             return failed(str(strategy), failure)
         except ScriptError as error:  # one rank ran, so this is a difference
             return Verdict(str(strategy), [], failure=str(error))
-        verdict, why, _ = proof.verdict()
-    if verdict is None:
-        raise ConfigError(why)
-    return verdict
+        result, _ = proof.result()
+    if isinstance(result, str):
+        raise ConfigError(result)
+    return result
 
 
 def run_proved(
-    path: str, words: list[str], strategy: Strategy, given: str | None, **options: Any
-) -> tuple[list[Any], dict[str, str] | None]:
-    """Run a script on ranks, and prove its first steps; for `given` and `options` see `_Proof.run`.
+    path: str, words: list[str], strategy: Strategy, given: str | None, file: Path, **options: Any
+) -> list[Any]:
+    """Run a script on ranks, and prove its first steps; return the results of the ranks.
 
-    Returns:
-        The results of the ranks, and the fingerprints of the imported modules beside the script;
-        None in their place if fewer steps were compared.
+    If NUM_STEPS steps agree, `file` gets the signatures of the script's modules and data. For
+    `given` and `options` see `_Proof.run`.
 
     Raises:
         TrainingError: a step differs from one process.
     """
+    inputs: dict[str, str] | None = None
+
+    def ended(code: int | None) -> None:
+        nonlocal inputs
+        result, read = proof.result(code)
+        if isinstance(result, str):
+            report(f"not proved: {result}")
+            return
+        if not result.is_equal:
+            without = "phalanx run --no-proof runs the script without this comparison"
+            raise TrainingError("\n".join([result.headline(), *result.replicas[:1], without]))
+        if result.num_steps == NUM_STEPS:  # else a signal ended it before an uneven batch
+            inputs = read
+        report(result.agreement())
+
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
         proof = _Proof(Path(folder), strategy, NUM_STEPS, is_wide=False)
-        proved: dict[str, str] | None = None
-
-        def ended(code: int | None) -> None:
-            nonlocal proved
-            verdict, why, modules = proof.verdict(code)
-            if verdict is None:
-                report(f"not proved: {why}")
-                return
-            if not verdict.is_equal:
-                without = "phalanx run --no-proof runs the script without this comparison"
-                raise TrainingError("\n".join([verdict.headline(), *verdict.replicas[:1], without]))
-            errors = verdict.largest_errors()
-            steps = 1 + max(row.step for row in verdict.differences)
-            if steps == NUM_STEPS:  # else a signal may have ended the script before an uneven batch
-                proved = modules
-            found = [f"{q} {errors[q]:.0e}" for q in ("loss", "gradient", "weight") if q in errors]
-            limit = max(row.limit for row in verdict.differences)
-            is_rounding = limit > max(_LIMITS.values())
-            report(
-                f"{steps} step{'s' * (steps > 1)} agree with one process, relative errors: "
-                + ", ".join(found)
-                + f"; rounding moves a gradient by {limit / FACTOR:.0e}" * is_rounding
-            )
-
         ends = proof.run(path, words, given, ended=ended, **options)
-    return ends, proved
+    if inputs is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(inputs))
+    return ends
 
 
-def _run_recorded(path: str, words: list[str], given: str | None, proof: _Proof) -> tuple[int, str]:
-    """Run a script on this rank of the job, and record its first steps."""
-    return _Recorder(proof).run(path, words, given)
+def is_proved(file: Path) -> bool:
+    """Return whether `run_proved` wrote a file, and the script's modules and data are as then."""
+    known: dict[str, str] = json.loads(file.read_text() or "{}") if file.exists() else {"": ""}
+    return all(_signature(Path(path)) == signature for path, signature in known.items())
 
 
-def _run_alone(path: str, words: list[str], given: str | None, proof: _Proof) -> None:
-    """Run a script as a job of one rank, compare it with the records, and end this process."""
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(silence, stream)
-    with suppress(OSError):  # if memory ends, this process ends first
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    try:
-        _Judge(proof).run(path, words, given)
-    except BaseException as error:
-        first = next(iter(str(error).splitlines()), "")
-        proof.conclude(None, f"on one process {path} ends by {type(error).__name__}: {first}")
+def _signature(path: Path) -> str | None:
+    """Return what tells a file from one of other content; None if there is no file."""
+    if not path.is_file():
+        return None
+    about = path.stat()
+    if about.st_size > _CONTENT_BYTES:
+        return f"{about.st_size} {about.st_mtime_ns}"
+    return fingerprint(path.read_bytes())
+
+
+_READ: Final = set[str]()
+"""Paths that this process has opened to read, see `_note_read`."""
+
+
+def _note_read(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note a file that Python code opens to read, such as the data; an audit hook.
+
+    Files that a worker of a DataLoader or code in another language opens are not seen.
+    """
+    if event == "open" and isinstance(arguments[0], str):
+        is_written = arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        is_import = frame.f_code.co_filename.startswith("<frozen")
+        # A run changes its own checkpoints.
+        while frame.f_back and "/phalanx/checkpoint/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        if not (is_written or is_import or frame.f_back):
+            _READ.add(os.path.abspath(arguments[0]))
+
+
+def _inputs(script: Path, records: Path) -> dict[str, str]:
+    """Return the signatures of the imported files beside a script, and of files it has read."""
+    folder = script.resolve().parent
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    own = {path for f in files if f and (path := Path(f).resolve()).is_relative_to(folder)}
+    libraries = (sysconfig.get_path("stdlib"), "/proc", "/sys", "/dev", str(records))
+    own |= {Path(name) for name in _READ if not name.startswith(libraries)}
+    known = {str(path): _signature(path) for path in own if "site-packages" not in path.parts}
+    return {path: signature for path, signature in known.items() if signature is not None}
 
 
 class _Recorder:
@@ -270,6 +284,7 @@ class _Recorder:
     def __init__(self, proof: _Proof) -> None:
         self._at = Whereabouts()
         self.proof = proof
+        self._run: Any = None
         self._model: nn.Module | None = None
         self._loaders: list[RankLoader] = []
         self._step = self._num_records = self._num_saves = 0
@@ -308,14 +323,14 @@ class _Recorder:
         with PULSE.waiting("the comparison with one process"):
             while not (self.proof.folder / f"save {self._num_saves}").exists():
                 if self.proof.is_over:
-                    verdict, *_ = self.proof.verdict()
-                    if verdict is None or verdict.is_equal:
+                    result, _ = self.proof.result()
+                    if isinstance(result, str) or result.is_equal:
                         return  # else the launcher ends this rank
                 time.sleep(0.002)
 
     def _attach(self, run: Run) -> None:
         """Record the steps of `run`, which `phalanx.init` has made."""
-        self._run: Any = run
+        self._run = run
         prepared = self._run._prepared
         prepared.deals_unevenly = True
         for name in ("backward", "prepare", "sum", "resume", "note"):
@@ -358,14 +373,14 @@ class _Recorder:
                 each.double()
             elif isinstance(each, DataLoader):
                 loader: Any = each
-                loader.collate_fn = functools.partial(_wide, loader.collate_fn)
+                loader.collate_fn = functools.partial(wide_batch, loader.collate_fn)
         prepared = prepare(*objects, **options)
         for each in objects:
             if isinstance(each, nn.Module):
                 self._model = each
                 if self.proof.is_wide:
                     self._at.follow(each)
-                self._send("prepared", {}, {"first weight": dict(each.named_parameters())})
+                self._send("prepared", {"first weight": dict(each.named_parameters())})
             elif isinstance(each, torch.optim.Optimizer):
                 each.register_step_post_hook(self._after)
         return prepared
@@ -382,8 +397,8 @@ class _Recorder:
             call = len(self._losses)
             self._losses[f"call {call + 1}" if call else ""] = float(loss)
             if self._run.is_step_end:
-                gradients = {n: p.grad for n, p in self._parameters() if p.grad is not None}
-                self._send("gradients", {"loss": self._losses}, {"gradient": dense(gradients)})
+                gradients = gradients_of(self._model) if self._model else {}
+                self._send("gradients", {"gradient": gradients}, {"loss": self._losses})
                 self._losses, self._rows = {}, {}
                 self._step += 1
         return loss
@@ -395,32 +410,21 @@ class _Recorder:
         groups = optimizer.param_groups
         rates = {f"group {number}": float(group["lr"]) for number, group in enumerate(groups)}
         stepped = {p for group in groups for p in group["params"]}
-        weights = {name: p.detach() for name, p in self._parameters() if p in stepped}
-        tensors: dict[str, dict[str, Tensor]] = {"weight": weights}
-        if self.proof.is_wide and self._model is not None:
-            buffers = dict(self._model.named_buffers())
-            tensors = {"buffer": buffers, **state_of(self._model, optimizer)}
-        self._send("weights", {"learning rate": rates}, tensors)
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [] if self._model is None else list(self._model.named_parameters())
+        model = self._model or nn.Module()
+        weights = {n: p for n, p in model.named_parameters() if p in stepped}
+        tensors = state_of(model, optimizer) if self.proof.is_wide else {"weight": weights}
+        self._send("weights", tensors, {"learning rate": rates})
 
     def _send(
         self,
         place: str,
-        numbers: dict[str, dict[str, float]] | None = None,
         tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
+        numbers: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        bits: dict[BitsKey, str] = {}
-        shards: dict[str, Shards] = {}
-        for quantity, each in (tensors or {}).items():
-            bits |= bits_of(quantity, each)
-            shards[quantity] = shards_to_send(each, self._run.comm)
+        snapshot = Snapshot.empty().add(self._run and self._run.comm, tensors or {}, numbers)
         step = 0 if place == "prepared" else self._step - (place != "gradients")
         sums, self._sums = self._sums, []
-        self._deliver(
-            _Record(step, place, numbers or {}, shards, bits, self._rows, _states(), sums)
-        )
+        self._deliver(_Record(step, place, snapshot, self._rows, _states(), sums))
         self._num_records += 1
 
 
@@ -433,10 +437,27 @@ class _Judge(_Recorder):
         super().__init__(proof)
         self._first: tuple[_Record, _Record] | None = None
         self._differences: list[Difference] = []
+        self._plain: PlainLoop | None = None
+
+    @override
+    def run(self, path: str, words: list[str], given: str | None) -> NoReturn:
+        """Run a script as a job of one rank, compare it with the records, and end this process."""
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(silence, stream)
+        with suppress(OSError):  # if memory ends, this process ends first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        sys.addaudithook(_note_read)
+        try:
+            super().run(path, words, given)
+        except BaseException as error:
+            what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            self.proof.conclude(f"on one process {path} ends by {what}")
+        raise AssertionError("the record of the script's end concludes")
 
     @override
     def _attach(self, run: Run) -> None:
-        PlainLoop(run)
+        self._plain = PlainLoop(run)
         super()._attach(run)
         self._run._is_mute = True
 
@@ -450,14 +471,13 @@ class _Judge(_Recorder):
             needed = _COPIES * sum(p.nbytes for p in model.parameters())
             if needed > (free := free_memory_bytes()):
                 self.proof.conclude(
-                    None,
                     f"one process needs {needed / 2**30:.3g} GiB for the model, its gradients and "
                     f"states, and this host has {free / 2**30:.3g} GiB free",
                 )
             is_local = options.get("batch_norm") == "local" and self.proof.strategy.data_ranks > 1
             if is_local and batch_norms(model) and not self.proof.is_wide:
                 self.proof.conclude(
-                    None, "batch_norm='local' computes other numbers than one process, as asked"
+                    "batch_norm='local' computes other numbers than one process, as asked"
                 )
             self._probe = RoundingProbe(model)
         return super()._prepare(prepare, *objects, **options)
@@ -471,57 +491,49 @@ class _Judge(_Recorder):
         ]
         if record.place == "prepared":
             self._first = self._first or (ranks[0], record)
-        theirs: dict[str, dict[str, Tensor]] = {
-            what: assembled([rank.shards.get(what, {}) for rank in ranks]) for what in record.shards
-        }
-        rows = self._compared(record, {**ranks[0].numbers, **theirs})
+        snapshots = [rank.snapshot for rank in ranks]
+        theirs = merged(snapshots)
+        rows = self._compared(record, theirs)
         problems = self._problems(record, ranks)
-        bits = [{k: v for k, v in rank.bits.items() if k[0] != "buffer"} for rank in ranks]
-        unequal = unequal_replicas(record.step, [RankFacts(bits=each) for each in bits])
+        unequal = unequal_replicas(record.step, snapshots, but="buffer")
         if problems or unequal or not all(row.passes for row in rows):
             self._refuse_irreproducible(record, ranks, problems)
-            wrong = [*self._differences, *rows]
-            self.proof.conclude(verdict_of(str(self.proof.strategy), wrong, problems, unequal))
+            self._differences += rows
+            self.proof.conclude(self._verdict(problems, unequal))
         if record.place != "prepared":
             self._differences += rows
         if record.place in ("end", "signal"):
             self._end("the script takes no step that follows run.backward")
         if record.place == "gradients":
             self._probe.clear()
-            for name, p in self._parameters():
+            for name, p in self._model.named_parameters() if self._model else ():
                 if p.grad is not None and not p.grad.is_sparse:
                     # `.data`, so that this is no write of the script.
-                    p.grad.data.copy_(theirs["gradient"][name])
+                    p.grad.data.copy_(torch.as_tensor(theirs["gradient"][name]))
 
     def _end(self, why: str) -> NoReturn:
         """Conclude that the steps agree, or without a verdict if there were none."""
-        equal = verdict_of(str(self.proof.strategy), self._differences, [], [])
-        self.proof.conclude(equal if self._differences else None, why)
+        self.proof.conclude(self._verdict() if self._differences else why)
+
+    def _verdict(self, problems: Sequence[Place] = (), unequal: Sequence[Place] = ()) -> Verdict:
+        notes = [self._plain.why] if self._plain and self._plain.why else []
+        strategy = str(self.proof.strategy)
+        return verdict_of(strategy, self._differences, problems, unequal, notes)
 
     def _compared(self, mine: _Record, theirs: StepRecord) -> list[Difference]:
         """Return the differences of a record, with limits for the type that is computed in."""
-        due = {what: assembled([shards]) for what, shards in mine.shards.items()}
-        expected: StepRecord = {**mine.numbers, **due}
+        expected = merged([mine.snapshot])
         if self.proof.is_wide or not expected:
             return compare_step(mine.step, theirs, expected)
-        dtype = max(self._probe.dtypes & _LIMITS.keys(), key=_LIMITS.__getitem__)
-        types = [torch.float32, *(each.dtype for each in due.get("weight", {}).values())]
-        update = 32 * max(torch.finfo(each).eps for each in types)
-        limits = {"first weight": 0.0, "weight": update, "learning rate": update}
-        rows: list[Difference] = []
-        moved: dict[str, float] = {}
-        for row in compare_step(mine.step, theirs, expected, noise=_NOISE):
-            error, limit = row.error, limits.get(row.quantity, _LIMITS[dtype])
-            if row.quantity == "loss":
-                error *= min(1.0, abs(mine.numbers["loss"][row.name]) / _LEAST_LOSS)
-            elif row.quantity == "gradient" and limit < error < math.inf:
-                reading = self._run._prepared.reading
-                counts = {} if reading.current is None else reading.current.calls
-                with suppress(Exception):  # of a module that cannot be called again
-                    moved = moved or self._probe.movement(dtype, counts, _NOISE)
-                limit = max(limit, FACTOR * moved.get(row.name, 0.0))
-            rows.append(dataclasses.replace(row, error=error, limit=limit))
-        return rows
+        reading = self._run._prepared.reading
+        counts = {} if reading.current is None else reading.current.calls
+
+        def movement(dtype: torch.dtype) -> dict[str, float]:
+            with suppress(Exception):  # of a module that cannot be called again
+                return self._probe.movement(dtype, counts, NOISE)
+            return {}
+
+        return compare_rounded(mine.step, theirs, expected, self._probe.dtypes, movement)
 
     def _problems(self, mine: _Record, ranks: Sequence[_Record]) -> list[Place]:
         """Return faults other than numbers: other steps than one process's, or other rows."""
@@ -556,11 +568,9 @@ class _Judge(_Recorder):
         theirs, own = self._first or (ranks[0], mine)
         for name, state in own.states.items():
             if theirs.states.get(name) != state and mine.states[name] != state:
-                self.proof.conclude(
-                    None, f"two starts of the script draw other numbers: seed {name}"
-                )
+                self.proof.conclude(f"two starts of the script draw other numbers: seed {name}")
         if mine.place == "prepared" and not problems:  # all ranks have the first rank's weights
-            self.proof.conclude(None, "two starts of the script make other first weights")
+            self.proof.conclude("two starts of the script make other first weights")
         # Rows of one shape, so with equal padding, that have other values.
         odd = [
             rank
@@ -573,14 +583,12 @@ class _Judge(_Recorder):
         has_sampler = any(isinstance(each.sampler, DistributedSampler) for each in self._loaders)
         if is_larger or (odd and has_sampler):
             self.proof.conclude(
-                None,
                 "the batches grow with the number of ranks, or a DistributedSampler deals them; "
                 "give DataLoader(..., shuffle=True) and the global batch_size, to compare them",
             )
         is_random = odd and (odd[0] == 0 or not all(map(_is_fixed, self._loaders)))
         if is_random and not any(_DIVIDED in each.what for each in problems):
             self.proof.conclude(
-                None,
                 "the data have other values on one process than on the ranks; draw augmentations "
                 "from a generator that the sample's index seeds, to compare them",
             )
@@ -595,18 +603,6 @@ def _is_fixed(loader: RankLoader) -> bool:
     return False
 
 
-def _modules_beside(script: str) -> dict[str, str]:
-    """Return the fingerprints of the imported files in the folder of a script and below."""
-    folder = Path(script).resolve().parent
-    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    own = {path for f in files if f and (path := Path(f).resolve()).is_relative_to(folder)}
-    return {
-        str(path): fingerprint(path.read_bytes())
-        for path in own
-        if "site-packages" not in path.parts and path.is_file()
-    }
-
-
 def _states() -> dict[str, str]:
     """Return hashes of the states of the generators that scripts draw from."""
     states = {
@@ -615,7 +611,3 @@ def _states() -> dict[str, str]:
         "Python's random (random.seed)": pickle.dumps(random.getstate()),
     }
     return {name: hashlib.blake2b(state).hexdigest() for name, state in states.items()}
-
-
-def _wide(collate: Any, samples: Any) -> Any:
-    return map_tensors(collate(samples), lambda t: t.double() if t.is_floating_point() else t)

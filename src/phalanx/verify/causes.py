@@ -11,11 +11,11 @@ from phalanx.errors import named
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import Difference
 from phalanx.verify.record import Case
-from phalanx.verify.reference import RankFacts
+from phalanx.verify.snapshot import Snapshot
 
 
 def likely_causes(
-    case: Case, strategy: Strategy, differences: Sequence[Difference], facts: Sequence[RankFacts]
+    case: Case, strategy: Strategy, differences: Sequence[Difference], facts: Sequence[Snapshot]
 ) -> list[str]:
     """Return the likely causes of the differences as sentences, the most certain first."""
     wrong = [d for d in differences if not d.passes]
@@ -25,7 +25,7 @@ def likely_causes(
     return [*found, *_from_modules(model, is_keyed, case.batch_norm == "global")]
 
 
-def _from_values(wrong: Sequence[Difference], facts: Sequence[RankFacts]) -> Iterator[str]:
+def _from_values(wrong: Sequence[Difference], facts: Sequence[Snapshot]) -> Iterator[str]:
     lacking = [d for d in wrong if d.problem == "it is missing"]
     missing = [d.name for d in lacking if d.quantity == "gradient"]
     if missing:

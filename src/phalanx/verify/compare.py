@@ -5,29 +5,35 @@ FLOOR times the largest gradient (or moment, or weight) of the whole model, beca
 are zero except for rounding, such as the gradient of the bias of attention's keys, which softmax
 cancels.
 
-In float64 one limit applies to all tensors. In narrower types each tensor has its own limit: a
-multiple of its largest change when each weight of the reference is perturbed by the type's epsilon,
-over several perturbations (TTrace, arXiv 2506.09280, section 5). `StepwiseReference` describes the
-state from which each step then starts. On a CPU, sums over many rows can lose more than this
-limit: torch sums the rows of the gradient of LayerNorm's weight in bfloat16, and the reference sums
-all rows of a batch where a rank sums some. So a tensor also passes if it is within its limit of the
-same step in the next wider type.
+The law of tolerance:
+
+    float64                 EXACT for all tensors: only the order of sums differs
+    narrower, a case        FACTOR times each tensor's movement by rounding (StepwiseReference)
+    narrower, an own loop   LIMITS of the type, or the movement by rounding (RoundingProbe)
+    narrower, a training    NARROW_ERROR for losses against float64, whose steps drift apart
+
+The movement is the largest change of a tensor when each weight is moved by the type's epsilon, up
+or down, several times (TTrace, arXiv 2506.09280, section 5). On a CPU, sums over many rows can lose
+more: torch sums the rows of the gradient of LayerNorm's weight in bfloat16, and the reference sums
+all rows of a batch where a rank sums some. So a tensor of a case also passes if it is within its
+limit of the same step in the next wider type.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.data.rows import cast_batch
 from phalanx.verify.record import Case
-from phalanx.verify.reference import ReferenceRun, StepRecord, Values
+from phalanx.verify.reference import ReferenceRun, StepRecord, Values, evaluating
 from phalanx.verify.settings import STATE
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -46,6 +52,25 @@ NUM_EPSILONS = 16.0
 
 UPDATE_EPSILONS = 4.0
 """Limit for an update with equal inputs, in epsilons of the type; relative, as NUM_EPSILONS."""
+
+LIMITS = {
+    torch.float64: EXACT, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 0.1,
+}  # fmt: skip
+"""Largest error of a gradient or loss of a user's own loop, by the type that it is computed in.
+
+A step of rounding differs by about 1e-6 in float32. But a ReLU or a maximum of pooling whose input
+rounds to the other side moves a gradient by the part of one position. A gradient beyond the limit
+may differ by FACTOR times its movement by rounding, see `RoundingProbe`.
+"""
+
+NOISE = 1e-2
+"""Fraction of the largest gradient below which float32 and narrower types have mostly rounding."""
+
+_LEAST_LOSS = 1e-2
+"""Smallest divisor of a loss's error, for a loss that is a small difference of large terms."""
+
+NARROW_ERROR = 5e-3
+"""Largest error of a loss of a training in a narrow type, against float64."""
 
 FLOOR = {"gradient": 1e-4, "first moment": 1e-4, "second moment": 1e-8, "weight": 1e-1}
 """Smallest divisor of an error, as a fraction of the largest magnitude in the whole model."""
@@ -111,6 +136,35 @@ def compare_step(
         rows += compare_values(
             step, quantity, ours.get(quantity, {}), expected, others, dtype, noise
         )
+    return rows
+
+
+def compare_rounded(
+    step: int,
+    ours: StepRecord,
+    reference: StepRecord,
+    dtypes: set[torch.dtype],
+    movement: Callable[[torch.dtype], Mapping[str, float]],
+) -> list[Difference]:
+    """Compare a step of a user's own loop, from equal weights, in the types it is computed in.
+
+    `movement` returns how far rounding moves each gradient, if one is beyond its limit.
+    """
+    dtype = max(dtypes & LIMITS.keys(), key=LIMITS.__getitem__)
+    weights = [torch.as_tensor(each) for each in reference.get("weight", {}).values()]
+    types = {torch.float32, *(each.dtype for each in weights)}
+    update = 32 * max(torch.finfo(each).eps for each in types)
+    limits = {"first weight": 0.0, "weight": update, "learning rate": update}
+    moved: Mapping[str, float] | None = None
+    rows: list[Difference] = []
+    for row in compare_step(step, ours, reference, noise=NOISE):
+        error, limit = row.error, limits.get(row.quantity, LIMITS[dtype])
+        if row.quantity == "loss":
+            error *= min(1.0, abs(float(reference["loss"][row.name])) / _LEAST_LOSS)
+        elif row.quantity == "gradient" and limit < error < math.inf:
+            moved = movement(dtype) if moved is None else moved
+            limit = max(limit, FACTOR * moved.get(row.name, 0.0))
+        rows.append(within(limit, row, error))
     return rows
 
 
@@ -254,25 +308,43 @@ class StepwiseReference:
 
     Attributes:
         begin: state from which the current step started; None if the reference takes its own steps.
+        state: state before the first step; in a narrow type, before the next.
+        steps_done: steps taken.
     """
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, start: int = 0) -> None:
+        """Build the reference, and take the first `start` steps."""
         self._case, self._device = case, device
         self._dtype = case.torch_dtype
-        self._run = ReferenceRun(case, device)
-        self._steps = self._run.steps()
-        self._next = self._run.state()
+        self._draws = torch.get_rng_state()
         self.begin: StepRecord | None = None
+        self.steps_done = start
+        with self._drawing():
+            self._run = ReferenceRun(case, device)
+            self._steps = self._run.steps()
+            for _ in range(start):
+                next(self._steps)
+        self.state = self._run.state()
 
-    def compare_first(self, weights: StepRecord) -> list[Difference]:
-        """Compare the initial weights of the ranks."""
-        return compare_values(0, "first weight", weights["weight"], self._next["weight"])
+    @contextmanager
+    def _drawing(self) -> Generator[None]:
+        """Draw from a generator of the reference; the ranks' run draws from the process's own."""
+        of_ranks = torch.get_rng_state()
+        torch.set_rng_state(self._draws)
+        yield
+        self._draws = torch.get_rng_state()
+        torch.set_rng_state(of_ranks)
 
     def compare(self, step: int, ours: StepRecord) -> list[Difference]:
         """Take a step of the reference, and compare it with the ranks' record `ours`."""
+        self.steps_done += 1
+        with self._drawing():
+            return self._compared(step, ours)
+
+    def _compared(self, step: int, ours: StepRecord) -> list[Difference]:
         if self._dtype == torch.float64:
             return compare_step(step, ours, next(self._steps))
-        self.begin, self._next = self._next, ours
+        self.begin, self.state = self.state, ours
         made = self._computed(step)
         moved = [self._computed(step, seed) for seed in PERTURBATIONS]
         found = self._beside_wider(step, ours, compare_step(step, ours, made, moved, self._dtype))
@@ -284,14 +356,21 @@ class StepwiseReference:
 
     def evaluated(self) -> tuple[Tensor, list[Tensor]]:
         """Return the output on the last batch in `eval()`, and the outputs of perturbed models."""
-        if self._dtype == torch.float64:
-            return self._run.evaluate(), []
-        self.begin = self._next
-        made: list[Tensor] = []
-        for seed in (0, *PERTURBATIONS):
-            self._run.begin_from(self.begin, seed)
-            made.append(self._run.evaluate())
-        return made[0], made[1:]
+        with self._drawing():
+            if self._dtype == torch.float64:
+                return self._run.evaluate(), []
+            self.begin = self.state
+            made: list[Tensor] = []
+            for seed in (0, *PERTURBATIONS):
+                self._run.begin_from(self.begin, seed)
+                made.append(self._run.evaluate())
+            return made[0], made[1:]
+
+    @torch.no_grad()
+    def validated(self, validate: Callable[[nn.Module], float]) -> float:
+        """Return the mean loss of the validation data in `eval()`."""
+        with self._drawing(), evaluating(self._run.model):
+            return validate(self._run.model)
 
     def _beside_wider(
         self, step: int, ours: StepRecord, rows: list[Difference]
@@ -323,6 +402,11 @@ class StepwiseReference:
         assert self.begin is not None
         self._run.begin_from(self.begin, perturbation)
         return self._run.compute(step)
+
+
+def within(limit: float, row: Difference, error: float | None = None) -> Difference:
+    """Return a difference with another limit, and with another error unless None."""
+    return dataclasses.replace(row, limit=limit, error=row.error if error is None else error)
 
 
 def worst(differences: Sequence[Difference]) -> Difference:

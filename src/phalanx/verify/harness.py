@@ -1,8 +1,6 @@
 """Check whether a model under a strategy computes the same numbers as on one process.
 
-All ranks compute each step under the strategy, and rank 0 also computes the step of the reference
-(reference.py); every loss, gradient, norm, moment and weight is compared. If a value differs, the
-step is repeated with recording, to find the module at fault (locate.py).
+Cases (record.py) go to the prover; the bytes that a case sends are compared with the prediction.
 """
 
 from __future__ import annotations
@@ -11,18 +9,17 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.comm import reductions, shared_memory
 from phalanx.comm.comm import Ranks
-from phalanx.comm.ledger import Entry
-from phalanx.comm.together import broadcast_object, gather_objects, gather_on_first
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.together import broadcast_object
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, tensors_of
 from phalanx.debug.check import CollectiveCheck
@@ -30,32 +27,20 @@ from phalanx.errors import ConfigError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.models.decoder import Decoder
-from phalanx.parallel import reduce
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import copied_on_meta
 from phalanx.strategy import Strategy, refuse_first_come, require_built
 from phalanx.train.objective import Objective, check_build
 from phalanx.verify.batches import split
-from phalanx.verify.causes import likely_causes
-from phalanx.verify.compare import DTYPES, Difference, StepwiseReference, compare_values, worst
-from phalanx.verify.judge import unequal_ranks
-from phalanx.verify.locate import locate
-from phalanx.verify.record import (
-    Case,
-    SplitRun,
-    check_rows,
-    full_tensors,
-)
-from phalanx.verify.reference import RankFacts, StepRecord, in_training
-from phalanx.verify.settings import EVALUATION
-from phalanx.verify.verdict import Place, Sent, Verdict, Whereabouts, failed
+from phalanx.verify.compare import DTYPES
+from phalanx.verify.prover import WAIT_S, Proof, prove, small_pieces
+from phalanx.verify.record import Case, CaseRun, check_rows
+from phalanx.verify.reference import in_training
+from phalanx.verify.verdict import Sent, Verdict, Whereabouts, failed
 
 Report = Callable[[Verdict, float], None]
 """Function that receives the verdict on a case, and the time that the case took, in seconds."""
-
-WAIT_S = 3600.0
-"""Longest wait for rank 0, which computes the reference, in seconds."""
 
 
 def verify(
@@ -162,26 +147,6 @@ def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
     return dataclasses.replace(verdict, causes=[*verdict.causes, words])
 
 
-_SMALL = (
-    (reduce, "BUCKET_BYTES", 64),
-    (shared_memory, "SMALL_BYTES", 64),
-    (reductions, "_PIECE", 8),
-)
-
-
-@contextmanager
-def small_pieces() -> Generator[None]:
-    """Cut tensors at such sizes that small tensors take the paths of large ones, in this block."""
-    before = [getattr(module, name) for module, name, _ in _SMALL]
-    for module, name, size in _SMALL:
-        setattr(module, name, size)
-    try:
-        yield
-    finally:
-        for (module, name, _), size in zip(_SMALL, before, strict=True):
-            setattr(module, name, size)
-
-
 def verify_on_ranks(
     cases: Mapping[str, Case],
     strategy: Strategy,
@@ -209,79 +174,19 @@ def verify_case(
 
     `at` tracks the module and phase in which this rank is.
     """
-    differences, unequal, facts, entries, sent, begin = _compare_steps(case, strategy, comm, at)
-    replicas = [f"step {each.step}: {each.what}" for each in unequal]
-    verdict = Verdict(str(strategy), differences, replicas, sent, entries)
-    if verdict.first is not None:
-        place = locate(case, strategy, comm, verdict.first, begin=begin)
-    elif unequal:
-        place = unequal[0]
-    else:
-        return verdict
-    causes = likely_causes(case, strategy, differences, facts)
-    return dataclasses.replace(verdict, place=place, causes=causes)
+    ledgers: list[Ledger] = []
 
+    def opened(_is_again: bool) -> CaseRun:
+        run = CaseRun(case, strategy, comm)
+        ledgers.append(run.ledger)
+        return run
 
-_Compared = tuple[
-    list[Difference], list[Place], list[RankFacts], list[Entry], list[Sent], StepRecord | None
-]
-
-
-def _compare_steps(
-    case: Case, strategy: Strategy, comm: Ranks, at: Whereabouts | None
-) -> _Compared:
-    """Compare step by step, to the end of the first step that differs.
-
-    All ranks return the same values, except the last: the state from which the reference starts
-    the differing step, on rank 0 only.
-    """
-    run, at = SplitRun(case, strategy, comm), at or Whereabouts()
-    at.follow(run.model)
-    ours = {"weight": full_tensors(dict(run.model.named_parameters()), comm)}
-    differences, unequal, facts = list[Difference](), list[Place](), list[RankFacts]()
-    beside = StepwiseReference(case, comm.device) if comm.is_first else None
-    differences += beside.compare_first(ours) if beside else []
-    is_equal = True
-    at.step = 0
-    for step, (record, of_rank) in enumerate(run.steps(at.phase)):
-        at.step = step + 1
-        facts = gather_on_first(of_rank)
-        if beside is not None:
-            unequal += unequal_ranks(step, facts)
-            differences += beside.compare(step, record)
-        is_equal = not unequal and all(d.passes for d in differences)
-        if not (is_equal := broadcast_object(is_equal)):
-            break
-    if is_equal:
-        differences += _compare_evaluation(case, run, comm, beside)
-    run.close()
-    entries = run.ledger.entries()
-    sent = _sent(case, strategy, comm, entries) if beside else []
-    found = broadcast_object((differences, unequal, facts, entries, sent))
-    return *found, beside and beside.begin
-
-
-def _compare_evaluation(
-    case: Case, run: SplitRun, comm: Ranks, beside: StepwiseReference | None
-) -> list[Difference]:
-    """Compare the model's output in `eval()`; every rank calls this together."""
-    made = run.evaluate()
-    expected, moved = broadcast_object(beside.evaluated() if beside else (torch.empty(0), []))
-    if expected.ndim == 0:
-        total = torch.zeros((), dtype=torch.float64, device=comm.device)
-        made = comm.all_reduce(total if made is None else made.double().to(total), "loss")
-    else:
-        rows = run.evaluated_rows
-        expected, moved = expected[rows], [each[rows] for each in moved]
-    if made is None:
-        found = list[Difference]()
-    else:
-        others, step = [{"": each} for each in moved], len(case.batches) - 1
-        found = compare_values(
-            step, EVALUATION, {"": made.cpu()}, {"": expected}, others, case.torch_dtype
-        )
-    of_all = [each for of_rank in gather_objects(found) for each in of_rank]
-    return [worst(of_all)]
+    proof = Proof(str(strategy), strategy, case, opened, CaseRun.rows, CaseRun.take)
+    verdict = prove(proof, at or Whereabouts())
+    entries = ledgers[0].entries()
+    sent = _sent(case, strategy, comm, entries) if comm.is_first else []
+    sent, entries = broadcast_object((sent, entries))
+    return dataclasses.replace(verdict, sent=sent, entries=entries)
 
 
 def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry]) -> list[Sent]:

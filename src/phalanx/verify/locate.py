@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +26,10 @@ from phalanx.parallel.tensor.apply import layout_of
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import NUM_EPSILONS, Difference, limit_of, size_of
-from phalanx.verify.record import Case, SplitRun, full_tensors, owner
+from phalanx.verify.record import Case
 from phalanx.verify.reference import ReferenceRun, StepRecord
 from phalanx.verify.settings import EVALUATION
+from phalanx.verify.snapshot import full_tensors, owner
 from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
@@ -67,48 +67,44 @@ def locate(
     strategy: Strategy,
     comm: Ranks,
     first: Difference,
-    record: Callable[[Difference], Recorded] | None = None,
+    repeat: Callable[[Difference], Recorded],
     begin: StepRecord | None = None,
 ) -> Place:
     """Return where a difference arises; every rank calls this together.
 
-    `record` repeats the differing step or evaluation on this rank; if None, a `SplitRun` does. On
-    rank 0 the reference starts that step from `begin`; if None, it takes all its own steps first.
+    `repeat` records the differing step or evaluation on this rank. On rank 0 the reference starts
+    that step from `begin`; if None, it takes all its own steps first.
     """
     step = first.step
-    if first.quantity == "first weight":
-        return Place(owner(first.name), f"the first weights of {first.name} differ", step)
     types = {name: type(module).__name__ for name, module in case.build().named_modules()}
     if first.quantity not in _OF_MODULES:  # losses and gradients of the step agree
         return _outside(first, [], (None, None), 0.0, types)
     expected, gradient = list[Expected](), None
     if comm.is_first:
-        expected, gradient = _expected(case, first, comm.device, begin)
+        # The runs are sequential, because a model may draw from torch's global generator.
+        (recorder, gradients), (moved, _) = (
+            _of_reference(case, first, comm.device, begin, seed) for seed in (0, 1)
+        )
+        others = {event.key: event.tensor for event in moved.events}
+        for event in recorder.events:
+            moves = [others.get(event.key, event.tensor)]
+            expected.append((event, limit_of(event.tensor, moves, case.torch_dtype)))
+        gradient = gradients.get(first.name)
     expected = broadcast_object(expected)
-    recorded = record(first) if record else _of_split(case, strategy, comm, first)
-    again = {} if recorded[0].gradient is None else {first.name: recorded[0].gradient}
+    recorder, rows = repeat(first)
+    again = {} if recorder.gradient is None else {first.name: recorder.gradient}
     again = full_tensors(again, comm).get(first.name)
-    aligner = _aligner(case, strategy, comm, step)
-    found: list[RankGaps] = gather_objects(_compare(recorded, aligner, comm, expected))
-    place = _first_that_differs(expected, found, step, types)
+    aligner = Aligner(count_rows(case.batches[step]))
+    if strategy.cp.degree > 1:
+        order, coord = attention_of(strategy).order, comm.coord("cp")
+        aligner = replace(aligner, order=order, context_rank=coord)
+    if strategy.tp.degree > 1:
+        roles = {binding.name: binding.role for binding in bind_roles(case.build(), case.roles)}
+        aligner = replace(aligner, layout=layout_of(strategy, comm), roles=roles)
+    found = gather_objects(_gaps(recorder, rows, aligner, comm, expected))
     limit = max(1e-6, NUM_EPSILONS * torch.finfo(case.torch_dtype).eps)
+    place = _first_that_differs(expected, found, step, types)
     return place or _outside(first, found, (gradient, again), limit, types)
-
-
-def _expected(
-    case: Case, first: Difference, device: torch.device, begin: StepRecord | None
-) -> tuple[list[Expected], Tensor | None]:
-    """Record the reference's step; return the expected tensors, and the suspect's gradient."""
-    # The runs are sequential, because a model may draw from torch's global generator.
-    (recorder, gradients), (moved, _) = (
-        _of_reference(case, first, device, begin, seed) for seed in (0, 1)
-    )
-    others = {event.key: event.tensor for event in moved.events}
-    expected = [
-        (e, limit_of(e.tensor, [others.get(e.key, e.tensor)], case.torch_dtype))
-        for e in recorder.events
-    ]
-    return expected, gradients.get(first.name)
 
 
 def _of_reference(
@@ -124,57 +120,21 @@ def _of_reference(
         steps = run.steps(recorder.phase)
         for _ in range(first.step + is_evaluation):
             next(steps)
-    recorder.restart()
+    recorder.is_on = True
     if is_evaluation:
         run.evaluate(recorder.phase)
         return recorder, {}
     return recorder, run.compute(first.step, recorder.phase)["gradient"]
 
 
-def suspect_of(first: Difference) -> str | None:
-    """Return the parameter whose gradient is recorded before reduction; None unless one differs."""
-    return first.name if first.quantity == "gradient" else None
-
-
-def _of_split(case: Case, strategy: Strategy, comm: Ranks, first: Difference) -> Recorded:
-    """Take the steps of this rank up to the differing step or evaluation, and record that."""
-    run = SplitRun(case, strategy, comm)
-    recorder = Recorder(
-        run.model,
-        run.runner,
-        copies=strategy.tp.degree == 1,
-        suspect=suspect_of(first),
-    )
-    steps = run.steps(recorder.phase)
-    is_evaluation = first.quantity == EVALUATION
-    with closing(run):
-        for _ in range(first.step + is_evaluation):
-            next(steps)
-        recorder.restart()
-        if is_evaluation:
-            run.evaluate(recorder.phase)
-            return recorder, [run.evaluated_rows]
-        next(steps)
-        return recorder, run.rows(first.step)
-
-
-def _aligner(case: Case, strategy: Strategy, comm: Ranks, step: int) -> Aligner:
-    aligner = Aligner(count_rows(case.batches[step]))
-    if strategy.cp.degree > 1:
-        aligner = replace(
-            aligner, order=attention_of(strategy).order, context_rank=comm.coord("cp")
-        )
-    if strategy.tp.degree > 1:
-        roles = {binding.name: binding.role for binding in bind_roles(case.build(), case.roles)}
-        aligner = replace(aligner, layout=layout_of(strategy, comm), roles=roles)
-    return aligner
-
-
-def _compare(
-    recorded: Recorded, aligner: Aligner, comm: Ranks, expected: Sequence[Expected]
+def _gaps(
+    recorder: Recorder,
+    rows: Sequence[Tensor],
+    aligner: Aligner,
+    comm: Ranks,
+    expected: Sequence[Expected],
 ) -> RankGaps:
     """Compare the recorded tensors of this rank with the reference's."""
-    recorder, rows = recorded
     ours: defaultdict[Key, list[Event]] = defaultdict(list)  # an event for each microbatch
     for event in recorder.events:
         ours[event.key].append(event)
@@ -186,74 +146,65 @@ def _compare(
             if event.tensor.ndim == reference.ndim == 0 and key.kind in (Kind.INPUT, Kind.OUTPUT):
                 sums[key] = sums.get(key, 0.0) + float(event.tensor)
             elif pair := aligner.pair(event, reference, rows[event.microbatch]):
-                found = gap(*pair), event.microbatch
-                gaps[key] = max(gaps.get(key, found), found)
+                error = gap(*pair), event.microbatch
+                gaps[key] = max(gaps.get(key, error), error)
     called = {key.module for key in ours}
     return RankGaps(comm.coord("loss"), called, gaps, sums, recorder.contribution)
 
 
 def _first_that_differs(
-    expected: Sequence[Expected], found: Sequence[RankGaps], step: int, types: Mapping[str, str]
+    expected: Sequence[Expected], ranks: Sequence[RankGaps], step: int, types: Mapping[str, str]
 ) -> Place | None:
+    """Return the place of the first tensor that differs, in the order of the computation."""
     before: Event | None = None  # latest output, or input gradient, of a module called by the model
     for event, limit in expected:
         key, reference = event.key, event.tensor
-        if not any(key.module in rank.called for rank in found):
+        if not any(key.module in rank.called for rank in ranks):
             return Place(key.module, f"{_named(key.module, types)}: it is never called", step)
-        worst, rank, microbatch = _worst(key, reference, found)
+        # Ranks with the same tokens have the same sum, so it is counted once for each `loss_rank`.
+        if sums := {rank.loss_rank: rank.sums[key] for rank in ranks if key in rank.sums}:
+            total = torch.tensor(sum(sums.values()), dtype=torch.float64)
+            worst, rank, microbatch = gap(total, reference), None, None
+        else:
+            gaps = [
+                (r.gaps[key][0], n, r.gaps[key][1]) for n, r in enumerate(ranks) if key in r.gaps
+            ]
+            worst, rank, microbatch = max(gaps, default=(0.0, None, None))
         if worst > limit:
-            size = size_of(reference)
-            error = worst / size if size else worst
+            error = worst / (size_of(reference) or 1.0)
             how = "it is not finite" if math.isinf(error) else f"relative error {error:.1e}"
             if not reference.is_floating_point():
                 how = "its integers differ"
-            module, what = _blame(event, types)
-            if before is not None and _is_sent(before, event, found):
-                what += "; received from another stage"
+            own, caller = _named(key.module, types), event.caller
+            outer = "the caller of the model" if caller is None else _named(caller, types)
+            module, what = {
+                Kind.INPUT: (
+                    caller, f"{outer}: its input to {own} differs though all earlier tensors agree",
+                ),
+                Kind.OUTPUT: (key.module, f"{own}: its output differs though its inputs agree"),
+                Kind.OUTPUT_GRADIENT: (
+                    caller, f"{outer}: backward passes a different gradient to the output of {own}",
+                ),
+                Kind.INPUT_GRADIENT: (
+                    key.module,
+                    f"{own}: the gradient of its input differs though its output gradient agrees",
+                ),
+            }[key.kind]  # fmt: skip
+            if (
+                before is not None
+                and caller == ""
+                and key.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT)
+            ):
+                # A message between pipeline stages: no rank calls both modules.
+                one, other = before.tensor, reference
+                is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
+                pair = {before.key.module, key.module}
+                if is_same and not any(pair <= rank.called for rank in ranks):
+                    what += "; received from another stage"
             return Place(module, f"{what}: {how}", step, rank, microbatch)
         if event.caller == "" and key.kind in (Kind.OUTPUT, Kind.INPUT_GRADIENT):
             before = event
     return None
-
-
-def _is_sent(before: Event, event: Event, found: Sequence[RankGaps]) -> bool:
-    """Return whether a tensor between two modules is a message between pipeline stages."""
-    is_given = event.caller == "" and event.key.kind in (Kind.INPUT, Kind.OUTPUT_GRADIENT)
-    one, other = before.tensor, event.tensor
-    is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    pair = {before.key.module, event.key.module}
-    return is_given and is_same and not any(pair <= rank.called for rank in found)
-
-
-def _worst(
-    key: Key, reference: Tensor, found: Sequence[RankGaps]
-) -> tuple[float, int | None, int | None]:
-    """Return the largest absolute error of a tensor, its rank and its microbatch."""
-    # Ranks with the same tokens have the same sum, so it is counted once for each `loss_rank`.
-    if sums := {rank.loss_rank: rank.sums[key] for rank in found if key in rank.sums}:
-        total = torch.tensor(sum(sums.values()), dtype=torch.float64)
-        return gap(total, reference), None, None
-    gaps = [(r.gaps[key][0], rank, r.gaps[key][1]) for rank, r in enumerate(found) if key in r.gaps]
-    return max(gaps, default=(0.0, None, None))
-
-
-def _blame(event: Event, types: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the module at fault, and the differing tensor in words."""
-    module, caller = event.key.module, event.caller
-    own = _named(module, types)
-    outer = "the caller of the model" if caller is None else _named(caller, types)
-    return {
-        Kind.INPUT: (
-            caller, f"{outer}: its input to {own} differs though all earlier tensors agree",
-        ),
-        Kind.OUTPUT: (module, f"{own}: its output differs though its inputs agree"),
-        Kind.OUTPUT_GRADIENT: (
-            caller, f"{outer}: backward passes a different gradient to the output of {own}",
-        ),
-        Kind.INPUT_GRADIENT: (
-            module, f"{own}: the gradient of its input differs though its output gradient agrees",
-        ),
-    }[event.key.kind]  # fmt: skip
 
 
 def _named(name: str, types: Mapping[str, str]) -> str:

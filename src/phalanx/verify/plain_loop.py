@@ -16,13 +16,18 @@ from torch import Tensor
 
 
 class PlainLoop:
-    """Replaces the `backward` of a run on one process."""
+    """Replaces the `backward` of a run on one process.
+
+    Attributes:
+        why: sentence on why the gradients of a step are those of `run.backward`; None if none are.
+    """
 
     def __init__(self, run: Any) -> None:
         """Replace the method of `run`, which `phalanx.init` has made."""
         self._run, self._backward = run, run.backward
         self._kept: list[Tensor | None] = []
         self._sums: list[Tensor] | None = None
+        self.why: str | None = None
         run.backward = self.backward
 
     def backward(self, *args: Any, **given: Any) -> Tensor:
@@ -48,7 +53,9 @@ class PlainLoop:
         try:
             loss = _loss(*args, **given)
             found: Any = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        except Exception:  # an illegal call, or a graph that allows one backward only
+        except Exception as error:  # an illegal call, or a graph that allows one backward only
+            first = next(iter(str(error).splitlines()), "")
+            self.why = f"one process computed gradients by run.backward, not by autograd: {first}"
             self._sums = None
             return None
         for total, gradient in zip(self._sums, found, strict=True):

@@ -1,50 +1,38 @@
-"""Run a few steps on the ranks of a job, and record all values on which training depends."""
+"""A case: a model, its batches and an optimizer, and the steps of a case on the ranks of a job."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from phalanx.comm.comm import Comm, Ranks, local_shard
-from phalanx.comm.ledger import Ledger, Phase, no_phase
-from phalanx.comm.together import gather_on_first
+from phalanx.comm.comm import Ranks
+from phalanx.comm.ledger import Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows
 from phalanx.errors import ConfigError
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.parallel.dropout import MaskPosition, Masks
-from phalanx.parallel.plan import Plan, shard_of
-from phalanx.parallel.reduce import is_fused
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
+from phalanx.train.loop import Watcher
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import Step, StepResult
+from phalanx.train.step import Step
 from phalanx.verify.batches import rows_of, split
-from phalanx.verify.reference import (
-    NORMS,
-    BitsKey,
-    History,
-    RankFacts,
-    StepRecord,
-    Training,
-    dense,
-    evaluating,
-    in_training,
-    kept_by,
-)
+from phalanx.verify.reference import Training, in_training
 
-if TYPE_CHECKING:
-    from phalanx.verify.served_case import ServedCase
+
+class Observer(Watcher):
+    """Watcher of a run's steps; a run of a case ends early if it `is_over`."""
+
+    is_over = False
 
 
 def loss_of(objective: Objective, model: nn.Module, batch: Any) -> Tensor:
@@ -86,156 +74,84 @@ class Case:
         return getattr(torch, self.dtype)
 
 
-class Witness:
-    """Recorder of the values of steps; every rank calls its methods together."""
+class CaseRun:
+    """The steps of a case on this rank, under a strategy.
 
-    def __init__(self, comm: Comm) -> None:
-        self.history = History()
-        self._comm = comm
-
-    def note(
-        self,
-        step: int,
-        held: Mapping[str, Mapping[str, Tensor]],
-        numbers: Mapping[str, Mapping[str, float]],
-    ) -> None:
-        """Add quantities of a step to the history: tensors (`held`) and numbers."""
-        facts = self.history.facts.setdefault(step, RankFacts())
-        record = self.history.records.setdefault(step, {})
-        for quantity, given in held.items():
-            tensors = dense(given)
-            facts.bits.update(bits_of(quantity, tensors))
-            record.setdefault(quantity, {}).update(full_tensors(tensors, self._comm))
-        for quantity, values in numbers.items():
-            facts.numbers.setdefault(quantity, {}).update(values)
-            record.setdefault(quantity, {}).update(values)
-        gradients = dense(held.get("gradient", {})).items()
-        facts.nonfinite.extend(n for n, g in gradients if not local_shard(g).isfinite().all())
-
-
-class StepWitness(Witness):
-    """Recorder of the values that a `Step` computes."""
-
-    def __init__(self, step: Step, comm: Comm | None = None) -> None:
-        super().__init__(comm or step.comm)
-        self.step = step
-
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """Record gradients and norms before clipping, and the learning rates before the update."""
-        step = self.step
-        if name == "clip":
-            norms = {f"{p:g}": float(step.norm(p)) for p in NORMS}
-            self.note(step.steps_done, {"gradient": gradients_of(step.model)}, {"norm": norms})
-        if name == "optimizer" and step.num_steps is None:  # the user's scheduler sets the rates
-            groups = enumerate(step.optimizer.param_groups)
-            rates = {str(number) if number else "": float(group["lr"]) for number, group in groups}
-            self.note(step.steps_done, {}, {"learning rate": rates})
-        yield
-
-    def keep(self, result: StepResult) -> None:
-        """Record the step that has ended."""
-        config = self.step.config
-        numbers = {"loss": {"": result.loss}, "norm": {f"{config.clip_p:g}": result.grad_norm}}
-        if self.step.num_steps is not None:
-            numbers["learning rate"] = {"": result.learning_rate}
-        self.note(self.step.steps_done - 1, self.held(), numbers)
-
-    def held(self) -> dict[str, dict[str, Tensor]]:
-        """Return buffers, optimizer state and weights, by quantity and name."""
-        model = self.step.model
-        return {"buffer": dict(model.named_buffers()), **state_of(model, self.step.optimizer)}
-
-
-class SplitRun:
-    """The steps of a case on this rank, under a strategy."""
+    Attributes:
+        comm: communicator of the job's ranks.
+        step: the training step, over parameter servers if the strategy has them.
+        ledger: bytes of the last step up to its gradients.
+    """
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
+        """Build and split the model; every rank calls this together."""
         # DTensor warns, once per layout, that it gathers a weight axis by axis: no problem here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        self._case, self._comm = case, comm
-        self.ledger = Ledger(comm)
-        self._shard = comm.coord("data"), comm.size("data"), case.accumulation
-        self.model = in_training(case.build()).to(comm.device, case.torch_dtype)
+        self.comm, self.ledger = comm, Ledger(comm)
+        self._case, self._open = case, ExitStack()
         self._dropout_calls: dict[int, dict[str, int]] = {}
+        model = in_training(case.build()).to(comm.device, case.torch_dtype)
         seed = case.dropout_seed
-        self.plan = Plan(
+        plan = Plan(
             strategy.of_worker,
-            self.model,
+            model,
             roles=case.roles,
             batch_norm=case.batch_norm,
             masks=None if seed is None else Masks(seed, self._place),
             pp_rank=comm.coord("pp"),
         )
-        # Before the optimizer is built, because this replaces parameters.
-        self.runner = self.plan.build(comm)
-        optimizer = build_optimizer(self.model, case.optimizer)
-        given = (self.model, optimizer, case.objective, case.optimizer)
-        more: dict[str, Any] = {"num_steps": len(case.batches), "run": self.runner}
-        more["nonfinite"] = "skip"  # so that a step that is not finite is compared and reported
-        self._served: ServedCase | None = None
+        runner = plan.build(comm)  # before the optimizer is built, because it replaces parameters
+        num_steps, optimizer = len(case.batches), build_optimizer(model, case.optimizer)
+        arguments = (model, optimizer, case.objective, case.optimizer)
+        # A step that is not finite is skipped, so that it is compared and reported.
+        more: dict[str, Any] = {"num_steps": num_steps, "run": runner, "nonfinite": "skip"}
         if strategy.is_served:
-            from phalanx.verify.served_case import ServedCase  # it needs pyzmq
+            from phalanx.verify.served_case import served_step  # it needs pyzmq
 
-            self._served = ServedCase(strategy, comm.rank, len(case.batches))
-            self._step = self._served.step(*given, **more)
+            served = served_step(strategy, comm.rank, *arguments, **more)
+            self.step = self._open.enter_context(served)
         else:
-            self._step = Step(*given, comm=comm, **more)
+            self.step = Step(*arguments, comm=comm, **more)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         """Stop the parameter servers, if any; every rank calls this together."""
-        if self._served is not None:
-            self._served.close()
+        self._open.__exit__(*error)
 
-    def evaluate(self, phase: Phase = no_phase) -> Tensor | None:
-        """Return `case.infer` of this rank's rows of the last batch in `eval()`; all call this.
+    def take(self, observer: Observer) -> None:
+        """Take the steps until the observer has seen enough; all ranks do so together."""
+        for number, batch in enumerate(self._case.batches):
+            if observer.is_over:
+                return
+            moved = cast_batch(batch, self._case.torch_dtype, self.step.comm.device)
+            microbatches = split(moved, *self._shard)
+            self._dropout_calls.clear()
+            is_last = number == len(self._case.batches) - 1
+            with observer.watching(microbatches):
+                with (
+                    self.ledger if is_last else nullcontext(),
+                    self.step.watched(self.ledger.phase),
+                ):
+                    gradients = self.step.compute_gradients(microbatches)
+                observer.keep(self.step.apply_gradients(*gradients))
 
-        None on ranks that do not have the last stage of a pipeline.
-        """
-        case, comm, model = self._case, self._comm, self.model
-        moved = cast_batch(case.batches[-1], case.torch_dtype, comm.device)
-        (own,) = split(moved, comm.coord("data"), comm.size("data"), 1)
-        self.runner.microbatch = 0
-
-        def forward(batch: Any) -> Tensor:
-            with phase("forward"):
-                return case.infer(case.objective, model, batch)
-
-        with evaluating(model):
-            return self.runner.infer(own, forward)
+    def rows(self, _microbatches: Sequence[Any]) -> list[Tensor]:
+        """Return the positions of each microbatch's rows in the rows of all steps."""
+        step, batches = self.step.steps_done, self._case.batches
+        first = sum(count_rows(batch) for batch in batches[:step])
+        return [first + rows for rows in rows_of(batches[step], *self._shard)]
 
     @property
-    def evaluated_rows(self) -> Tensor:
-        """Indices of the rows of the last batch that `evaluate` uses on this rank."""
-        rank, num_ranks, _ = self._shard
-        return rows_of(self._case.batches[-1], rank, num_ranks, 1)[0]
-
-    def rows(self, step: int) -> list[Tensor]:
-        """Return the row indices in the global batch of each microbatch of this rank."""
-        return rows_of(self._case.batches[step], *self._shard)
+    def _shard(self) -> tuple[int, int, int]:
+        return self.comm.coord("data"), self.comm.size("data"), self._case.accumulation
 
     def _place(self) -> MaskPosition:
         """Return the step, the rows and the call counts of the current forward, to key masks."""
-        number, step = self.runner.microbatch, self._step.steps_done
+        number, step = self.step.run.microbatch, self.step.steps_done
         calls = self._dropout_calls.setdefault(number, {})
-        return MaskPosition(step, self.rows(step)[number], calls)
-
-    def steps(self, phase: Phase = no_phase) -> Iterator[tuple[StepRecord, RankFacts]]:
-        """Take the steps one by one, with `phase` around each phase; all ranks do so together."""
-        case, step = self._case, self._step
-        witness = StepWitness(step, self._comm)
-        for number, batch in enumerate(case.batches):
-            moved = cast_batch(batch, case.torch_dtype, step.comm.device)
-            self._dropout_calls.clear()
-            with ExitStack() as watching:
-                if number == len(case.batches) - 1:
-                    watching.enter_context(self.ledger)
-                    watching.enter_context(step.watched(self.ledger.phase))
-                watching.enter_context(step.watched(phase))
-                made = step.compute_gradients(split(moved, *self._shard))
-            with step.watched(witness.phase), step.watched(phase):
-                witness.keep(step.apply_gradients(*made))
-            yield witness.history.records.pop(number), witness.history.facts.pop(number)
+        return MaskPosition(step, rows_of(self._case.batches[step], *self._shard)[number], calls)
 
 
 def check_rows(case: Case, num_data_ranks: int) -> None:
@@ -247,92 +163,3 @@ def check_rows(case: Case, num_data_ranks: int) -> None:
                 f"batch {step} has {num_rows} rows, which cannot be cut into {case.accumulation} "
                 f"microbatches on each of {num_data_ranks} data ranks; give at least {least} rows"
             )
-
-
-def owner(parameter: str) -> str:
-    """Return the name of the module that has a parameter."""
-    return parameter.rpartition(".")[0]
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients that exist, by the names of their parameters."""
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer state and the weights, by quantity and parameter name."""
-    named = dict(model.named_parameters())
-    states = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
-    counts = {name: state["step"] for name, state in states.items() if "step" in state}
-    return {
-        **kept_by(states),
-        "step counter": {name: n for name, n in counts.items() if isinstance(n, Tensor)},
-        "weight": {name: p.detach() for name, p in named.items()},
-    }
-
-
-def bits_of(quantity: str, tensors: Mapping[str, Tensor]) -> dict[BitsKey, str]:
-    """Return a hash of this rank's shard of each tensor."""
-    found: dict[BitsKey, str] = {}
-    for name, tensor in tensors.items():
-        shard, offset = shard_of(tensor)
-        digest = hashlib.blake2b(_bytes_of(shard), digest_size=16)
-        found[quantity, name, offset] = digest.hexdigest()
-    return found
-
-
-def _bytes_of(shard: Tensor) -> bytes:
-    return shard.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def full_tensors(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
-    """Return full copies on the CPU on rank 0, an empty dict elsewhere; every rank calls this.
-
-    Rank 0 has the gathered shards of all ranks in memory together with the full tensors.
-    """
-    return assembled(gather_on_first(shards_to_send(tensors, comm)))
-
-
-Shards = dict[str, tuple[tuple[int, ...], torch.dtype, tuple[slice, ...], bytes]]
-"""Shards of a rank by name: shape and dtype of the full tensor, place and bytes of the shard."""
-
-
-def shards_to_send(tensors: Mapping[str, Tensor], comm: Comm) -> Shards:
-    """Return the shards of which this rank holds the first replica."""
-    parts: Shards = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        if isinstance(tensor, DTensor) and (is_fused(tensor) or not tensor.is_floating_point()):
-            tensor = tensor.full_tensor()
-        shard, offset = shard_of(tensor)
-        if shard.numel() and _sends_shard(tensor, comm):
-            ends = zip(offset, shard.shape, strict=True)
-            place = tuple(slice(i, i + size) for i, size in ends)
-            parts[name] = tuple(tensor.shape), shard.dtype, place, _bytes_of(shard)
-    return parts
-
-
-def assembled(ranks: Iterable[Shards]) -> dict[str, Tensor]:
-    """Return the full tensors, on the CPU, from the shards of all ranks."""
-    full: dict[str, Tensor] = {}
-    for of_rank in ranks:
-        for name, (shape, dtype, place, data) in of_rank.items():
-            if name not in full:
-                # Elements that no rank sends stay NaN, so that a comparison fails.
-                nothing = math.nan if dtype.is_floating_point else 0
-                full[name] = torch.full(shape, nothing, dtype=dtype)
-            part = full[name][place]
-            part.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view_as(part))
-    return full
-
-
-def _sends_shard(tensor: Tensor, comm: Comm) -> bool:
-    """Return whether this rank is the first replica of its shard, among the ranks of its stage."""
-    shards: set[str] = set()
-    if isinstance(tensor, DTensor):
-        assert not any(p.is_partial() for p in tensor.placements), "a sum over ranks is pending"
-        names = tensor.device_mesh.mesh_dim_names or ()
-        pairs = zip(names, tensor.placements, strict=True)
-        sharded = [name for name, placement in pairs if not placement.is_replicate()]
-        shards = {axis for name in sharded for axis in comm.axes_of(name)}
-    return all(comm.coord(axis) == 0 for axis in comm.axes if axis != "pp" and axis not in shards)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,79 +264,3 @@ def _perturb(model: nn.Module, seed: int) -> None:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-
-
-BitsKey = tuple[str, str, tuple[int, ...]]
-"""Quantity, name of the parameter, and offset of the shard."""
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """Values of one rank after a step, small enough to compare between all ranks.
-
-    Attributes:
-        numbers: loss, norms by p, and learning rates on this rank.
-        bits: hash of each shard of this rank.
-        nonfinite: names of the parameters whose gradient shard on this rank is not finite.
-    """
-
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    bits: dict[BitsKey, str] = field(default_factory=dict[BitsKey, str])
-    nonfinite: list[str] = field(default_factory=list[str])
-
-
-@dataclass
-class History:
-    """Recorded values of a run; only the first rank has full tensors.
-
-    Attributes:
-        begin: weights, buffers and optimizer state before a step, by the step's number.
-        records: record of each step, by its number.
-        facts: values that must be equal on all ranks, by the number of the step.
-        evaluations: validation losses, by the number of completed steps.
-        evaluated: sum of the losses of the last batch in eval mode.
-        rows: positions in the data of the rows of each step, by its number.
-        consumed: position in the data at each evaluation, by completed steps; only for text.
-        idle: names of the modules that an evaluation left in eval mode.
-        is_kept: whether no evaluation changed the weights.
-        dtypes: kind of tensor -> names of its data types; only for text.
-    """
-
-    begin: dict[int, StepRecord] = field(default_factory=dict[int, StepRecord])
-    records: dict[int, dict[str, dict[str, Tensor | float]]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    facts: dict[int, RankFacts] = field(default_factory=dict[int, RankFacts])
-    evaluations: dict[int, float] = field(default_factory=dict[int, float])
-    evaluated: float | None = None
-    rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    consumed: dict[int, int] = field(default_factory=dict[int, int])
-    idle: list[str] = field(default_factory=list[str])
-    is_kept: bool = True
-    dtypes: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-
-
-def reference_history(
-    case: Case, start: int, every: int, validate: Callable[[nn.Module], float | None]
-) -> History:
-    """Take all steps of a case in plain PyTorch, and return the history from step `start` on.
-
-    Evaluations take place when the number of completed steps is a multiple of `every`, and at the
-    end; `validate` returns the mean loss of the validation data, or None without such data.
-    """
-    run, history = ReferenceRun(case, torch.device("cpu")), History()
-    steps, position, last = run.steps(), 0, len(case.batches)
-    for number in range(last + 1):
-        is_due = number >= start
-        if is_due:
-            history.begin[number] = run.state()
-        if is_due and (number % every == 0 or number == last):
-            history.consumed[number] = position
-            if (loss := validate(run.model)) is not None:
-                history.evaluations[number] = loss
-        if number < last:
-            record, end = next(steps), position + count_rows(case.batches[number])
-            if is_due:
-                history.records[number] = {q: dict(values) for q, values in record.items()}
-                history.rows[number] = list(range(position, end))
-            position = end
-    history.evaluated = float(run.evaluate())
-    return history

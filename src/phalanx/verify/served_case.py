@@ -1,4 +1,4 @@
-"""The steps of a case with parameter servers, which run as threads of the first rank.
+"""The step of a case with parameter servers, which run as threads of the first rank.
 
 After each step, the summed gradients, weights and moments are copied from the servers to the
 workers, so that they are compared as under any other strategy.
@@ -6,7 +6,8 @@ workers, so that they are compared as under any other strategy.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,40 +23,36 @@ from phalanx.train.served_step import ClockedStep
 from phalanx.train.step import Step, StepResult
 
 
-class ServedCase:
-    """One rank's client of the servers for a case; on rank 0, the servers too."""
+@contextmanager
+def served_step(
+    strategy: Strategy, rank: int, *args: Any, num_steps: int, **more: Any
+) -> Generator[Step]:
+    """Start servers on rank 0 and connect; the step is built from the arguments of `Step`.
 
-    def __init__(self, strategy: Strategy, rank: int, num_steps: int) -> None:
-        """Start the servers on rank 0, and connect; every rank calls this together."""
-        self._open = ExitStack()
-        meeting = self._open.enter_context(local_roles()).meeting if rank == 0 else None
-        self._rank, meeting = rank, broadcast_object(meeting)
+    Every rank enters and leaves this together.
+    """
+    with ExitStack() as servers:
+        meeting = servers.enter_context(local_roles()).meeting if rank == 0 else None
+        meeting = broadcast_object(meeting)
         consistency = Consistency(strategy.dp.kind, strategy.dp.degree, strategy.dp.option or 0)
-        self._client = Client(meeting, rank, consistency, (0, num_steps))
-
-    def step(self, *args: Any, **more: Any) -> Step:
-        """Return a step over the servers, built from the arguments of `Step`."""
-        self._step = _Witnessed(*args, **more, comm=SingleRankComm())
-        self._step.join(self._client, ServerConfig(), is_first=self._rank == 0)
-        return self._step
-
-    def close(self) -> None:
-        """Disconnect from the servers and stop them; every rank calls this together."""
-        self._client.close()
+        client = Client(meeting, rank, consistency, (0, num_steps))
+        step = _CopyingStep(*args, num_steps=num_steps, **more, comm=SingleRankComm())
+        step.join(client, ServerConfig(), is_first=rank == 0)
+        yield step
+        client.close()
         barrier()
-        self._open.close()
 
 
-class _Witnessed(ClockedStep):
+class _CopyingStep(ClockedStep):
     """Step that copies the servers' gradients, weights and moments back to the worker."""
 
     def compute_gradients(self, microbatches: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        made = super().compute_gradients(microbatches)
+        loss, num_valid = super().compute_gradients(microbatches)
         flats = [torch.empty_like(flat) for flat in self.flat.weights]
         self.client.gradient(flats, self.steps_done + 1)
-        self.flat.give_gradients([flat / made[1].clamp(min=1) for flat in flats])
+        self.flat.give_gradients([flat / num_valid.clamp(min=1) for flat in flats])
         barrier()  # the first pull applies the sum, so all ranks read the gradient before it
-        return made
+        return loss, num_valid
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
         result = super().apply_gradients(loss, num_valid)

@@ -15,6 +15,9 @@ SEQ_LEN = 17
 EVALUATION = "eval output"
 """Quantity: result in `eval()` after the last step, the model's output or a sum of losses."""
 
+VALIDATION = "validation loss"
+"""Quantity: mean loss of the validation data, which an evaluation measures."""
+
 STATE = "optimizer's"
 """Prefix of the names of quantities for optimizer state other than AdamW's moments."""
 
@@ -28,7 +31,7 @@ QUANTITIES = (
     "second moment",
     "weight",
     EVALUATION,
-    "validation loss",
+    VALIDATION,
 )
 """Quantities that verify compares in each step, and after the last step."""
 

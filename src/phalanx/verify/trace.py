@@ -71,11 +71,11 @@ class Event:
 
 
 class Recorder:
-    """Hooks on every module of a model that record the step after `restart`.
+    """Hooks on every module of a model that record a step.
 
     Attributes:
         events: recorded tensors, in order of time.
-        is_on: whether the current step is recorded.
+        is_on: whether the current step is recorded; not at first.
         contribution: gradient of the parameter `suspect` from this rank, before reduction.
         gradient: reduced gradient of `suspect` in a step in which modules read copies.
     """
@@ -130,10 +130,6 @@ class Recorder:
             yield
         finally:
             self._is_forward = False
-
-    def restart(self) -> None:
-        """Start to record."""
-        self.is_on = True
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._stack.append((name, self._calls[name]))

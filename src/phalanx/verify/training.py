@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,33 +24,23 @@ from phalanx.config import BatchConfig, ShapeConfig, TrainConfig
 from phalanx.data.loader import evaluation_rows
 from phalanx.data.order import Order
 from phalanx.data.samples import Batch, Samples
-from phalanx.errors import RankFailed, StrategyError
-from phalanx.launch.local import run_ranks
+from phalanx.errors import StrategyError
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Axis, Strategy
-from phalanx.train.evaluate import Evaluation
 from phalanx.train.job.resolve import Job, resolve
-from phalanx.train.step import StepResult
 from phalanx.train.text import TextSession
 from phalanx.verify.cases import awkward_shapes, decoder_case, initial_decoder
-from phalanx.verify.compare import Difference, compare_values
-from phalanx.verify.harness import small_pieces
-from phalanx.verify.judge import judge, located, once
 from phalanx.verify.plain import PlainNextToken, plain_batch
-from phalanx.verify.record import Case, gradients_of, loss_of, state_of
-from phalanx.verify.reference import MOMENTS, History, evaluating, reference_history
+from phalanx.verify.prover import Proof, once, prove_in_order
+from phalanx.verify.record import Case, loss_of
 from phalanx.verify.settings import SEQ_LEN
-from phalanx.verify.verdict import Place, Verdict, failed
-from phalanx.verify.witness import SessionWitness, find, take_down
+from phalanx.verify.verdict import Verdict
 
 STEPS = 2
 """Steps between saves; a run resumes after each, and all runs end after 3 * STEPS steps."""
 
 NARROW = ("float32", "bfloat16")
 """Precisions that the last run may have; bfloat16 replaces any other."""
-
-NARROW_ERROR = 5e-3
-"""Largest relative error of the losses of the narrow run, compared with float64."""
 
 
 def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> list[Verdict]:
@@ -66,103 +56,53 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
     jobs = [once(lambda: resolve(config))]
-    verdicts = [_judged(jobs)]
+    threads, timeout_s = config.threads, config.timeout_s
+    proofs = _proofs(jobs, config, narrow_run(config, given.precision), strategy)
+    return prove_in_order(proofs, device=jobs[0].device, threads=threads, timeout_s=timeout_s)
+
+
+def _proofs(
+    jobs: list[Job], config: TrainConfig, narrow: TrainConfig, strategy: Strategy
+) -> Iterator[Proof]:
+    """Yield each run's proof when the run before has ended; append resumed jobs to `jobs`."""
+    yield _proof(jobs)
     for split in (other_strategy(strategy), strategy):
-        if verdicts[-1].is_equal:
-            at = manifest.complete_checkpoints(jobs[-1].out)[STEPS * len(jobs)]
-            resumed = resumed_run(config, split, at, len(jobs))
-            jobs.append(once(functools.partial(resolve, resumed)))
-            verdicts.append(_judged(jobs))
-    if verdicts[-1].is_equal:
-        narrow = once(lambda: resolve(narrow_run(config, given.precision)))
-        title = f"training {narrow.strategy} in {narrow.config.precision}"
-        try:
-            ranks = _on_ranks(train_rank, narrow)
-        except RankFailed as failure:
-            return [*verdicts, failed(title, failure)]
-        verdicts.append(once(lambda: _compare_narrow(title, narrow, ranks[0])))
-    return verdicts
+        at = manifest.complete_checkpoints(jobs[-1].out)[STEPS * len(jobs)]
+        resumed = resumed_run(config, split, at, len(jobs))
+        jobs.append(once(functools.partial(resolve, resumed)))
+        yield _proof(jobs)
+    job = once(lambda: resolve(narrow))
+    title = f"training {job.strategy} in {job.config.precision}"
+    precision = getattr(torch, job.config.precision)
+    yield dataclasses.replace(_proof([job]), title=title, precision=precision)
 
 
-def train_rank(job: Job) -> History:
-    """Train on this rank, and return the recorded history."""
-    with small_pieces():
-        return take_down(functools.partial(TextSession, job), _TextWitness)
+def _proof(jobs: Sequence[Job]) -> Proof:
+    """Return the proof of the last job, which resumes the one before."""
+    job, before = jobs[-1], "".join(f", resumed from {job.strategy}" for job in jobs[-2:-1])
+    return Proof(
+        f"training {job.strategy}{before}",
+        job.strategy,
+        case_of(jobs),
+        functools.partial(_opened, job),
+        _rows,
+        start=STEPS * (len(jobs) - 1),
+        every=STEPS,
+        validate=functools.partial(_validation_loss, job) if len(_validation_rows(job)) else None,
+        is_repeatable=not job.config.compile,
+    )
 
 
-def find_on_rank(job: Job, case: Case, first: Difference) -> Place:
-    """Repeat the run on this rank, and return the place at which a step goes wrong."""
-    with small_pieces():
-        return find(functools.partial(TextSession, job), _rows, case, first)
-
-
-def _rows(session: TextSession, microbatches: Sequence[Batch]) -> list[Tensor]:
-    del session
-    return [microbatch.rows_B for microbatch in microbatches]
-
-
-class _TextWitness(SessionWitness):
-    """Session recorder that also records positions in the text and data types."""
-
-    session: TextSession
-
-    def __init__(self, session: TextSession) -> None:
-        super().__init__(session, _rows)
-        for block in session.model.blocks:  # blocks of other pipeline stages are never called
-            block.register_forward_hook(self._note_output)
-
-    def keep(self, result: StepResult) -> None:
-        """Record the step that has ended."""
-        super().keep(result)
-        state = state_of(self.session.model, self.step.optimizer)
-        kept = {
-            "weights": state["weight"],
-            "gradients": gradients_of(self.session.model),
-            "moments": {(w, n): t for w in MOMENTS for n, t in state.get(w, {}).items()},
-        }
-        for what, tensors in kept.items():
-            self.history.dtypes[what] = {str(tensor.dtype) for tensor in tensors.values()}
-
-    def evaluation(self, evaluation: Evaluation | None) -> None:
-        """Record an evaluation, its effects on the model, and the position in the text."""
-        super().evaluation(evaluation)
-        self.history.consumed[self.step.steps_done] = self.session.loader.consumed
-
-    def _note_output(self, module: nn.Module, args: object, output: Tensor) -> None:
-        del module, args
-        self.history.dtypes.setdefault("output of a block", set()).add(str(output.dtype))
-
-
-def _on_ranks(function: Any, job: Job, *args: Any) -> list[Any]:
-    """Return the results of `function(job, *args)` on all ranks."""
-    return run_ranks(
-        function, job.strategy.num_ranks, job, *args, device=job.device,
-        threads=job.config.threads, timeout_s=job.config.timeout_s,
-    )  # fmt: skip
-
-
-def _judged(jobs: Sequence[Job]) -> Verdict:
-    """Perform the run of the last job, compare it, and locate the module at fault if possible."""
-    job = jobs[-1]
-    before = "".join(f", resumed from {job.strategy}" for job in jobs[-2:-1])
-    title = f"training {job.strategy}{before}"
-    try:
-        ranks = _on_ranks(train_rank, job)
-    except RankFailed as failure:
-        return failed(title, failure)
-    case = case_of(jobs)
-
-    def compared() -> Verdict:
-        validate = functools.partial(_validation_loss, job)
-        expected = reference_history(case, STEPS * (len(jobs) - 1), STEPS, validate)
-        return judge(title, ranks, expected)
-
-    def found(first: Difference) -> Place:
+def _opened(job: Job, is_again: bool) -> TextSession:
+    """Open the run on a rank; if again, in another folder."""
+    if is_again:
         again = dataclasses.replace(job.config, out=f"{job.out}-again")
-        return _on_ranks(find_on_rank, once(lambda: resolve(again)), case, first)[0]
+        job = once(lambda: resolve(again))
+    return TextSession(job)
 
-    verdict = once(compared)
-    return verdict if job.config.compile else located(verdict, found)
+
+def _rows(_session: TextSession, microbatches: Sequence[Batch]) -> list[Tensor]:
+    return [microbatch.rows_B for microbatch in microbatches]
 
 
 def case_of(jobs: Sequence[Job]) -> Case:
@@ -181,39 +121,16 @@ def case_of(jobs: Sequence[Job]) -> Case:
     return dataclasses.replace(case, infer=loss_of)
 
 
-@torch.no_grad()
-def _validation_loss(job: Job, model: nn.Module) -> float | None:
-    corpus = job.config.corpus
-    count = len(Samples(job.tokens.validation, corpus.seq_len))
-    rows = evaluation_rows(count, job.config.eval_samples)
-    if not len(rows):
-        return None
-    batch = plain_batch(job.tokens.validation, rows, rows, corpus)
+def _validation_rows(job: Job) -> Any:
+    count = len(Samples(job.tokens.validation, job.config.corpus.seq_len))
+    return evaluation_rows(count, job.config.eval_samples)
+
+
+def _validation_loss(job: Job, model: nn.Module) -> float:
+    rows = _validation_rows(job)
+    batch = plain_batch(job.tokens.validation, rows, rows, job.config.corpus)
     objective = PlainNextToken(job.config.seed, 0.0)
-    with evaluating(model):
-        return float(objective.loss_sum(model, batch, 0)) / objective.num_valid(batch)
-
-
-def _compare_narrow(title: str, job: Job, ours: History) -> Verdict:
-    """Check the data types of a narrow run, and compare its losses with float64's."""
-    wrong: list[Place] = []
-    for what, found in ours.dtypes.items():
-        is_output = what == "output of a block"
-        due = f"torch.{job.config.precision}" if is_output else "torch.float32"
-        if found != {due}:
-            text = f"the {what} are in {', '.join(sorted(found))}; expected {due}"
-            wrong.append(Place("blocks.0" if is_output else "", text))
-    expected = reference_history(case_of([job]), 0, STEPS, lambda _: None).records
-    differences = [
-        dataclasses.replace(difference, limit=NARROW_ERROR)
-        for step, record in ours.records.items()
-        for difference in compare_values(step, "loss", record["loss"], expected[step]["loss"])
-    ]
-    verdict = Verdict(title, differences, [each.what for each in wrong])
-    place = next(iter(wrong), None)
-    if place is None and (first := verdict.first) is not None:
-        place = Place(None, f"{first.what} is the first quantity that differs", first.step)
-    return dataclasses.replace(verdict, place=place)
+    return float(objective.loss_sum(model, batch, 0)) / objective.num_valid(batch)
 
 
 def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConfig:

@@ -5,8 +5,9 @@ For a run that dies, the verdict names the failed rank and the module that it wa
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +17,9 @@ from torch import nn
 
 from phalanx.comm.ledger import Entry
 from phalanx.errors import PhalanxError, RankFailed
-from phalanx.verify.compare import Difference, worst
-from phalanx.verify.settings import QUANTITIES
+from phalanx.verify.compare import FACTOR, LIMITS, Difference, worst
+from phalanx.verify.settings import EVALUATION, QUANTITIES, VALIDATION
+from phalanx.verify.snapshot import BitsKey, Snapshot, owner
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Verdict:
         causes: likely causes, in sentences.
         case: name of the case; empty if there is only one.
         failure: traceback of the rank that failed first; empty if the run finished.
+        notes: what the comparison leaves out, in sentences.
     """
 
     strategy: str
@@ -101,6 +104,7 @@ class Verdict:
     causes: list[str] = field(default_factory=list[str])
     case: str = ""
     failure: str = field(default="", repr=False)
+    notes: list[str] = field(default_factory=list[str])
 
     @property
     def first(self) -> Difference | None:
@@ -125,6 +129,10 @@ class Verdict:
         }
         return {what: max(found) for what, found in errors.items() if found}
 
+    def at(self, place: Place) -> Verdict:
+        """Return the verdict with another place of the first difference."""
+        return dataclasses.replace(self, place=place)
+
     def __str__(self) -> str:
         return "\n".join([self.headline(), *self.details()])
 
@@ -148,14 +156,57 @@ class Verdict:
             f"{far.limit:.0e} passes"
         )
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were compared."""
+        return 1 + max((row.step for row in self.differences), default=-1)
+
+    def agreement(self) -> str:
+        """Return the largest errors of an own loop that agrees with one process, in a line."""
+        errors, many = self.largest_errors(), "s" * (self.num_steps > 1)
+        limit = max(row.limit for row in self.differences)
+        is_rounding = limit > max(LIMITS.values())
+        of_all = [f"{q} {errors[q]:.0e}" for q in ("loss", "gradient", "weight") if q in errors]
+        return (
+            f"{self.num_steps} step{many} agree with one process, relative errors: "
+            + ", ".join(of_all)
+            + f"; rounding moves a gradient by {limit / FACTOR:.0e}" * is_rounding
+            + "".join(f"; {note}" for note in self.notes)
+        )
+
     def details(self) -> list[str]:
         """Return lines with the place of the difference, replicas, bytes, causes and traceback."""
         lines = [] if self.place is None else [f"where: {self.place}"]
         lines += [f"ranks: {line}" for line in self.replicas[:3]]
         lines += [f"bytes: {row}" for row in self.wrong_bytes[:3]]
         lines += [f"likely cause: {cause}" for cause in self.causes]
+        lines += [f"note: {note}" for note in self.notes]
         return lines + self.failure.splitlines()
 
+
+def verdict_of(
+    title: str,
+    differences: list[Difference],
+    problems: Sequence[Place],
+    unequal: Sequence[Place],
+    notes: Sequence[str] = (),
+) -> Verdict:
+    """Return the verdict on differences, on other faults of a run, and on unequal replicas."""
+    replicas = [each.what for each in problems]
+    replicas += [f"step {each.step}: {each.what}" for each in unequal]
+    place = next(iter(problems), None)
+    wrong = [row for row in differences if not row.passes]
+    first = next((row for row in wrong if row.quantity != VALIDATION), next(iter(wrong), None))
+    if place is None and first is not None:
+        module = None if first.quantity in _OF_ALL else owner(first.name)
+        what = f"{first.what} is the first quantity that differs; all earlier ones agree"
+        place = Place(module, what, first.step)
+    place = place or next(iter(unequal), None)
+    return Verdict(title, differences, replicas, place=place, notes=[*notes])
+
+
+_OF_ALL = ("loss", "norm", "learning rate", EVALUATION, VALIDATION)
+"""Quantities of the whole model or run, which belong to no module."""
 
 MARK = "verify stood at "
 """Prefix of the note that `Whereabouts` adds to an error; JSON follows."""
@@ -219,3 +270,50 @@ def failed(strategy: str, failure: RankFailed) -> Verdict:
     place = Place(module, what, None, failure.rank)
     text = "\n".join(lines)
     return Verdict(strategy, [], place=place, case=at.get("case", ""), failure=text)
+
+
+def unequal_ranks(step: int, facts: Sequence[Snapshot]) -> list[Place]:
+    """Return differences between ranks in values that must be equal, roughly in order of a step."""
+    norms = [
+        (f"the {p}-norm of the gradient", [rank.numbers["norm"][p] for rank in facts])
+        for p in facts[0].numbers.get("norm", {})
+    ]
+    found = unequal_replicas(step, facts)
+    for what, numbers in (("the loss", [rank.numbers["loss"][""] for rank in facts]), *norms):
+        # Unlike the numbers, the texts of two NaNs are equal.
+        odd = [rank for rank, number in enumerate(numbers) if repr(number) != repr(numbers[0])]
+        if odd:
+            text = f"{what} is {numbers[0]:.17g} on rank 0 and {numbers[odd[0]]:.17g} on rank "
+            at = 0 if what == "the loss" else len(found)
+            found.insert(at, Place(None, f"{text}{odd[0]}", step, odd[0]))
+    return found
+
+
+def unequal_replicas(step: int, facts: Sequence[Snapshot], but: str = "") -> list[Place]:
+    """Return the gradients that a rank lacks, and the tensors that differ from their replicas.
+
+    Replicas of the quantity `but` are not compared.
+    """
+    found: list[Place] = []
+    # A rank is only compared for parameters that it has: a pipeline stage has some of them.
+    held, trained = (
+        [{name for kind, name, _ in rank.bits if kind == wanted} for rank in facts]
+        for wanted in ("weight", "gradient")
+    )
+    for name in sorted(set[str]().union(*trained)):
+        without = [r for r, names in enumerate(trained) if name in held[r] and name not in names]
+        if without:
+            what = f"{name} has a gradient on some ranks, but none on rank {without[0]}"
+            found.append(Place(owner(name), what, step, without[0]))
+    first: dict[BitsKey, tuple[int, str]] = {}
+    seen: set[tuple[str, str]] = set()
+    for number, rank in enumerate(facts):
+        for key, digest in rank.bits.items():
+            quantity, name, _ = key
+            holder, other = first.setdefault(key, (number, digest))
+            if other != digest and (quantity, name) not in seen and quantity != but:
+                seen.add((quantity, name))
+                where = f"on rank {number} differs from its replica on rank {holder}"
+                what = f"the {quantity} of {name} {where}"
+                found.append(Place(owner(name), what, step, number))
+    return found

@@ -20,8 +20,8 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.reduce import is_fused
 from phalanx.strategy import Strategy
-from phalanx.verify import record
-from phalanx.verify.record import full_tensors
+from phalanx.verify import snapshot
+from phalanx.verify.snapshot import full_tensors
 
 # Of eight ranks the last have no rows of some, and 66 rows over two and then two are uneven.
 SHAPE = ModelShape(
@@ -76,7 +76,7 @@ def differing_on_ranks(layouts: Sequence[str]) -> tuple[list[str], bool, list[st
         if dist.get_rank() == 0:
             found += [f"{text} {name}" for name in due if not torch.equal(ours[name], due[name])]
         fused |= any(map(is_fused, named.values()))
-        with planted((record, "_sends_shard", lambda right: on_rank(1, lambda *_: False, right))):
+        with planted((snapshot, "_sends_shard", lambda right: on_rank(1, lambda *_: False, right))):
             if any(tensor.isnan().any() for tensor in full_tensors(named, comm).values()):
                 lacking.append(text)
     of_torch.setLevel(before)  # ranks that stay begin the next job with it
