@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from phalanx.config import BatchPlan
 from phalanx.data.order import Order
@@ -69,6 +70,8 @@ class Loader:
         tail: policy for the last, partial batch.
         consumed: number of stream positions consumed by the steps returned so far, including the
             steps before a resume. This integer is the complete state of the loader.
+        device: device of the microbatches; None leaves them in host memory.
+        num_rows: rows of the latest global batch.
     """
 
     samples: Samples
@@ -79,6 +82,8 @@ class Loader:
     end: int | None = None
     tail: Tail = "keep"
     consumed: int = 0
+    device: torch.device | None = None
+    num_rows: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -98,10 +103,11 @@ class Loader:
         ready, self._next = self._next, None
         batches = ready.result()
         after = self.consumed + self.plan.global_size
-        self.consumed = after if self.end is None else min(after, self.end)
+        after = after if self.end is None else min(after, self.end)
+        self.num_rows, self.consumed = after - self.consumed, after
         if self._has_step(self.consumed):
             self._next = self._thread.submit(self.step_at, self.consumed)
-        return batches
+        return batches if self.device is None else [each.to(self.device) for each in batches]
 
     def __enter__(self) -> Loader:
         return self

@@ -99,9 +99,14 @@ class ServedSession(TextSession):
     def is_first(self) -> bool:
         return self.worker == 0
 
+    @property
     @override
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        optimizer, server = super()._optimizer(model), self.job.config.server
+    def data_rank(self) -> int:
+        return self.worker
+
+    @override
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer, server = super().optimizer_of(model), self.job.config.server
         if server.rule == "adamw":
             return optimizer
         keys = ("params", "weight_decay")
@@ -110,19 +115,14 @@ class ServedSession(TextSession):
         return torch.optim.SGD(groups, self.job.config.optimizer.lr, momentum)
 
     @override
-    def _claim(self, job: Job) -> None:
-        self.data_rank = self.worker
-        if not self.is_first:
-            self.saver = cast(Saver, NoSaver())
-        elif continues_served(job.out, self._meeting.coordinator):  # after worker 0 was lost
-            self.saver = Saver(job.out, keep=job.config.keep_checkpoints)
-        else:
-            super()._claim(job)
+    def locked(self) -> Saver:
+        return super().locked() if self.is_first else cast(Saver, NoSaver())
 
     @override
-    def _keep_origin(self) -> None:
-        if self.is_first:
-            super()._keep_origin()
+    def claim(self) -> None:
+        # A new process of worker 0, after one was lost, continues in its folder as it is.
+        if self.is_first and not continues_served(self.out, self._meeting.coordinator):
+            super().claim()
             (self.out / STARTED).write_text(self._meeting.coordinator)
 
     def _consumed(self, steps: int) -> int:
@@ -142,8 +142,8 @@ class ServedSession(TextSession):
         return super().validation_batches() if self.is_first else None
 
     @override
-    def _call(self, extras: Callbacks) -> None:
-        super()._call(extras)
+    def register(self) -> None:
+        super().register()
         if isinstance(self.step, LocalStep):
             self.called.registered.add(LOCAL_ROUNDS, self.step.rounds)
         if self.job.config.server.table_rule == "adagrad":
