@@ -21,7 +21,6 @@ from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import count_rows, map_tensors, take_rows
 from phalanx.errors import CheckpointError, DataError
-from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
@@ -231,7 +230,8 @@ class ModuleSession(Session):
     @override
     def parts(self) -> dict[str, Stateful]:
         schedulers = [] if self.scheduler is None else [self.scheduler]
-        return parts_of([self.step.optimizer], schedulers, [self.loader], self.generator)
+        own = parts_of([self.step.optimizer], schedulers, [self.loader], self.generator)
+        return super().parts() | own
 
     @override
     def manifest(self, *, is_passing: bool) -> Manifest:
@@ -249,11 +249,6 @@ class ModuleSession(Session):
         rows = self.microbatches.rows()[number]
         rows = rows if len(rows) else rows.new_zeros(1)  # position 0 for a spare row
         return MaskPosition(self.step.steps_done, rows, self._calls.setdefault(number, {}))
-
-    @property
-    @override
-    def arithmetic(self) -> Arithmetic | None:
-        return None
 
     @override
     def flops(self, num_rows: int | None = None) -> tuple[CountedFlops, None] | None:

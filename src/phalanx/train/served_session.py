@@ -18,7 +18,6 @@ from phalanx.account.flops import Flops
 from phalanx.checkpoint.manifest import complete_checkpoints
 from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
-from phalanx.data.loader import Loader
 from phalanx.data.samples import Batch
 from phalanx.launch.agreement import check_same
 from phalanx.measure.logs import METRICS_FILE
@@ -86,7 +85,6 @@ class ServedSession(TextSession):
         names = ("the job, to which a lost worker returns without --resume", f"worker {worker}")
         check_same([first, json.loads(json.dumps(facts))], names)
         self.model.embedding.sparse = job.config.server.table_rule is not None
-        self._loaders: dict[int, Loader] = {}
         if self.consistency.kind != "local":
             self.step.batch_of = self._batch_of
         self.step.join(self.client, job.config.server, is_first=self.is_first)
@@ -133,9 +131,7 @@ class ServedSession(TextSession):
         return at if end is None else min(at, end)
 
     def _batch_of(self, clock: int, slot: int) -> Sequence[Batch]:
-        if slot not in self._loaders:
-            self._loaders[slot] = loader_of(self.job, slot)
-        return self._loaders[slot].step_at(self._consumed(clock))
+        return loader_of(self.job, slot).step_at(self._consumed(clock))
 
     @override
     def validation_batches(self) -> Iterable[Batch] | None:
@@ -234,12 +230,6 @@ class ServedSession(TextSession):
             f"{client.received_bytes / steps / 2**20:.3f} pulled over sockets per step and worker; "
             f"staleness of gradients in versions: {late}"
         )
-
-    @override
-    def close(self) -> None:
-        super().close()
-        for loader in self._loaders.values():
-            loader.close()
 
 
 STEPS: Final[dict[str, type[ServedStep]]] = {

@@ -1,9 +1,9 @@
 """One run on one rank: opened, stepped, saved and resumed alike for text and for any module.
 
     Session                opens a run, takes its data and saves its state
-      TextSession          what is of text: decoder, token stream, bits per byte (text.py)
-        ServedSession      a worker whose weights are on servers (served_session.py)
-      ModuleSession        what is of a Trainer: module, DataLoader, schedule (script/session.py)
+      TextSession          adds the decoder, the token stream, bits per byte (text.py)
+        ServedSession      adds weights that are on servers (served_session.py)
+      ModuleSession        adds a Trainer's module, DataLoader and schedule (script/session.py)
 
 loop.py drives a session, and report/ measures it.
 """
@@ -38,8 +38,8 @@ from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import blocks_of
 from phalanx.strategy import Strategy
-from phalanx.train.best import BestTracker
 from phalanx.train.callback import CallbackRunner, Callbacks
+from phalanx.train.evaluate import BestTracker
 from phalanx.train.job.run_folder import check_unused
 from phalanx.train.notice import announce, notice_if_slow
 from phalanx.train.objective import Objective
@@ -115,7 +115,7 @@ class Session(ABC):
         self.best, self.log = BestTracker.of(config), extras.log
         self.comm = Ranks(strategy.of_worker, config.device, shares_memory=config.shared_memory)
         self.saver = self.locked()
-        with self.opening():
+        try:
             self.claim()
             runner, model = self.build(), self.plan.model
             how = (config.compress, self.plan.strategy, config.precision)
@@ -141,8 +141,11 @@ class Session(ABC):
             if config.compile:
                 compile_blocks(model)
             self.stream = self.open_stream()
+        except BaseException:
+            self.saver.__exit__(None, None, None)  # release the lock
+            raise
 
-    # What is trained: __init__ calls these in this order.
+    # The parts of a session: __init__ calls these in this order.
 
     def locked(self) -> Saver:
         """Return the saver, which locks the folder of the run."""
@@ -173,28 +176,17 @@ class Session(ABC):
     @property
     def state(self) -> RunState:
         """The objects that a checkpoint has."""
-        parts: dict[str, Stateful] = {"scaler": self.step.scaler, **self.parts()}
-        if self.best is not None:
-            parts["best"] = self.best
         step = self.step
-        return RunState(step.model, [step.optimizer], parts, self.called.registered)
+        return RunState(step.model, [step.optimizer], self.parts(), self.called.registered)
 
-    def parts(self) -> Mapping[str, Stateful]:
-        """Return objects of this kind of session that a checkpoint has, by name."""
-        return {}
+    def parts(self) -> dict[str, Stateful]:
+        """Return the objects whose states the manifest of a checkpoint has, by name."""
+        tracked: dict[str, Stateful] = {} if self.best is None else {"best": self.best}
+        return {"scaler": self.step.scaler, **tracked}
 
     @abstractmethod
     def manifest(self, *, is_passing: bool) -> Manifest:
         """Return the manifest of a checkpoint after the latest step, without states."""
-
-    @contextmanager
-    def opening(self) -> Generator[None]:
-        """Release the lock of the run's folder if the block, which opens the session, raises."""
-        try:
-            yield
-        except BaseException:
-            self.saver.__exit__(None, None, None)
-            raise
 
     @property
     def is_first(self) -> bool:
@@ -269,9 +261,9 @@ class Session(ABC):
         return result.num_valid_tokens
 
     @property
-    @abstractmethod
     def arithmetic(self) -> Arithmetic | None:
         """Arithmetic of the matrix products; None if it must be observed in the first step."""
+        return None
 
     @abstractmethod
     def flops(
@@ -313,10 +305,6 @@ class Session(ABC):
     def sample(self) -> str:
         """Return text that the model generates, or an empty string; all ranks call this."""
         return ""
-
-    def companions(self) -> Mapping[str, Path]:
-        """Return files of the run besides checkpoints and records, by name."""
-        return {}
 
     @abstractmethod
     def resume_command(self, steps: int | None = None) -> str:

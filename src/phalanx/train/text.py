@@ -28,7 +28,6 @@ from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
@@ -224,10 +223,6 @@ class TextSession(Session):
                 first_id=job.tokens.train.end_id,
                 seed=job.config.seed,
             )
-
-    @override
-    def companions(self) -> Mapping[str, Path]:
-        return {"tokenizer": self.out / TOKENIZER}
 
     @override
     def resume_command(self, steps: int | None = None) -> str:

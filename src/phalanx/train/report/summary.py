@@ -10,6 +10,7 @@ from rich.console import RenderableType
 
 from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
+from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.logs import values_of
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize
@@ -198,6 +199,6 @@ def _paths(session: Session) -> dict[str, str]:
         **({"checkpoint": checkpoints[max(checkpoints)]} if checkpoints else {}),
         "metrics": session.out / "metrics.jsonl",
         "tensorboard": session.out / "tensorboard",
-        **session.companions(),
+        "tokenizer": session.out / TOKENIZER,
     }
     return {name: str(path) for name, path in paths.items() if path.exists()}
