@@ -129,7 +129,16 @@ class Loader:
             + self.rank
             + plan.num_data_ranks * np.arange(plan.microbatch * plan.accumulation, dtype=np.int64)
         )
-        samples = self._samples_at(rows)
+        if self.end is None:
+            samples = self.order.samples(rows)
+        elif self.tail == "pad":
+            num_samples = self.order.num_samples
+            begin = (self.end - 1) // num_samples * num_samples
+            past = begin + (rows - self.end) % num_samples
+            samples = self.order.samples(np.where(rows < self.end, rows, past))
+        else:
+            samples = self.order.samples(np.minimum(rows, self.end - 1))
+            samples = np.where(rows < self.end, samples, -1)  # an empty row
         if self.tail == "keep":
             rows = np.where(samples >= 0, rows, -1)
         return [
@@ -138,18 +147,6 @@ class Loader:
             )
             for begin in range(0, len(rows), plan.microbatch)
         ]
-
-    def _samples_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the samples at stream positions `rows`; -1 past the end, unless `tail` is pad."""
-        if self.end is None:
-            return self.order.samples(rows)
-        if self.tail == "pad":
-            num_samples = self.order.num_samples
-            begin = (self.end - 1) // num_samples * num_samples
-            past = begin + (rows - self.end) % num_samples
-            return self.order.samples(np.where(rows < self.end, rows, past))
-        samples = self.order.samples(np.minimum(rows, self.end - 1))
-        return np.where(rows < self.end, samples, -1)
 
     def _has_step(self, consumed: int) -> bool:
         if self.end is None:

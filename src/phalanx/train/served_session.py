@@ -7,7 +7,7 @@ restarted in place of a lost one gets the number of finished steps from the serv
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final, cast
 
 import torch
@@ -86,7 +86,9 @@ class ServedSession(TextSession):
         check_same([first, json.loads(json.dumps(facts))], names)
         self.model.embedding.sparse = job.config.server.table_rule is not None
         if self.consistency.kind != "local":
-            self.step.batch_of = self._batch_of
+            self.step.batch_of = lambda clock, slot: loader_of(self.job, slot).step_at(
+                self._consumed(clock)
+            )
         self.step.join(self.client, job.config.server, is_first=self.is_first)
         if self.is_first and max(complete_checkpoints(self.out), default=0) > self.step.steps_done:
             check_unused(self.out, job.start)  # the servers are of another job than the folder
@@ -129,9 +131,6 @@ class ServedSession(TextSession):
         end = self.loader.end
         at = consumed + (steps - done) * self.job.batch.global_size
         return at if end is None else min(at, end)
-
-    def _batch_of(self, clock: int, slot: int) -> Sequence[Batch]:
-        return loader_of(self.job, slot).step_at(self._consumed(clock))
 
     @override
     def validation_batches(self) -> Iterable[Batch] | None:

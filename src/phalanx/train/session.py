@@ -114,6 +114,10 @@ class Session(ABC):
         self.strategy, self.config, self.out = strategy, config, out
         self.best, self.log = BestTracker.of(config), extras.log
         self.comm = Ranks(strategy.of_worker, config.device, shares_memory=config.shared_memory)
+        # 1. Lock the folder, then check it: a run that has ended meanwhile may have saved there.
+        # 2. Split the model, then make its optimizer, which gets this rank's shards.
+        # 3. Call the callbacks, then load the checkpoint, which has their states.
+        # 4. Compile the model as it then is; read data last, from the loaded position on.
         self.saver = self.locked()
         try:
             self.claim()
