@@ -38,8 +38,8 @@ from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
+from phalanx.train.session import compile_blocks
 from phalanx.train.step import Step
-from phalanx.train.text import compile_blocks
 
 WARMUP, STEPS = 3, 10
 POLICIES = ("none", "selective", "full")

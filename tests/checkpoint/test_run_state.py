@@ -16,7 +16,7 @@ from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.run_state import RunState, Several
 from phalanx.checkpoint.untrusted import write_json
 from phalanx.errors import CheckpointError
-from phalanx.train.best import BestTracker
+from phalanx.train.evaluate import BestTracker
 
 LOADER = {"epoch": 1, "row": 8, "batches": 2, "order": "a", "generators": {"draws": "00"}}
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.corpus import Document
-from phalanx.data.holdout import HeldOut, hold_out
+from phalanx.data.tokens import HeldOut, hold_out
 
 
 @given(

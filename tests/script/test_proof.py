@@ -60,10 +60,10 @@ def _without_buffers(right: Any) -> Any:
 
 
 def _schedule_from_the_start(right: Any) -> Any:
-    def wrong(self: ModuleSession) -> None:
-        right(self)
+    def wrong(self: ModuleSession) -> Any:
         assert self.scheduler is not None
         self.scheduler.last_epoch = 0
+        return right(self)
 
     return wrong
 
@@ -90,7 +90,7 @@ MUTANTS: dict[str, tuple[Any, list[Patch], str | None, str]] = {
         normed, [(state, "weights_of", _without_buffers)], "1", "resumed from dp2 differs",
     ),
     "a schedule that begins anew": (
-        jobs.job, [(ModuleSession, "_resume", _schedule_from_the_start)], None, "learning rate",
+        jobs.job, [(ModuleSession, "open_stream", _schedule_from_the_start)], None, "learning rate",
     ),
     "a gradient that is never clipped": (
         jobs.job, [(step, "scale_to", _never_clipped)], "0", "so the optimizer's update is wrong",

@@ -28,8 +28,9 @@ from phalanx.strategy import Strategy
 from phalanx.train.job.resolve import Job, resolve
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
+from phalanx.train.session import compile_blocks
 from phalanx.train.step import Step
-from phalanx.train.text import TextSession, compile_blocks
+from phalanx.train.text import TextSession
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 from small_run import small_run

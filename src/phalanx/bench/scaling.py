@@ -40,8 +40,8 @@ from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
+from phalanx.train.session import compile_blocks
 from phalanx.train.step import Step
-from phalanx.train.text import compile_blocks
 
 WARMUP_STEPS = 2
 """Untimed steps at the start of each job, which allocate buffers."""

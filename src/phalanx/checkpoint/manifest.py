@@ -74,12 +74,12 @@ class Manifest:
     Attributes:
         steps_done: optimizer steps taken.
         num_steps: total optimizer steps the run was configured for.
-        consumed: samples consumed from the global order; with `first_epoch`, the complete state of
-            the data.
+        consumed: samples consumed from the global order of text; with `first_epoch`, the complete
+            position. It is no state of an object, because the steps of a run follow from it.
         num_ranks: number of ranks of the job that saved.
         strategy: strategy of the job that saved, as text.
-        shape: the model's shape.
-        stream: values that determine the order of the samples, by name.
+        shape: the decoder's shape; empty for a module of a script.
+        stream: values that determine the order of the samples of text, by name.
         first_epoch: number of the epoch at which the order of the samples begins.
         settings: other settings of the run that a resumed run keeps, by name.
         state: states of objects of the run, by name, see checkpoint/run_state.py.
@@ -230,7 +230,17 @@ def _decode(values: dict[str, Any]) -> Manifest:
     # the length changed before it began a new epoch.
     if values.pop("parts", None) and isinstance(values.get("stream"), dict):
         values["stream"][EARLIER_LENGTHS] = True
-    _join_states(values)
+    # Earlier versions stored the states of some objects in a field each.
+    try:
+        states = {name: values.pop(name, None) for name in ("scaler", "best")}
+        if (script := values.pop("script", None)) is not None:
+            states |= {name: script[name] for name in ("loaders", "schedulers", "draws")}
+            states["settings"] = script["groups"]
+            values["registered"] = values.get("registered") or script.get("registered", {})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its position of a script is not valid: {brief(error)}") from error
+    if states := {name: each for name, each in states.items() if each is not None}:
+        values["state"] = states
     manifest: Manifest = decode(Manifest, values)
     for name in manifest.files:
         if not is_plain_name(name):
@@ -238,21 +248,6 @@ def _decode(values: dict[str, Any]) -> Manifest:
     if sha256 != expected:
         raise ValueError("it is damaged: its sha256 differs from the recorded one")
     return manifest
-
-
-def _join_states(values: dict[str, Any]) -> None:
-    """Put states of the run's objects, which earlier versions stored in a field each, into one."""
-    try:
-        earlier = {name: values.pop(name, None) for name in ("scaler", "best")}
-        if (script := values.pop("script", None)) is not None:
-            earlier |= {name: script[name] for name in ("loaders", "schedulers", "draws")}
-            earlier["settings"] = script["groups"]
-            values["registered"] = values.get("registered") or script.get("registered", {})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its position of a script is not valid: {brief(error)}") from error
-    states = {name: each for name, each in earlier.items() if each is not None}
-    if states:
-        values["state"] = states
 
 
 def folder_of(run: Path, steps_done: int, kind: str = "step") -> Path:

@@ -141,7 +141,21 @@ class SavedSchedule:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Check an encoded state, and load it."""
-        _load_schedule(self._scheduler, saved)
+        scheduler, kind = self._scheduler, type(self._scheduler).__name__
+        try:
+            state, own = decoded(saved), decoded(self.state_dict())
+            if type(scheduler).__module__.startswith("torch.optim."):
+                _check_schedule(own, state)
+            # The saved state of a user's own class may have further entries, but none that would
+            # overwrite a method.
+            elif hidden := [name for name in state if name not in own and hasattr(scheduler, name)]:
+                raise ValueError(f"it has the unknown entry {brief(hidden[0])}")
+            scheduler.load_state_dict(state)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"cannot resume {kind}: its saved state does not fit this schedule: "
+                f"{brief(error, 200)}"
+            ) from error
 
 
 class OptimizerSettings:
@@ -152,70 +166,56 @@ class OptimizerSettings:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the encoded settings of the groups, without their parameters."""
-        kind = type(self._optimizer).__name__
-        return [_settings_of(group, kind) for group in self._optimizer.param_groups]
+        what = f"{type(self._optimizer).__name__}, its settings"
+        groups = self._optimizer.param_groups
+        return [encoded({k: v for k, v in each.items() if k != "params"}, what) for each in groups]
 
     def load_state_dict(self, groups: list[dict[str, Any]]) -> None:
         """Check encoded settings, and restore them."""
-        if len(groups) != (here := len(self._optimizer.param_groups)):
+        optimizer, kind = self._optimizer, type(self._optimizer).__name__
+        if len(groups) != (here := len(optimizer.param_groups)):
             raise CheckpointError(
                 f"it was saved with an optimizer of {len(groups)} parameter groups, but this "
-                f"script's {type(self._optimizer).__name__} has {here}; make the same optimizers"
+                f"script's {kind} has {here}; make the same optimizers"
             )
-        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
-            _load_settings(self._optimizer, group, saved)
+        for group, own, saved in zip(
+            optimizer.param_groups, self.state_dict(), groups, strict=True
+        ):
+            try:
+                settings = _checked_settings(optimizer, group, decoded(own), decoded(saved))
+            except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"the saved settings do not fit {kind}: {brief(error, 200)}; make the same "
+                    "optimizer"
+                ) from error
+            group.update(settings)
 
 
-def _load_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    kind = type(scheduler).__name__
-    try:
-        state, own = decoded(saved), decoded(encoded(scheduler.state_dict(), kind))
-        if type(scheduler).__module__.startswith("torch.optim."):
-            _check_schedule(own, state)
-        # The saved state of a user's own class may have further entries, but none that would
-        # overwrite a method.
-        elif hidden := [name for name in state if name not in own and hasattr(scheduler, name)]:
-            raise ValueError(f"it has the unknown entry {brief(hidden[0])}")
-        scheduler.load_state_dict(state)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"cannot resume {kind}: its saved state does not fit this schedule: {brief(error, 200)}"
-        ) from error
-
-
-def _settings_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
-    own = {name: value for name, value in group.items() if name != "params"}
-    return encoded(own, f"{what}, its settings")
-
-
-def _load_settings(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
-) -> None:
-    what = type(optimizer).__name__
-    try:
-        settings, own = decoded(saved), decoded(_settings_of(group, what))
-        for name, value in settings.items():
-            if name not in own and name not in _OF_SCHEDULES:
-                raise ValueError(f"it has the unknown setting {brief(name)}")
-            _check_alike(own.get(name, 0.0), value, brief(name), is_setting=True)
-            if name in _RATES and value is not None and not value >= 0:
-                raise ValueError(f"{name} is {brief(value)}, expected at least 0")
-        if "lr" in own and "lr" not in settings:
-            raise ValueError("it has no 'lr'")
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-        # Refuse settings with which the optimizer cannot be made, or can no longer step.
-        kind: type[Any] = type(optimizer)
-        if kind.__module__.startswith("torch.optim."):  # its arguments are settings
-            given = {n: settings[n] for n in inspect.signature(kind).parameters if n in settings}
-            kind([nn.Parameter(torch.zeros(DRY_SHAPE))], **given)
-        after = dry_state(optimizer, {**group, **settings})
-        if after is None and dry_state(optimizer, group) is not None:
-            raise ValueError("it cannot step with these settings")
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the saved settings do not fit {what}: {brief(error, 200)}; make the same optimizer"
-        ) from error
-    group.update(settings)
+def _checked_settings(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    own: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return saved settings of a group, or raise ValueError if no step can be taken with them."""
+    for name, value in settings.items():
+        if name not in own and name not in _OF_SCHEDULES:
+            raise ValueError(f"it has the unknown setting {brief(name)}")
+        _check_alike(own.get(name, 0.0), value, brief(name), is_setting=True)
+        if name in _RATES and value is not None and not value >= 0:
+            raise ValueError(f"{name} is {brief(value)}, expected at least 0")
+    if "lr" in own and "lr" not in settings:
+        raise ValueError("it has no 'lr'")
+    checked = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    # Refuse settings with which the optimizer cannot be made, or can no longer step.
+    kind: type[Any] = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):  # its arguments are settings
+        named = {n: checked[n] for n in inspect.signature(kind).parameters if n in checked}
+        kind([nn.Parameter(torch.zeros(DRY_SHAPE))], **named)
+    after = dry_state(optimizer, {**group, **checked})
+    if after is None and dry_state(optimizer, group) is not None:
+        raise ValueError("it cannot step with these settings")
+    return checked
 
 
 def _check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -207,14 +207,13 @@ class Registered:
 
     def _of_this(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved states without the ignored ones, see `_IGNORED`."""
-        return {name: each for name, each in plain.items() if not self._ignores(name)}
-
-    def _ignores(self, name: str) -> bool:
-        return name in _IGNORED and name not in self._objects
+        known = self._objects
+        return {n: each for n, each in plain.items() if n not in _IGNORED or n in known}
 
     def remarks_on(self, plain: Mapping[str, Any]) -> list[str]:
         """Return a line on each saved state that this run ignores."""
-        ignored = [_IGNORED[name] for name in plain if self._ignores(name)]
+        used = self._of_this(plain)
+        ignored = [_IGNORED[name] for name in plain if name not in used]
         return [f"the checkpoint has {what}; this run does not use them" for what in ignored]
 
     def load(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -238,7 +237,15 @@ class Registered:
 
     def warn_if_ranks_differ(self, parts: SplitState) -> None:
         """Warn once if an object's state differs between ranks; all ranks call this together."""
-        own = {name: _digest(name, *parts) for name in parts.plain}
+        own: dict[str, str] = {}
+        for name, plain in parts.plain.items():  # without DTensors and tensors above _COMPARED
+            digest = hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16)
+            for called, tensor in parts.tensors.items():
+                is_whole = not isinstance(tensor, DTensor) and tensor.numel() <= _COMPARED
+                if is_whole and called.startswith(f"{PREFIX}{name}."):
+                    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+                    digest.update(flat.numpy().tobytes())
+            own[name] = digest.hexdigest()
         first, *others = gather_objects(own)
         for rank, theirs in enumerate(others, 1):
             apart = [name for name in first if theirs.get(name) != first[name]]
@@ -341,14 +348,3 @@ def _put(state: Any, path: KeyPath, tensor: Tensor) -> Any:
         return (*items[: path[0]], inner, *items[path[0] + 1 :])
     state[path[0]] = inner
     return state
-
-
-def _digest(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of a state, without DTensors and tensors larger than _COMPARED."""
-    digest = hashlib.blake2b(json.dumps(plain[name], sort_keys=True).encode(), digest_size=16)
-    for called, tensor in tensors.items():
-        if called.startswith(f"{PREFIX}{name}.") and not isinstance(tensor, DTensor):
-            if tensor.numel() <= _COMPARED:
-                flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-                digest.update(flat.numpy().tobytes())
-    return digest.hexdigest()

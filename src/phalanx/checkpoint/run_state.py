@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.checkpoint import manifest, state
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
@@ -130,7 +130,7 @@ class RunState:
                 functools.partial(self.registered.load, about.registered),
             )
         for optimizer in self.optimizers:
-            for parameter in _parameters(optimizer):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter in together.state:
                     optimizer.state[parameter] = together.state[parameter]
 
@@ -147,7 +147,3 @@ class RunState:
                 raise CheckpointError(
                     f"its state of the {name} is not valid: {brief(error, 200)}"
                 ) from error
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -13,7 +13,7 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
     """
     left = max_bytes
     is_empty = True
-    for document in _standard_library() if path is None else _from_path(path):
+    every = (d for name, file in sources(path) for d in _read(name, file, is_ours=path is None))
+    for document in every:
         if not document.text.strip():
             continue
         if left is not None:
@@ -89,7 +90,16 @@ def sources(path: str | None) -> list[tuple[str, Path]]:
     if path is None:
         return _library_files()
     root, files = _find_files(path)
-    return [(file.relative_to(root).as_posix(), file) for file in _supported(files, path)]
+    # Leave out named pipes, because a read from one would block forever.
+    chosen = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
+    if not chosen:
+        kinds = {file: "" if file.is_file() else " (no regular file)" for file in files}
+        found = sorted({(file.suffix or file.name) + kind for file, kind in kinds.items()})
+        raise DataError(
+            f"{path} holds no file that can be read: expected one of {' '.join(SUFFIXES)}, found "
+            f"{' '.join(found[:8]) or 'nothing'}"
+        )
+    return [(file.relative_to(root).as_posix(), file) for file in chosen]
 
 
 def left_out(path: str | None) -> str:
@@ -105,14 +115,21 @@ def left_out(path: str | None) -> str:
     return ", ".join([*words, *([f"{more} others"] if more else [])])
 
 
-def _from_path(path: str) -> Iterator[Document]:
-    for name, file in sources(path):
-        if file.suffix.lower() == ".jsonl":
-            yield from _read_jsonl(file, name)
-        elif file.suffix.lower() == ".parquet":
-            yield from _read_parquet(file, name)
-        else:
+def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
+    """Yield the documents of a file; `is_ours`: it is of the standard library."""
+    if is_ours and name == _TOPICS:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+        yield from (Document(f"{_TOPICS}/{topic}", topics[topic]) for topic in sorted(topics))
+    elif file.suffix.lower() == ".jsonl":
+        yield from _read_jsonl(file, name)
+    elif file.suffix.lower() == ".parquet":
+        yield from _read_parquet(file, name)
+    else:
+        try:
             yield Document(name, _decode(_read_bytes(file), file))
+        except DataError:
+            if not is_ours:  # else a file in another encoding, which the user cannot fix
+                raise
 
 
 def _find_files(path: str) -> tuple[Path, list[Path]]:
@@ -152,19 +169,10 @@ def _glob(pattern: Path) -> Iterator[str]:
         return
     at = parts.index("**")
     for place in glob.glob(str(Path(*parts[:at]))):
-        for folder in _folders(Path(place)) if Path(place).is_dir() else []:
+        for folder, folders, _ in os.walk(place):
+            folders[:] = [name for name in folders if not name.startswith(".")]  # none hidden
             below = parts[at + 1 :]
-            if below:
-                yield from _glob(Path(glob.escape(str(folder)), *below))
-            else:
-                yield str(folder)
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    """Yield a folder and all folders below it except hidden ones."""
-    for parent, folders, _ in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield Path(parent)
+            yield from _glob(Path(glob.escape(folder), *below)) if below else [folder]
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -178,20 +186,6 @@ def _walk(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
-
-
-def _supported(files: Iterable[Path], path: str) -> list[Path]:
-    files = list(files)
-    # Leave out named pipes, because a read from one would block forever.
-    chosen = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
-    if not chosen:
-        kinds = {file: "" if file.is_file() else " (no regular file)" for file in files}
-        found = sorted({(file.suffix or file.name) + kind for file, kind in kinds.items()})
-        raise DataError(
-            f"{path} holds no file that can be read: expected one of {' '.join(SUFFIXES)}, found "
-            f"{' '.join(found[:8]) or 'nothing'}"
-        )
-    return chosen
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -237,14 +231,15 @@ def _read_jsonl(file: Path, name: str) -> Iterator[Document]:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 if raw.strip():
-                    text = _json_text(_decode(raw, file, offset), f"{file}, line {number}")
-                    yield Document(f"{name}:{number}", text)
+                    text = _decode(raw, file, offset)
+                    yield Document(f"{name}:{number}", _text_in(text, f"{file}, line {number}"))
                 offset += len(raw)
     except OSError as error:
         raise _unreadable(file, error) from error
 
 
-def _json_text(line: str, where: str) -> str:
+def _text_in(line: str, where: str) -> str:
+    """Return the text of a line of .jsonl; `where` names the line in messages."""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:  # too long a number; too deeply nested
@@ -334,16 +329,3 @@ def _library_files() -> list[tuple[str, Path]]:
     if not found:
         raise DataError(f"this Python has no standard library at {root}; give a corpus with --data")
     return found
-
-
-def _standard_library() -> Iterator[Document]:
-    for name, file in _library_files():
-        if name == _TOPICS:
-            topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-            for topic in sorted(topics):
-                yield Document(f"{_TOPICS}/{topic}", topics[topic])
-            continue
-        try:
-            yield Document(name, _decode(_read_bytes(file), file))
-        except DataError:
-            continue  # a file of the distribution in another encoding, which the user cannot fix

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from phalanx.config import BatchPlan
 from phalanx.data.order import Order
@@ -69,6 +70,8 @@ class Loader:
         tail: policy for the last, partial batch.
         consumed: number of stream positions consumed by the steps returned so far, including the
             steps before a resume. This integer is the complete state of the loader.
+        device: device of the microbatches; None leaves them in host memory.
+        num_rows: rows of the latest global batch.
     """
 
     samples: Samples
@@ -79,6 +82,8 @@ class Loader:
     end: int | None = None
     tail: Tail = "keep"
     consumed: int = 0
+    device: torch.device | None = None
+    num_rows: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -98,10 +103,11 @@ class Loader:
         ready, self._next = self._next, None
         batches = ready.result()
         after = self.consumed + self.plan.global_size
-        self.consumed = after if self.end is None else min(after, self.end)
+        after = after if self.end is None else min(after, self.end)
+        self.num_rows, self.consumed = after - self.consumed, after
         if self._has_step(self.consumed):
             self._next = self._thread.submit(self.step_at, self.consumed)
-        return batches
+        return batches if self.device is None else [each.to(self.device) for each in batches]
 
     def __enter__(self) -> Loader:
         return self
@@ -123,7 +129,16 @@ class Loader:
             + self.rank
             + plan.num_data_ranks * np.arange(plan.microbatch * plan.accumulation, dtype=np.int64)
         )
-        samples = self._samples_at(rows)
+        if self.end is None:
+            samples = self.order.samples(rows)
+        elif self.tail == "pad":
+            num_samples = self.order.num_samples
+            begin = (self.end - 1) // num_samples * num_samples
+            past = begin + (rows - self.end) % num_samples
+            samples = self.order.samples(np.where(rows < self.end, rows, past))
+        else:
+            samples = self.order.samples(np.minimum(rows, self.end - 1))
+            samples = np.where(rows < self.end, samples, -1)  # an empty row
         if self.tail == "keep":
             rows = np.where(samples >= 0, rows, -1)
         return [
@@ -132,18 +147,6 @@ class Loader:
             )
             for begin in range(0, len(rows), plan.microbatch)
         ]
-
-    def _samples_at(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the samples at stream positions `rows`; -1 past the end, unless `tail` is pad."""
-        if self.end is None:
-            return self.order.samples(rows)
-        if self.tail == "pad":
-            num_samples = self.order.num_samples
-            begin = (self.end - 1) // num_samples * num_samples
-            past = begin + (rows - self.end) % num_samples
-            return self.order.samples(np.where(rows < self.end, rows, past))
-        samples = self.order.samples(np.minimum(rows, self.end - 1))
-        return np.where(rows < self.end, samples, -1)
 
     def _has_step(self, consumed: int) -> bool:
         if self.end is None:

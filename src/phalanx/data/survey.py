@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -71,10 +72,13 @@ class Corpus:
         stamp, changed_s = self._stamp()
         path = os.path.abspath(os.path.expanduser(self.data)) if self.data is not None else ""
         record = cache / "texts" / f"{fingerprint('text', path, self.max_bytes)}.json"
-        known = _read_record(record)
-        if known.get("stamp") == stamp and (is_follower or known.get("is_settled")):
-            self._text = TextStats(**known["text"])
-        else:
+        self._text = None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # missing, damaged or outdated
+            known: dict[str, Any] = json.loads(record.read_text("utf-8"))
+            is_current = (known["format"], known["stamp"]) == (FORMAT, stamp)
+            if is_current and (is_follower or known["is_settled"]):
+                self._text = TextStats(**known["text"])
+        if self._text is None:
             self._text = self._read()
             is_settled = begun_s - changed_s > SETTLED_S
             marks = {"format": FORMAT, "stamp": stamp, "is_settled": is_settled}
@@ -132,13 +136,3 @@ class Corpus:
             self.report("read the text", num_bytes, 0)
         self._names_and_sizes = names, sizes
         return TextStats(digest.hexdigest(), num_bytes, len(names))
-
-
-def _read_record(file: Path) -> dict[str, Any]:
-    """Return a record of the cache; an empty dict if it is missing, damaged or outdated."""
-    try:
-        values = json.loads(file.read_text("utf-8"))
-        TextStats(**values["text"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return values if values.get("format") == FORMAT else {}

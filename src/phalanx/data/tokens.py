@@ -7,10 +7,10 @@ is not read (`survey`). Only one group of documents is in memory at a time.
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import io
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -24,8 +24,7 @@ from tokenizers import Tokenizer
 from phalanx.config import CorpusConfig
 from phalanx.config.schema import SMALLEST_VOCABULARY
 from phalanx.data.cache import cache_folder, find_or_make, fingerprint, read_facts
-from phalanx.data.corpus import documents
-from phalanx.data.holdout import HeldOut, hold_out
+from phalanx.data.corpus import Document, documents
 from phalanx.data.survey import Corpus, Progress, TextStats, no_progress
 from phalanx.data.token_file import TokenFile, TokenWriter, open_token_file, width_of
 from phalanx.data.tokenizer import (
@@ -113,14 +112,27 @@ def prepare(
     source = Corpus(data, corpus.max_bytes, progress or no_progress)
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
-    if given is None:
-        given = _trained_tokenizer(cache, source, text, wanted)
-    name = fingerprint("tokens", text.digest, given.to_str(), corpus.validation)
+    used = _trained_tokenizer(cache, source, text, wanted) if given is None else given
+    name = fingerprint("tokens", text.digest, used.to_str(), corpus.validation)
     folder = cache / "tokens" / name
 
-    write = functools.partial(_write_tokens, source, text, given, corpus.validation)
+    def write(partial: Path) -> dict[str, object]:
+        held_out = hold_out(*source.names_and_sizes(), corpus.validation)
+        # By Python's own files, because the writers of the libraries hide that a disk is full.
+        (partial / _TOKENIZER).write_text(used.to_str(), "utf-8")
+        buffer = io.BytesIO()
+        np.save(buffer, count_token_bytes(used))
+        (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
+        _encode(partial, source, text, used, held_out)
+        return {
+            "num_documents": text.num_documents,
+            "num_bytes": text.num_bytes,
+            "text_digest": text.digest,
+            "tokenizer_digest": fingerprint("tokenizer", used.to_str()),
+        }
+
     # A byte-level token represents about four bytes of text.
-    needed_bytes = text.num_bytes * width_of(count_ids(given)) // 4
+    needed_bytes = text.num_bytes * width_of(count_ids(used)) // 4
     find_or_make(folder, write, needed_bytes=needed_bytes, is_hashed=not is_follower)
     files = open_tokens(folder)
     if files.train.num_tokens == 0:
@@ -129,25 +141,6 @@ def prepare(
             f"corpus.validation = {corpus.validation}; lower that setting, or give more text"
         )
     return files
-
-
-def _write_tokens(
-    source: Corpus, text: TextStats, tokenizer: Tokenizer, validation: float, folder: Path
-) -> dict[str, object]:
-    """Write the files of a corpus into a folder, and return its facts."""
-    held_out = hold_out(*source.names_and_sizes(), validation)
-    # Write with Python's own files, because the writers of the libraries hide that a disk is full.
-    (folder / _TOKENIZER).write_text(tokenizer.to_str(), "utf-8")
-    buffer = io.BytesIO()
-    np.save(buffer, count_token_bytes(tokenizer))
-    (folder / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-    _encode(folder, source, text, tokenizer, held_out)
-    return {
-        "num_documents": text.num_documents,
-        "num_bytes": text.num_bytes,
-        "text_digest": text.digest,
-        "tokenizer_digest": fingerprint("tokenizer", tokenizer.to_str()),
-    }
 
 
 def open_tokens(folder: str | Path) -> TokenFiles:
@@ -190,30 +183,24 @@ def _trained_tokenizer(cache: Path, source: Corpus, text: TextStats, vocab_size:
     folder = cache / "tokenizers" / fingerprint("tokenizer", text.digest, vocab_size)
 
     def write(partial: Path) -> dict[str, object]:
-        pieces = (
-            piece
-            for document in documents(source.data, source.max_bytes)
-            for piece in cut_pieces(document.text)
-        )
-        # About _TRAINING_BYTES of text, spread over the corpus, are enough to train a tokenizer.
-        stride = -(-text.num_bytes // _TRAINING_BYTES)
-        chosen = _watch(islice(pieces, 0, None, stride), stride, text, source.report)
+        def chosen() -> Iterator[str]:
+            """Yield about _TRAINING_BYTES of text, spread over the corpus: enough to train on."""
+            every = documents(source.data, source.max_bytes)
+            pieces = (piece for document in every for piece in cut_pieces(document.text))
+            stride, done_bytes = -(-text.num_bytes // _TRAINING_BYTES), 0
+            for piece in islice(pieces, 0, None, stride):
+                yield piece
+                done_bytes = min(done_bytes + len(piece.encode()) * stride, text.num_bytes)
+                source.report("count the words for a tokenizer", done_bytes, text.num_bytes)
+
         trained = train_tokenizer(
-            chosen, vocab_size, lambda: source.report("merge the most frequent pairs", 0, 0)
+            chosen(), vocab_size, lambda: source.report("merge the most frequent pairs", 0, 0)
         )
         (partial / _TOKENIZER).write_text(trained.to_str(), "utf-8")
         return {}
 
     find_or_make(folder, write, needed_bytes=64 * vocab_size)
     return load_tokenizer(folder / _TOKENIZER)
-
-
-def _watch(texts: Iterator[str], stride: int, text: TextStats, report: Progress) -> Iterator[str]:
-    done_bytes = 0
-    for piece in texts:
-        yield piece
-        done_bytes += len(piece.encode()) * stride
-        report("count the words for a tokenizer", min(done_bytes, text.num_bytes), text.num_bytes)
 
 
 def _encode(
@@ -251,3 +238,58 @@ def _encode(
             f"the corpus changed while it was read, from {text.num_bytes} bytes to {done_bytes}; "
             f"start again when no process writes to it"
         )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Numbers of the validation documents; `cut` is (number, bytes) of one held out in part."""
+
+    validation: frozenset[int] = frozenset()
+    cut: tuple[int, int] | None = None
+
+    def parts(self, number: int, document: Document) -> Iterator[tuple[bool, str]]:
+        """Yield (is_validation, text) for each part of document `number`."""
+        if self.cut is not None and number == self.cut[0]:
+            raw = document.text.encode()
+            at = len(raw) - self.cut[1]
+            # Cut after a line if one ends nearby, else at the start of a character.
+            line = raw.find(b"\n", at, at + self.cut[1] // 2) + 1
+            at = line or at
+            while at < len(raw) and raw[at] & 0xC0 == 0x80:
+                at += 1
+            pieces = ((False, raw[:at].decode()), (True, raw[at:].decode()))
+            yield from (piece for piece in pieces if piece[1])
+        else:
+            yield number in self.validation, document.text
+
+
+def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) -> HeldOut:
+    """Choose about `fraction` of the bytes, in [0, 1), for validation.
+
+    Documents are held out whole, in an order of the hashes of their names, so that a document added
+    to the corpus moves few others between the splits. A document is cut if holding it out whole or
+    not at all would miss the fraction by over a quarter, or if no other is left to train on.
+    """
+    wanted = round(fraction * sum(sizes_bytes))
+    hashes = [
+        hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        for name in names
+    ]
+    order = sorted(range(len(names)), key=lambda number: (hashes[number], number))
+    chosen: set[int] = set()
+    taken = 0
+    for number in order:
+        missing = wanted - taken
+        excess = sizes_bytes[number] - missing
+        if missing <= 0:
+            break
+        if excess <= 0:
+            chosen.add(number)
+            taken += sizes_bytes[number]
+        elif min(missing, excess) > wanted / 4 or len(chosen) + 1 == len(names):
+            return HeldOut(frozenset(chosen), (number, missing))
+        else:
+            if excess < missing:
+                chosen.add(number)
+            break
+    return HeldOut(frozenset(chosen))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.comm import Ranks
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.attach import at_end, attach, check_end
@@ -94,7 +94,17 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     averaging = _Averaging("DistributedOptimizer", comm, [], parameters, [optimizer])
 
     def before(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        _refuse_scaler()
+        frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+        while frame is not None:
+            if frame.f_globals.get("__name__") == GradScaler.__module__:
+                # Each rank would skip the steps in which its own gradients overflow.
+                raise ScriptError(
+                    "DistributedOptimizer: a GradScaler calls this step, and would skip it only on "
+                    "the ranks whose own gradients overflow; call "
+                    "phalanx.average_gradients(model) after backward and leave "
+                    "DistributedOptimizer out, or use run.prepare"
+                )
+            frame = frame.f_back
         if not any(callable(each) for each in (*args[1:], *kwargs.values())):
             averaging.average(_parameters_of(own), None)
             return None
@@ -106,7 +116,12 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
             def compute() -> Any:
                 loss = closure()
                 averaging.average(_parameters_of(own), None)
-                return _mean(loss, comm)
+                if loss is None:
+                    return None
+                # Their mean, so that optimizers decide equally on all ranks.
+                mean = torch.as_tensor(loss, dtype=torch.float64, device=comm.device)
+                mean = comm.all_reduce(mean.detach().clone(), "job") / comm.size("job")
+                return mean.to(loss) if isinstance(loss, Tensor) else float(mean)
 
             return compute
 
@@ -159,7 +174,10 @@ class _Averaging:
         for alike in gradients.values():
             sum_in_buckets(alike, comm, comm.axes)
         self._num_calls += 1
-        at_end(self._name, self._check_end)
+        at_end(
+            self._name,
+            lambda where: self.replicas.check_end(where, self._name, self._num_calls),
+        )
 
     def _agree(self, parameters: Mapping[str, nn.Parameter], own: float) -> Tensor:
         """Return the sum of the ranks' counts; refuse ranks that average different models.
@@ -202,31 +220,6 @@ class _Averaging:
                 )
             self._first = None
         return torch.where(total > 0, total, 1.0)
-
-    def _check_end(self, where: str) -> None:
-        self.replicas.check_end(where, self._name, self._num_calls)
-
-
-def _mean(loss: Any, comm: Comm) -> Any:
-    """Return the mean of the ranks' losses, so that optimizers decide equally on all ranks."""
-    if loss is None:
-        return None
-    own = torch.as_tensor(loss, dtype=torch.float64, device=comm.device).detach().clone()
-    mean = comm.all_reduce(own, "job") / comm.size("job")
-    return mean.to(loss) if isinstance(loss, Tensor) else float(mean)
-
-
-def _refuse_scaler() -> None:
-    """Refuse a step that a GradScaler calls, because each rank would skip different steps."""
-    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        if frame.f_globals.get("__name__") == GradScaler.__module__:
-            raise ScriptError(
-                "DistributedOptimizer: a GradScaler calls this step, and would skip it only on the "
-                "ranks whose own gradients overflow; call phalanx.average_gradients(model) after "
-                "backward and leave DistributedOptimizer out, or use run.prepare"
-            )
-        frame = frame.f_back
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -196,9 +196,11 @@ def _asks(value: Any) -> bool:
 def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     """Return microbatch rows per rank, and accumulation; batch = rows x accumulation x ranks."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, times = (
-        None if values.get(name) in (None, "auto") else _whole(values[name], name) for name in names
-    )
+    numbers = [None if values.get(name) == "auto" else values.get(name) for name in names]
+    for name, value in zip(names, numbers, strict=True):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1")
+    whole, micro, times = numbers
     if whole is None and micro is None and "auto" in map(values.get, names):
         return 1, 1  # `_problems` reports "auto" values
     if whole is None and micro is None:
@@ -217,9 +219,3 @@ def _batch(values: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
             "product"
         )
     return micro, times
-
-
-def _whole(value: Any, name: str) -> int:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1")
-    return value

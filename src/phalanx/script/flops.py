@@ -24,7 +24,6 @@ from phalanx.parallel.pipeline.cut import schedule_of
 from phalanx.parallel.pipeline.links import cut_links, links_of
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.strategy import Strategy
-from phalanx.train.objective import Objective
 
 if TYPE_CHECKING:
     from phalanx.script.trainer import Trainer
@@ -57,26 +56,13 @@ def row_shapes(batch: Any) -> tuple[torch.Size, ...]:
     return tuple(tensor.shape[1:] for tensor in tensors_of(batch))
 
 
-def flops_of(model: nn.Module, objective: Objective, batch: Any) -> ModuleFlops | None:
-    """Return the FLOPs of the forward and backward of a batch; None if they cannot be counted.
-
-    Matrix products, convolutions and attention count by PyTorch's formulas, 2 per multiply-add.
-    """
-    rows = map_tensors(batch, lambda tensor: tensor.to("meta"))
-    try:
-        links = tuple(count_module(model, objective, rows, type(model).__name__))
-    except ConfigError:  # the module reads values, and meta tensors have none
-        return None
-    found = ModuleFlops(links, count_rows(batch), row_shapes(batch))
-    return found if found.total else None
-
-
 def flops_of_trainer(
     trainer: Trainer, strategy: Strategy, model: nn.Module, of_batch: Callable[[Any], Any]
 ) -> ModuleFlops | None:
     """Return the FLOPs of a global batch; None for streams, recomputation and uncountable modules.
 
     Reads one batch, and restores torch's generator. `of_batch` converts it before the model runs.
+    Matrix products, convolutions and attention count by PyTorch's formulas, 2 per multiply-add.
     """
     is_stream = isinstance(trainer.data, IterableDataset)  # a stream may have no second pass
     if strategy.recompute.kind != "none" or is_stream:
@@ -85,7 +71,13 @@ def flops_of_trainer(
         batch = next(iter(trainer.loader(trainer.data)), None)
     if batch is None or not tensors_of(batch):
         return None
-    return flops_of(model, trainer.objective, of_batch(batch))
+    rows = map_tensors(of_batch(batch), lambda tensor: tensor.to("meta"))
+    try:
+        links = tuple(count_module(model, trainer.objective, rows, type(model).__name__))
+    except ConfigError:  # the module reads values, and meta tensors have none
+        return None
+    counted = ModuleFlops(links, count_rows(rows), row_shapes(rows))
+    return counted if counted.total else None
 
 
 def cut_by_flops(

@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +49,6 @@ from phalanx.script.order import (
     Fetcher,
     JobGenerator,
     PassDraws,
-    PassOrder,
-    RankBatches,
     generators_of,
 )
 
@@ -181,10 +179,7 @@ class RankLoader:
         if self._fetcher is not None:
             # Persistent workers are seeded in the first pass only.
             stay = self.plain.persistent_workers and (self.epoch or self.num_begun)
-            batches = cast(Any, self.plain.batch_sampler)
-            if isinstance(sampler := self.plain.sampler, DistributedSampler):
-                batches = RankBatches(sampler, batches)
-            drawing = PassDraws(self.plain, batches, self._generator, not stay, states)
+            drawing = PassDraws(self.plain, self._generator, not stay, states)
             return self._pass(self._of_dataset(self._fetcher, drawing))
         if "draws" in states:
             self._generator.state = states["draws"]
@@ -285,27 +280,27 @@ class RankLoader:
         if self._deals_unevenly and not self._first_row and len(order) > 1:
             rests = [len(order.rows(each)) % self._comm.size("data") for each in range(len(order))]
             uneven = 1 if any(rests) and not rests[1] else None
-        wanted = (self._wanted(order, each, each == uneven) for each in range(first, len(order)))
+
+        def wanted(number: int) -> list[Any]:  # the samples to fetch for a batch
+            rows = order.rows(number)
+            if self._is_whole:
+                return order.samples(rows)
+            pieces = self._own(rows, is_uneven=number == uneven)
+            own = [sample for piece in pieces for sample in order.samples(piece)]
+            # A rank without rows fetches one sample, which has the structure and dtypes of a batch.
+            return own or order.samples(rows[-1:])
+
         with JobGenerator(self._before["draws"]).as_torch_generator():
             # Skipped draws give the workers of each data rank another seed, unless they compute
             # the same whole batches.
             skip = 0 if self._is_whole else self._comm.coord("data")
-            fetched = fetcher.iterate(wanted, self._before.get("0"), skip)
+            every = map(wanted, range(first, len(order)))
+            fetched = fetcher.iterate(every, self._before.get("0"), skip)
         for number, rows in enumerate(fetched, first):
             of_batch, is_uneven = order.rows(number), number == uneven
             batch = rows[is_uneven] if self._is_whole else rows
             own = self._own(of_batch, is_uneven=is_uneven)
             yield _Fetched(batch, own, of_batch, number == len(order) - 1)
-
-    def _wanted(self, order: PassOrder, number: int, is_uneven: bool) -> list[Any]:
-        """Return the samples to fetch for batch `number` of its pass."""
-        rows = order.rows(number)
-        if self._is_whole:
-            return order.samples(rows)
-        pieces = self._own(rows, is_uneven=is_uneven)
-        own = [sample for piece in pieces for sample in order.samples(piece)]
-        # A rank without rows fetches one sample, which has the structure and dtypes of a batch.
-        return own or order.samples(rows[-1:])
 
     def _of_stream(self, stream: Iterator[Any], before: dict[str, Tensor]) -> Iterator[_Fetched]:
         self._before = before

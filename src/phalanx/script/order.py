@@ -105,25 +105,20 @@ class PassOrder:
         return list(self._samples[rows.start : rows.stop])
 
 
-class RankBatches:
-    """The global batches of a DistributedSampler: the batches of all ranks, in rank order."""
+def global_batches(plain: DataLoader[Any]) -> Iterator[Iterable[Any]]:
+    """Iterate over the samples of each global batch of a loader.
 
-    def __init__(self, sampler: DistributedSampler[Any], of_rank: BatchSampler) -> None:
-        """`of_rank` makes the batches of one rank from `sampler`."""
-        self._sampler, self._of_rank = sampler, of_rank
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return len(self._of_rank)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        of_ranks: list[Iterable[list[Any]]] = []
-        for rank in range(self._sampler.num_replicas):
-            sampler, batches = copy.copy(self._sampler), copy.copy(self._of_rank)
-            sampler.rank, batches.sampler = rank, sampler
-            of_ranks.append(batches)
-        for batches in zip(*of_ranks, strict=True):
-            yield [sample for batch in batches for sample in batch]
+    With a DistributedSampler these are the batches of all ranks, in rank order.
+    """
+    batches = cast(BatchSampler, plain.batch_sampler)
+    if not isinstance(sampler := plain.sampler, DistributedSampler):
+        return iter(batches)
+    of_ranks: list[Iterable[list[Any]]] = []
+    for rank in range(sampler.num_replicas):
+        sampler, of_rank = copy.copy(sampler), copy.copy(batches)
+        sampler.rank, of_rank.sampler = rank, sampler
+        of_ranks.append(of_rank)
+    return map(itertools.chain.from_iterable, zip(*of_ranks, strict=True))
 
 
 class PassDraws:
@@ -136,14 +131,12 @@ class PassDraws:
     def __init__(
         self,
         plain: DataLoader[Any],
-        batches: Any,
         generator: JobGenerator,
         is_seeded: bool,
         states: Mapping[str, Tensor],
     ) -> None:
         """Draw what the plain loader draws in `iter`, with the workers' seed if `is_seeded`.
 
-        `batches` iterates over the samples of each global batch, and has a length.
         `states` are the saved states of the pass to resume, else empty.
         """
         self.states = dict(states)
@@ -151,8 +144,8 @@ class PassDraws:
         self._generator = JobGenerator(states["draws"]) if states else generator
         self._order: PassOrder | None = None
         with self._moment(""):
-            self._length = len(batches)
-            self._batches = iter(batches)
+            self._length = len(cast(BatchSampler, plain.batch_sampler))
+            self._batches = global_batches(plain)
             if is_seeded:
                 torch.empty((), dtype=torch.int64).random_(generator=plain.generator)
         if plain.num_workers:  # workers fetch the first batches at once

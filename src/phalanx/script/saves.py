@@ -53,7 +53,7 @@ class Saves:
         prepared.refuse_average("save")
         prepared.warn_of_schedules(list(self.registered.objects))
         wanted = on_first_rank(partial(manifest.run_folder, path), f"cannot save in {path}")
-        saver = self._savers.get(self._folders.get(wanted, wanted)) or self._claim(wanted)
+        saver = self._savers.get(self._folders.get(wanted, wanted)) or self._locked(wanted)
         saver.keep = keep
         with PULSE.doing(f"the checkpoint after step {step.steps_done}"):
             about = manifest_of(self._strategy, prepared.steps_done)
@@ -63,7 +63,7 @@ class Saves:
         _note_position(saver.run, saved)
         return saved
 
-    def _claim(self, wanted: Path) -> Saver:
+    def _locked(self, wanted: Path) -> Saver:
         """Lock the folder of the resumed run, or one without checkpoints, and return its saver.
 
         Raises:
@@ -71,7 +71,11 @@ class Saves:
         """
         start = self._starts.get(wanted)
         while True:
-            here = wanted if start is not None else _free_folder(wanted)
+            # A new run must not mix its checkpoints with another run's, nor fail because of them:
+            # it takes `wanted`, or the first `wanted`-N without any.
+            names = itertools.chain([wanted], (Path(f"{wanted}-{n}") for n in itertools.count(2)))
+            free = (n for n in names if start is not None or not _has_checkpoint(n))
+            here = on_first_rank(partial(next, free), f"cannot save in {wanted}")
             saver = Saver(here)
             try:
                 # Now that it is locked: another run may have saved there and ended meanwhile.
@@ -161,8 +165,7 @@ def latest(folder: Path) -> Checkpoint | None:
     Raises:
         CheckpointError: it is damaged, contains only weights, or is of `phalanx train`.
     """
-    is_new = manifest.run_folder(folder) == folder and not (folder / manifest.NAME).exists()
-    if is_new and not manifest.complete_checkpoints(folder):
+    if manifest.run_folder(folder) == folder and not _has_checkpoint(folder):
         return None
     found = find_whole(folder, compares=True)
     where, about, _ = found
@@ -176,21 +179,9 @@ def latest(folder: Path) -> Checkpoint | None:
     return found
 
 
-def _free_folder(folder: Path) -> Path:
-    """Return a folder without checkpoints, `folder` or `folder`-N; all ranks call this.
-
-    A new run must not mix its checkpoints with another run's, and must not fail because of them.
-    """
-
-    def find() -> Path:
-        names = itertools.chain([folder], (Path(f"{folder}-{n}") for n in itertools.count(2)))
-        return next(
-            name
-            for name in names
-            if not manifest.complete_checkpoints(name) and not (name / manifest.NAME).exists()
-        )
-
-    return on_first_rank(find, f"cannot save in {folder}")
+def _has_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, or a run with complete ones."""
+    return (folder / manifest.NAME).exists() or bool(manifest.complete_checkpoints(folder))
 
 
 def _note_position(folder: Path, where: Path) -> None:

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import shlex
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.run_state import Stateful
-from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.state import state_of
-from phalanx.comm.comm import Ranks
 from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
-from phalanx.config.schema import RunConfig
 from phalanx.data.rows import count_rows, map_tensors, take_rows
 from phalanx.errors import CheckpointError, DataError
-from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
-from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.dropout import MaskPosition, Masks, warning_of_draws
 from phalanx.parallel.plan import Plan
 from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
@@ -41,16 +36,11 @@ from phalanx.script.loss import CheckedObjective
 from phalanx.script.order import JobGenerator
 from phalanx.script.saves import latest, manifest_of, parts_of
 from phalanx.strategy import Strategy
-from phalanx.train.best import BestTracker
-from phalanx.train.callback import CallbackRunner, Callbacks
-from phalanx.train.job.run_folder import check_unused
+from phalanx.train.callback import Callbacks
 from phalanx.train.loop import Stopped, train
-from phalanx.train.notice import announce
 from phalanx.train.precision import check_split, resolve
 from phalanx.train.report.summary import Summary
 from phalanx.train.session import Session
-from phalanx.train.step import Step
-from phalanx.train.text import compile_blocks
 
 if TYPE_CHECKING:
     from phalanx.script.trainer import Options, Trainer
@@ -74,8 +64,6 @@ def train_module(
 class ModuleSession(Session):
     """A trainer's run on one rank."""
 
-    _resumed: Sequence[str] = ()
-
     def __init__(
         self,
         trainer: Trainer,
@@ -84,32 +72,55 @@ class ModuleSession(Session):
         command: str = "",
         choice: Sequence[str] = (),
     ) -> None:
-        """Build and split the model, and load the checkpoint if the run is resumed."""
+        """Open the session of a trainer."""
         check_same_job(trainer, strategy, options)
-        # Use the first rank's folder, because a name with the time may differ between ranks.
-        self.out = on_first_rank(lambda: options.folder, f"cannot write to {options.out}")
+        self.trainer, self.unit = trainer, trainer.unit
         self._given = on_first_rank(lambda: options.out, "cannot resume")
-        self.trainer, self.strategy, self.config = trainer, strategy, options
-        self.unit = trainer.unit
-        self._command, self._choice, self._is_resumed = command, choice, options.resume
-        self.best, self.log = BestTracker.of(options), trainer.log
-        self.precision = ModulePrecision(options)
-        self.saver = Saver(
-            self.out,
-            keep=options.keep_checkpoints,
-            num_stages=strategy.pp.degree,
+        self._command, self._choice = command, choice
+        self._calls: dict[int, dict[str, int]] = {}
+        self._is_begun = False
+        is_open = options.precision == "auto"  # the dtypes of the module and its data
+        precision = None if is_open else resolve(options.precision, options.device)
+        is_mixed = precision is not None and precision.compute != precision.master
+        self._autocast = precision.compute if precision is not None and is_mixed else None
+        self._dtype = None if precision is None or is_mixed else precision.master
+        super().__init__(
+            strategy,
+            options,
+            # The first rank's folder, because a name with the time may differ between ranks.
+            on_first_rank(lambda: options.folder, f"cannot write to {options.out}"),
+            Callbacks(trainer.callbacks, trainer.log),
+            precision=precision,
+            objective=CheckedObjective(
+                trainer.objective,
+                has_stages=strategy.pp.degree > 1,
+                autocast=self._autocast,
+                device=options.device,
+            ),
+            updates=OptimizerConfig(clip_norm=trainer.max_norm or 0.0),
+            num_rated_steps=None,
         )
-        with self.opening():
-            self._open()
 
-    def _open(self) -> None:
-        trainer, strategy = self.trainer, self.strategy
-        shares_memory = self.config.shared_memory
-        self.comm = comm = Ranks(strategy, self.config.device, shares_memory=shares_memory)
-        model = _built(trainer, self.precision)
-        self.generator = JobGenerator()
+    @override
+    def claim(self) -> None:
+        if cast("Options", self.config).resume:
+            path = self._given
+            self.start = on_first_rank(lambda: latest(path), f"cannot resume from {path}")
+            if self.start is None:
+                raise CheckpointError(f"cannot resume from {path}: there is no checkpoint in it")
+        super().claim()
+
+    @override
+    def build(self) -> Runner:
+        trainer, strategy, comm = self.trainer, self.strategy, self.comm
+        torch.manual_seed(trainer.seed)
+        model = trainer.build()
+        check_model(model)
+        if not model.training:  # else submodules keep their modes
+            model.train()
+        model = model if self._dtype is None else model.to(self._dtype)
         # Counted before the split, so that these are the FLOPs of the whole model.
-        self._flops = flops_of_trainer(trainer, strategy, model, self.precision.of_batch)
+        self._flops = flops_of_trainer(trainer, strategy, model, self._cast)
         # With a global BatchNorm, each microbatch must have the rows it has on one process. Checked
         # on the whole model, because the ranks of all stages must read the same rows.
         is_cut_first = trainer.batch_norm == "global" and bool(batch_norms(model))
@@ -128,52 +139,30 @@ class ModuleSession(Session):
             pp_rank=comm.coord("pp"),
         )
         check_split(self.config, self.plan)
-        runner = self.plan.build(comm)
-        self.optimizer = optimizer_of(trainer.optimizer, model)
-        self.scheduler = scheduler_of(trainer.scheduler, self.optimizer)
+        self.generator = JobGenerator()
         plain = trainer.loader(trainer.data, shuffle=trainer.shuffle, drop_last=trainer.drop_last)
         pieces = trainer.accumulation if is_cut_first else 1
         self.loader = RankLoader(
             plain, comm, self.generator, pieces=pieces, has_spares=self._has_spares
         )
-        self.microbatches = self._cutting(self.loader, trainer.accumulation)
-        self._calls: dict[int, dict[str, int]] = {}
-        self._is_begun = False
-        self.step = self._step_of(model, runner)
-        self.called = CallbackRunner(Callbacks(trainer.callbacks, trainer.log), model)
-        self.called.registered.add_extra_state(model, is_whole=self.strategy.pp.degree == 1)
-        if self._is_resumed:
-            self._resume()
-        else:
-            on_first_rank(lambda: check_unused(self.out, None), f"cannot begin a run in {self.out}")
-        if self.config.compile:
-            compile_blocks(model)
-        self._batches = self._passes()
+        return self.plan.build(comm)
 
-    def _step_of(self, model: nn.Module, runner: Runner) -> Step:
-        how = (self.config.compress, self.strategy, self.config.precision)
-        announce(compress(runner.reducer, *how, is_resumed=self._is_resumed))
-        objective = CheckedObjective(
-            self.trainer.objective,
-            has_stages=self.comm.size("pp") > 1,
-            autocast=self.precision.autocast,
-            device=self.comm.device.type,
-        )
-        return Step(
-            model,
-            self.optimizer,
-            objective,
-            OptimizerConfig(clip_norm=self.trainer.max_norm or 0.0),
-            comm=self.comm,
-            num_steps=None,
-            run=runner,
-            scaler=self.precision.scaler(),
-            nonfinite=self.config.nonfinite,
-        )
+    @override
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = optimizer_of(self.trainer.optimizer, model)
+        self.scheduler = scheduler_of(self.trainer.scheduler, optimizer)
+        return optimizer
 
-    def _cutting(self, loader: RankLoader, accumulation: int) -> Microbatches:
-        data_ranks = self.comm.size("data")
-        return Microbatches(loader, accumulation, data_ranks, has_spares=self._has_spares)
+    @override
+    def open_stream(self) -> Microbatches:
+        self.microbatches = Microbatches(
+            self._passes(),
+            self.loader,
+            self.trainer.accumulation,
+            self.comm.size("data"),
+            has_spares=self._has_spares,
+        )
+        return self.microbatches
 
     @property
     @override
@@ -183,8 +172,8 @@ class ModuleSession(Session):
         return self.trainer.epochs * len(self.loader)
 
     @override
-    def next_microbatches(self) -> list[Any]:
-        microbatches = self.microbatches.cut(self.precision.of_batch(next(self._batches)))
+    def next_microbatches(self) -> Sequence[Any]:
+        microbatches = super().next_microbatches()
         if self._flops is not None and not self._flops.are_of(microbatches):
             self._flops = None  # off for the rest of the run, since row shapes vary
         self._calls.clear()
@@ -206,16 +195,17 @@ class ModuleSession(Session):
         if not self._is_begun:
             self._is_begun = True
             warn_of_buffers(self.step.model, self.comm)
-            state_of(self.step.model, self.optimizer)  # refuse now a state that no save can store
+            # Refuse now a state that no save can store.
+            state_of(self.step.model, self.step.optimizer)
 
     def _passes(self) -> Iterator[Any]:
         """Yield this rank's batches, pass after pass."""
-        is_rest = self._is_resumed  # the rest of a resumed pass may be empty
+        is_rest = self.start is not None  # the rest of a resumed pass may be empty
         while True:
             has_batches = False
             for batch in self.loader:
                 has_batches = True
-                yield batch
+                yield self._cast(batch)
             if not has_batches and not is_rest:
                 raise DataError(
                     f"the data ended after step {self.step.steps_done} of {self.num_steps}, and "
@@ -231,50 +221,34 @@ class ModuleSession(Session):
         plain = self.trainer.loader(self.trainer.validation)
         generator = JobGenerator(torch.get_rng_state())
         loader = RankLoader(plain, self.comm, generator, has_spares=self._has_spares)
-        cutting = self._cutting(loader, 1)
-        return (cutting.whole(self.precision.of_batch(batch)) for batch in loader)
+        is_spare = self._has_spares  # a rank without rows computes one that does not count
+        return (
+            PlaceholderMicrobatch(batch) if loader.has_no_rows and is_spare else batch
+            for batch in map(self._cast, loader)
+        )
 
     @override
     def parts(self) -> dict[str, Stateful]:
         schedulers = [] if self.scheduler is None else [self.scheduler]
-        return parts_of([self.optimizer], schedulers, [self.loader], self.generator)
+        own = parts_of([self.step.optimizer], schedulers, [self.loader], self.generator)
+        return super().parts() | own
 
     @override
-    def begin_save(self, *, is_passing: bool = False) -> None:
-        about = manifest_of(
-            self.strategy, self.step.steps_done, self.num_steps, is_passing=is_passing
-        )
-        self.state.begin_save(self.saver, about, replaces=True)
+    def manifest(self, *, is_passing: bool) -> Manifest:
+        done, num_steps = self.step.steps_done, self.num_steps
+        return manifest_of(self.strategy, done, num_steps, is_passing=is_passing)
 
-    def _resume(self) -> None:
-        path = self._given
-        start = on_first_rank(lambda: latest(path), f"cannot resume from {path}")
-        if start is None:
-            raise CheckpointError(f"cannot resume from {path}: there is no checkpoint in it")
-        self.state.load(start)
-        folder, about, _ = start
-        on_first_rank(lambda: check_unused(self.out, start), f"cannot resume from {path}")
-        self.step.steps_done = about.steps_done
-        self._resumed = [
-            *start.words(),
-            _words_of_resuming(folder, about.strategy, str(self.strategy)),
-        ]
+    def _cast(self, batch: Any) -> Any:
+        """Return a batch with its floating-point tensors in the dtype of the weights."""
+        if self._dtype is None:
+            return batch
+        return map_tensors(batch, lambda t: t.to(self._dtype) if t.is_floating_point() else t)
 
     def _place(self) -> MaskPosition | None:
         number = self.step.run.microbatch
         rows = self.microbatches.rows()[number]
         rows = rows if len(rows) else rows.new_zeros(1)  # position 0 for a spare row
         return MaskPosition(self.step.steps_done, rows, self._calls.setdefault(number, {}))
-
-    @property
-    @override
-    def num_rows(self) -> int:
-        return self.loader.num_batch_rows
-
-    @property
-    @override
-    def arithmetic(self) -> Arithmetic | None:
-        return None
 
     @override
     def flops(self, num_rows: int | None = None) -> tuple[CountedFlops, None] | None:
@@ -287,12 +261,16 @@ class ModuleSession(Session):
     @override
     def settings(self) -> dict[str, Any]:
         known = {"strategy": str(self.strategy), "steps": self.num_steps, "stages": self._stages}
-        return {**known, **dataclasses.asdict(self.config), "out": str(self.out)}
+        return {**known, **super().settings(), "out": str(self.out)}
 
     @override
     def remarks(self) -> list[str]:
-        few = words_of_few(self.strategy, self.trainer.accumulation)
-        words = [*self._choice, *self._resumed, *self._stages, *few]
+        words = [*self._choice]
+        if self.start is not None:
+            before, now = self.start.about.strategy, str(self.strategy)
+            change = "" if before == now else f", with another strategy: {before} -> {now}"
+            words += [*self.start.words(), f"resumes {self.start.folder}{change}"]
+        words += [*self._stages, *words_of_few(self.strategy, self.trainer.accumulation)]
         if self.step.steps_done >= self.num_steps:
             done = f"nothing to do: {self.step.steps_done} steps are done"
             words.append(f"{done}; --steps N resumes it up to step N")
@@ -301,15 +279,18 @@ class ModuleSession(Session):
     @override
     def title(self) -> str:
         trainer = self.trainer
+        # Without the subclass that fully_shard adds.
+        kinds = type(self.step.model).__mro__
+        name = next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
         return (
-            f"{_name_of(self.step.model)}, {self.strategy} on {self.comm.device.type}, global "
+            f"{name}, {self.strategy} on {self.comm.device.type}, global "
             f"batch {trainer.batch_size}, accumulation {trainer.accumulation}, "
             f"{self.step.steps_done} steps"
         )
 
     @override
     def planned(self) -> Any:
-        if self._counted is None or self.precision.autocast is not None:
+        if self._counted is None or self._autocast is not None:
             return None
         return planned_of(self._counted, self.plan.strategy, self.trainer)
 
@@ -318,61 +299,11 @@ class ModuleSession(Session):
         return resume_text(self.out, self._command, steps)
 
 
-def _built(trainer: Trainer, precision: ModulePrecision) -> nn.Module:
-    """Return the unsplit module in training mode, in the dtype of `precision`."""
-    torch.manual_seed(trainer.seed)
-    model = trainer.build()
-    check_model(model)
-    if not model.training:  # else submodules keep their modes
-        model.train()
-    return model if precision.weights is None else model.to(precision.weights)
-
-
 def resume_text(out: Path, command: str, steps: int | None = None) -> str:
     """Return how to resume the run in `out`: `command` with the folder, or phalanx.Options."""
     if not command:
         return f"phalanx.Options(out={str(out)!r}, resume=True)"
     return f"{command} {shlex.quote(str(out))}" + ("" if steps is None else f" --steps {steps}")
-
-
-class ModulePrecision:
-    """The setting `precision` as dtypes for a user's module.
-
-    Attributes:
-        autocast: dtype of torch.autocast around each forward; None for no autocast.
-        weights: dtype of weights and inputs; None to keep the dtypes of the module and its data.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        """Derive the dtypes from the settings."""
-        self._config = config
-        self.autocast: torch.dtype | None = None
-        self.weights: torch.dtype | None = None
-        if config.precision in ("bfloat16", "float16"):
-            self.autocast = resolve(config.precision, config.device).compute
-        elif config.precision != "auto":
-            self.weights = resolve(config.precision, config.device).master
-
-    def of_batch(self, batch: Any) -> Any:
-        """Return a batch with its floating-point tensors in the dtype of the weights."""
-        if self.weights is None:
-            return batch
-        return map_tensors(batch, lambda t: t.to(self.weights) if t.is_floating_point() else t)
-
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """Return a GradScaler for float16, else None."""
-        return torch.amp.GradScaler("cuda") if self.autocast == torch.float16 else None
-
-
-def _name_of(model: nn.Module) -> str:
-    """Return the name of the model's class, without the subclass that fully_shard adds."""
-    kinds = type(model).__mro__
-    return next(kind.__name__ for kind in kinds if not issubclass(kind, FSDPModule))
-
-
-def _words_of_resuming(folder: Path, before: str, now: str) -> str:
-    change = "" if before == now else f", with another strategy: {before} -> {now}"
-    return f"resumes {folder}{change}"
 
 
 def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
@@ -387,43 +318,53 @@ def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:
 
 
 class Microbatches:
-    """Cuts batches into microbatches; with `has_spares`, placeholders replace empty ones."""
+    """A stream of batches, each cut into the microbatches of a step.
+
+    With `has_spares`, placeholders replace microbatches that have no rows on this rank.
+    """
 
     def __init__(
-        self, loader: RankLoader, accumulation: int, num_data_ranks: int, *, has_spares: bool
+        self,
+        batches: Iterator[Any],
+        loader: RankLoader,
+        accumulation: int,
+        num_data_ranks: int,
+        *,
+        has_spares: bool,
     ) -> None:
-        self._loader = loader
-        self._accumulation = accumulation
-        self._num_data_ranks = num_data_ranks
+        """Cut `batches`, which `loader` yields."""
+        self._batches, self._loader = batches, loader
+        self._accumulation, self._num_data_ranks = accumulation, num_data_ranks
         self._has_spares = has_spares
 
-    def cut(self, batch: Any) -> list[Any]:
+    @property
+    def num_rows(self) -> int:
+        """Rows of the latest global batch."""
+        return self._loader.num_batch_rows
+
+    def close(self) -> None:
+        """Do nothing: the DataLoader ends its workers itself."""
+
+    def __next__(self) -> list[Any]:
         """Return this rank's microbatches of a batch, without those that no rank has rows of."""
-        loader = self._loader
+        batch, loader = next(self._batches), self._loader
         num_shards = self._num_data_ranks if len(loader.piece_sizes) == 1 else 1
         most = -(-loader.num_batch_rows // num_shards)  # microbatches with rows on some rank
         if loader.has_no_rows and self._has_spares:
             return [PlaceholderMicrobatch(batch)] * min(self._accumulation, most)
         if self._accumulation == 1:
             return [batch]
-        pieces = self._pieces(count_rows(batch))
-        return [self._piece(batch, rows) for rows in pieces[:most]]
-
-    def whole(self, batch: Any) -> Any:
-        """Return a whole batch for an evaluation; a placeholder if this rank has no rows."""
-        return (
-            PlaceholderMicrobatch(batch) if self._loader.has_no_rows and self._has_spares else batch
-        )
+        return [
+            take_rows(batch, rows)
+            if rows.stop > rows.start or not self._has_spares
+            else PlaceholderMicrobatch(take_rows(batch, slice(1)))
+            for rows in self._pieces(count_rows(batch))[:most]
+        ]
 
     def rows(self) -> Sequence[Tensor]:
         """Return the row positions of each microbatch of the last batch, see `RankLoader.rows`."""
         rows = self._loader.rows
         return [rows[piece] for piece in self._pieces(len(rows))]
-
-    def _piece(self, batch: Any, rows: slice) -> Any:
-        if rows.stop > rows.start or not self._has_spares:
-            return take_rows(batch, rows)
-        return PlaceholderMicrobatch(take_rows(batch, slice(1)))
 
     def _pieces(self, num_rows: int) -> list[slice]:
         """Return the slice of each microbatch in this rank's rows of a batch."""

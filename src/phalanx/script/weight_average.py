@@ -78,7 +78,15 @@ class WeightAverage:
             for mine, weight in zip(average, weights, strict=True):
                 mine.copy_(weight)
         else:
-            self._combine(average, weights)
+            count, decay = self.num_updates, self._decay
+            if decay is not None and self._has_warmup:
+                decay = min(decay, (1 + count) / (10 + count))
+            # Annotated, because torch's own type annotations are wider.
+            combine: Callable[..., None] = (
+                get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
+            )
+            if average:  # a model without weights to train has none
+                combine(average, weights, torch.tensor(count, device=average[0].device))
         self.num_updates += 1
 
     @contextmanager
@@ -132,17 +140,6 @@ class WeightAverage:
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
-
-    def _combine(self, average: list[Tensor], weights: list[Tensor]) -> None:
-        count, decay = self.num_updates, self._decay
-        if decay is not None and self._has_warmup:
-            decay = min(decay, (1 + count) / (10 + count))
-        # Annotated, because torch's own type annotations are wider.
-        combine: Callable[..., None] = (
-            get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
-        )
-        if average:  # a model without weights to train has none
-            combine(average, weights, torch.tensor(count, device=average[0].device))
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers; a forward may have replaced a buffer."""

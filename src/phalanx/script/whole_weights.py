@@ -40,14 +40,14 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
     The result of a module's `get_extra_state` is copied from this rank.
     """
-    return {name: _whole(value) for name, value in model.state_dict().items()}
 
+    def whole(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        return value.detach().cpu().clone()
 
-def _whole(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.detach().cpu().clone()
+    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 @torch.no_grad()
@@ -156,17 +156,44 @@ def explain_shard_error(error: BaseException) -> ScriptError | None:
 
 def guard_shards(model: nn.Module, strategy: str) -> None:
     """Make a sharded model refuse to load whole weights, and its state_dict refuse pickling."""
+
+    # The model is an argument, because a copy of the model copies the arguments of its hooks.
+    def refuse(
+        whole: nn.Module,
+        names: Sequence[str],
+        _: nn.Module,
+        weights: Mapping[str, Any],
+        prefix: str,
+        *_more: Any,
+    ) -> None:
+        for name in names:
+            value = weights.get(prefix + name)
+            if value is not None and not isinstance(value, DTensor):
+                raise ScriptError(
+                    f"model.load_state_dict: {prefix}{name} is a whole tensor, but under "
+                    f"{strategy} the model has shards; call run.load_state_dict(state) with the "
+                    "weights of the whole model on every rank, or load them before run.prepare"
+                )
+        free_gathered(whole)  # else the shards would be copied to gathered tensors
+
+    def as_shards(_: nn.Module, state_dict: Any, prefix: str, _metadata: Any) -> Any:
+        if prefix:
+            return None
+        shards = _Shards(state_dict)
+        shards.strategy = strategy
+        vars(shards).update(vars(state_dict))  # torch stores `_metadata` there
+        return shards
+
     for module in model.modules():
         own = module.named_parameters(recurse=False)
         if names := [name for name, parameter in own if isinstance(parameter, DTensor)]:
-            refuse = functools.partial(_refuse_whole, strategy, model, names)
-            module.register_load_state_dict_pre_hook(refuse)
+            module.register_load_state_dict_pre_hook(functools.partial(refuse, model, names))
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         read_whole_numbers()
         for module in model.modules():
             # Private, and torch's only way to return another mapping;
             # tests/script/test_whole_weights.py pins it.
-            cast(Any, module)._register_state_dict_hook(functools.partial(_as_shards, strategy))
+            cast(Any, module)._register_state_dict_hook(as_shards)
 
 
 def read_whole_numbers() -> None:
@@ -199,26 +226,6 @@ def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: Any) -> DTensor:
     return tensor
 
 
-def _refuse_whole(
-    strategy: str,
-    model: nn.Module,
-    names: Sequence[str],
-    _module: nn.Module,
-    weights: Mapping[str, Any],
-    prefix: str,
-    *_: Any,
-) -> None:
-    for name in names:
-        given = weights.get(prefix + name)
-        if given is not None and not isinstance(given, DTensor):
-            raise ScriptError(
-                f"model.load_state_dict: {prefix}{name} is a whole tensor, but under {strategy} "
-                "the model has shards; call run.load_state_dict(state) with the weights of the "
-                "whole model on every rank, or load them before run.prepare"
-            )
-    free_gathered(model)  # else the shards would be copied to gathered tensors
-
-
 class _Shards(OrderedDict[str, Any]):
     """A state_dict of shards that refuses to be pickled, so that no file has shards as weights."""
 
@@ -235,14 +242,3 @@ class _Shards(OrderedDict[str, Any]):
         copied = _Shards((name, copy.deepcopy(value, memo)) for name, value in self.items())
         vars(copied).update(vars(self))
         return copied
-
-
-def _as_shards(
-    strategy: str, _module: nn.Module, state_dict: Any, prefix: str, _metadata: Any
-) -> Any:
-    if prefix:
-        return None
-    shards = _Shards(state_dict)
-    shards.strategy = strategy
-    vars(shards).update(vars(state_dict))  # torch stores `_metadata` there
-    return shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -86,17 +86,15 @@ class CallbackRunner:
 
     def step(self, steps_done: int, result: StepResult) -> bool:
         """Call the callbacks; return whether one of any rank ends the run. All ranks call this."""
-        return self._agreed(each.step(steps_done, result) for each in self._of("step"))
+        return self._ends_run("step", steps_done, result)
 
     def evaluation(self, evaluation: Evaluation) -> bool:
         """Call the callbacks; return whether one of any rank ends the run. All ranks call this."""
-        return self._agreed(each.evaluation(evaluation) for each in self._of("evaluation"))
+        return self._ends_run("evaluation", evaluation)
 
-    def _of(self, method: str) -> list[Callback]:
-        """Return the callbacks whose class overrides `method`."""
-        original = getattr(Callback, method)
-        return [c for c in self._callbacks.values() if getattr(type(c), method) is not original]
-
-    def _agreed(self, answers: Iterator[bool | None]) -> bool:
-        found = [int(bool(answer)) for answer in answers]
-        return bool(found) and max_over_ranks([max(found)])[0] > 0
+    def _ends_run(self, method: str, *args: Any) -> bool:
+        # Only of classes that override the method: without any, the ranks need not agree.
+        plain = getattr(Callback, method)
+        called = [c for c in self._callbacks.values() if getattr(type(c), method) is not plain]
+        answers = [int(bool(getattr(each, method)(*args))) for each in called]
+        return bool(answers) and max_over_ranks([max(answers)])[0] > 0

@@ -1,7 +1,8 @@
-"""Compute the mean loss and further metrics on the validation data."""
+"""Evaluate on the validation data: mean loss and metrics, the best so far, and early stopping."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
@@ -11,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm.together import gather_objects
+from phalanx.config.schema import RunConfig
+from phalanx.config.validate import check_best
 from phalanx.errors import ConfigError
 from phalanx.train.notice import notice_if_slow
 
 if TYPE_CHECKING:
     from phalanx.train.session import Session
+
+
+LOSS = "min:loss"
+"""Measure by which evaluations are compared if `best` is not set."""
 
 
 @dataclass(frozen=True)
@@ -38,74 +45,138 @@ def evaluate(session: Session) -> Evaluation | None:
     """Return the evaluation on validation data, or None without; every rank calls this together.
 
     Sums are all-reduced, never means, because ranks may have different numbers of samples, or none.
+    An objective's metrics are sums over the batches too; see `Objective`.
     """
     batches = session.validation_batches()
     if batches is None:
         return None
-    step, comm = session.step, session.comm
-    totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    step, comm, objective = session.step, session.comm, session.step.objective
+    metric_sums = getattr(objective, "metric_sums", None)
+    zeros = torch.zeros(2, dtype=torch.float64, device=comm.device)  # a sum and its count
+    totals, metrics = zeros.clone(), dict[str, torch.Tensor]()
 
     def forward(batch: Any) -> torch.Tensor:
-        return step.objective.loss_sum(step.model, batch, 0)
+        return objective.loss_sum(step.model, batch, 0)
 
-    metrics = _Metrics(session)
-    modes = {module: module.training for module in step.model.modules()}
-    step.model.eval()
-    with notice_if_slow("evaluating"):
-        for batch in batches:
-            loss_sum = step.run.infer(batch, forward)
-            totals[0] += 0 if loss_sum is None else loss_sum  # only on the last pipeline stage
-            totals[1] += step.objective.num_valid(batch)
-            metrics.take(batch)
-    for module, is_training in modes.items():  # a user may keep some in eval mode
-        module.training = is_training
-    comm.all_reduce(totals[:1], "loss")
-    comm.all_reduce(totals[1:], "data")
-    loss_sum, num_valid = totals.tolist()
-    scores = {**session.scores(loss_sum), **metrics.values()}
-    return Evaluation(step.steps_done, loss_sum / max(num_valid, 1), scores)
-
-
-class _Metrics:
-    """Sums an objective's metrics over batches and ranks; see `Objective`."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._sums_of = getattr(session.step.objective, "metric_sums", None)
-        self._totals: dict[str, torch.Tensor] = {}
-
-    def take(self, batch: Any) -> None:
-        """Add the metrics of a batch; every rank calls this together."""
-        if self._sums_of is not None:
-            self._session.step.run.infer(batch, self._forward)
-
-    def _forward(self, batch: Any) -> torch.Tensor:
-        """Add the metric sums of a batch; of pipeline stages, only the last runs it to its end."""
-        session = self._session
-        objective, device = session.step.objective, session.comm.device
-        assert self._sums_of is not None
-        for name, found in self._sums_of(session.step.model, batch).items():
+    def measure(batch: Any) -> torch.Tensor:
+        assert metric_sums is not None
+        for name, found in metric_sums(step.model, batch).items():
             pair = found if isinstance(found, tuple) else (found, objective.num_valid(batch))
-            pair = [torch.as_tensor(each).detach().to(device, torch.float64) for each in pair]
+            pair = [torch.as_tensor(each).detach().to(zeros) for each in pair]
             if name == "loss" or any(each.ndim for each in pair):
                 sizes = [list(each.shape) for each in pair]
                 raise ConfigError(
                     f"metric_sums: {name} has a sum and a count of the shapes {sizes}; expected "
                     "two numbers of each metric, and no metric named loss"
                 )
-            zeros = torch.zeros(2, dtype=torch.float64, device=device)
-            self._totals[name] = self._totals.get(name, zeros) + torch.stack(pair)
-        return torch.zeros((), device=device)
+            metrics[name] = metrics.get(name, zeros) + torch.stack(pair)
+        return zeros[0]
 
-    def values(self) -> dict[str, float]:
-        """Return the mean of each metric over all ranks; every rank calls this together."""
-        if self._sums_of is None:
-            return {}
-        comm = self._session.comm
-        names = list(dict.fromkeys(itertools.chain(*gather_objects(list(self._totals)))))
-        zeros = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        totals = torch.stack([zeros, *(self._totals.get(name, zeros) for name in names)])
-        rows = comm.all_reduce(totals, "loss").tolist()[1:]
-        return {
-            n: s / count if count else math.nan for n, (s, count) in zip(names, rows, strict=True)
-        }
+    modes = {module: module.training for module in step.model.modules()}
+    step.model.eval()
+    with notice_if_slow("evaluating"):
+        for batch in batches:
+            # Of pipeline stages, only the last runs either forward to its end.
+            loss_sum = step.run.infer(batch, forward)
+            totals[0] += 0 if loss_sum is None else loss_sum
+            totals[1] += objective.num_valid(batch)
+            if metric_sums is not None:
+                step.run.infer(batch, measure)
+    for module, is_training in modes.items():  # a user may keep some in eval mode
+        module.training = is_training
+    comm.all_reduce(totals[:1], "loss")
+    comm.all_reduce(totals[1:], "data")
+    loss_sum, num_valid = totals.tolist()
+    scores = {**session.scores(loss_sum)}
+    if metric_sums is not None:
+        names = list(dict.fromkeys(itertools.chain(*gather_objects(list(metrics)))))
+        every = torch.stack([zeros, *(metrics.get(name, zeros) for name in names)])
+        rows = comm.all_reduce(every, "loss").tolist()[1:]
+        means = {n: s / num if num else math.nan for n, (s, num) in zip(names, rows, strict=True)}
+        scores |= means
+    return Evaluation(step.steps_done, loss_sum / max(num_valid, 1), scores)
+
+
+@dataclass
+class BestTracker:
+    """Tracks the best evaluation; the state is equal on all ranks.
+
+    Attributes:
+        measure: "min:loss", or "min:" or "max:" and the name of a metric.
+        patience: evaluations without improvement after which the run ends; None: no early stop.
+        value: measure of the best evaluation; None before the first.
+        step: steps taken before the best evaluation.
+        num_worse: evaluations since the best one.
+        judged: steps taken before the latest evaluation that was compared; a resumed run repeats
+            that evaluation, which is then ignored.
+    """
+
+    measure: str
+    patience: int | None = None
+    value: float | None = None
+    step: int = 0
+    num_worse: int = 0
+    judged: int = -1
+
+    def take(self, evaluation: Evaluation) -> bool:
+        """Compare an evaluation with the best; return whether it is the best so far.
+
+        An evaluation whose measure is NaN is never the best.
+
+        Raises:
+            ConfigError: the evaluation does not have the measure.
+        """
+        if evaluation.step <= self.judged:
+            return False
+        self.judged = evaluation.step
+        direction, _, name = self.measure.partition(":")
+        measures = {"loss": evaluation.loss, **evaluation.metrics}
+        if name not in measures:
+            raise ConfigError(
+                f"best is {self.measure}, but an evaluation measures {', '.join(measures)}; "
+                f"expected one of these names after {direction}:"
+            )
+        value, sign = measures[name], -1 if direction == "max" else 1
+        is_better = self.value is None or sign * value < sign * self.value
+        if math.isnan(value) or not is_better:
+            self.num_worse += 1
+            return False
+        self.value, self.step, self.num_worse = value, evaluation.step, 0
+        return True
+
+    @staticmethod
+    def of(config: RunConfig) -> BestTracker | None:
+        """Return the tracker for the settings of a run; None if `best` and `patience` are unset.
+
+        Raises:
+            ConfigError: the measure is not valid.
+        """
+        if config.best is None and config.patience is None:
+            return None
+        check_best(config)
+        return BestTracker(config.best or LOSS, config.patience)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `patience` evaluations without improvement have passed, which ends the run."""
+        return self.patience is not None and self.num_worse >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to store in a manifest."""
+        state = dataclasses.asdict(self)
+        del state["patience"]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a result of `state_dict`, unless it is of another measure."""
+        if state["measure"] == self.measure:
+            for name, value in state.items():
+                setattr(self, name, value)
+
+    def text(self) -> str:
+        """Describe the best evaluation, and whether the run ended early."""
+        if self.value is None:
+            return f"{self.measure}: no evaluation gave a number"
+        end = f"; the run ended because {self.num_worse} evaluations since then were no better"
+        found = f"{self.measure} {self.value:.4f} after step {self.step}"
+        return found + (end if self.is_over else "")

@@ -128,6 +128,11 @@ def take_steps(session: Session, records: Watcher) -> int:
         PULSE.steps_done = done = step.steps_done
         session.saver.poll()
         pace.after_step(can_save=not session.saver.is_writing)
+        # due after a step       evaluate          save
+        # last step, end asked   yes               for good
+        # eval_every             unless a signal   if the best so far: until the next save
+        # save_every                               for good
+        # clock, signal                            until the next save
         is_over = session.called.step(done, result) or is_unsaved or done == num_steps
         is_best = False
         is_eval_due = config.eval_every > 0 and done % config.eval_every == 0

@@ -111,35 +111,25 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
         PhalanxError: the run failed.
         Interrupted: a signal ended the run; a checkpoint was saved if there was time.
     """
-    if job.strategy.is_served:
-        return _start_served(job, extras)
-    job = claim(job)
-    advice = functools.partial(how_to_resume, job.out, _resume_by(job))
-    with removed_if_refused(job.out, is_new=job.is_new):
-        return summary_of(
-            train_rank, job.strategy.num_ranks, job, extras, config=job.config, advice=advice
-        )
-
-
-def _start_served(job: Job, extras: Callbacks) -> Summary | None:
-    """Start the workers and servers of a job, or only worker `server.worker` if it is set."""
-    from phalanx.train.served_run import check, run_served, run_worker
-
-    check(job)  # before the folder is created
-    job = claim(job)
     worker = job.config.server.worker
-    advice = functools.partial(how_to_resume, job.out, _resume_by(job))
+    served_run = None
+    if job.strategy.is_served:
+        from phalanx.train import served_run
+
+        served_run.check(job)  # before the folder is created
+    job = claim(job)
+    command = f"phalanx train --resume {shlex.quote(str(job.out))}"
+    advice = functools.partial(how_to_resume, job.out, command)
+    if served_run is None:
+        args = (job.strategy.num_ranks, job, extras)
+        with removed_if_refused(job.out, is_new=job.is_new):
+            return summary_of(train_rank, *args, config=job.config, advice=advice)
     if worker:
         advice = functools.partial(str, "worker 0 of the job saves the checkpoints")
     num_here = job.strategy.num_ranks if worker is None else 1
-    say_starting = functools.partial(_say_starting, num_here)
-    run_here = run_served if worker is None else run_worker
+    run_here = served_run.run_served if worker is None else served_run.run_worker
     with _with_resume_advice(advice):
-        return _finished(run_here(job, extras, say_starting))
-
-
-def _resume_by(job: Job) -> str:
-    return f"phalanx train --resume {shlex.quote(str(job.out))}"
+        return _finished(run_here(job, extras, functools.partial(_say_starting, num_here)))
 
 
 def train_rank(job: Job, extras: Callbacks = NOTHING) -> Summary | Stopped:

@@ -47,7 +47,23 @@ def check(job: Job) -> None:
             f"server.rule is {config.server.rule}, but the workers of {job.strategy} use AdamW, "
             "and its servers use Nesterov momentum; leave server.rule out"
         )
-    _check_table(job)
+    server, strategy = config.server, job.strategy
+    if server.table_rule is None and server.table_lr is not None:
+        raise ConfigError(
+            f"server.table_lr is {server.table_lr:g}, but server.table_rule is unset; set "
+            "server.table_rule to adagrad"
+        )
+    if server.table_rule is not None and consistency.kind == "local":
+        raise ConfigError(
+            f"server.table_rule is {server.table_rule}, but the workers of {strategy} push updates "
+            f"of all weights; leave server.table_rule out, or use dp{strategy.dp.degree}:ps"
+        )
+    if server.table_rule is not None and job.shape.tied:
+        raise ConfigError(
+            f"server.table_rule is {server.table_rule}, but the embedding of {job.name} is also "
+            "its output projection, whose gradient has every row; leave server.table_rule out, or "
+            "set shape.tied to false"
+        )
     if config.server.coordinator is not None:
         _meeting(job)
     size = consistency.num_local_steps
@@ -57,29 +73,6 @@ def check(job: Job) -> None:
                 f"{name} is {steps}, but the workers of {job.strategy} synchronize only after "
                 f"every {size} steps; the nearest is {max(1, round(steps / size)) * size}"
             )
-
-
-def _check_table(job: Job) -> None:
-    """Raise ConfigError if `server.table_rule` or `table_lr` does not fit the other settings."""
-    server, strategy = job.config.server, job.strategy
-    if server.table_rule is None and server.table_lr is not None:
-        raise ConfigError(
-            f"server.table_lr is {server.table_lr:g}, but server.table_rule is unset; set "
-            "server.table_rule to adagrad"
-        )
-    if server.table_rule is None:
-        return
-    if strategy.dp.kind == "local":
-        raise ConfigError(
-            f"server.table_rule is {server.table_rule}, but the workers of {strategy} push updates "
-            f"of all weights; leave server.table_rule out, or use dp{strategy.dp.degree}:ps"
-        )
-    if job.shape.tied:
-        raise ConfigError(
-            f"server.table_rule is {server.table_rule}, but the embedding of {job.name} is also "
-            "its output projection, whose gradient has every row; leave server.table_rule out, or "
-            "set shape.tied to false"
-        )
 
 
 class _Unwatched(Watcher):

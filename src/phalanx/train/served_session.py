@@ -7,7 +7,7 @@ restarted in place of a lost one gets the number of finished steps from the serv
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final, cast
 
 import torch
@@ -18,7 +18,6 @@ from phalanx.account.flops import Flops
 from phalanx.checkpoint.manifest import complete_checkpoints
 from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
-from phalanx.data.loader import Loader
 from phalanx.data.samples import Batch
 from phalanx.launch.agreement import check_same
 from phalanx.measure.logs import METRICS_FILE
@@ -86,9 +85,10 @@ class ServedSession(TextSession):
         names = ("the job, to which a lost worker returns without --resume", f"worker {worker}")
         check_same([first, json.loads(json.dumps(facts))], names)
         self.model.embedding.sparse = job.config.server.table_rule is not None
-        self._loaders: dict[int, Loader] = {}
         if self.consistency.kind != "local":
-            self.step.batch_of = self._batch_of
+            self.step.batch_of = lambda clock, slot: loader_of(self.job, slot).step_at(
+                self._consumed(clock)
+            )
         self.step.join(self.client, job.config.server, is_first=self.is_first)
         if self.is_first and max(complete_checkpoints(self.out), default=0) > self.step.steps_done:
             check_unused(self.out, job.start)  # the servers are of another job than the folder
@@ -99,9 +99,14 @@ class ServedSession(TextSession):
     def is_first(self) -> bool:
         return self.worker == 0
 
+    @property
     @override
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        optimizer, server = super()._optimizer(model), self.job.config.server
+    def data_rank(self) -> int:
+        return self.worker
+
+    @override
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer, server = super().optimizer_of(model), self.job.config.server
         if server.rule == "adamw":
             return optimizer
         keys = ("params", "weight_decay")
@@ -110,19 +115,14 @@ class ServedSession(TextSession):
         return torch.optim.SGD(groups, self.job.config.optimizer.lr, momentum)
 
     @override
-    def _claim(self, job: Job) -> None:
-        self.data_rank = self.worker
-        if not self.is_first:
-            self.saver = cast(Saver, NoSaver())
-        elif continues_served(job.out, self._meeting.coordinator):  # after worker 0 was lost
-            self.saver = Saver(job.out, keep=job.config.keep_checkpoints)
-        else:
-            super()._claim(job)
+    def locked(self) -> Saver:
+        return super().locked() if self.is_first else cast(Saver, NoSaver())
 
     @override
-    def _keep_origin(self) -> None:
-        if self.is_first:
-            super()._keep_origin()
+    def claim(self) -> None:
+        # A new process of worker 0, after one was lost, continues in its folder as it is.
+        if self.is_first and not continues_served(self.out, self._meeting.coordinator):
+            super().claim()
             (self.out / STARTED).write_text(self._meeting.coordinator)
 
     def _consumed(self, steps: int) -> int:
@@ -132,18 +132,13 @@ class ServedSession(TextSession):
         at = consumed + (steps - done) * self.job.batch.global_size
         return at if end is None else min(at, end)
 
-    def _batch_of(self, clock: int, slot: int) -> Sequence[Batch]:
-        if slot not in self._loaders:
-            self._loaders[slot] = loader_of(self.job, slot)
-        return self._loaders[slot].step_at(self._consumed(clock))
-
     @override
     def validation_batches(self) -> Iterable[Batch] | None:
         return super().validation_batches() if self.is_first else None
 
     @override
-    def _call(self, extras: Callbacks) -> None:
-        super()._call(extras)
+    def register(self) -> None:
+        super().register()
         if isinstance(self.step, LocalStep):
             self.called.registered.add(LOCAL_ROUNDS, self.step.rounds)
         if self.job.config.server.table_rule == "adagrad":
@@ -234,12 +229,6 @@ class ServedSession(TextSession):
             f"{client.received_bytes / steps / 2**20:.3f} pulled over sockets per step and worker; "
             f"staleness of gradients in versions: {late}"
         )
-
-    @override
-    def close(self) -> None:
-        super().close()
-        for loader in self._loaders.values():
-            loader.close()
 
 
 STEPS: Final[dict[str, type[ServedStep]]] = {

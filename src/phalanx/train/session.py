@@ -1,31 +1,70 @@
-r"""The interface between the training loop and records, and the text or module that is trained.
+"""One run on one rank: opened, stepped, saved and resumed alike for text and for any module.
 
-        TextSession (train/text.py)        ModuleSession (script/session.py)
-           a decoder on text                  a Trainer of any module
-                     \                          /
-take_steps (loop.py)  -------- Session -------  Records, Summary (report/)
+    Session                opens a run, takes its data and saves its state
+      TextSession          adds the decoder, the token stream, bits per byte (text.py)
+        ServedSession      adds weights that are on servers (served_session.py)
+      ModuleSession        adds a Trainer's module, DataLoader and schedule (script/session.py)
+
+loop.py drives a session, and report/ measures it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, cast
+
+import torch
+from torch import nn
 
 from phalanx.account.flops import Flops
 from phalanx.account.planned import PlannedStep
+from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.checkpoint.run_state import RunState, Stateful
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
+from phalanx.comm.together import on_first_rank
+from phalanx.config import OptimizerConfig
 from phalanx.config.schema import RunConfig
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
+from phalanx.models.decoder import Head
+from phalanx.parallel.accumulate import Runner
+from phalanx.parallel.compression.chosen import compress
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.skeleton import blocks_of
 from phalanx.strategy import Strategy
-from phalanx.train.best import BestTracker
-from phalanx.train.callback import CallbackRunner, Log
+from phalanx.train.callback import CallbackRunner, Callbacks
+from phalanx.train.evaluate import BestTracker
+from phalanx.train.job.run_folder import check_unused
+from phalanx.train.notice import announce, notice_if_slow
+from phalanx.train.objective import Objective
+from phalanx.train.precision import Precision
 from phalanx.train.step import Step, StepResult
+
+RECOMPILE_LIMIT = 64
+"""Most graphs that a block may be compiled to."""
+
+
+class Stream(Protocol):
+    """Data in the order of a run, which an iteration yields step by step; its position is saved.
+
+    Each item is the list of this rank's microbatches, on its device.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the latest global batch."""
+        ...
+
+    def __next__(self) -> Sequence[Any]: ...
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
 
 
 class Session(ABC):
@@ -36,7 +75,10 @@ class Session(ABC):
         strategy: parallel strategy.
         config: settings of the run.
         out: folder that the run writes to.
+        start: checkpoint to resume from; None in a new run.
+        plan: plan that splits the model.
         step: the training step.
+        stream: the data.
         saver: saver of the run's checkpoints.
         unit: unit over which the loss is averaged, such as "tokens" or "samples".
         called: the callbacks.
@@ -44,38 +86,111 @@ class Session(ABC):
         best: tracker of the best evaluation; None if the run does not track it.
     """
 
-    comm: Ranks
-    strategy: Strategy
-    config: RunConfig
-    out: Path
-    step: Step
-    saver: Saver
     unit: str
-    called: CallbackRunner
-    log: Log | None
-    best: BestTracker | None
+    step_type: type[Step] = Step
+    start: Checkpoint | None = None
+    plan: Plan[Any]
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        config: RunConfig,
+        out: Path,
+        extras: Callbacks,
+        *,
+        precision: Precision | None,
+        objective: Objective,
+        updates: OptimizerConfig,
+        num_rated_steps: int | None,
+    ) -> None:
+        """Build model, step, saver and stream; load the checkpoint if the run resumes from one.
+
+        `precision` None leaves the dtypes to the model. `updates` and `num_rated_steps` are the
+        step's, see `Step`: how gradients are clipped, and the length of the learning rate's curve.
+
+        Raises:
+            PhalanxError: the strategy, a setting or the checkpoint does not fit.
+        """
+        self.strategy, self.config, self.out = strategy, config, out
+        self.best, self.log = BestTracker.of(config), extras.log
+        self.comm = Ranks(strategy.of_worker, config.device, shares_memory=config.shared_memory)
+        # 1. Lock the folder, then check it: a run that has ended meanwhile may have saved there.
+        # 2. Split the model, then make its optimizer, which gets this rank's shards.
+        # 3. Call the callbacks, then load the checkpoint, which has their states.
+        # 4. Compile the model as it then is; read data last, from the loaded position on.
+        self.saver = self.locked()
+        try:
+            self.claim()
+            runner, model = self.build(), self.plan.model
+            how = (config.compress, self.plan.strategy, config.precision)
+            announce(compress(runner.reducer, *how, is_resumed=self.start is not None))
+            needs_scaler = precision is not None and precision.needs_scaler
+            self.step = self.step_type(
+                model,
+                self.optimizer_of(model),
+                objective,
+                updates,
+                comm=self.comm,
+                num_steps=num_rated_steps,
+                run=runner,
+                scaler=torch.amp.GradScaler(config.device) if needs_scaler else None,
+                nonfinite=config.nonfinite,
+            )
+            self.called = CallbackRunner(extras, model)
+            self.register()
+            if self.start is not None:
+                with notice_if_slow(f"reading {self.start.folder}"):
+                    self.state.load(self.start)
+                self.step.steps_done = self.start.about.steps_done
+            if config.compile:
+                compile_blocks(model)
+            self.stream = self.open_stream()
+        except BaseException:
+            self.saver.__exit__(None, None, None)  # release the lock
+            raise
+
+    # The parts of a session: __init__ calls these in this order.
+
+    def locked(self) -> Saver:
+        """Return the saver, which locks the folder of the run."""
+        keep = self.config.keep_checkpoints
+        return Saver(self.out, keep=keep, num_stages=self.comm.size("pp"))
+
+    def claim(self) -> None:
+        """Check the folder now that it is locked: another run may have saved there meanwhile."""
+        on_first_rank(lambda: check_unused(self.out, self.start), f"cannot save in {self.out}")
+
+    @abstractmethod
+    def build(self) -> Runner:
+        """Set `plan`, split its model with the initial weights, and return the model's runner."""
+
+    @abstractmethod
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of the split model."""
+
+    def register(self) -> None:
+        """Register objects besides the callbacks, whose states a checkpoint has."""
+        is_whole = self.strategy.pp.degree == 1
+        self.called.registered.add_extra_state(self.step.model, is_whole=is_whole)
+
+    @abstractmethod
+    def open_stream(self) -> Stream:
+        """Return the data, from the position of the checkpoint on."""
 
     @property
     def state(self) -> RunState:
         """The objects that a checkpoint has."""
-        parts: dict[str, Stateful] = {"scaler": self.step.scaler, **self.parts()}
-        if self.best is not None:
-            parts["best"] = self.best
         step = self.step
-        return RunState(step.model, [step.optimizer], parts, self.called.registered)
+        return RunState(step.model, [step.optimizer], self.parts(), self.called.registered)
 
-    def parts(self) -> Mapping[str, Stateful]:
-        """Return objects of this kind of session that a checkpoint has, by name."""
-        return {}
+    def parts(self) -> dict[str, Stateful]:
+        """Return the objects whose states the manifest of a checkpoint has, by name."""
+        tracked: dict[str, Stateful] = {} if self.best is None else {"best": self.best}
+        return {"scaler": self.step.scaler, **tracked}
 
-    @contextmanager
-    def opening(self) -> Generator[None]:
-        """Release the lock of the run's folder if the block, which opens the session, raises."""
-        try:
-            yield
-        except BaseException:
-            self.saver.__exit__(None, None, None)
-            raise
+    @abstractmethod
+    def manifest(self, *, is_passing: bool) -> Manifest:
+        """Return the manifest of a checkpoint after the latest step, without states."""
 
     @property
     def is_first(self) -> bool:
@@ -89,9 +204,9 @@ class Session(ABC):
 
     # Methods for steps: loop.py calls them on all ranks together.
 
-    @abstractmethod
     def next_microbatches(self) -> Sequence[Any]:
         """Return this rank's microbatches of the next global batch, on its device."""
+        return next(self.stream)
 
     @contextmanager
     def stepping(self) -> Generator[None]:
@@ -119,13 +234,13 @@ class Session(ABC):
         del loss_sum
         return {}
 
-    @abstractmethod
     def begin_save(self, *, is_passing: bool = False) -> None:
         """Start to save a checkpoint in the background; for `is_passing` see `Manifest`.
 
         Raises:
             CheckpointError: the previous checkpoint could not be written.
         """
+        self.state.begin_save(self.saver, self.manifest(is_passing=is_passing))
 
     @property
     def saved_steps(self) -> int:
@@ -145,19 +260,14 @@ class Session(ABC):
 
     # Methods for records: report/ calls them.
 
-    @property
-    @abstractmethod
-    def num_rows(self) -> int:
-        """Rows of the latest global batch."""
-
     def num_units(self, result: StepResult) -> int:
         """Return the tokens or samples of a step over all ranks; see `unit`."""
         return result.num_valid_tokens
 
     @property
-    @abstractmethod
     def arithmetic(self) -> Arithmetic | None:
         """Arithmetic of the matrix products; None if it must be observed in the first step."""
+        return None
 
     @abstractmethod
     def flops(
@@ -170,9 +280,9 @@ class Session(ABC):
         the counted FLOPs and the second None. Return None if the FLOPs are not known.
         """
 
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run, for its records."""
+        return dataclasses.asdict(self.config)
 
     def missed(self) -> Mapping[int, StepResult]:
         """Return step -> result of steps that a lost process took, but did not record."""
@@ -180,7 +290,9 @@ class Session(ABC):
 
     def remarks(self) -> list[str]:
         """Return notices to show before the first step, a line each."""
-        return []
+        if self.start is None:
+            return []
+        return self.called.registered.remarks_on(self.start.about.registered)
 
     @abstractmethod
     def title(self) -> str:
@@ -198,17 +310,13 @@ class Session(ABC):
         """Return text that the model generates, or an empty string; all ranks call this."""
         return ""
 
-    def companions(self) -> Mapping[str, Path]:
-        """Return files of the run besides checkpoints and records, by name."""
-        return {}
-
     @abstractmethod
     def resume_command(self, steps: int | None = None) -> str:
         """Return the command or Python code that resumes the run, up to `steps` steps if given."""
 
     def close(self) -> None:
         """Close the resources of the session, except the saver."""
-        return
+        self.stream.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,3 +326,25 @@ class Session(ABC):
         ends.callback(self.close)
         ends.push(self.saver)
         ends.__exit__(*error)  # the saver waits less if the error is a lost rank
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block and a decoder's loss, or a model without blocks as a whole.
+
+    Each microbatch size gets its own graph (`dynamic=False`). A dynamic-shape graph may sum in
+    another order than a static one, and which of them Dynamo uses for a batch depends on earlier
+    batches, so a resumed run would not match bit for bit. There are few sizes, but each is compiled
+    with and without gradients and documents; beyond RECOMPILE_LIMIT, Dynamo would run eagerly.
+    """
+    with suppress(ImportError):  # torch shows progress with tqdm if it is installed
+        from tqdm import tqdm
+
+        # Replace tqdm's lock, a system semaphore, which a rank that exits abruptly would leak.
+        cast(Any, tqdm).set_lock(threading.RLock())
+    dynamo_config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    dynamo_config.recompile_limit = RECOMPILE_LIMIT
+    for block in [block for _, block in blocks_of(model)] or [model]:
+        block.compile(dynamic=False)
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.compiles_loss = True

@@ -93,7 +93,7 @@ def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
 
 def complete(request: Request, progress: Progress | None = None) -> Job:
     """Resolve a settled request to a job, and prepare its data; see `resolve`."""
-    config, start = request.config, request.start
+    config, start, batch = request.config, request.start, request.batch
     # "auto" on CUDA must query the GPU, on which the parent process must not create a context. The
     # master weights are float32 for either choice, so float32 stands in for "auto".
     is_open = config.precision == "auto" and request.device == "cuda"
@@ -125,9 +125,20 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     about = None if start is None else start.about
     first = first_epoch(config, about, tokens.train.num_tokens)
     order = Order(len(samples), config.seed, config.corpus.shuffle, first)
-    num_steps = _count_steps(request, order)
+    done, consumed = request.done
+    num_steps = DEFAULT_STEPS if config.steps is None else config.steps  # done ones included
+    if config.epochs is not None:
+        size = batch.global_size
+        left = total_steps(order, size, config.epochs, config.corpus.tail, consumed=consumed)
+        num_steps = done + left
+        if num_steps == 0:
+            raise DataError(
+                f"{config.epochs:g} epochs of {order.num_samples} samples do not fill one global "
+                f"batch of {size}, and corpus.tail is drop; use --corpus.tail keep, or a global "
+                f"batch of at most {order.num_samples}"
+            )
     check_warmup(config.optimizer, num_steps)
-    num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=request.done[0])
+    num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=done)
     check_space(out, num_checkpoints, config, checkpoint_bytes(request.shape, precision))
     settled: dict[str, Any] = {
         "precision": precision.name if request.device == "cpu" else config.precision,
@@ -165,21 +176,6 @@ def _check_split(request: Request) -> None:
     check_split(config, plan)
     if not config.compile:
         request.check_memory(has_activations=True)
-
-
-def _count_steps(request: Request, order: Order) -> int:
-    """Return the run's total optimizer steps, done ones included; raise DataError if 0."""
-    config, size, (done, consumed) = request.config, request.batch.global_size, request.done
-    if config.epochs is None:
-        return config.steps if config.steps is not None else DEFAULT_STEPS
-    left = total_steps(order, size, config.epochs, config.corpus.tail, consumed=consumed)
-    if done + left == 0:
-        raise DataError(
-            f"{config.epochs:g} epochs of {order.num_samples} samples do not fill one global batch "
-            f"of {size}, and corpus.tail is drop; use --corpus.tail keep, or a global batch of at "
-            f"most {order.num_samples}"
-        )
-    return done + left
 
 
 def manifest_of(job: Job, steps_done: int, consumed: int, *, is_passing: bool = False) -> Manifest:
@@ -263,7 +259,25 @@ def remarks_on(job: Job) -> list[str]:
         lines += job.start.words()
         if (went_back := incomplete_after(job.start.folder)) is not None:
             lines.append(went_back)
-        lines += _remarks_on_going_on(job.start.about, manifest_of(job, *job.done))
+        before, now = job.start.about, manifest_of(job, *job.done)
+        earlier = {**before.settings, "steps": before.num_steps}
+        settings = json.loads(json.dumps({**now.settings, "steps": now.num_steps}))
+        differing = [
+            f"{key} {_text(earlier[key])} -> {_text(value)}"
+            for key, value in settings.items()  # as in a manifest
+            if key not in _SILENT
+            and key in earlier
+            and earlier[key] != value
+            # "auto" is resolved only after the ranks start.
+            and not (key == "precision" and "auto" in (value, earlier[key]))
+        ]
+        if differing:
+            lines.append(f"resumes with changed settings: {', '.join(differing)}")
+        if before.steps_done >= now.num_steps:
+            lines.append(
+                f"nothing left to do: the checkpoint is after step {before.steps_done}, and the "
+                f"run has {now.num_steps} steps in all; raise this number with --steps"
+            )
         if job.has_new_length:
             lines.append(
                 f"after step {job.done[0]}, samples have {job.config.corpus.seq_len} tokens and "
@@ -277,29 +291,6 @@ def remarks_on(job: Job) -> list[str]:
             f"{job.num_steps} steps are {passes:.2g} epochs of this text; beyond about "
             f"{MANY_EPOCHS} epochs a model memorizes the text instead of learning from it; "
             f"--epochs {MANY_EPOCHS} are {done + left} steps"
-        )
-    return lines
-
-
-def _remarks_on_going_on(before: Manifest, now: Manifest) -> list[str]:
-    lines: list[str] = []
-    earlier = {**before.settings, "steps": before.num_steps}
-    settings = {**now.settings, "steps": now.num_steps}
-    differing = [
-        f"{key} {_text(earlier[key])} -> {_text(value)}"
-        for key, value in json.loads(json.dumps(settings)).items()  # as in a manifest
-        if key not in _SILENT
-        and key in earlier
-        and earlier[key] != value
-        # "auto" is resolved only after the ranks start.
-        and not (key == "precision" and "auto" in (value, earlier[key]))
-    ]
-    if differing:
-        lines.append(f"resumes with changed settings: {', '.join(differing)}")
-    if before.steps_done >= now.num_steps:
-        lines.append(
-            f"nothing left to do: the checkpoint is after step {before.steps_done}, and the run "
-            f"has {now.num_steps} steps in all; raise this number with --steps"
         )
     return lines
 

@@ -125,26 +125,23 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
     if given in (["microbatch"], ["accumulation"]):
         batch = dataclasses.replace(batch, global_size=about.settings["batch.global_size"])
     elif given in ([], ["global_size"]):
-        batch = _batch_of(about.settings, batch.global_size, num_data_ranks)
+        # The run's microbatch, or the largest smaller one that fits evenly.
+        size = batch.global_size
+        whose = "the run's global batch" if size is None else "batch.global_size"
+        rows: int = about.settings["batch.global_size"] if size is None else size
+        share, rest = divmod(rows, num_data_ranks)
+        if rest:
+            near = [n for n in range(1, 2 * num_data_ranks) if rows % n == 0]
+            legal = min(near, key=lambda number: abs(number - num_data_ranks))
+            above = (rows // num_data_ranks + 1) * num_data_ranks
+            raise BatchError(
+                f"{whose} is {rows} sequences, not divisible by {num_data_ranks} data ranks; use a "
+                f"strategy with {legal} data ranks, or --batch.global-size {above}"
+            )
+        most = min(share, about.settings["batch.microbatch"])
+        microbatch = next(n for n in range(most, 0, -1) if share % n == 0)
+        batch = BatchConfig(global_size=rows, microbatch=microbatch)
     return dataclasses.replace(config, batch=batch)
-
-
-def _batch_of(settings: dict[str, Any], size: int | None, num_data_ranks: int) -> BatchConfig:
-    """Return the batch with the run's microbatch, or the largest smaller one that fits evenly."""
-    whose = "the run's global batch" if size is None else "batch.global_size"
-    rows: int = settings["batch.global_size"] if size is None else size
-    share, rest = divmod(rows, num_data_ranks)
-    if rest:
-        near = [n for n in range(1, 2 * num_data_ranks) if rows % n == 0]
-        legal = min(near, key=lambda number: abs(number - num_data_ranks))
-        above = (rows // num_data_ranks + 1) * num_data_ranks
-        raise BatchError(
-            f"{whose} is {rows} sequences, not divisible by {num_data_ranks} data ranks; use a "
-            f"strategy with {legal} data ranks, or --batch.global-size {above}"
-        )
-    most = min(share, settings["batch.microbatch"])
-    microbatch = next(n for n in range(most, 0, -1) if share % n == 0)
-    return BatchConfig(global_size=rows, microbatch=microbatch)
 
 
 def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Records:
             self._restart_timer = True  # exclude the measurement from the next step
         if self.log is None:
             return
-        use, num_units = self.utilization(times.wall_s, session.num_rows), self._units[-1]
+        use, num_units = self.utilization(times.wall_s, session.stream.num_rows), self._units[-1]
         of = "ceiling" if use is None or use.peak is None else "data sheet"
         self.log.step(
             StepRecord(

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 
 from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
+from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.logs import values_of
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize
@@ -18,7 +19,6 @@ from phalanx.train.evaluate import Evaluation
 from phalanx.train.report import result
 from phalanx.train.report.prediction import PredictionReport, judge, predict
 from phalanx.train.report.records import Records
-from phalanx.train.session import Session
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,26 @@ def summarize_run(records: Records) -> Summary:
     steps = summarize(times) if times else None
     is_timed = steps is not None and steps.doubt is None
     wall_s = steps.wall_s if steps is not None and is_timed else None
-    memory, blind_spot = _memory(records), records.blind_spot or "it needs a run of three steps"
+    memory, blind_spot = None, records.blind_spot or "it needs a run of three steps"
+    if records.memory is not None:
+        largest = torch.tensor(records.memory.peak_bytes, device=session.comm.device)
+        session.comm.all_reduce(largest, "job", "max")
+        memory = MemoryReport(
+            **vars(records.memory),
+            largest_bytes=int(largest),
+            resident_bytes=resident_peak_bytes(),
+        )
+    planned = session.planned() if session.is_first else None
+    predicted = None
+    if planned is not None and not session.config.compile:
+        predicted = predict(planned, records.ceiling_flops_per_s)
+    checkpoints = manifest.complete_checkpoints(session.out)
+    paths = {
+        **({"checkpoint": checkpoints[max(checkpoints)]} if checkpoints else {}),
+        "metrics": session.out / "metrics.jsonl",
+        "tensorboard": session.out / "tensorboard",
+        "tokenizer": session.out / TOKENIZER,
+    }
     sample = session.sample()
     summary = Summary(
         run=session.title(),
@@ -152,10 +171,10 @@ def summarize_run(records: Records) -> Summary:
         served_text=session.served_text(),
         memory=memory,
         no_memory=None if memory else f"No measurement of memory by kind: {blind_spot}.",
-        predicted=_judged(records, steps, memory),
+        predicted=None if predicted is None else judge(predicted, steps, memory),
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
-        paths=_paths(session),
+        paths={name: str(path) for name, path in paths.items() if path.exists()},
         resume=session.resume_command(2 * max(1, session.step.steps_done)),
     )
     if records.log is not None:
@@ -163,41 +182,3 @@ def summarize_run(records: Records) -> Summary:
         del values["losses"]  # each is in the record of its step
         records.log.note("summary", values)
     return summary
-
-
-def _memory(records: Records) -> MemoryReport | None:
-    """Return the memory report of this rank, with the largest peak of any; all ranks call this."""
-    account, session = records.memory, records.session
-    if account is None:
-        return None
-    largest = torch.tensor(account.peak_bytes, device=session.comm.device)
-    session.comm.all_reduce(largest, "job", "max")
-    return MemoryReport(
-        **vars(account),
-        largest_bytes=int(largest),
-        resident_bytes=resident_peak_bytes(),
-    )
-
-
-def _judged(
-    records: Records, steps: StepSummary | None, memory: MemoryReport | None
-) -> PredictionReport | None:
-    """Predict the run, and compare with the measurements; rank 0 only, None on other ranks."""
-    session = records.session
-    planned = session.planned() if session.is_first else None
-    if planned is None or session.config.compile:
-        return None
-    predicted = predict(planned, records.ceiling_flops_per_s)
-    return None if predicted is None else judge(predicted, steps, memory)
-
-
-def _paths(session: Session) -> dict[str, str]:
-    """Return the existing files and folders of the run, by name."""
-    checkpoints = manifest.complete_checkpoints(session.out)
-    paths = {
-        **({"checkpoint": checkpoints[max(checkpoints)]} if checkpoints else {}),
-        "metrics": session.out / "metrics.jsonl",
-        "tensorboard": session.out / "tensorboard",
-        **session.companions(),
-    }
-    return {name: str(path) for name, path in paths.items() if path.exists()}
