@@ -74,6 +74,10 @@ class HeartbeatMonitor:
 
     # Input from the ranks.
 
+    def start(self, rank: int, process: int | None) -> None:
+        """Begin the lease of a rank with its process: it may be stopped before its first beat."""
+        self.record(rank, Beat(process=process or 0))
+
     def record(self, rank: int, beat: Beat) -> None:
         """Store a heartbeat of a rank."""
         self._beats[rank] = beat

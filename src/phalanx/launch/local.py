@@ -400,6 +400,8 @@ class Supervisor:
             pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:num_ranks])
         }
         self._monitor = HeartbeatMonitor(self._timeout_s, range(num_ranks), names=self.names)
+        for rank, (process, _) in enumerate(self._ranks[:num_ranks]):
+            self._monitor.start(rank, process.pid)
         begin_s = looked_s = time.monotonic()
         while not self._failures and (
             self._beside or any(rank < num_awaited for rank in self._running.values())
@@ -482,6 +484,7 @@ class Supervisor:
                 pipe.close()
                 self._ranks[rank] = self.restart(rank)
                 self._running[self._ranks[rank][1]] = rank
+                self._monitor.start(rank, self._ranks[rank][0].pid)
                 if self.stop_signal:  # the job ends once this process has, which may have to save
                     self._ranks[rank][1].send(self.stop_signal)
                 return
