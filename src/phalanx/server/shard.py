@@ -188,19 +188,47 @@ class Shard:
         clock, slot = int(fields["clock"]), int(fields["slot"])
         if self.done.has(clock, slot):
             return False
-        for table, at in zip(self._tables, range(-2 * len(self._tables), 0, 2), strict=True):
-            sparse_of(grads[at], grads[at + 1], table.shape)  # raises before anything has changed
-        self.done.add(clock, slot)
+        # All that may be malformed is read here, before anything has changed.
+        self._check_gradients(grads)
+        task = Pushed(
+            float(fields["tokens"]), int(fields["base"]), float(fields["loss"]),
+            float(fields.get("rate", 0.0)),
+        )  # fmt: skip
         self.num_workers = int(fields.get("num_live", self.num_workers))
+        self.done.add(clock, slot)
         version = self.version if self.consistency.is_asynchronous else clock
         self._latest[slot] = clock, version
         update = self.open.setdefault(version, PendingUpdate())
         # In an asynchronous update, slots are numbered in the order of arrival.
         number = len(update.tasks) if self.consistency.is_asynchronous else slot
-        numbers = (fields["base"], float(fields["loss"]), float(fields.get("rate", 0.0)))
         update.is_save_due |= bool(fields.get("is_save_due"))
-        update.add(number, Pushed(float(fields["tokens"]), *numbers), grads, self._no_sum)
+        update.add(number, task, grads, self._no_sum)
         return True
+
+    def _check_gradients(self, grads: Sequence[Tensor]) -> None:
+        """Check that the tensors of a push are chunks of each flat weight, then table rows.
+
+        Raises:
+            ValueError: they are not.
+        """
+        at = 0
+        for flat in self.weights[: self._num_flat]:
+            left = flat.numel()
+            while left > 0:
+                chunk = grads[at] if at < len(grads) else flat[:0]
+                if chunk.dtype != self.dtype or not 0 < chunk.numel() <= left:
+                    raise ValueError(
+                        f"tensor {at} of the gradients is {chunk.numel()} of {chunk.dtype}; "
+                        f"expected 1 to {left} of {self.dtype}"
+                    )
+                left -= chunk.numel()
+                at += 1
+        if len(grads) != at + 2 * len(self._tables):
+            num = len(grads) - at
+            raise ValueError(f"{num} tensors of table rows; expected {2 * len(self._tables)}")
+        for table in self._tables:
+            sparse_of(grads[at], grads[at + 1], table.shape)
+            at += 2
 
     def update_of(self, clock: int, slot: int) -> int:
         """Return the number of the update with a task that was pushed.
