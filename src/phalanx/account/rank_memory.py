@@ -123,6 +123,7 @@ def memory(
     for pp_rank, passing in enumerate(model.in_flight(step, device, kept, logit_bytes)):
         held = model.held(step, passing.like)
         gradients = held.gradient_bytes + held.unreduced_bytes
+        trained_bytes = held.optimizer_bytes // 2  # frozen parameters have no moments
         if strategy.fsdp.degree > 1 and not is_accumulated:
             # A tied embedding has no gradient until all blocks are reduced: the part from the head
             # counts as an activation until then (`Activations.tied`).
@@ -136,7 +137,7 @@ def memory(
             weights=held.parameter_bytes,
             gathered=held.gathered_bytes,
             gradients=gradients,
-            optimizer=int(model.moments * held.parameter_bytes),
+            optimizer=int(model.moments * trained_bytes),
             casts=passing.casts,
             activations=passing.activations,
             logits=passing.logits,

@@ -259,7 +259,7 @@ class _Costs:
     def optimizer_s(self) -> float:
         """Return the time of the AdamW step, which is bound by memory bandwidth."""
         held = self.plan.holds(self.step.accumulation)
-        words = ADAM_WORDS * held.parameter_bytes
+        words = ADAM_WORDS * (held.optimizer_bytes // 2)  # bytes of trained parameters
         device = self.job.device
         if device.core is not None:
             return words * min(1.0, device.cores) / device.bandwidth
