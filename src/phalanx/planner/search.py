@@ -203,7 +203,7 @@ def that_fit(
     """Return the steps that fit, and why the smallest of the others does not.
 
     Memory rises with the microbatch. Only a single microbatch may hold fewer gradients, because
-    backward reduces them at once, so it is tried wherever the gradients of a stage could suffice.
+    backward reduces them at once, so it is tried even where a smaller one does not fit.
 
     Args:
         question: the job and the cluster.
@@ -223,12 +223,7 @@ def that_fit(
     several = steps[: len(steps) - len(alone)]
     # Upward, because small microbatches are counted for many strategies at once.
     fit = [*itertools.takewhile(lambda each: not is_rejected(each), several)]
-    room = question.cluster.device.usable_bytes
-    for each in alone:
-        stages = each.strategy.tp.degree * each.strategy.pp.degree
-        fewer = 2 * 4 * each.model.num_parameters / stages  # a stage has at most twice the mean
-        if (not failed or failed[0].left - fewer <= room) and not is_rejected(each):
-            fit.append(each)
+    fit += [each for each in alone if not is_rejected(each)]
     return fit, min(failed, key=lambda each: each.left, default=None)
 
 
