@@ -509,9 +509,12 @@ def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> No
         asking = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (True, False)]
         for each in asking:
             each.start()
-        while len(thread._open) < 2:  # pyright: ignore[reportPrivateUsage]
-            time.sleep(0.01)
-        thread.close()
+        with socket.create_connection(("127.0.0.1", client.port), timeout=60) as half:
+            half.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+            while len(thread._open) < 2 or not client.gateway._bodies:  # pyright: ignore[reportPrivateUsage]
+                time.sleep(0.01)
+            client.gateway.close()
+            assert half.recv(65536).startswith(b"HTTP/1.1 503")
         for each in asking:
             each.join(60)
         may_step.set()
