@@ -97,6 +97,14 @@ class PendingUpdate:
         in order, then `table.flat_parts` of each table.
         """
         self.tasks[slot], self.waiting[slot] = task, list(grads)
+        # Slots arrive in any order, and are added in theirs:
+        #
+        #     arrives   waiting        num_added    total
+        #     2         {2}            0
+        #     0         {2}            1            g0 w0    written, so no zeros
+        #     1         {}             3            + g1 w1 + g2 w2
+        #
+        # An asynchronous update numbers its slots by arrival, so that none waits.
         while self.num_added in self.waiting:
             chunks = iter(self.waiting.pop(self.num_added))
             weight, is_first = self.tasks[self.num_added].tokens, not self.total
@@ -199,7 +207,9 @@ class Shard:
         version = self.version if self.consistency.is_asynchronous else clock
         self._latest[slot] = clock, version
         update = self.open.setdefault(version, PendingUpdate())
-        # In an asynchronous update, slots are numbered in the order of arrival.
+        # A synchronous task belongs to the update of its clock, which may lie ahead of the weights
+        # by `staleness` versions; an asynchronous one to the update that is open now. In an
+        # asynchronous update, slots are numbered in the order of arrival.
         number = len(update.tasks) if self.consistency.is_asynchronous else slot
         update.is_save_due |= bool(fields.get("is_save_due"))
         update.add(number, task, grads, self._no_sum)
@@ -365,6 +375,10 @@ class Shard:
                 for version, update in self.open.items()
             ],
         }  # fmt: skip
+        # The tensors follow in one list, whose lengths are in the fields:
+        #
+        #     weights | state of weight 0, 1, ... | uploads of each slot | for each open update:
+        #     the sum so far (tables as rows and values), gradients of waiting slots
         tensors = [*self.weights, *chain(*kept), *chain(*self.uploads.values())]
         for update in self.open.values():
             parts = [*update.total, *chain(*update.waiting.values())]
