@@ -495,7 +495,10 @@ def test_an_engine_that_fails_answers_all_who_wait(
         assert "the engine has ended" in caplog.text and type(error).__name__ in caplog.text
 
 
-def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> None:
+def test_requests_that_outlast_a_closing_server_get_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.infer.app.BODY_TIMEOUT_S", 1e6)
     with serving(folder) as client:
         thread, may_step = client.gateway.thread, threading.Event()
         own = client.engine._logits  # pyright: ignore[reportPrivateUsage]

@@ -85,6 +85,8 @@ class Refusals:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request to the application, or answer it with 400 or 403."""
         answer = self._app
+        # Decided by headers alone: a body that is read first would let a stranger's page fill
+        # memory.
         headers = Headers(scope=scope) if scope["type"] == "http" else {}
         host = headers.get("host", "")
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -167,13 +169,14 @@ class Gateway:
 
         Any thread may call this, also a handler of signals.
         """
-        self.thread.close()
-        self.thread.call_on_loop(self._end_bodies)
 
-    def _end_bodies(self) -> None:
-        while self._bodies:
-            if not (limit := self._bodies.pop()).expired():
-                limit.reschedule(0)
+        def end_bodies() -> None:
+            while self._bodies:
+                if not (limit := self._bodies.pop()).expired():
+                    limit.reschedule(0)
+
+        self.thread.close()
+        self.thread.call_on_loop(end_bodies)
 
     async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
         """Check the API key, the content type and the model of a request; return its body."""
