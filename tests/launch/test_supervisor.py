@@ -76,7 +76,7 @@ def test_a_rank_that_has_sent_half_a_message_keeps_its_parent_from_nothing(is_ki
     os.write(theirs.fileno(), b"\0\0\1\0 a message")
     signals = [] if is_killed else [signal.SIGTERM]
     process: Any = SimpleNamespace(
-        sentinel=os.pipe()[0], exitcode=-signal.SIGKILL, join=lambda _: None
+        pid=os.getpid(), sentinel=os.pipe()[0], exitcode=-signal.SIGKILL, join=lambda _: None
     )
     if is_killed:
         theirs.close()
