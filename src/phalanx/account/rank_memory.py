@@ -119,6 +119,15 @@ def memory(
 
     model, strategy, is_accumulated = step.model, step.strategy, step.accumulation > 1
     _ = step.plan  # raises StrategyError
+    # Memory over one step, without accumulation; the total peaks at (1) or at (2):
+    #
+    #                       (1)             (2)
+    #     activations     __--''--__                       rise in forward, fall in backward
+    #     gradients                  __--|           rise in backward, end with the step
+    #     weights,        ----------------------------     stay
+    #     moments        | forward | backward | optimizer
+    #
+    # With accumulation all gradients are there at (1), from the second microbatch on.
     stages: list[StageMemory] = []
     for pp_rank, passing in enumerate(model.in_flight(step, device, kept, logit_bytes)):
         held = model.held(step, passing.like)
