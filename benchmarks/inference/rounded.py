@@ -20,7 +20,7 @@ from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
 from phalanx.infer.paged import KVCache
 from phalanx.infer.pool import BlockPool
-from phalanx.infer.quantize import QuantizedCache, quantize_linears
+from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from throughput import CACHE_TOKENS, twins, workload
@@ -41,7 +41,7 @@ def main() -> None:
     full, _ = twins()
     small = copy.deepcopy(full)
     quantize_linears(small)
-    int8, fp8 = (functools.partial(QuantizedCache, stored=each) for each in STORED.values())
+    int8, fp8 = (functools.partial(KVCache, stored=each) for each in STORED.values())
     kinds: dict[str, tuple[Any, Callable[..., KVCache]]] = {
         "float32": (full, KVCache),
         "int8 cache": (full, int8),

@@ -79,6 +79,18 @@ def wide_accumulated():
     return wide(accumulation=2)
 
 
+def wide_half_frozen():
+    trainer = wide()
+
+    def build():
+        model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)])
+        model[:2].requires_grad_(False)
+        return model
+
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+    return phalanx.Trainer(build, Squared(), trainer.data, optimizer=adamw, batch_size=4096)
+
+
 def asking():
     return job(Asks)
 
@@ -140,6 +152,11 @@ def held(script: str, name: str, on: str = "h100") -> StageMemory:
     planned = PlannedStep(module, Strategy(), microbatch, trainer.accumulation)
     (found,) = memory(planned, device(on).kind)
     return found
+
+
+def test_frozen_parameters_have_no_moments(script: str) -> None:
+    of = held(script, "wide_half_frozen")
+    assert of.optimizer == of.weights == 4 * 4 * (4096**2 + 4096)
 
 
 def test_a_job_is_planned_as_a_preset_is(script: str) -> None:

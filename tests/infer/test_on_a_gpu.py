@@ -15,7 +15,6 @@ from phalanx.infer.engine import Engine
 from phalanx.infer.options import Sampling
 from phalanx.infer.paged import READS_TABLES, KVCache, PagedAttention
 from phalanx.infer.pool import BlockPool
-from phalanx.infer.quantize import QuantizedCache
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from phalanx.models.decoder import Decoder
@@ -28,7 +27,7 @@ def scores(model: Decoder, block_size: int, is_int8: bool = False) -> list[dict[
     weight = next(model.parameters())
     pool = BlockPool(4096 // block_size, block_size)
     sizes = model.shape, pool, weight.dtype, weight.device
-    cache = QuantizedCache(*sizes) if is_int8 else KVCache(*sizes)
+    cache = KVCache(*sizes, stored=torch.int8) if is_int8 else KVCache(*sizes)
     engine = Engine(ModelRunner(model, cache), Scheduler(pool, budget=20), max_seq_len=128)
     found: list[dict[int, float]] = []
     sampling = Sampling(max_tokens=8, temperature=0, logprobs=5)

@@ -14,8 +14,8 @@ from served_model import published
 from phalanx.cli.main import main
 from phalanx.infer.assembly import STORED, engine_of
 from phalanx.infer.options import EngineConfig, Sampling
-from phalanx.infer.paged import FlatStep, StepSpan
-from phalanx.infer.quantize import QuantizedCache, quantize_linears, quantized
+from phalanx.infer.paged import FlatStep, KVCache, StepSpan
+from phalanx.infer.quantize import quantize_linears, quantized
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.served import open_served
 
@@ -51,7 +51,7 @@ def test_the_logits_move_little(name: str) -> None:
     runner: Any = served._logits  # pyright: ignore[reportPrivateUsage]
     expected = logits(runner, prompt)
     sizes = (model.shape, served.scheduler.pool, torch.float32, torch.device("cpu"))
-    int8, fp8 = (QuantizedCache(*sizes, stored=stored) for stored in STORED.values())
+    int8, fp8 = (KVCache(*sizes, stored=stored) for stored in STORED.values())
     assert int8.nbytes < 0.5 * runner.cache.nbytes  # heads of 8 numbers; wider ones are nearer 1/4
     assert fp8.nbytes == int8.nbytes
     small = copy.deepcopy(model)

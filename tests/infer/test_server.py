@@ -495,7 +495,10 @@ def test_an_engine_that_fails_answers_all_who_wait(
         assert "the engine has ended" in caplog.text and type(error).__name__ in caplog.text
 
 
-def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> None:
+def test_requests_that_outlast_a_closing_server_get_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.infer.app.BODY_TIMEOUT_S", 1e6)
     with serving(folder) as client:
         thread, may_step = client.gateway.thread, threading.Event()
         own = client.engine._logits  # pyright: ignore[reportPrivateUsage]
@@ -509,9 +512,12 @@ def test_requests_that_outlast_a_closing_server_get_an_error(folder: Path) -> No
         asking = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (True, False)]
         for each in asking:
             each.start()
-        while len(thread._open) < 2:  # pyright: ignore[reportPrivateUsage]
-            time.sleep(0.01)
-        thread.close()
+        with socket.create_connection(("127.0.0.1", client.port), timeout=60) as half:
+            half.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+            while len(thread._open) < 2 or not client.gateway._bodies:  # pyright: ignore[reportPrivateUsage]
+                time.sleep(0.01)
+            client.gateway.close()
+            assert half.recv(65536).startswith(b"HTTP/1.1 503")
         for each in asking:
             each.join(60)
         may_step.set()

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def test_a_rank_that_has_sent_half_a_message_keeps_its_parent_from_nothing(is_ki
     os.write(theirs.fileno(), b"\0\0\1\0 a message")
     signals = [] if is_killed else [signal.SIGTERM]
     process: Any = SimpleNamespace(
-        sentinel=os.pipe()[0], exitcode=-signal.SIGKILL, join=lambda _: None
+        pid=os.getpid(), sentinel=os.pipe()[0], exitcode=-signal.SIGKILL, join=lambda _: None
     )
     if is_killed:
         theirs.close()
@@ -101,6 +101,18 @@ def test_the_timeout_says_where_each_rank_stands(capfd: pytest.CaptureFixture[st
     assert any("in wait_for_a_sleeper" in line for line in lines)
     assert "Traceback (most recent call last):" in lines and "gloo" in lines[-1]
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_never_sends_a_heartbeat_is_named() -> None:
+    ours, theirs = Pipe()
+    process: Any = SimpleNamespace(pid=os.getpid(), sentinel=os.pipe()[0])
+    supervisor = Supervisor([(process, RankPipe(ours))], [], dist.HashStore(), 1.0)
+    with ThreadPoolExecutor() as parent:
+        result = parent.submit(supervisor.watch)
+        wait([result], timeout=30)
+        theirs.send(("result", 7))  # else a parent that watches no lease would wait for ever
+        with pytest.raises(TrainingError, match=rf"rank 0 .*process {os.getpid()}.* no heartbeat"):
+            result.result()
 
 
 def hold_the_lock() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.account.planned import DecoderModel, PlannedStep
+from phalanx.account.rank_memory import memory
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of
 from phalanx.planner import search as searching
@@ -93,6 +94,17 @@ def test_of_equally_fast_strategies_the_simplest_is_first() -> None:
         [two, full, plain], key=lambda each: searching.order(each.planned, each.price)
     )
     assert in_order == [plain, full, two]
+
+
+def test_a_single_microbatch_is_tried_though_its_stage_has_most_of_the_gradients() -> None:
+    """A tied embedding of 256,000 rows makes the first stage four times the mean."""
+    asked = question("llama3-1b", "h100:8", 64, 8, num_layers=8, vocab_size=256_000)
+    steps = searching.steps_of(asked, Strategy.parse("pp4,fsdp2"))
+    held = [searching.heaviest(memory(each, "gpu")).total for each in steps]
+    assert steps[-1].accumulation == 1 and held[-1] < held[0]
+    device = dataclasses.replace(asked.cluster.device, usable_bytes=held[-1])
+    asked = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
+    assert searching.that_fit(asked, steps)[0] == steps[-1:]
 
 
 def test_what_fits_depends_on_the_program() -> None:

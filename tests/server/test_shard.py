@@ -75,6 +75,28 @@ def test_pushes_doubled_and_in_any_order_add_up_once(seed: int, slots: int, stal
     assert shard.weights[0].tolist() == [float(sum(10 * c + s for c, s in tasks))] * 3
 
 
+@pytest.mark.parametrize(
+    ("changed", "sizes", "dtype"),
+    [
+        ({"tokens": "many"}, [3], torch.float64),
+        ({"base": "first"}, [3], torch.float64),
+        ({}, [2], torch.float64),
+        ({}, [4], torch.float64),
+        ({}, [2, 1, 1], torch.float64),
+        ({}, [3], torch.float32),
+    ],
+)
+def test_a_malformed_push_changes_nothing(
+    changed: dict[str, str], sizes: list[int], dtype: torch.dtype
+) -> None:
+    shard = shard_of(Consistency("ps", 2), {"name": "sgd"}, zeros(3))
+    fields = {"clock": 0, "slot": 1, "base": 0, "tokens": 1.0, "loss": 0.0, "num_live": 1}
+    with pytest.raises((ValueError, KeyError)):
+        shard.push({**fields, **changed}, [torch.zeros(size, dtype=dtype) for size in sizes])
+    assert not shard.done.has(0, 1) and not shard.open
+    assert push(shard, 0, 0, 1.0) and push(shard, 0, 1, 1.0) and shard.completed() == 1
+
+
 @given(st.integers(0, 2**32), st.integers(0, 4), st.integers(2, 5))
 @settings(max_examples=60, deadline=None)
 def test_no_worker_is_further_ahead_than_the_staleness(seed: int, bound: int, slots: int) -> None:

@@ -16,7 +16,8 @@ from phalanx.config import ShapeConfig
 from phalanx.errors import CheckpointError
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.launch.local import run_ranks
-from phalanx.train import run, text
+from phalanx.train import loop, run, text
+from phalanx.train.evaluate import Evaluation
 from phalanx.train.job.resolve import Job, manifest_of, resolve
 from phalanx.train.precision import Precision
 from phalanx.train.run import train
@@ -49,6 +50,33 @@ def test_the_scale_of_the_loss_is_saved_and_loaded(tmp_path: Path) -> None:
     (again, last), _ = run_ranks(state_after, 2, job, 2, False, threads=1)
     assert again == whole
     assert last == losses[3:]
+
+
+class BehindOnce(text.TextSession):
+    """A session whose save after step 2 finds other workers ahead, as parameter servers may."""
+
+    is_behind = False
+
+    def begin_save(self, *, is_passing: bool = False) -> None:
+        self.is_behind = self.step.steps_done == 2
+        if not self.is_behind:
+            super().begin_save(is_passing=is_passing)
+
+
+def best_of(job: Job, measured: list[float]) -> int:
+    loop.evaluate = lambda session: Evaluation(
+        session.step.steps_done, measured[session.step.steps_done]
+    )
+    session = BehindOnce(job)
+    loop.train(session)
+    assert session.best is not None
+    return session.best.step
+
+
+def test_an_evaluation_of_weights_that_were_not_saved_is_not_the_best(tmp_path: Path) -> None:
+    job = resolve(small_run(tmp_path, strategy="dp1", steps=4, eval_every=1, best="min:loss"))
+    (step,) = run_ranks(best_of, 1, job, [9.0, 4.0, 1.0, 2.0, 3.0], threads=1)
+    assert step == 3 and {3, 4} <= manifest.complete_checkpoints(job.out).keys()
 
 
 def words_of_opening(job: Job) -> str:

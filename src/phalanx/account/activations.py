@@ -181,6 +181,11 @@ def peak_on_rank(
     """
     if cut is None or schedule is None:
         return of.most
+    # What a stage keeps for one microbatch, and the peak while its backward runs:
+    #
+    #     stage          kept until backward                at work
+    #     first, middle  inputs, blocks, sent output        + a block's temporaries
+    #     last           inputs, blocks, head               the larger peak, head's or block's
     kept, at_work = list[int](), list[int]()
     for links in cut:
         num_blocks = sum(0 < link <= num_layers for link in links)
@@ -209,6 +214,11 @@ def peak_in_flight(
     """
     if schedule is None:
         return at_work[0]
+    # 1f1b on the first of three ranks, 4 microbatches (kept k, at work w > k):
+    #
+    #     action   F  F  F  B        F  B        B     B
+    #     held     k  2k 3k 2k       3k 2k       k     0
+    #     peak              2k + w      2k + w   ...           W frees what I only used
     held = peak = 0
     for op, stage, _ in schedule.orders[pp_rank]:
         if op == "F":
@@ -256,6 +266,8 @@ def in_flight(
         blocks, recomputed = int(of.blocks * kept), int(of.recomputed * kept)
         return dataclasses.replace(of, blocks=blocks, recomputed=recomputed, head_peak=head)
 
+    # Three runs separate the causes by differences: with casts, without, and without logits. A cast
+    # weight is an activation of its block if neither tp nor fsdp splits the model.
     cast, uncast = of_one(None), of_one(False)
     cut = schedule = None
     if strategy.pp.degree > 1:  # of the strategy, since a plan with one data axis may be illegal

@@ -128,6 +128,10 @@ def count(case: Case) -> BlockBytes:
     begins.setdefault("backward", begins.get("recompute", 0))  # selective: no operator is before
     at = {part: levels[begin] for part, begin in begins.items()}
     stream, stream_of_head = streams
+    # `at` has the live bytes when a part begins; a part saves the difference to the next:
+    #
+    #     inputs | stream, block | head | loss | backward | recompute | after | end
+    #                            ^ floor: without the residual, which the head's norm reads
     floor = at["head"] - stream_of_head
     return BlockBytes(
         inputs=at["block"] - stream,
@@ -184,6 +188,12 @@ def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> 
         return of
     rows, columns, inner = of.product
     if rows:
+        # Tokens T are the rows of a product in forward and of an input's gradient, and the inner
+        # size in the gradient of a weight:
+        #
+        #     y = x W         [T, I] x [I, O]      rows  T
+        #     dx = dy W'      [T, O] x [O, I]      rows  T
+        #     dW = x' dy      [I, T] x [T, O]      inner T
         by_rows = rows == num_tokens or inner != num_tokens
         size = (rows if by_rows else inner) * num_sequences // parts
         product = (size, columns, inner) if by_rows else (rows, columns, size)
@@ -219,6 +229,9 @@ def _count(case: Case) -> Work:
         if "attention" in operation.name:
             flops = int(operation.flops * unmasked)
             operation = operation._replace(flops=flops, scores=num_scores)
+        # Weights, and all that is computed from them alone (casts, transposes), do not grow with
+        # tokens. The gradient of a weight joins them: what is done to it later is of the weight's
+        # size too.
         inputs = [*tensors_in(arguments)]
         is_of_weights = all(storage_id(x) in weights for x in inputs if x.ndim)
         rows, _, inner = operation.product

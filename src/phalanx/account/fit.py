@@ -126,14 +126,15 @@ def _advice(load: Load, device: str, detail: Detail, num_here: int, room: int) -
     """Return up to two options under which the model fits in `room`, and the largest preset."""
 
     def fitting(ways: Iterable[tuple[str, Load]]) -> Iterator[tuple[str, int]]:
-        for words, other in ways:
+        for option, other in ways:
             with suppress(StrategyError):  # another model may have fewer layers than stages
                 if _need_of_host(other, device, "state", num_here) <= room:  # a cheap check first
                     if (size := _need_of_host(other, device, detail, num_here)) <= room:
-                        yield words, size
+                        yield option, size
 
-    found = itertools.islice(fitting(_other_splits(load)), 2)
-    advice = [f"{words} (at least {_gib(size)} GiB)" for words, size in found]
+    # The state alone is a closed form: it rejects most alternatives before a meta run counts them.
+    splits = itertools.islice(fitting(_other_splits(load)), 2)
+    advice = [f"{option} (at least {_gib(size)} GiB)" for option, size in splits]
     # Presets that allow the sequence length, the largest first.
     shapes = sorted(PRESETS.items(), key=lambda row: -num_parameters(row[1]).total)
     presets = (
@@ -143,7 +144,7 @@ def _advice(load: Load, device: str, detail: Detail, num_here: int, room: int) -
         for replaced in [dataclasses.replace(load.model, shape=shape)]
     )
     models = itertools.islice(fitting(presets), 1)
-    return advice + [f"{words} ({_gib(size)} GiB)" for words, size in models]
+    return advice + [f"{option} ({_gib(size)} GiB)" for option, size in models]
 
 
 def _other_splits(load: Load) -> Iterator[tuple[str, Load]]:
@@ -158,9 +159,9 @@ def _other_splits(load: Load) -> Iterator[tuple[str, Load]]:
             yield f"--strategy {other}", dataclasses.replace(load, strategy=other)
     if load.microbatch > 1:
         for other in dict.fromkeys((strategy, sharded, again[1])):
-            words = "" if other == strategy else f" --strategy {other}"
+            option = "" if other == strategy else f" --strategy {other}"
             tiny = dataclasses.replace(load, strategy=other, **small)
-            yield f"--batch.microbatch 1{words}", tiny
+            yield f"--batch.microbatch 1{option}", tiny
 
 
 def _gib(num_bytes: int) -> str:

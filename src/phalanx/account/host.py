@@ -73,14 +73,14 @@ def _limits() -> Iterator[tuple[int, int]]:
     Cached files are subtracted from `used`, because the kernel evicts them when memory is needed.
     """
     try:
-        own = [line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        groups = [line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except (OSError, IndexError):
-        own = []
+        groups = []
     for base, limit, use in (
         (_GROUPS, "memory.max", "memory.current"),
         (_GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        inner = [Path(path.lstrip("/")) for path in own]
+        inner = [Path(path.lstrip("/")) for path in groups]
         places = {base, *(base / above for path in inner for above in (path, *path.parents))}
         for place in places:
             limit_bytes, used_bytes = number_in(place / limit), number_in(place / use)

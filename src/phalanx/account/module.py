@@ -102,11 +102,18 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
             recorder.enter(last + 1)
             loss.backward()
     except Exception as error:
-        words = text_of(error).strip().splitlines() or [""]
+        lines = text_of(error).strip().splitlines() or [""]
         raise ConfigError(
             f"{name} cannot be counted on the meta device, where tensors have shapes and no "
-            f"numbers: {type(error).__name__}: {words[0][:200]}"
+            f"numbers: {type(error).__name__}: {lines[0][:200]}"
         ) from error
+    # Parts and the level of live bytes at each begin, for two links:
+    #
+    #     part     0        1        2        3
+    #              forward 0         backward 1
+    #                       forward 1         backward 0
+    #     kept of link 0 = level at begin of 1 - level at begin of 0
+    #     peak of link 0 = highest level within part 3, above the level at begin of 0
     levels = recorder.levels([p.grad for p in shapes.parameters() if p.grad is not None])
     begins: dict[Any, int] = recorder.begins
     # A part that was not entered is empty: it begins with the next.
@@ -115,13 +122,13 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
         for part in range(2 * last + 2)
     ]
     blocks = {path for path, _ in blocks_of(model)}
-    links_found: list[CountedLink] = []
+    counted: list[CountedLink] = []
     for number, names in enumerate(links):
         back = 2 * last + 1 - number
         before, kept = levels[begin_of[number]], levels[begin_of[number + 1]]
         end = begin_of[back + 1] if number else -1
         peak = max(levels[begin_of[back] : end + 1 or None]) if back in begins else kept
-        links_found.append(
+        counted.append(
             CountedLink(
                 modules=tuple(names),
                 forward=tuple(recorder.operations[number]),
@@ -132,7 +139,7 @@ def count_module(model: nn.Module, objective: Any, microbatch: Any, name: str) -
                 is_block=set(names) <= blocks,
             )
         )
-    return links_found
+    return counted
 
 
 @dataclass(frozen=True, eq=False)

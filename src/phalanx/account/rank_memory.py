@@ -119,10 +119,20 @@ def memory(
 
     model, strategy, is_accumulated = step.model, step.strategy, step.accumulation > 1
     _ = step.plan  # raises StrategyError
+    # Memory over one step, without accumulation; the total peaks at (1) or at (2):
+    #
+    #                       (1)             (2)
+    #     activations     __--''--__                       rise in forward, fall in backward
+    #     gradients                  __--|           rise in backward, end with the step
+    #     weights,        ----------------------------     stay
+    #     moments        | forward | backward | optimizer
+    #
+    # With accumulation all gradients are there at (1), from the second microbatch on.
     stages: list[StageMemory] = []
     for pp_rank, passing in enumerate(model.in_flight(step, device, kept, logit_bytes)):
         held = model.held(step, passing.like)
         gradients = held.gradient_bytes + held.unreduced_bytes
+        trained_bytes = held.optimizer_bytes // 2  # frozen parameters have no moments
         if strategy.fsdp.degree > 1 and not is_accumulated:
             # A tied embedding has no gradient until all blocks are reduced: the part from the head
             # counts as an activation until then (`Activations.tied`).
@@ -136,7 +146,7 @@ def memory(
             weights=held.parameter_bytes,
             gathered=held.gathered_bytes,
             gradients=gradients,
-            optimizer=int(model.moments * held.parameter_bytes),
+            optimizer=int(model.moments * trained_bytes),
             casts=passing.casts,
             activations=passing.activations,
             logits=passing.logits,

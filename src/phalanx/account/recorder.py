@@ -105,6 +105,8 @@ class MetaRecorder(TorchDispatchMode):
         key = cast(Any, storage)._cdata
         if key in self._live:
             return
+        # A weak reference sees the end of a storage, whoever held it last: autograd, a hook or the
+        # loop.
         number, num_bytes = next(self._numbers), storage.nbytes()
 
         def free(_: Any) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-import torch
 from rich.table import Table
 
 from phalanx.bench.in_step import core_in_step
@@ -56,13 +54,15 @@ def run(config: CeilingConfig, say: PrintLine) -> BenchResult:
     path = None if config.write is None else calibration_file.path_of(config.write)
     ceiling = measure_ceiling(config)
     if path is not None:
-        found = calibration.blank("gpu" if ceiling.device == "cuda" else "cpu")
+        machine = calibration.blank("gpu" if ceiling.device == "cuda" else "cpu")
         best = {ceiling.arithmetic: ceiling.flops_per_s}
         sustained = {ceiling.arithmetic: ceiling.sustained_flops_per_s}
-        compute = calibration.compute_of(found, best, sustained, ceiling.num_threads or 1)
+        compute = calibration.compute_of(machine, best, sustained, ceiling.num_threads or 1)
         if compute.core is not None:
-            compute = dataclasses.replace(compute, core=core_in_step(found, compute, compute.core))
-        calibration_file.keep(path, dataclasses.replace(found, compute=compute))
+            compute = dataclasses.replace(
+                compute, core=core_in_step(machine, compute, compute.core)
+            )
+        calibration_file.keep(path, dataclasses.replace(machine, compute=compute))
     return BenchResult(
         name=f"ceiling-{ceiling.device}-{ceiling.arithmetic}",
         shown=[
@@ -141,37 +141,26 @@ def measure_ceiling(config: CeilingConfig) -> Ceiling:
         size = SMALLEST_SIZE
         while size <= config.max_size:
             left_s = config.budget_s - (time.perf_counter() - begin_s)
-            reason = _obstacle(device, dtype, size, points, left_s)
-            if reason is None:
+            # Each operand is generated in float32 and then converted, one operand at a time.
+            need_bytes = size * size * (3 * dtype.itemsize + 4)
+            free_bytes = free_memory_bytes(device)
+            need_s = 0.0
+            if points:
+                product_s = points[-1].median_s * (size / points[-1].num_rows) ** 3
+                need_s = product_s * (1 + FEWEST_REPEATS)
+            if need_bytes > MEMORY_SHARE * free_bytes:
+                reason = (
+                    f"needs {need_bytes / 2**30:.1f} GiB, but only {MEMORY_SHARE:.0%} of the free "
+                    f"{free_bytes / 2**30:.1f} GiB may be used"
+                )
+                skipped.append((size, reason))
+            elif points and need_s > left_s:
+                left = f"{max(left_s, 0):.0f} s of the budget are left"
+                skipped.append((size, f"needs about {need_s:.0f} s, but {left}"))
+            else:
                 # Use half of the time left, so that larger sizes can be measured too.
                 points.append(measure_matmul(device, dtype, size, size, size, left_s / 2))
-            else:
-                skipped.append((size, reason))
             size *= 2
     return Ceiling(
         **device_fields(device, arithmetic), points=tuple(points), skipped=tuple(skipped)
     )
-
-
-def _obstacle(
-    device: torch.device,
-    dtype: torch.dtype,
-    size: int,
-    points: Sequence[MatmulPoint],
-    left_s: float,
-) -> str | None:
-    """Return why a size cannot be measured: too little memory or time; None if it can."""
-    # Each operand is generated in float32 and then converted, one operand at a time.
-    need_bytes = size * size * (3 * dtype.itemsize + 4)
-    free_bytes = free_memory_bytes(device)
-    if need_bytes > MEMORY_SHARE * free_bytes:
-        return (
-            f"needs {need_bytes / 2**30:.1f} GiB, but only {MEMORY_SHARE:.0%} of the free "
-            f"{free_bytes / 2**30:.1f} GiB may be used"
-        )
-    if points:
-        product_s = points[-1].median_s * (size / points[-1].num_rows) ** 3
-        need_s = product_s * (1 + FEWEST_REPEATS)
-        if need_s > left_s:
-            return f"needs about {need_s:.0f} s, but {max(left_s, 0):.0f} s of the budget are left"
-    return None

@@ -130,15 +130,18 @@ def run(config: CommConfig, say: PrintLine) -> BenchResult:
         run_ranks(time_rank, num_ranks, config, num_here, device=device, threads=config.threads)
     )
     fits = list(fit_samples(samples))
+    # On CPUs the cores that compute also copy: the planner needs what a collective adds to a step.
     in_step = 1.0
     if device == "cpu":
         in_step = max(run_ranks(time_in_step, num_ranks, num_here, threads=config.threads))
     kept = "--write this saves the result for the planner, as the cluster 'this'"
     if path is not None and is_first:
-        found = calibration.blank("gpu" if device == "cuda" else "cpu")
+        machine = calibration.blank("gpu" if device == "cuda" else "cpu")
         levels = levels_of(fits, num_here, in_step)
         num_hosts = num_ranks // num_here
-        calibration_file.keep(path, dataclasses.replace(found, levels=levels, num_hosts=num_hosts))
+        calibration_file.keep(
+            path, dataclasses.replace(machine, levels=levels, num_hosts=num_hosts)
+        )
         kept = f"wrote {path}"
     return BenchResult(
         name=f"comm-{device}",
@@ -244,6 +247,7 @@ def time_rank(config: CommConfig, num_here: int) -> list[Sample]:
 
 def _samples(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
     """Yield the samples of one engine, on the axes whose collectives that engine runs."""
+    # 2 hosts of 4 ranks    tp: {0 1 2 3} {4 5 6 7}        dp: {0 4} {1 5} {2 6} {3 7}, all at once
     for axis in ("tp", "dp"):
         num = comm.size(axis)
         is_shared = isinstance(comm.engine(axis), SharedMemory)
@@ -349,6 +353,10 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     Neither is negative: if the least sum has a negative latency, only bytes are fitted. If it has
     no positive time per byte, only hops are fitted, and the time per byte is an upper bound.
     """
+    # Least squares of relative errors, e = h L + s B - 1 with h = hops / time, s = bytes / time:
+    #
+    #     | hh hs | | L |   | h1 |
+    #     | hs ss | | B | = | s1 |
     rows = [(hops / time_s, sent / time_s) for hops, sent, time_s in points]
     hh, hs = sum(h * h for h, _ in rows), sum(h * s for h, s in rows)
     ss, h1, s1 = sum(s * s for _, s in rows), sum(h for h, _ in rows), sum(s for _, s in rows)
@@ -368,12 +376,12 @@ def levels_of(fits: Sequence[Fit], num_here: int, in_step: float) -> tuple[Level
     """
     levels: list[Level] = []
     for unit in ("server", "cluster"):
-        here = [one for one in fits if one.unit == unit]
-        engines = [one.engine for one in here]
-        if not here:
+        of_unit = [one for one in fits if one.unit == unit]
+        engines = [one.engine for one in of_unit]
+        if not of_unit:
             continue
         backend = TRAINING_ENGINE if TRAINING_ENGINE in engines else engines[0]
-        of = {one.op: one for one in here if one.engine == backend}
+        of = {one.op: one for one in of_unit if one.engine == backend}
         whole = of["all_reduce"]
         link = Link(
             name=f"{backend} {'in a host' if unit == 'server' else 'between hosts'}",

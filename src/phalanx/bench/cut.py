@@ -49,27 +49,21 @@ class CutConfig(DecoderConfig):
         return dataclasses.replace(sizes, max_seq_len=max(self.seq_len, sizes.max_seq_len))
 
 
-def _strategy_to_cut(text: str) -> Strategy:
-    """Parse the strategy; raise ConfigError unless it has pp, no cut, and splits no layer."""
-    strategy = Strategy.parse(text)
+def run(config: CutConfig, say: PrintLine) -> BenchResult:
+    """Measure the layers; return tables of the layers and of the cuts by FLOPs and by times."""
+    strategy, shape = Strategy.parse(config.strategy), config.model_shape
     require_built(strategy)
     if strategy.pp.degree == 1 or strategy.cut:
         raise ConfigError(
-            f"strategy is '{text}'; expected one with pp, such as pp2, and without a cut, because "
-            "this verb finds the cut"
+            f"strategy is '{config.strategy}'; expected one with pp, such as pp2, and without a "
+            "cut, because this verb finds the cut"
         )
     plain = Strategy(pp=strategy.pp, dp=strategy.dp, fsdp=strategy.fsdp)
     if strategy != plain:
         raise ConfigError(
-            f"strategy is '{text}'; layers are timed unsplit on one rank, so the strategy can have "
-            f"only pp, dp and fsdp; the nearest is {plain}"
+            f"strategy is '{config.strategy}'; layers are timed unsplit on one rank, so the "
+            f"strategy can have only pp, dp and fsdp; the nearest is {plain}"
         )
-    return strategy
-
-
-def run(config: CutConfig, say: PrintLine) -> BenchResult:
-    """Measure the layers; return tables of the layers and of the cuts by FLOPs and by times."""
-    strategy, shape = _strategy_to_cut(config.strategy), config.model_shape
     model = DecoderModel(shape, config.seq_len, config.precision, moments=0)
     alone = PlannedStep(model, Strategy(), config.microbatch, 1)
     check_fit(alone, config.model, 1, has_activations=False)

@@ -35,18 +35,18 @@ _STEPS: Final = 9
 """Repeats in the timing of a collective inside a step."""
 
 
-def core_in_step(found: Calibration, compute: Compute, core: Core) -> Core:
+def core_in_step(machine: Calibration, compute: Compute, core: Core) -> Core:
     """Return `core` with measured slowdowns: `in_step`, and `crowd` for ranks that share a core.
 
     A small decoder runs on one rank per core, and then on `_RANKS_PER_CORE` ranks per core.
     """
     precision = "bfloat16" if "bfloat16" in core.products else "float32"
     one_s, crowd_s = (
-        statistics.median(run_ranks(step_s, num * found.num_here, threads=1))
+        statistics.median(run_ranks(step_s, num * machine.num_here, threads=1))
         for num in (1, _RANKS_PER_CORE)
     )
     alone = dataclasses.replace(core, in_step=1.0)
-    measured = dataclasses.replace(found, compute=dataclasses.replace(compute, core=alone))
+    measured = dataclasses.replace(machine, compute=dataclasses.replace(compute, core=alone))
     planned = decoder_step(SMALL, Strategy(), SMALL.max_seq_len, SMALL_ROWS, 1, precision)
     device = calibration.as_cluster("this", measured).device
     links = link_seconds(planned, device, DEFAULT)
@@ -78,6 +78,8 @@ def time_in_step(num_here: int) -> float:
         ):
             gradient.copy_(part.view_as(gradient))
 
+    # A collective in a step also waits for caches and cores that compute has just used. The ratio
+    # of what it adds to a step, and what it takes alone, is what the planner multiplies by.
     alone_s, compute_s, whole_s = (median_s(each, _STEPS) for each in (call, compute, whole))
     return max(1.0, (whole_s - compute_s) / alone_s)
 

@@ -152,11 +152,29 @@ def measure_mlp(config: MfuConfig) -> MlpRun:
         ceiling = max(ceiling, _square_rate(device, dtype, width))
         make = _lecture if config.recipe == "lecture" else _plain
         make_loss, optimizer = make(device, dtype, config.layers, width, config.compile)
-        step_times_s, optimizer_times_s = _time_steps(device, make_loss, optimizer, config.budget_s)
+        step_times_s: list[float] = []
+        optimizer_times_s: list[float] = []
+        begin_s = time.perf_counter()
+        for step in range(_NUM_WARMUP + _MOST_STEPS):
+            _wait(device)
+            first_s = time.perf_counter()
+            make_loss().backward()
+            # Wait, so that the time of the optimizer does not include backward on a GPU.
+            _wait(device)
+            second_s = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            _wait(device)
+            third_s = time.perf_counter()
+            if step >= _NUM_WARMUP:
+                step_times_s.append(third_s - first_s)
+                optimizer_times_s.append(third_s - second_s)
+            if len(step_times_s) >= _FEWEST_STEPS and third_s - begin_s > config.budget_s:
+                break
         ceiling = max(ceiling, _square_rate(device, dtype, width))
-    found = OnDevice(**device_fields(device, arithmetic))
+    about = OnDevice(**device_fields(device, arithmetic))
     return MlpRun(
-        **vars(found),
+        **vars(about),
         recipe=config.recipe,
         num_layers=config.layers,
         width=width,
@@ -171,7 +189,7 @@ def measure_mlp(config: MfuConfig) -> MlpRun:
             full=None,
             time_s=statistics.median(step_times_s),
             num_devices=1,
-            peak=found.peak,
+            peak=about.peak,
             ceiling_flops_per_s=ceiling,
         ),
     )
@@ -200,6 +218,8 @@ def _choose_width(
                 f"{free_bytes / 2**30:.1f} GiB are free on {device}; use a smaller --width"
             )
         return config.width, f"width {config.width}, as given by --width"
+    # The largest width whose warm-up and fewest steps fit the time, at a likely MFU, and whose
+    # parameters, moments and activations fit the memory.
     width = LARGEST_WIDTH
     while width > _SMALLEST_WIDTH:
         step_s = _flops(config.layers, width).model / (_LIKELY_MFU * flops_per_s)
@@ -261,35 +281,6 @@ def _perceptron(num_layers: int, width: int, compile: bool, **of_linear: Any) ->
     if compile:
         model.compile()
     return model
-
-
-def _time_steps(
-    device: torch.device,
-    make_loss: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
-    budget_s: float,
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step, and the seconds of the optimizer in each step."""
-    step_times_s: list[float] = []
-    optimizer_times_s: list[float] = []
-    begin_s = time.perf_counter()
-    for step in range(_NUM_WARMUP + _MOST_STEPS):
-        _wait(device)
-        first_s = time.perf_counter()
-        make_loss().backward()
-        # Wait, so that the time of the optimizer does not include backward on a GPU.
-        _wait(device)
-        second_s = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        _wait(device)
-        third_s = time.perf_counter()
-        if step >= _NUM_WARMUP:
-            step_times_s.append(third_s - first_s)
-            optimizer_times_s.append(third_s - second_s)
-        if len(step_times_s) >= _FEWEST_STEPS and third_s - begin_s > budget_s:
-            break
-    return step_times_s, optimizer_times_s
 
 
 def _wait(device: torch.device) -> None:

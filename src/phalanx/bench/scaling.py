@@ -187,12 +187,32 @@ def measure_scaling(config: ScalingConfig, say: PrintLine) -> list[ScalingPoint]
     parsed = [Strategy.parse(text) for text in (ONE_RANK, *config.strategies)]
     texts = list(dict.fromkeys(map(str, parsed)))
     for strategy in parsed:
-        _check(strategy, config)
+        # Each error that a rank would raise is raised before any process starts.
+        require_built(strategy)
+        check_gpus(strategy.num_ranks, config.device, str(strategy))
+        batch = solve_batch(
+            BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
+        )
+        load = decoder_step(
+            *(config.model_shape, strategy, config.seq_len),
+            *(batch.microbatch, batch.accumulation, config.precision),
+        )
+        device = "cuda" if config.device == "cuda" else "cpu"
+        check_fit(load, config.model, strategy.num_ranks, device=device, has_activations=False)
+        num_parts = plan_decoder(strategy, config.model_shape).row_shards
+        if batch.microbatch % num_parts:
+            legal = -(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks
+            raise ConfigError(
+                f"global_size is {config.global_size}, which gives each rank of {strategy} "
+                f"microbatches of {batch.microbatch} rows, but {strategy} splits rows into "
+                f"{num_parts}; the nearest is {legal}"
+            )
     if config.device == "cpu":
         check_memory_for(max(strategy.num_ranks for strategy in parsed))
     times: dict[str, list[float]] = {text: [] for text in texts}
     for number in range(config.rounds):
         say(f"round {number + 1} of {config.rounds}: {', '.join(texts)} ...")
+        # Every round runs all strategies, so that a slow minute of the machine hits each of them.
         for text in texts:
             seconds = run_ranks(
                 time_strategy,
@@ -208,29 +228,6 @@ def measure_scaling(config: ScalingConfig, say: PrintLine) -> list[ScalingPoint]
         ScalingPoint(text, Strategy.parse(text).num_ranks, tuple(times[text]), one_rank_s)
         for text in texts
     ]
-
-
-def _check(strategy: Strategy, config: ScalingConfig) -> None:
-    """Raise, before any process starts, the error that a rank would raise."""
-    require_built(strategy)
-    check_gpus(strategy.num_ranks, config.device, str(strategy))
-    batch = solve_batch(
-        BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
-    )
-    load = decoder_step(
-        *(config.model_shape, strategy, config.seq_len),
-        *(batch.microbatch, batch.accumulation, config.precision),
-    )
-    device = "cuda" if config.device == "cuda" else "cpu"
-    check_fit(load, config.model, strategy.num_ranks, device=device, has_activations=False)
-    num_parts = plan_decoder(strategy, config.model_shape).row_shards
-    if batch.microbatch % num_parts:
-        legal = -(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks
-        raise ConfigError(
-            f"global_size is {config.global_size}, which gives each rank of {strategy} "
-            f"microbatches of {batch.microbatch} rows, but {strategy} splits rows into "
-            f"{num_parts}; the nearest is {legal}"
-        )
 
 
 def time_strategy(text: str, config: ScalingConfig, *, compile: bool = False) -> float:

@@ -41,8 +41,8 @@ def encoded(value: Any, what: str) -> Any:
             read again.
     """
     try:
-        made = json.loads(json.dumps(_encoded(value)))
-        check_plain([[[made]]])  # the nesting depth inside a manifest
+        plain = json.loads(json.dumps(_encoded(value)))
+        check_plain([[[plain]]])  # the nesting depth inside a manifest
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"cannot save the state of {what}: {error}; expected numbers, text, lists and "
@@ -52,7 +52,7 @@ def encoded(value: Any, what: str) -> Any:
         raise CheckpointError(
             f"cannot save the state of {what}: it contains itself, or is nested too deeply"
         ) from None
-    return made
+    return plain
 
 
 def decoded(value: Any) -> Any:
@@ -120,6 +120,13 @@ def from_text(text: str) -> torch.Tensor | None:
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, Mapping):
+        # A value and its JSON, where an object of one marked key is no plain mapping:
+        #
+        #     {"a": 1}                {"a": 1}
+        #     {1: "x", (2, 3): 0}     {"pairs": [[1, "x"], [{"a tuple": [2, 3]}, 0]]}
+        #     Counter(a=2)            {"counter": [["a", 2]]}
+        #     (1, 2)                  {"a tuple": [1, 2]}
+        #     {"pairs": 5}            {"pairs": [["pairs", 5]]}      a user's own marked key
         entries = cast("Mapping[Any, Any]", value)
         is_named = all(isinstance(key, str) for key in entries)
         is_marked = len(entries) == 1 and next(iter(entries)) in _KINDS

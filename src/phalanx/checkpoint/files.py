@@ -50,17 +50,22 @@ def find_whole(path: Path, *, compares: bool) -> Checkpoint:
     Raises:
         CheckpointError: there is no complete checkpoint, or each is damaged.
     """
+    # The latest checkpoint may be damaged, or be removed by the run while this looks at it:
+    #
+    #     step 300    a checksum differs        -> noted as damaged
+    #     step 200    gone meanwhile            -> look for the latest again
+    #     step 100    whole                     -> returned, with the damaged ones
     damaged: dict[Path, str] = {}
     run = manifest.run_folder(path)
     is_run = run == path or path.name == "checkpoints"
     for folder in reversed(manifest.complete_checkpoints(run).values()) if is_run else ():
         try:
-            found = manifest.find_and_read(folder)
+            checkpoint = manifest.find_and_read(folder)
             if compares:
                 with ThreadPoolExecutor(NUM_TURNS) as pool:
-                    work = functools.partial(verify, folder, found.about, num_turns=NUM_TURNS)
+                    work = functools.partial(verify, folder, checkpoint.about, num_turns=NUM_TURNS)
                     list(pool.map(work, range(NUM_TURNS)))
-            return found._replace(damaged=damaged)
+            return checkpoint._replace(damaged=damaged)
         except CheckpointError as error:
             if not folder.exists():  # the run has removed it meanwhile
                 return find_whole(path, compares=compares)
@@ -169,6 +174,12 @@ def publish(
     manifest.write(partial, about)
     sync(partial / manifest.NAME)
     moved()
+    # Replacing a checkpoint, and what a kill after each line leaves as the checkpoint of step N:
+    #
+    #     sync(partial)                         step-N, the old one
+    #     step-N         -> step-N.removed      step-N.removed, the old one
+    #     step-N.partial -> step-N              step-N, the new one
+    #     remove step-N.removed                 step-N, the new one
     removed = final.with_name(final.name + manifest.REMOVED)
     is_there = final.exists()  # a checkpoint to replace, or a folder without a manifest
     sync(partial)  # if the sync fails, the checkpoint to replace is still in place
@@ -198,6 +209,9 @@ def remove_older(
     """
     with suppress(OSError):
         checkpoints = manifest.complete_checkpoints(run)
+        # keep 2, best 30     step  10   20p  30p  40   50   60p        p: passing
+        # removed                   10   20p                            30p is the best
+        # stay                                30p  40   50   60p        60p is the latest
         whole = list(checkpoints.values())
         passing = manifest.temporary_checkpoints(run)
         lasting = [folder for folder in whole if folder not in passing]

@@ -42,6 +42,8 @@ class HostCopy:
         if self._most_bytes is not None and num_bytes > self._most_bytes:
             return False
         try:
+            # Written now, since the kernel gives out pages only when they are written: else the
+            # first save would pay for them, or fail.
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").zero_()
         except (RuntimeError, MemoryError):
             return False
@@ -67,6 +69,8 @@ class HostCopy:
         if not self.reserve(tensors):
             return None
         assert self._buffer is not None
+        # All copies are queued, then awaited once; the next step may overwrite the tensors after
+        # that.
         end = 0
         for tensor in tensors:
             begin, end = end, end + tensor.nbytes

@@ -98,6 +98,8 @@ def _index(content: _Content, files: Mapping[str, Checksum]) -> Index:
     for layout in content.layouts:
         if (problem := check_cover(layout)) is not None:
             raise ValueError(f"a layout of shape {brief(list(layout.shape))}: {problem}")
+    # A million tensors share few layouts: a layout is checked against the files once for each size
+    # of an element.
     fitting: set[tuple[int, int]] = set()
     index: Index = {}
     for name, entry in content.tensors.items():
@@ -142,17 +144,18 @@ def load(
     for file, parts in plan_reads(
         layouts, {name: box for name, (_, box) in wanted.items()}
     ).items():
+        # All reads of a file come together, so that a file is opened once and read in its order.
         tensors = files(file)
         for name, (shard, source, target) in parts:
             try:
-                found = tensors.get_slice(name)
-                described = (found.get_dtype(), tuple(found.get_shape()))
+                stored = tensors.get_slice(name)
+                described = (stored.get_dtype(), tuple(stored.get_shape()))
                 if described != (NAMES[index[name].dtype], shard.sizes):
                     raise CheckpointError(
                         f"its file {file} has {brief(name)} as {brief(described)}, which differs "
                         f"from {NAME}"
                     )
-                part = found[source if shard.sizes else ...]
+                part = stored[source if shard.sizes else ...]
             except SafetensorError as error:
                 raise CheckpointError(
                     f"its file {file} cannot be read: {brief(error, 200)}"

@@ -46,6 +46,7 @@ class RunLock:
                 f"another process saves to {self._folder}; wait until it has ended, or give "
                 "another --out"
             )
+        # The mark shows other hosts that they see the same folder, see `check_shared`.
         mark, file = secrets.token_hex(8), self._file
         assert file is not None
         try:
@@ -74,6 +75,8 @@ class RunLock:
             file = self._file = self._open(path)
         except (FileExistsError, FileNotFoundError):  # found, but removed before it was opened
             file = self._file = self._open(path)
+        # A lock on a file that has been removed meanwhile locks nothing: compare it with the
+        # path's.
         if lock(file.fileno()) is not False:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from phalanx.comm.join import job_store
 from phalanx.errors import CheckpointError, PeerLost, named
+from phalanx.launch.lease import Leases
 
 POLL_S: Final = 0.05
 """Largest seconds between two polls of the store, plus 1 s for every 4,000 ranks."""
@@ -33,6 +34,9 @@ LOST_TIMEOUT_S: Final = 10.0
 
 GRACE_S: Final = 5.0
 """Seconds that other ranks wait longer than rank 0, because rank 0 can name the late ranks."""
+
+ANYONE: Final = "anyone"
+"""Name of the lease that each sign of progress renews."""
 
 State = Literal["writing", "written", "failed"]
 """State of a rank's writer; its value is bytes so far, checksums, or an error message."""
@@ -68,8 +72,8 @@ class SaveProgress:
         self._lock = threading.Lock()
         self._is_loss_expected = False
         self._failed = (0, "", False)
-        self._seen: dict[str, tuple[Any, float]] = {}
-        self._reported_s = self._moved_s = time.monotonic()
+        self._reported_s = time.monotonic()
+        self._begin()
         self._store.set(str(self.rank), "[0]")
         if self.rank == 0:
             self.publish_outcome(0, "published")
@@ -78,9 +82,14 @@ class SaveProgress:
         """Begin the next save, and restart the timeout; return the number of the save."""
         with self._lock:
             self._number += 1
-            self._moved_s = time.monotonic()
-            self._seen = {}
+            self._begin()
             return self._number
+
+    def _begin(self) -> None:
+        # The lease of a rank is renewed when the state that it publishes changes, `ANYONE`'s with
+        # each of these and with the bytes that this rank writes.
+        self._states: dict[str, Any] = {}
+        self._leases = Leases(time.monotonic, [ANYONE])
 
     @contextmanager
     def _as_current(self, number: int) -> Generator[None]:
@@ -98,14 +107,14 @@ class SaveProgress:
         self.timeout_s = min(self.timeout_s, LOST_TIMEOUT_S)
         self._is_loss_expected = True
 
-    def _error(self, words: str) -> CheckpointError | PeerLost:
+    def _error(self, message: str) -> CheckpointError | PeerLost:
         """Return the error of a save without progress: PeerLost if a rank is known to be lost."""
-        return (PeerLost if self._is_loss_expected else CheckpointError)(words)
+        return (PeerLost if self._is_loss_expected else CheckpointError)(message)
 
     @property
     def is_late(self) -> bool:
         """Whether this rank has seen no progress for longer than rank 0 would wait."""
-        return time.monotonic() - self._moved_s > self.timeout_s + GRACE_S
+        return self._leases.age_s(ANYONE) > self.timeout_s + GRACE_S
 
     def report_bytes(self, number: int, num_bytes: int) -> None:
         """Report the bytes that this rank has written, at most once per poll interval.
@@ -115,8 +124,8 @@ class SaveProgress:
             PeerLost: a rank is late, and a rank is known to be lost.
         """
         with self._as_current(number):
-            self._moved_s = time.monotonic()
-        if self._moved_s - self._reported_s > self._poll_s:
+            self._leases.renew(ANYONE)
+        if time.monotonic() - self._reported_s > self._poll_s:
             self.report(number, "writing", num_bytes)
             self.look(number)
 
@@ -152,6 +161,7 @@ class SaveProgress:
 
     def _look_until(self, number: int, is_so: Callable[[Any], bool]) -> list[Any]:
         """Poll until `is_so` holds for all states; it adds about a tenth to the wait at most."""
+        # The pause grows with the wait, so that a short save ends soon and a long one asks rarely.
         begin_s = time.monotonic()
         while not all(map(is_so, states := self.look(number))):
             time.sleep(min(self._poll_s, 0.1 * (time.monotonic() - begin_s) + 0.001))
@@ -165,7 +175,41 @@ class SaveProgress:
             PeerLost: a rank is late, and this rank or rank 0 knows that a rank is lost.
             TimeoutError: rank 0 makes no progress.
         """
-        return self._look_at_all(number) if self.rank == 0 else self._look_at_first(number)
+        # What the keys of the store have, and who writes them:
+        #
+        #     "0" .. "N-1"    each rank     [save, state, bytes or files or error]
+        #     "first"         rank 0        [save, "open" | "published", last failure, beat]
+        #
+        # The last failure stays in "first" when the next save begins, so that a rank that looks
+        # late still learns that its save failed. The beat changes at each look of rank 0: it is
+        # alive.
+        if self.rank != 0:
+            state = json.loads(self._store.get("first"))
+            with self._as_current(number):
+                self._note("first", state)
+            if state[2][0] == number:
+                raise (PeerLost if state[2][2] else CheckpointError)(state[2][1])
+            if self.is_late:
+                raise TimeoutError(str(self.timeout_error()))
+            return [state]
+        lines = self._store.multi_get([str(rank) for rank in range(self._num_ranks)])
+        states = [json.loads(line) for line in lines]
+        self.publish_outcome(number, "open")
+        late: list[int] = []
+        for rank, state in enumerate(states):
+            self._note(str(rank), state)
+            if state[0] == number and state[1] == "failed":
+                raise CheckpointError(state[2])
+            if state[:2] != [number, "written"] and self._leases.age_s(str(rank)) > self.timeout_s:
+                late.append(rank)
+        if late:
+            num_bytes = [states[r][2] if states[r][0] == number else 0 for r in late[:8]]
+            raise self._error(
+                f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
+                f"({', '.join(map(str, num_bytes))} bytes so far) and made no progress for "
+                f"{self.timeout_s:g} s"
+            )
+        return states
 
     def publish_outcome(
         self,
@@ -183,47 +227,17 @@ class SaveProgress:
     def report_publishing(self, number: int) -> None:
         """Report progress of rank 0 while it publishes the checkpoint; only rank 0 calls this."""
         self.publish_outcome(number, "open")
-        self._moved_s = time.monotonic()
-
-    def _look_at_all(self, number: int) -> list[Any]:
-        lines = self._store.multi_get([str(rank) for rank in range(self._num_ranks)])
-        states = [json.loads(line) for line in lines]
-        self.publish_outcome(number, "open")
-        late: list[int] = []
-        for rank, state in enumerate(states):
-            self._note(str(rank), state)
-            if state[0] == number and state[1] == "failed":
-                raise CheckpointError(state[2])
-            still_s = time.monotonic() - self._seen[str(rank)][1]
-            if state[:2] != [number, "written"] and still_s > self.timeout_s:
-                late.append(rank)
-        if late:
-            num_bytes = [states[r][2] if states[r][0] == number else 0 for r in late[:8]]
-            raise self._error(
-                f"{named(late)} had not written {'their' if len(late) > 1 else 'its'} shards "
-                f"({', '.join(map(str, num_bytes))} bytes so far) and made no progress for "
-                f"{self.timeout_s:g} s"
-            )
-        return states
-
-    def _look_at_first(self, number: int) -> list[Any]:
-        state = json.loads(self._store.get("first"))
-        with self._as_current(number):
-            self._note("first", state)
-        if state[2][0] == number:
-            raise (PeerLost if state[2][2] else CheckpointError)(state[2][1])
-        if self.is_late:
-            raise TimeoutError(str(self.timeout_error()))
-        return [state]
+        self._leases.renew(ANYONE)
 
     def timeout_error(self) -> CheckpointError | PeerLost:
         """Return the error of this rank for a save without progress."""
-        waited_s = time.monotonic() - self._moved_s
+        waited_s = self._leases.age_s(ANYONE)
         who = "rank 0, which publishes the checkpoint,"
         who = "the write to this rank's disk" if self.rank == 0 else who
         return self._error(f"{who} made no progress for {waited_s:.0f} s")
 
     def _note(self, who: str, state: Any) -> None:
-        if who not in self._seen or self._seen[who][0] != state:
-            self._moved_s = time.monotonic()
-            self._seen[who] = (state, self._moved_s)
+        if who not in self._states or self._states[who] != state:
+            self._states[who] = state
+            self._leases.renew(who)
+            self._leases.renew(ANYONE)

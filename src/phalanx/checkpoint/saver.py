@@ -157,6 +157,11 @@ class Saver:
         self.finish()
         held = local_shards(model, optimizer, beside)
         infos = self._ours(held)
+        # Training waits only for the copy to host memory; without room for it, until all is
+        # written:
+        #
+        #     room        step | copy | step | step | ...      writer: write, hash, sync .....
+        #     no room     step | copy a piece, write it, copy the next, ... | step
         tensors = [held[name].local for name in infos]
         copied = self._copy.take(tensors)
         pieces = in_pieces(tensors) if copied is None else copied
@@ -242,24 +247,20 @@ class Saver:
                         f"cannot save {name}: its dtype is {sharding.dtype}; expected one of "
                         f"{', '.join(map(str, NAMES))}"
                     )
-            self._plan = WritePlan(self._of_all_stages(shardings), self._plan.num_ranks)
+            if self._num_stages > 1:
+                # A tensor that two stages have, as a tied embedding, has the first one's sharding.
+                size = self._plan.num_ranks // self._num_stages
+                stage, number = divmod(self._progress.rank, size)
+                ranks = range(stage * size, (stage + 1) * size)
+                of_stage = {
+                    name: each if is_on_all_stages(name) else dataclasses.replace(each, ranks=ranks)
+                    for name, each in shardings.items()
+                }
+                shardings = {}
+                for theirs in gather_objects(of_stage if number == 0 else None):
+                    shardings = {**(theirs or {}), **shardings}
+            self._plan = WritePlan(shardings, self._plan.num_ranks)
         return self._plan.writes_of(self._progress.rank)
-
-    def _of_all_stages(self, shardings: dict[str, Sharding]) -> dict[str, Sharding]:
-        """Return the shardings of all pipeline stages; a tensor of two stages has the first's."""
-        if self._num_stages == 1:
-            return shardings
-        size = self._plan.num_ranks // self._num_stages
-        stage, number = divmod(self._progress.rank, size)
-        ranks = range(stage * size, (stage + 1) * size)
-        own = {
-            name: sharding if is_on_all_stages(name) else dataclasses.replace(sharding, ranks=ranks)
-            for name, sharding in shardings.items()
-        }
-        every: dict[str, Sharding] = {}
-        for of_stage in gather_objects(own if number == 0 else None):
-            every = {**(of_stage or {}), **every}
-        return every
 
     def _failed(self, error: Exception) -> CheckpointError | PeerLost:
         """Return the error of a failed save, with the run's last checkpoint in its message."""
@@ -297,6 +298,16 @@ class Saver:
 
     def _save_first(self, save: _Save) -> None:
         """Create the folder, write this rank's file, and publish once all ranks have written."""
+        # The commit of a checkpoint:
+        #
+        #     rank 0    make .partial, "open" | write | wait for all | index, manifest | rename
+        #     rank r    wait for "open"       | write | "written"    | wait for "published" ...
+        #
+        #     killed before the rename      a .partial folder, which the next save removes
+        #     killed after it               a complete checkpoint
+        #     error or lost rank            rank 0 publishes "failed", and every rank raises it
+        #
+        # The manifest is the last file written, and has the checksums of all others.
         progress, number = self._progress, save.number
         try:
             make_partial(save.final, replaces=save.replaces)

@@ -132,7 +132,42 @@ class WritePlan:
     def __init__(self, shardings: Mapping[str, Sharding], num_ranks: int) -> None:
         self.shardings = dict(shardings)
         self.num_ranks = num_ranks
-        self._writers = _assign_writers(self.shardings, num_ranks)
+        # A tensor that fsdp2 shards and dp2 replicates, on ranks 0 .. 3:
+        #
+        #     rank             0    1    2    3
+        #     shard            0    1    0    1
+        #     bytes so far     5    9    7    2
+        #     writes           0              1        of each shard the rank with the fewest bytes
+        loads = np.zeros(num_ranks, np.int64)
+        ranks = np.arange(num_ranks)
+
+        @functools.cache
+        def shard_numbers(axes: tuple[tuple[int, int], ...]) -> Any:
+            """Return, for each rank, the index of the shard that the rank holds."""
+            number = np.zeros(num_ranks, np.int64)
+            for size, stride in axes:
+                number = number * size + ranks // stride % size
+            return number
+
+        interned: dict[bytes, frozenset[int]] = {}
+        dealt: dict[str, frozenset[int]] = {}
+        by_size = sorted(self.shardings.items(), key=lambda item: (-item[1].shard_bytes, item[0]))
+        for name, sharding in by_size:
+            holders = ranks if sharding.ranks is None else np.array(sharding.ranks)
+            if not sharding.axes:  # a reader needs all scalars: one file for all
+                is_dealt = sharding.shape and not sharding.is_buffer
+                first = int(loads[holders].argmin()) if is_dealt else 0
+                chosen = holders[first : first + 1]
+            else:
+                axes = tuple((axis.size, axis.stride) for axis in sharding.axes)
+                number = shard_numbers(axes)[holders]
+                load = np.zeros_like(holders) if sharding.is_buffer else loads[holders]
+                order = np.lexsort((holders, load, number))  # by shard, then load, then rank
+                _, firsts = np.unique(number[order], return_index=True)
+                chosen = np.sort(holders[order[firsts]])
+            loads[chosen] += sharding.shard_bytes
+            dealt[name] = interned.setdefault(chosen.tobytes(), frozenset(map(int, chosen)))
+        self._writers = dealt
 
     def writes_of(self, rank: int) -> dict[str, TensorInfo]:
         """Return the tensors that `rank` writes, by name, in the order of its file."""
@@ -146,52 +181,19 @@ class WritePlan:
 
     def layouts(self) -> Mapping[str, ShardLayout]:
         """Return the saved shards and their files by tensor name; equal layouts are one object."""
-        made: dict[Any, ShardLayout] = {}
+        distinct: dict[Any, ShardLayout] = {}
         layouts: dict[str, ShardLayout] = {}
         for name, sharding in self.shardings.items():
             writers = self._writers[name]
             key = (sharding.shape, sharding.axes, id(writers))
-            if key not in made:
+            if key not in distinct:
                 boxes = [(rank, sharding.box(rank)) for rank in sorted(writers)]
                 shards = [
                     SavedShard(*box, file_of(rank)) for rank, box in boxes if box.num_elements
                 ]
-                made[key] = ShardLayout(sharding.shape, tuple(shards))
-            layouts[name] = made[key]
+                distinct[key] = ShardLayout(sharding.shape, tuple(shards))
+            layouts[name] = distinct[key]
         return layouts
-
-
-def _assign_writers(shardings: Mapping[str, Sharding], num_ranks: int) -> dict[str, frozenset[int]]:
-    """Return the ranks that write each tensor; equal sets are one object."""
-    loads = np.zeros(num_ranks, np.int64)
-    ranks = np.arange(num_ranks)
-
-    @functools.cache
-    def shard_numbers(axes: tuple[tuple[int, int], ...]) -> Any:
-        """Return, for each rank, the index of the shard that the rank holds."""
-        number = np.zeros(num_ranks, np.int64)
-        for size, stride in axes:
-            number = number * size + ranks // stride % size
-        return number
-
-    interned: dict[bytes, frozenset[int]] = {}
-    dealt: dict[str, frozenset[int]] = {}
-    by_size = sorted(shardings.items(), key=lambda item: (-item[1].shard_bytes, item[0]))
-    for name, sharding in by_size:
-        here = ranks if sharding.ranks is None else np.array(sharding.ranks)
-        if not sharding.axes:  # a reader needs all scalars: one file for all
-            is_dealt = sharding.shape and not sharding.is_buffer
-            first = int(loads[here].argmin()) if is_dealt else 0
-            chosen = here[first : first + 1]
-        else:
-            number = shard_numbers(tuple((axis.size, axis.stride) for axis in sharding.axes))[here]
-            load = np.zeros_like(here) if sharding.is_buffer else loads[here]
-            order = np.lexsort((here, load, number))  # by shard, then load, then rank
-            _, firsts = np.unique(number[order], return_index=True)
-            chosen = np.sort(here[order[firsts]])
-        loads[chosen] += sharding.shard_bytes
-        dealt[name] = interned.setdefault(chosen.tobytes(), frozenset(map(int, chosen)))
-    return dealt
 
 
 class SavedShard(NamedTuple):
@@ -220,6 +222,11 @@ class Read(NamedTuple):
 
 def reads_of(layout: ShardLayout, box: Box) -> list[Read]:
     """Return the slices of saved shards that together cover a box of the full tensor."""
+    # One dimension of a saved tensor in 3 shards, read by one of 2 ranks:
+    #
+    #     saved     [0 .. 4) [4 .. 8) [8 .. 12)
+    #     box                    [6 ....... 12)
+    #     reads               [6, 8) as 2:4 of shard 1 to 0:2    [8, 12) as 0:4 of shard 2 to 2:6
     reads: list[Read] = []
     for shard in layout.shards if box.num_elements else ():
         sources: list[slice] = []
@@ -259,6 +266,8 @@ def check_cover(layout: ShardLayout) -> str | None:
         return "two shards are in one file"
     if len({shard.offsets for shard in shards}) != len(shards):
         return "shards overlap"
+    # Shards that cover the tensor are the cells of a grid: the cuts of each dimension follow one
+    # another, and there are as many shards as cells. So no pair of shards has to be compared.
     num_cells = 1
     for dim, length in enumerate(shape):
         cuts = sorted({(shard.offsets[dim], shard.sizes[dim]) for shard in shards})

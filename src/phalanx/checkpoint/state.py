@@ -164,7 +164,33 @@ def load(
     def make_room() -> dict[str, torch.Tensor]:
         about.check_optimizer()
         _check_weights(tensors, weights, elsewhere)
-        moments = _empty_moments(tensors, trained, optimizer, elsewhere)
+        # Zeros for the optimizer's state, sharded as the parameters are. torch.optim keeps a step
+        # count on the device of fused and capturable optimizers, else on the CPU.
+        on_device = {
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if group.get("fused") or group.get("capturable")
+        }
+        moments: dict[str, torch.Tensor] = {}
+        for stored_name in sorted(tensors):
+            if not stored_name.startswith("optimizer."):
+                continue
+            name, key = parameter_and_key(stored_name)
+            if name in elsewhere:
+                continue
+            if name not in trained:
+                raise CheckpointError(
+                    f"it has optimizer state of {brief(name)}, which this run does not train"
+                )
+            parameter = trained[name]
+            if key == "step" or not tensors[stored_name].layout.shape:
+                device = parameter.device if parameter in on_device else "cpu"
+                dtype = tensors[stored_name].dtype
+                moments[stored_name] = torch.zeros((), dtype=dtype, device=device)
+            else:
+                moments[stored_name] = torch.zeros_like(parameter, requires_grad=False)
+            _check_tensor(tensors, stored_name, f"{key} of {name}", moments[stored_name])
         check_state_keys(moments, trained, optimizer)
         return moments
 
@@ -173,11 +199,18 @@ def load(
     held = {name: _held(tensor) for name, tensor in (moments | {**beside}).items()}
     generators = {device: torch.empty_like(value) for device, value in generators_of(model).items()}
     rows = _generator_shards(generators)
+    # Generators are loaded only if as many ranks on the same kind of device saved them.
     saved = {name: (each.layout.shape, each.dtype) for name, each in tensors.items()}
     if all(saved.get(n) == (row.sharding.shape, row.sharding.dtype) for n, row in rows.items()):
         held |= rows
     else:
         generators = {}
+    # All that can be refused is read and checked first, and the weights are written last:
+    #
+    #     1. room for moments and registered objects    names, shapes and data types are checked
+    #     2. fill the room                              the moments' values are checked
+    #     3. generators, then `take`                    both are undone if either raises
+    #     4. the weights                                a file that fails now leaves a part loaded
     _read(folder, tensors, held, doing)
     all_or_none(lambda: check_values(moments), doing)
     before = generators_of(model)
@@ -187,8 +220,8 @@ def load(
     except CheckpointError:
         set_generators(before)
         raise
-    own = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
-    _read(folder, tensors, own, doing)
+    ours = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
+    _read(folder, tensors, ours, doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
     for stored_name, value in moments.items():
@@ -275,7 +308,19 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     about = on_first_rank(lambda: manifest.read(folder), doing)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     all_or_none(lambda: verify(folder, about, rank, num_ranks), doing)
-    return about, on_first_rank(lambda: _named(index.read(folder, about.files)), doing)
+
+    def read_index() -> Index:
+        tensors = index.read(folder, about.files)
+        for name in tensors:
+            kind, _, rest = name.partition(".")
+            is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
+            if kind not in ("model", "optimizer", "generators", "registered") or not is_known:
+                raise CheckpointError(
+                    f"it is not the state of a run: it has the tensor {brief(name)}"
+                )
+        return tensors
+
+    return about, on_first_rank(read_index, doing)
 
 
 def _read(folder: Path, tensors: Index, held: dict[str, LocalShard], doing: str) -> None:
@@ -292,16 +337,6 @@ def _names_on_other_stages(tensors: Index, weights: dict[str, torch.Tensor]) -> 
     if first_object("some" if missing else None) is None:
         return set()
     return set[str]().union(*gather_objects(list(weights))).difference(weights)
-
-
-def _named(tensors: Index) -> Index:
-    """Return `tensors` if all names are ones that a run uses, else raise CheckpointError."""
-    for name in tensors:
-        kind, _, rest = name.partition(".")
-        is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
-        if kind not in ("model", "optimizer", "generators", "registered") or not is_known:
-            raise CheckpointError(f"it is not the state of a run: it has the tensor {brief(name)}")
-    return tensors
 
 
 def _check_weights(tensors: Index, weights: dict[str, torch.Tensor], elsewhere: set[str]) -> None:
@@ -330,42 +365,3 @@ def _check_tensor(tensors: Index, stored_name: str, what: str, tensor: torch.Ten
     else:
         return
     raise CheckpointError(f"it is of another model: {problem}")
-
-
-def _empty_moments(
-    tensors: Index,
-    trained: dict[str, torch.Tensor],
-    optimizer: AnyOptimizer,
-    elsewhere: set[str],
-) -> dict[str, torch.Tensor]:
-    """Return zeros for the checkpoint's optimizer state, sharded as the parameters are.
-
-    The step count, `step`, is on the device where torch.optim stores it: the parameter's device for
-    fused and capturable optimizers, else the CPU.
-    """
-    on_device = {
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if group.get("fused") or group.get("capturable")
-    }
-    moments: dict[str, torch.Tensor] = {}
-    for stored_name in sorted(tensors):
-        if not stored_name.startswith("optimizer."):
-            continue
-        name, key = parameter_and_key(stored_name)
-        if name in elsewhere:
-            continue
-        if name not in trained:
-            raise CheckpointError(
-                f"it has optimizer state of {brief(name)}, which this run does not train"
-            )
-        parameter = trained[name]
-        if key == "step" or not tensors[stored_name].layout.shape:
-            device = parameter.device if parameter in on_device else "cpu"
-            dtype = tensors[stored_name].dtype
-            moments[stored_name] = torch.zeros((), dtype=dtype, device=device)
-        else:
-            moments[stored_name] = torch.zeros_like(parameter, requires_grad=False)
-        _check_tensor(tensors, stored_name, f"{key} of {name}", moments[stored_name])
-    return moments

@@ -99,6 +99,8 @@ def write(
             "shape": list(info.shape),
             "data_offsets": [begin, end],
         }
+    # The header is padded so that the data begins at a multiple of 8 bytes, and with the tensors by
+    # falling item size each is aligned.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     sha256, num_bytes, synced_bytes = hashlib.sha256(), 0, 0
@@ -106,6 +108,7 @@ def write(
         with path.open("wb", buffering=0) as file:
             for chunk in _chunks(len(text).to_bytes(8, "little") + text, pieces):
                 sha256.update(chunk)  # releases the GIL
+                # `write` without a buffer may take a part of a chunk, as at the limit of a disk.
                 rest = chunk
                 while rest:
                     rest = rest[file.write(rest) :]

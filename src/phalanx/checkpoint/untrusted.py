@@ -48,6 +48,7 @@ def read_json(path: Path, *, may_be_link: bool = False) -> dict[str, Any]:
             if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
                 raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
             text = file.readall()
+        # Counted before parsing, which would allocate an object for each of these marks.
         if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_MARKS:
             raise ValueError(f"it has more than {MAX_JSON_MARKS:,} values")
         content: Any = json.loads(text.decode(), object_pairs_hook=_named)
@@ -77,6 +78,7 @@ def check_plain(content: Any) -> None:
 
     Every value from a checkpoint that an error message may quote has passed this check.
     """
+    # Level by level and without recursion, since the nesting is what may be hostile.
     level = [content]
     for _ in range(MAX_JSON_DEPTH):
         children: list[Any] = []
@@ -152,7 +154,17 @@ def decode(hint: Any, value: Any, what: str = "it") -> Any:
     if kind is UnionType:  # only `T | None` is supported
         return None if value is None else decode(inner[0], value, what)
     if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
-        return _decode_entries(kind, cast("dict[str, Any]", value), what)
+        values = cast("dict[str, Any]", value)
+        hints = _hints_of(kind)
+        for field in fields(kind):
+            has_default = field.default is not MISSING or field.default_factory is not MISSING
+            if field.name not in values and not has_default:
+                raise ValueError(f"{what} has no '{field.name}'")
+        for name in values:
+            if name not in hints:
+                raise ValueError(f"{what} has the unknown entry {brief(name)}")
+        inside = "" if what == "it" else f"{what}."
+        return kind(**{n: decode(hints[n], each, f"{inside}{n}") for n, each in values.items()})
     if kind in (dict, Mapping) and isinstance(value, dict):
         entries = cast("dict[str, Any]", value).items()
         return {name: decode(inner[1], each, f"{what} {brief(name)}") for name, each in entries}
@@ -161,26 +173,13 @@ def decode(hint: Any, value: Any, what: str = "it") -> Any:
         hints = inner or tuple(_hints_of(kind).values())
         hints = hints[:1] * len(items) if hints[-1] is Ellipsis else hints
         if len(hints) == len(items):
-            made = [decode(each, item, what) for each, item in zip(hints, items, strict=True)]
-            return tuple(made) if kind is tuple else kind(*made)
+            parts = [decode(each, item, what) for each, item in zip(hints, items, strict=True)]
+            return tuple(parts) if kind is tuple else kind(*parts)
     if type(value) is int and kind in (int, float) and (kind is float or 0 <= value < 1 << 62):
         return value
     if type(value) is kind and kind is not int:
         return value
     raise ValueError(f"{what} is {brief(value)}, expected {_WORDS.get(kind, hint)}")
-
-
-def _decode_entries(kind: type[Any], values: dict[str, Any], what: str) -> Any:
-    hints = _hints_of(kind)
-    for field in fields(kind):
-        has_default = field.default is not MISSING or field.default_factory is not MISSING
-        if field.name not in values and not has_default:
-            raise ValueError(f"{what} has no '{field.name}'")
-    for name in values:
-        if name not in hints:
-            raise ValueError(f"{what} has the unknown entry {brief(name)}")
-    inside = "" if what == "it" else f"{what}."
-    return kind(**{n: decode(hints[n], each, f"{inside}{n}") for n, each in values.items()})
 
 
 _hints_of = functools.cache(get_type_hints)

@@ -68,6 +68,7 @@ class _Opened:
             raise CheckpointError(f"cannot read {folder}: {error}") from error
         opened = _Opened(folder, about, tensors, {})
         weakref.finalize(opened, _close, opened.files)
+        # A run may remove the checkpoint while it is read: an open file stays readable.
         names = [name for name in about.files if name.endswith(SUFFIX)]
         try:
             for name in names if len(names) <= MOST_OPEN else ():
@@ -154,8 +155,8 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
     try:
         return decode(ModelShape, about.shape, "shape")
     except ValueError as error:
-        words = brief(error, 300)
-        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {words}") from error
+        why = brief(error, 300)
+        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {why}") from error
 
 
 def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:

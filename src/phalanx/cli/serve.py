@@ -204,7 +204,7 @@ def _serve(
     )
     served = replace(served, name=config.served_model_name or served.name)
     app = app_of(served, engine, limits, config.follow)
-    close = app.state.gateway.thread.close
+    close = app.state.gateway.close
     pool = engine.scheduler.pool
     say(
         console,

@@ -39,15 +39,15 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
         ConfigError: an unknown option, or a value that is missing or of a wrong type.
         SystemExit: with code 0, after --help or --completion.
     """
-    found = [setting for schema in schemas for setting in settings(schema)]
-    options = {setting.key: setting for setting in found if setting.positional is None}
+    known = [setting for schema in schemas for setting in settings(schema)]
+    options = {setting.key: setting for setting in known if setting.positional is None}
     switches = {key: (key, True) for key, setting in options.items() if setting.hint is bool}
     switches |= {re.sub(r"(\w+)$", r"no_\1", key): (key, False) for key in switches}
     values: dict[str, Any] = {}
     loose: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
+    left = list(argv)
+    while left:
+        word = left.pop(0)
         name, has_value, text = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
         if word in ("-h", "--help", "--completion"):
@@ -64,18 +64,32 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
             key, values[key] = switches[key]
         elif name.startswith("--") and key in options:
             setting = options[key]
-            most = len(words) if get_origin(setting.hint) is tuple else 1
+            most = len(left) if get_origin(setting.hint) is tuple else 1
+            # --lr 0.1         one word       --lr=0.1           the word after the sign
+            # --data a b c     all words up to the next option, of a setting with several values
             taken = [text] if has_value else list[str]()
-            while not has_value and words and len(taken) < most:
-                if words[0].startswith("--") or words[0] == "-h":
+            while not has_value and left and len(taken) < most:
+                if left[0].startswith("--") or left[0] == "-h":
                     break
-                taken.append(words.pop(0))
+                taken.append(left.pop(0))
             values[key] = _value(name, setting, taken, values.get(key, []))
         else:
             close = closest(key.lstrip("_"), [*options, "help"])
             near = f" (did you mean '--{close.replace('_', '-')}'?)" if close else ""
             raise ConfigError(f"option '{word}' is unknown{near}; --help lists all")
-    return values | _positional(loose, found)
+    for setting in known:  # positional settings take the words that belong to no option
+        if setting.positional is None or not loose:
+            continue
+        if get_origin(setting.hint) is tuple:
+            values[setting.key], loose = tuple(loose), []
+        else:
+            values[setting.key] = loose.pop(0)
+    if loose:
+        raise ConfigError(
+            f"'{loose[0]}' on the command line belongs to no option; an option is written "
+            "--name value"
+        )
+    return values
 
 
 def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> Any:
@@ -90,21 +104,3 @@ def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> 
         return read_text(setting.hint, taken[0])
     except ConfigError as error:
         raise ConfigError(f"{name} is {error}") from None
-
-
-def _positional(loose: list[str], found: Sequence[Setting]) -> dict[str, Any]:
-    """Return the values of the positional settings, from the words that belong to no option."""
-    values: dict[str, Any] = {}
-    for setting in found:
-        if setting.positional is None or not loose:
-            continue
-        if get_origin(setting.hint) is tuple:
-            values[setting.key], loose = tuple(loose), []
-        else:
-            values[setting.key] = loose.pop(0)
-    if loose:
-        raise ConfigError(
-            f"'{loose[0]}' on the command line belongs to no option; an option is written "
-            "--name value"
-        )
-    return values

@@ -114,20 +114,20 @@ def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
     written = dict.fromkeys(
         name for each in schema.__mro__ for name in inspect.get_annotations(each)
     )
-    found: list[Setting] = []
+    listed: list[Setting] = []
     names = sorted((field.name for field in fields(schema)), key=list(written).index)
     for name in sorted(names, key=lambda name: is_dataclass(hints[name])):
         hint, about = hints[name], ()
         if typing.get_origin(hint) is Annotated:
             hint, *about = typing.get_args(hint)
         if is_dataclass(hint):
-            found += settings(cast(type, hint), f"{prefix}{name}.")
+            listed += settings(cast(type, hint), f"{prefix}{name}.")
             continue
         legal = next((each for each in about if isinstance(each, Range | OneOf)), None)
         use = next((each for each in about if isinstance(each, Use)), Use(0))
         positional = next((each for each in about if isinstance(each, Positional)), None)
-        found.append(Setting(f"{prefix}{name}", hint, legal, use, positional))
-    return tuple(found)
+        listed.append(Setting(f"{prefix}{name}", hint, legal, use, positional))
+    return tuple(listed)
 
 
 def keys_for(schema: type, use: Use) -> list[str]:
@@ -243,13 +243,13 @@ def describe(hint: Any) -> str:
     legal = choices(hint)
     if len(legal) > 1:
         return f"one of {', '.join(legal)}"
-    words: dict[Any, str] = {
+    nouns: dict[Any, str] = {
         **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
         **{tuple: "texts", list: "texts", Mapping: "texts by text"},
         **{Path: "a path", Callable: "a function"},
     }
     kinds = [typing.get_origin(m) or m for m in members(hint) if m is not type(None)]
-    return " or ".join([words[kind] for kind in kinds if kind is not Literal] + legal)
+    return " or ".join([nouns[kind] for kind in kinds if kind is not Literal] + legal)
 
 
 def read_text(hint: Any, text: str) -> Any:
@@ -283,12 +283,15 @@ def _check_range(key: str, legal: Range | OneOf, value: float, *, is_whole: bool
             )
         return
     low, high, ends = legal.low, legal.high, legal.ends
+    # An integer without an upper bound still has to fit torch's int64.
     if is_whole and math.isinf(high):
         high, ends = MAX_INT64, f"{ends[0]}]"
     above = value > low or (value == low and ends[0] == "[")
     below = value < high or (value == high and ends[1] == "]")
     if above and below:  # false for nan
         return
+    # What was expected is said by the end that failed: "at least 1" for 0 in [1, 4096], and the
+    # whole interval for a fraction or for a number that is too large.
     if math.isinf(high) or (high > 1 and not above):
         expected = f"{'at least' if ends[0] == '[' else 'more than'} {low}"
         expected += " and finite" if above else ""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic
+from typing import Generic
 
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
@@ -60,9 +60,32 @@ def load_config(
     keys = {setting.key: setting.hint for setting in settings(schema)}
     layers = [(path, read_values(path, keys)) for path in options.config]
     layers.append(("command line", words))
+    # Later layers override earlier ones:
+    #
+    #     defaults < the run's config.toml, of a resume < --config files in order < command line
     said = {key: value for _, values in layers for key, value in values.items()}
     if schema is TrainConfig and (run_file := _run_file(said.get("resume"))) is not None:
-        layers.insert(0, (str(run_file), _resumed_settings(run_file, keys, said)))
+        has_tokenizer = (run_file.parent / "tokenizer.json").is_file()
+        dropped = keys_for(
+            TrainConfig,
+            Use.NOT_RESUMED | Use.FIXED_BY_TOKENIZER if has_tokenizer else Use.NOT_RESUMED,
+        )
+        for key, others in (  # key -> settings that replace it
+            ("steps", ("epochs",)),
+            ("epochs", ("steps",)),
+            ("batch.global_size", ("batch.microbatch", "batch.accumulation")),
+        ):
+            if all(said.get(other) is not None for other in others):
+                dropped.append(key)
+        kept = read_values(str(run_file), keys, is_foreign=True)
+        if unkept := [key for key in keys_for(TrainConfig, Use.NOT_SAVED) if key in kept]:
+            raise ConfigError(
+                f"{run_file}: no run saves '{unkept[0]}' there, and a resumed run does not read it "
+                f"from a file that somebody else may have written; remove the setting, or give "
+                f"--{unkept[0].replace('_', '-')} on the command line"
+            )
+        kept = {key: value for key, value in kept.items() if key not in dropped}
+        layers.insert(0, (str(run_file), kept))
     config, sources = schema(), dict.fromkeys(keys, "default")
     for source, values in layers:
         for key, value in values.items():
@@ -81,32 +104,6 @@ def _run_file(resume: str | None) -> Path | None:
     run_file = folder.parent.parent / RUN_FILE
     is_there = folder.parent.name == "checkpoints" and os.path.lexists(run_file)
     return run_file if is_there else None
-
-
-def _resumed_settings(
-    run_file: Path, keys: Mapping[str, Any], said: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the settings of the run's file that a resume uses, less those that `said` replaces."""
-    has_tokenizer = (run_file.parent / "tokenizer.json").is_file()
-    dropped = keys_for(
-        TrainConfig,
-        Use.NOT_RESUMED | Use.FIXED_BY_TOKENIZER if has_tokenizer else Use.NOT_RESUMED,
-    )
-    for key, others in (  # key -> settings that replace it
-        ("steps", ("epochs",)),
-        ("epochs", ("steps",)),
-        ("batch.global_size", ("batch.microbatch", "batch.accumulation")),
-    ):
-        if all(said.get(other) is not None for other in others):
-            dropped.append(key)
-    values = read_values(str(run_file), keys, is_foreign=True)
-    if unkept := [key for key in keys_for(TrainConfig, Use.NOT_SAVED) if key in values]:
-        raise ConfigError(
-            f"{run_file}: no run saves '{unkept[0]}' there, and a resumed run does not read it "
-            f"from a file that somebody else may have written; remove the setting, or give "
-            f"--{unkept[0].replace('_', '-')} on the command line"
-        )
-    return {key: value for key, value in values.items() if key not in dropped}
 
 
 def missing_path_notes(loaded: Loaded[TrainConfig]) -> list[str]:

@@ -49,7 +49,28 @@ def check(config: TrainConfig) -> None:
             f"batch.accumulation is {config.batch.accumulation}, but auto chooses it with the "
             "microbatch; leave it out, and set batch.global_size"
         )
-    _check_worker(config)
+    # The worker of a job of servers that run already needs the three, and a place among the others.
+    server = config.server
+    names = ("coordinator", "worker", "secret")
+    missing = [name for name in names if getattr(server, name) is None]
+    if missing and len(missing) < len(names):
+        set_name = next(name for name in names if name not in missing)
+        raise ConfigError(
+            f"server.{set_name} is {getattr(server, set_name)}, but server.{missing[0]} is unset; "
+            "a worker that joins running servers needs coordinator, worker and secret"
+        )
+    if not missing:
+        strategy = None if config.strategy in (None, AUTO) else Strategy.parse(config.strategy)
+        if strategy is None or not strategy.is_served:
+            raise ConfigError(
+                f"server.coordinator is {server.coordinator}, but strategy {config.strategy} has "
+                "no parameter servers; the nearest is dp2:ps"
+            )
+        if server.worker is not None and server.worker >= strategy.dp.degree:
+            raise ConfigError(
+                f"server.worker is {server.worker}, but the workers of {strategy} are 0 to "
+                f"{strategy.dp.degree - 1}"
+            )
     if config.init is not None and config.resume is not None:
         raise ConfigError(
             f"init is {config.init} and resume is {config.resume}, but both set the initial "
@@ -59,31 +80,6 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
             f"but tokenizer is {config.tokenizer}, which is already trained; give one of them"
-        )
-
-
-def _check_worker(config: TrainConfig) -> None:
-    """Raise ConfigError if the settings of a server job's worker are incomplete or do not fit."""
-    server = config.server
-    names = ("coordinator", "worker", "secret")
-    given = [name for name in names if getattr(server, name) is not None]
-    if not given:
-        return
-    if missing := [name for name in names if name not in given]:
-        raise ConfigError(
-            f"server.{given[0]} is {getattr(server, given[0])}, but server.{missing[0]} is unset; "
-            "a worker that joins running servers needs coordinator, worker and secret"
-        )
-    strategy = None if config.strategy in (None, AUTO) else Strategy.parse(config.strategy)
-    if strategy is None or not strategy.is_served:
-        raise ConfigError(
-            f"server.coordinator is {server.coordinator}, but strategy {config.strategy} has no "
-            "parameter servers; the nearest is dp2:ps"
-        )
-    if server.worker is not None and server.worker >= strategy.dp.degree:
-        raise ConfigError(
-            f"server.worker is {server.worker}, but the workers of {strategy} are 0 to "
-            f"{strategy.dp.degree - 1}"
         )
 
 
@@ -135,6 +131,11 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> 
     """
     size, microbatch, accumulation = batch.global_size, batch.microbatch, batch.accumulation
     assert microbatch != AUTO, "it is chosen before"
+    # given                       then
+    # global, microbatch          accumulation = global / (microbatch x ranks)
+    # global                      accumulation 1, or of a pipeline up to 2 pp; microbatch the rest
+    # microbatch, accumulation    global is their product
+    # nothing                     microbatch 4, accumulation as above
     if accumulation is None and (size is None or microbatch is None):
         accumulation = 1 if pp_degree == 1 else 2 * pp_degree
         if size is not None and size % num_data_ranks == 0:
@@ -147,7 +148,16 @@ def solve_batch(batch: BatchConfig, num_data_ranks: int, pp_degree: int = 1) -> 
     if microbatch is None or accumulation is None:
         assert size is not None  # without a global size, both are set above
         name, known = ("microbatch", microbatch) if microbatch else ("accumulation", accumulation)
-        other = _other_factor(size, name, known or 1, num_data_ranks)
+        known = known or 1
+        unit = known * num_data_ranks
+        other, rest = divmod(size, unit)
+        if rest:
+            below, above = other * unit, (other + 1) * unit
+            legal = f"{below} and {above} are" if below else f"{above} is"
+            raise BatchError(
+                f"batch.global_size is {size}, but it must be a multiple of {name} {known} x "
+                f"{num_data_ranks} data ranks = {unit}; {legal} the nearest"
+            )
         microbatch, accumulation = microbatch or other, accumulation or other
     rows = microbatch * accumulation
     product = f"batch.microbatch {microbatch} x batch.accumulation {accumulation} are"
@@ -169,20 +179,3 @@ def _check_most(words: str, rows: int, num_data_ranks: int) -> None:
             f"{words} {rows} sequences for each of {num_data_ranks} data ranks; the most is "
             f"{MOST_ROWS} a rank, {MOST_ROWS * num_data_ranks} in all"
         )
-
-
-def _other_factor(size: int, name: str, known: int, num_data_ranks: int) -> int:
-    """Return size / (known x num_data_ranks), the other factor; raise BatchError on a remainder.
-
-    `known` is the microbatch or the accumulation, and `name` its name for the message.
-    """
-    unit = known * num_data_ranks
-    other, rest = divmod(size, unit)
-    if rest:
-        below, above = other * unit, (other + 1) * unit
-        legal = f"{below} and {above} are" if below else f"{above} is"
-        raise BatchError(
-            f"batch.global_size is {size}, but it must be a multiple of {name} {known} x "
-            f"{num_data_ranks} data ranks = {unit}; {legal} the nearest"
-        )
-    return other

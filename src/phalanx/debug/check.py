@@ -108,10 +108,10 @@ class CollectiveCheck(Watch):
         self._named = dict(named or {})
         self._numbers: Counter[str] = Counter()
         self._telling = ExitStack()
-        self._words = CheckStore(limit_s)
-        self._messages = Messages(self._words)
-        self._store = self._words.store
-        self._rank = self._words.rank
+        self._check_store = CheckStore(limit_s)
+        self._messages = Messages(self._check_store)
+        self._store = self._check_store.store
+        self._rank = self._check_store.rank
 
     @override
     def __enter__(self) -> Self:
@@ -140,21 +140,17 @@ class CollectiveCheck(Watch):
     def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
         """Compare a collective between the ranks, then run it."""
         if len(call.ranks) > 1:
-            with self._words.explaining_lost_store():
-                self._check(call)
+            with self._check_store.explaining_lost_store():
+                places, module = find_places(inspect.currentframe())
+                tensor = module or self._name_of(call)
+                fingerprint = take(call, tensor=tensor, places=places, phase=self.phase_name)
+                if call.op == "recv_any_source":
+                    self._messages.receive_any(call)
+                elif call.op in ("send", "recv"):
+                    self._messages.pair(call, fingerprint)
+                else:
+                    self._meet(call, fingerprint)
         return run()
-
-    def _check(self, call: Call) -> None:
-        places, module = find_places(inspect.currentframe())
-        if call.op == "recv_any_source":
-            self._messages.receive_any(call)
-            return
-        tensor = module or self._name_of(call)
-        fingerprint = take(call, tensor=tensor, places=places, phase=self.phase_name)
-        if call.op in ("send", "recv"):
-            self._messages.pair(call, fingerprint)
-        else:
-            self._meet(call, fingerprint)
 
     # Collectives: all ranks of the group synchronize.
 
@@ -175,9 +171,9 @@ class CollectiveCheck(Watch):
             return
         texts = self._store.multi_get([meeting.key(rank) for rank in call.ranks])
         calls = {r: Fingerprint.read(t) for r, t in zip(call.ranks, texts, strict=True)}
-        if found := difference(calls, self._has_name):
-            one, other, what = found
-            raise self._words.verdict(
+        if mismatch := difference(calls, self._has_name):
+            one, other, what = mismatch
+            raise self._check_store.verdict(
                 f"ranks {one} and {other} differ at {meeting}, in the {what}\n"
                 f"{described(one, calls[one])}\n{described(other, calls[other])}\n"
                 "Each rank of a group must make the same calls in the same order."
@@ -185,6 +181,14 @@ class CollectiveCheck(Watch):
 
     def _come(self, meeting: Meeting, fingerprint: Fingerprint) -> bool:
         """Wait until all ranks are at a call; return whether their calls must be compared."""
+        # A call of three ranks, in which rank 2 differs:
+        #
+        #     rank 0   first := text 0                       count 1    wait for "all"
+        #     rank 1   equal to first                        count 2    wait
+        #     rank 2   differs: unlike := ""                 count 3    last: all := "unlike"
+        #     all      read all three texts, and raise the same verdict
+        #
+        # Without a difference the requests of a rank do not depend on the number of ranks.
         store, text = self._store, fingerprint.text()
         first = store.compare_set(meeting.key("first"), "", text).decode()
         if first != text or not fingerprint.is_even:
@@ -193,7 +197,48 @@ class CollectiveCheck(Watch):
             is_unlike = store.check([meeting.key("unlike")])
             store.set(meeting.key("all"), "unlike" if is_unlike else "alike")
             return is_unlike
-        self._wait(meeting, fingerprint)
+        waits = f"{described(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
+
+        def look(waited_s: float) -> None:
+            # The ranks that are not at the call, by bisection, because these are few.
+            missing: list[int] = []
+            asked = [meeting.ranks]
+            while asked:
+                ranks = asked.pop()
+                if self._store.check([meeting.key(rank) for rank in ranks]):
+                    continue
+                if len(ranks) == 1:
+                    missing += ranks
+                else:
+                    asked += [ranks[len(ranks) // 2 :], ranks[: len(ranks) // 2]]
+            why, advice = "", ""
+            for rank in missing:
+                end = self._check_store.read(f"gone/{rank}")
+                if end == LEFT:
+                    why = f"rank {rank} has finished without an error and will not reach {meeting}"
+                    advice = "\nEach rank must make the same number of calls."
+                    break
+                if end is not None and waited_s > min(GRACE_S, self._check_store.limit_s):
+                    why = f"rank {rank} has ended by {end} and will not reach {meeting}"
+                    break
+            if missing and not why and waited_s > self._check_store.limit_s:
+                limit = f"{self._check_store.limit_s:g} s"
+                why = f"{named(missing)} did not reach {meeting} within {limit}"
+            if why:
+                raise self._check_store.verdict(f"{why}\n{self._scene(meeting, missing)}{advice}")
+            self._check_store.refuse_deadlock(
+                [Edge(rank, meeting.key(rank), False) for rank in missing], waits
+            )
+
+        # One store serves all ranks: the larger the group, the longer the polling interval.
+        longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
+        try:
+            self._check_store.poll(lambda: self._store.check([meeting.key("all")]), look, longest_s)
+        except CollectiveMismatch:
+            # A rank that arrives later must not count as the last, and run the collective.
+            self._store.add(meeting.key("count"), -1)
+            self._store.delete_key(meeting.key(self._rank))
+            raise
         return store.get(meeting.key("all")) == b"unlike"
 
     def _forget(self, meeting: Meeting) -> None:
@@ -203,71 +248,19 @@ class CollectiveCheck(Watch):
             for what in ("first", "unlike", "count", "all"):
                 self._store.delete_key(meeting.key(what))
 
-    def _wait(self, meeting: Meeting, fingerprint: Fingerprint) -> None:
-        """Wait until all ranks are at a call; raise if one never arrives."""
-        waits = f"{described(self._rank, fingerprint)}\n{'':10}waits there, {meeting}"
-
-        def look(waited_s: float) -> None:
-            missing = self._missing(meeting)
-            self._look(meeting, missing, waited_s)
-            self._words.refuse_deadlock(
-                [Edge(rank, meeting.key(rank), False) for rank in missing], waits
-            )
-
-        # One store serves all ranks: the larger the group, the longer the polling interval.
-        longest_s = 2e-3 * max(1.0, len(meeting.ranks) / 8)
-        try:
-            self._words.poll(lambda: self._store.check([meeting.key("all")]), look, longest_s)
-        except CollectiveMismatch:
-            # A rank that arrives later must not count as the last, and run the collective.
-            self._store.add(meeting.key("count"), -1)
-            self._store.delete_key(meeting.key(self._rank))
-            raise
-
-    def _look(self, meeting: Meeting, missing: list[int], waited_s: float) -> None:
-        """Raise if a missing rank has left or ended, or does not arrive within the limit."""
-        why, advice = "", ""
-        for rank in missing:
-            end = self._words.read(f"gone/{rank}")
-            if end == LEFT:
-                why = f"rank {rank} has finished without an error and will not reach {meeting}"
-                advice = "\nEach rank must make the same number of calls."
-                break
-            if end is not None and waited_s > min(GRACE_S, self._words.limit_s):
-                why = f"rank {rank} has ended by {end} and will not reach {meeting}"
-                break
-        if missing and not why and waited_s > self._words.limit_s:
-            why = f"{named(missing)} did not reach {meeting} within {self._words.limit_s:g} s"
-        if why:
-            raise self._words.verdict(f"{why}\n{self._scene(meeting, missing)}{advice}")
-
-    def _missing(self, meeting: Meeting) -> list[int]:
-        """Return the ranks that are not at a call, by bisection, because these are few."""
-        missing: list[int] = []
-        asked = [meeting.ranks]
-        while asked:
-            ranks = asked.pop()
-            if self._store.check([meeting.key(rank) for rank in ranks]):
-                continue
-            if len(ranks) == 1:
-                missing += ranks
-            else:
-                asked += [ranks[len(ranks) // 2 :], ranks[: len(ranks) // 2]]
-        return missing
-
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
         """Describe the call in which a rank waits, and the last call of each missing rank."""
-        here = next(rank for rank in meeting.ranks if rank not in missing)
-        others = [rank for rank in meeting.ranks if rank not in (here, *missing)]
+        waiting = next(rank for rank in meeting.ranks if rank not in missing)
+        others = [rank for rank in meeting.ranks if rank not in (waiting, *missing)]
         too = f", as {'does' if len(others) == 1 else 'do'} {named(others)}" if others else ""
         lines: list[str] = []
-        for rank in (here, *missing):
-            if (text := self._words.read(f"last/{rank}")) is None:
+        for rank in (waiting, *missing):
+            if (text := self._check_store.read(f"last/{rank}")) is None:
                 lines.append(f"  rank {rank}: has made no call yet")
                 continue
             call, which = json.loads(text)
             how = f"was its last call{which and ', '}{which}"
-            if rank == here:
+            if rank == waiting:
                 how = f"waits there{too}"
             lines.append(f"{described(rank, Fingerprint.read(call))}\n{'':10}{how}")
         return "\n".join(lines)

@@ -76,9 +76,9 @@ class CheckStore:
         finally:
             self._graph.end()
 
-    def refuse_deadlock(self, edges: Sequence[Edge], words: str) -> None:
-        """Raise if the waits of this rank, `edges`, are part of a cycle; `words` describes them."""
-        if cycle := self._graph.cycle(edges, words):
+    def refuse_deadlock(self, edges: Sequence[Edge], description: str) -> None:
+        """Raise if the waits of this rank, `edges`, which are described, are part of a cycle."""
+        if cycle := self._graph.cycle(edges, description):
             lines = "\n".join(cycle.values())
             raise self.verdict(
                 f"deadlock: {named(sorted(cycle))} wait for each other\n{lines}\n"

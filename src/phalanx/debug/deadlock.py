@@ -47,7 +47,7 @@ class WaitGraph:
             self._store.set(f"waits/{self._rank}", "")
             self._is_known = False
 
-    def cycle(self, edges: Sequence[Edge], words: str) -> dict[int, str]:
+    def cycle(self, edges: Sequence[Edge], description: str) -> dict[int, str]:
         """Store the `edges` of this rank's wait, and return the cycle of waits that contains it.
 
         Within one wait, an edge that has closed never reopens. So if the edges of a cycle are open
@@ -58,13 +58,13 @@ class WaitGraph:
             waits for the next, the last for this rank. Empty without a cycle.
         """
         self._is_known = True
-        self._store.set(f"waits/{self._rank}", json.dumps([self._num_waits, words, edges]))
+        self._store.set(f"waits/{self._rank}", json.dumps([self._num_waits, description, edges]))
         ranks = self._follow(edges)
         if not ranks:
             return {}
         waits = [self._read(rank) for rank in ranks]
-        own = next(edge for edge in edges if edge.rank == ranks[1])
-        is_open = all(waits) and self._is_open(own) and ranks == self._follow(edges)
+        first = next(edge for edge in edges if edge.rank == ranks[1])
+        is_open = all(waits) and self._is_open(first) and ranks == self._follow(edges)
         if not is_open or waits != [self._read(rank) for rank in ranks]:
             return {}
         return {rank: json.loads(text)[1] for rank, text in zip(ranks, waits, strict=True)}
@@ -75,16 +75,20 @@ class WaitGraph:
         `edges` are the edges of this rank. The search is breadth-first, and checks an edge to this
         rank before a rank's other edges.
         """
+        # rank 0 waits for 1, 1 for 2 and 3, 2 for 0
+        #
+        # queue     1        2, 3        came_from[0] = 2: a path back
+        # cycle     0 <- 2 <- 1 <- 0, read backward: 0, 1, 2
         came_from = {edge.rank: self._rank for edge in edges}
-        found = list(came_from)
-        while found and self._rank not in came_from:
-            rank = found.pop(0)
+        queue = list(came_from)
+        while queue and self._rank not in came_from:
+            rank = queue.pop(0)
             text = self._read(rank)
             theirs = [Edge(*edge) for edge in json.loads(text)[2]] if text else []
             for edge in sorted(theirs, key=lambda edge: edge.rank != self._rank):
                 if edge.rank not in came_from and self._is_open(edge):
                     came_from[edge.rank] = rank
-                    found.append(edge.rank)
+                    queue.append(edge.rank)
                 if self._rank in came_from:
                     break
         if self._rank not in came_from:

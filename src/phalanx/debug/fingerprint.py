@@ -101,7 +101,7 @@ class Fingerprint:
         return len({*self.sent_shapes, *self.received_shapes}) <= 1
 
     def __str__(self) -> str:
-        words = (
+        parts = (
             self.op,
             self.reduction,
             self.dtype and f"of {self.dtype}{self.shapes}",
@@ -109,7 +109,7 @@ class Fingerprint:
             "" if self.root is None else f"with root {self.root}",
             self.phase and f"in phase {self.phase}",
         )
-        return " ".join(filter(None, words))
+        return " ".join(filter(None, parts))
 
 
 def take(call: Call, *, tensor: str, places: Sequence[str], phase: str) -> Fingerprint:
@@ -150,7 +150,7 @@ def difference(
         has_name: returns whether this rank has a tensor of a name.
 
     Returns:
-        Two ranks whose calls do not match, and the difference in words; None if all calls match.
+        Two ranks whose calls do not match, and the difference as text; None if all calls match.
         Unless pieces differ, the first rank has the most common value.
     """
     for what, attribute in _COMPARED.items():
@@ -159,6 +159,8 @@ def difference(
             break  # the pieces are compared below, for each pair of ranks
         if pair := _odd_one(values):
             return *pair, f"{what}: {values[pair[0]]} and {values[pair[1]]}"
+    # all-to-all of two ranks      rank 0 sends [3, 5]      rank 1 receives [5, ..]
+    # piece 0 -> 1                 5                        5: equal, whatever the others have
     for index, (giver, giving) in enumerate(calls.items()):
         for gift, (taker, taking) in zip(giving.sent_shapes, calls.items(), strict=False):
             taken = taking.received_shapes[index]
@@ -173,7 +175,7 @@ def difference(
 
 
 def pair_difference(one: Fingerprint, other: Fingerprint) -> str:
-    """Return the difference between a send and its receive in words; empty if they match."""
+    """Return the difference between a send and its receive; empty if they match."""
     for what in ("data type", "shape"):
         mine, theirs = (getattr(call, _COMPARED[what]) for call in (one, other))
         if mine != theirs:
@@ -226,8 +228,8 @@ def _is_hidden(file: str) -> bool:
 def _short(file: str) -> str:
     """Return a path, relative to the working directory if the file is below that."""
     with contextlib.suppress(OSError):  # the working directory may be gone
-        path, here = Path(file), Path.cwd()
-        return str(path.relative_to(here)) if path.is_relative_to(here) else file
+        path, folder = Path(file), Path.cwd()
+        return str(path.relative_to(folder)) if path.is_relative_to(folder) else file
     return file
 
 
@@ -242,18 +244,22 @@ def _odd_one(values: Mapping[int, Any]) -> tuple[int, int] | None:
 
 
 def _reduction(call: Call) -> str:
-    given = call.arguments.get("reduce_op")
-    if given is None:  # ops of comm.exchange have no such argument, and always sum
+    reduce_op = call.arguments.get("reduce_op")
+    if reduce_op is None:  # ops of comm.exchange have no such argument, and always sum
         return "sum" if call.op == "reduce_scatter" else ""
-    return given if isinstance(given, str) else dist.ReduceOp.RedOpType(given.op()).name.lower()
+    return (
+        reduce_op
+        if isinstance(reduce_op, str)
+        else dist.ReduceOp.RedOpType(reduce_op.op()).name.lower()
+    )
 
 
 def _given_and_taken(call: Call) -> tuple[Sequence[str], Sequence[str]]:
     """Return the shapes that this rank sends to, and receives from, each rank of the group."""
     inputs, outputs, num_ranks = call.inputs, call.outputs, len(call.ranks)
     if call.op == "all_gather":
-        given = [_shapes(inputs)] * num_ranks
-        return given, _listed(outputs, num_ranks) or given
+        whole = [_shapes(inputs)] * num_ranks
+        return whole, _listed(outputs, num_ranks) or whole
     if call.op == "reduce_scatter":
         shard = _shapes(outputs) or ", ".join(_cut(t, None, num_ranks)[0] for t in _flat(inputs))
         return _listed(inputs, num_ranks) or [shard] * num_ranks, [shard] * num_ranks
@@ -265,10 +271,10 @@ def _given_and_taken(call: Call) -> tuple[Sequence[str], Sequence[str]]:
         return _cut(inputs[0], sizes, num_ranks), _cut(other, other_sizes, num_ranks)
     if call.op in ("gather", "scatter"):
         root: int = call.arguments["root_rank"]
-        of_all, own = (outputs, inputs) if call.op == "gather" else (inputs, outputs)
+        of_all, of_rank = (outputs, inputs) if call.op == "gather" else (inputs, outputs)
         is_root = call.group.rank() == root
         by_root = _listed(of_all, num_ranks) if is_root else [""] * num_ranks
-        by_others = [_shapes(own) if rank == root else "" for rank in range(num_ranks)]
+        by_others = [_shapes(of_rank) if rank == root else "" for rank in range(num_ranks)]
         return (by_others, by_root) if call.op == "gather" else (by_root, by_others)
     return (), ()
 

@@ -24,10 +24,10 @@ from phalanx.errors import CollectiveMismatch
 class Messages:
     """The sends and receives of this rank, and their comparison."""
 
-    def __init__(self, words: CheckStore) -> None:
-        self._words = words
-        self._store = words.store
-        self._rank = words.rank
+    def __init__(self, check_store: CheckStore) -> None:
+        self._check_store = check_store
+        self._store = check_store.store
+        self._rank = check_store.rank
         self._numbers: Counter[str] = Counter()
         self._awaited: set[int] = set()
         # Address of a receive buffer -> sender, store key of the message, call of this rank.
@@ -48,33 +48,35 @@ class Messages:
         self._store.set(f"last/{self._rank}", json.dumps([text, ""]))
         key = f"{line}/{self._numbers[line]}"
         theirs = self._store.compare_set(key, "", text).decode()
+        # One key for each message: the first of the pair stores its call, the second compares and
+        # deletes. Equal texts cannot come from the peer, since a send and a receive differ in the
+        # op.
         if theirs == text:  # this rank is the first of the two
             if not is_send:
                 if call.inputs[0].numel():
                     self._receiving[call.inputs[0].data_ptr()] = peer, key, fingerprint
-                self._await(peer, key, fingerprint, self._numbers[line])
+                number = self._numbers[line]
+                waits = f"it has not sent message {number} to rank {self._rank}"
+                description = f"{described(self._rank, fingerprint)}\n{'':10}waits for it"
+                if peer not in self._awaited:
+                    self._awaited.add(peer)
+                    number = self._store.add(f"receivers/{peer}", 1)
+                    self._store.set(f"receivers/{peer}/{number}", str(self._rank))
+                self._store.set(
+                    f"awaits/{peer}/{self._rank}", json.dumps([key, waits, description])
+                )
+                if self._check_store.read(f"gone/{peer}") == LEFT:
+                    raise self._unsent(peer, waits, description)
             return
         self._store.delete_key(key)
         other = Fingerprint.read(theirs)
         what = pair_difference(fingerprint, other)
         if what and not self._store.check([self._any_source_key(call, receiver)]):
-            raise self._words.verdict(
+            raise self._check_store.verdict(
                 f"ranks {self._rank} and {peer} differ in message {self._numbers[line]} from rank "
                 f"{sender} to rank {receiver}, in the {what}\n"
                 f"{described(self._rank, fingerprint)}\n{described(peer, other)}"
             )
-
-    def _await(self, sender: int, key: str, fingerprint: Fingerprint, number: int) -> None:
-        """Store that this rank waits for a message; raise if its sender has already left."""
-        waits = f"it has not sent message {number} to rank {self._rank}"
-        words = f"{described(self._rank, fingerprint)}\n{'':10}waits for it"
-        if sender not in self._awaited:
-            self._awaited.add(sender)
-            number = self._store.add(f"receivers/{sender}", 1)
-            self._store.set(f"receivers/{sender}/{number}", str(self._rank))
-        self._store.set(f"awaits/{sender}/{self._rank}", json.dumps([key, waits, words]))
-        if self._words.read(f"gone/{sender}") == LEFT:
-            raise self._unsent(sender, waits, words)
 
     @contextmanager
     def wait_for(self, tensor: torch.Tensor | None) -> Generator[None]:
@@ -86,41 +88,43 @@ class Messages:
 
     def _wait_for_sender(self, sender: int, key: str, fingerprint: Fingerprint) -> None:
         """Wait until a message is sent, or until the limit is over, which is no error."""
-        words = f"{described(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
-        until_s = time.monotonic() + self._words.limit_s
+        description = (
+            f"{described(self._rank, fingerprint)}\n{'':10}waits for it, from rank {sender}"
+        )
+        until_s = time.monotonic() + self._check_store.limit_s
 
         def look(waited_s: float) -> None:
-            end = self._words.read(f"gone/{sender}")
+            end = self._check_store.read(f"gone/{sender}")
             # A sender that has left is reported by `_await`, or by its own `leave`.
-            if end not in (None, LEFT) and waited_s > min(GRACE_S, self._words.limit_s):
-                raise self._words.verdict(
-                    f"rank {sender} has ended by {end}, and sends no more messages\n{words}"
+            if end not in (None, LEFT) and waited_s > min(GRACE_S, self._check_store.limit_s):
+                raise self._check_store.verdict(
+                    f"rank {sender} has ended by {end}, and sends no more messages\n{description}"
                 )
-            self._words.refuse_deadlock([Edge(sender, key, True)], words)
+            self._check_store.refuse_deadlock([Edge(sender, key, True)], description)
 
         def is_over() -> bool:
             return not self._store.check([key]) or time.monotonic() > until_s
 
-        with self._words.explaining_lost_store():
-            self._words.poll(is_over, look, 2e-3)
+        with self._check_store.explaining_lost_store():
+            self._check_store.poll(is_over, look, 2e-3)
 
     def leave(self) -> None:
         """Raise if another rank waits for a message from this rank, which has left the check."""
-        num_receivers = int(self._words.read(f"receivers/{self._rank}") or 0)
+        num_receivers = int(self._check_store.read(f"receivers/{self._rank}") or 0)
         for number in range(1, num_receivers + 1):
-            receiver = self._words.read(f"receivers/{self._rank}/{number}")
-            if text := self._words.read(f"awaits/{self._rank}/{receiver}"):
-                key, waits, words = json.loads(text)
+            receiver = self._check_store.read(f"receivers/{self._rank}/{number}")
+            if text := self._check_store.read(f"awaits/{self._rank}/{receiver}"):
+                key, waits, description = json.loads(text)
                 if self._store.check([key]):  # else it was sent
-                    raise self._unsent(self._rank, waits, words)
+                    raise self._unsent(self._rank, waits, description)
 
-    def _unsent(self, sender: int, waits: str, words: str) -> CollectiveMismatch:
+    def _unsent(self, sender: int, waits: str, description: str) -> CollectiveMismatch:
         last = f"  rank {sender}: has made no call yet"
-        if (text := self._words.read(f"last/{sender}")) is not None:
+        if (text := self._check_store.read(f"last/{sender}")) is not None:
             call = Fingerprint.read(json.loads(text)[0])
             last = f"{described(sender, call)}\n{'':10}was its last call"
-        return self._words.verdict(
-            f"rank {sender} has finished without an error, and {waits}\n{words}\n{last}\n"
+        return self._check_store.verdict(
+            f"rank {sender} has finished without an error, and {waits}\n{description}\n{last}\n"
             "Each rank must make the same number of calls."
         )
 

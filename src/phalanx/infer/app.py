@@ -85,6 +85,8 @@ class Refusals:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request to the application, or answer it with 400 or 403."""
         answer = self._app
+        # Decided by headers alone: a body that is read first would let a stranger's page fill
+        # memory.
         headers = Headers(scope=scope) if scope["type"] == "http" else {}
         host = headers.get("host", "")
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -119,6 +121,7 @@ class Gateway:
         self._most_tokens = engine.max_total_tokens
         self._chat = Chat(served)
         self._watchers: set[asyncio.Task[None]] = set()
+        self._bodies: set[asyncio.Timeout] = set()  # time limits of bodies that are arriving
 
     async def completions(self, request: Request) -> Response:
         """Answer `/v1/completions`."""
@@ -161,6 +164,20 @@ class Gateway:
             max_tokens = max(self._most_tokens - len(prompt), 1)
         return await self._answer(request, body, [prompt], max_tokens, logprobs)
 
+    def close(self) -> None:
+        """End all requests with an error, also those whose body is arriving, and refuse new ones.
+
+        Any thread may call this, also a handler of signals.
+        """
+
+        def end_bodies() -> None:
+            while self._bodies:
+                if not (limit := self._bodies.pop()).expired():
+                    limit.reschedule(0)
+
+        self.thread.close()
+        self.thread.call_on_loop(end_bodies)
+
     async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
         """Check the API key, the content type and the model of a request; return its body."""
         if (key := self.limits.api_key) is not None:
@@ -178,18 +195,22 @@ class Gateway:
                 415, f"the header Content-Type is {content_type!r:.99}; expected 'application/json'"
             )
         content = bytearray()
+        limit = asyncio.timeout(0 if self.thread.is_closing else BODY_TIMEOUT_S)
+        self._bodies.add(limit)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with limit:
                 async for part in request.stream():
                     content += part
                     if len(content) > self.limits.max_body_bytes:
                         most = f"{self.limits.max_body_bytes:,}"
                         raise HTTPException(413, f"the body has more than {most} bytes", CLOSE)
-        except asyncio.CancelledError:  # at the end of the server
-            raise HTTPException(503, CLOSING, CLOSE) from None
         except TimeoutError:
+            if self.thread.is_closing:
+                raise HTTPException(503, CLOSING, CLOSE) from None
             why = f"the body took more than {BODY_TIMEOUT_S:g} s to arrive"
             raise HTTPException(408, why, CLOSE) from None
+        finally:
+            self._bodies.discard(limit)
         body = await asyncio.to_thread(parse, kind, bytes(content))
         if body.model is not None:
             self.check_model(body.model)

@@ -26,7 +26,7 @@ from phalanx.infer.engine import Engine
 from phalanx.infer.options import EngineConfig
 from phalanx.infer.paged import FlatStep, KVCache
 from phalanx.infer.pool import BlockPool
-from phalanx.infer.quantize import QuantizedCache, quantize_linears
+from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from phalanx.infer.served import Served, fill_from, open_served
@@ -200,6 +200,7 @@ class _BroadcastingRunner:
         If a step has failed here, they are blocked in its collectives. Then raise the error of that
         step, so that the launcher terminates them.
         """
+        # The engine's thread may be in a step: then this waits for the step's end.
         self._lock.acquire()  # and never released: no rank would follow a further step
         if self._failure is not None:
             raise self._failure
@@ -250,10 +251,8 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
 def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: int = 1) -> KVCache:
     """Return an empty key-value cache on the device of `model`, with the heads of one rank."""
     weight = next(model.parameters())
-    sizes = (model.shape, pool, weight.dtype, weight.device, num_shards)
-    if config.cache == "full":
-        return KVCache(*sizes)
-    return QuantizedCache(*sizes, stored=STORED[config.cache])
+    stored = None if config.cache == "full" else STORED[config.cache]
+    return KVCache(model.shape, pool, weight.dtype, weight.device, num_shards, stored)
 
 
 def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> int:

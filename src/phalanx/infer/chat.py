@@ -42,6 +42,7 @@ class Chat:
     def __init__(self, served: Served) -> None:
         self._served = served
         self._template = None
+        # Two tokenizers: of prompts, where special tokens are plain text, and of rendered chats.
         # The template spells out special tokens. As in transformers, text in a message that spells
         # a special token becomes that token too.
         self._tokenizer = Tokenizer.from_str(served.tokenizer.to_str())

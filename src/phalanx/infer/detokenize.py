@@ -113,6 +113,11 @@ class TextStream:
         They are decoded together with the tokens before them, because a decoder may drop the space
         before a first word. An incomplete last character is left to the next call.
         """
+        # The new text is what the new tokens add to the text of a context before them:
+        #
+        #     ids       ... | begin .. context .. read | new ..
+        #     before          decode(context)
+        #     text            decode(context + new)
         before = self._decode(self._ids[self._begin : self._read])
         text, stop = self._decode(self._ids[self._begin :]), len(self._ids)
         if text.endswith(BROKEN) and not is_last and (num := self._num_whole()) < stop:
@@ -141,6 +146,8 @@ class TextStream:
         if ends:
             self.is_stopped, end, self._held = True, min(ends), ""
         else:
+            # stop "END"    text "the E"     release "the ", hold "E"
+            #               then "ND"        stop;  then "at": release "Eat"
             # The longest end of the text that is the beginning of a stop string.
             most = 0 if is_last else max((len(stop) - 1 for stop in self._stops), default=0)
             num_held = next(

@@ -158,6 +158,11 @@ class Engine:
             return []
         self.counts.steps += 1
         self.counts.computed_tokens += step.num_tokens
+        # Three completions in one step, as one row of tokens:
+        #
+        #     tokens    a17 | b0 b1 b2 b3 | c8            decode, a chunk, decode
+        #     spans     [17, 18)  [0, 4)  [8, 9)
+        #     rows      0                  5              b's prompt goes on: no logits
         flat = FlatStep([], [], [], tuple(step.copies))
         completions: list[Completion] = []
         for part in step.parts:

@@ -123,7 +123,7 @@ class EngineThread:
     def close(self) -> None:
         """End all completions with an error, and refuse new ones."""
         self.is_closing = True
-        self._call_on_loop(lambda: self._fail(CLOSING))
+        self.call_on_loop(lambda: self._fail(CLOSING))
 
     def load(self, folder: Path) -> Future[bool]:
         """Order that the weights of a checkpoint replace the current ones between two steps.
@@ -160,7 +160,7 @@ class EngineThread:
                     for piece in pieces:
                         self.metrics.observe(piece, now_s)
                     if pieces:
-                        self._call_on_loop(lambda pieces=pieces: self._deliver(pieces))
+                        self.call_on_loop(lambda pieces=pieces: self._deliver(pieces))
                 else:
                     if order is None:
                         return
@@ -168,7 +168,7 @@ class EngineThread:
         except BaseException as error:  # also a Rust panic: all waiting coroutines must be notified
             LOGGER.exception("the engine has ended")
             self.failure = why = message_of(error) or type(error).__name__
-            self._call_on_loop(lambda: self._fail(why))
+            self.call_on_loop(lambda: self._fail(why))
 
     def _deliver(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -179,7 +179,8 @@ class EngineThread:
         for request in set(self._open.values()):
             request.put_nowait(EngineFailed(why))
 
-    def _call_on_loop(self, function: Callable[[], object]) -> None:
+    def call_on_loop(self, function: Callable[[], object]) -> None:
+        """Call a function on the event loop, from any thread; not if the loop has ended."""
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from phalanx.infer.pool import BlockCopy, BlockPool
+from phalanx.infer.quantize import quantized
 from phalanx.models.attention import GQA_ARGUMENTS, attend, runs_flash
 from phalanx.models.shape import ModelShape
 
@@ -85,11 +86,12 @@ class FlatStep:
 
 
 class KVCache:
-    """Keys and values of all layers on one rank, in blocks.
+    """Keys and values of all layers on one rank, in blocks; in int8 or float8 with scales.
 
     Attributes:
         block_size: positions of a block.
         keys, values: [L, S, G, K]; slot = block * block_size + offset.
+        scales: of keys and of values, [L, S, G, 1], float32; none unless quantized.
     """
 
     def __init__(
@@ -99,13 +101,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_shards: int = 1,
+        stored: torch.dtype | None = None,
     ) -> None:
-        """Allocate the blocks of `pool` for a model; a rank has 1 / `num_shards` of its heads."""
+        """Allocate the blocks of `pool` for a model; a rank has 1 / `num_shards` of its heads.
+
+        `read` returns `dtype`; `stored` is a dtype to quantize to, see quantize.py, or None.
+        """
         num_slots, num_groups = pool.num_blocks * pool.block_size, shape.num_kv_heads // num_shards
         sizes = (shape.num_layers, num_slots, num_groups, shape.head_dim)
         self.block_size = pool.block_size
-        self.keys = torch.zeros(sizes, dtype=dtype, device=device)
-        self.values = torch.zeros(sizes, dtype=dtype, device=device)
+        self.keys = torch.zeros(sizes, dtype=stored or dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.scales: tuple[Tensor, ...] = ()
+        if stored is not None:
+            scales = self.keys.new_zeros((*sizes[:3], 1), dtype=torch.float32)
+            self.scales = scales, torch.zeros_like(scales)
+        self._dtype = dtype
         self._layers = list(zip(self.keys, self.values, strict=True))
 
     @property
@@ -126,15 +137,27 @@ class KVCache:
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return all tensors [L, S, ...] of the cache."""
-        return self.keys, self.values
+        return self.keys, self.values, *self.scales
 
     def write(self, layer: int, slots_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
         """Write keys and values of one layer to their slots."""
-        self.keys[layer].index_copy_(0, slots_N, k_NGK)
-        self.values[layer].index_copy_(0, slots_N, v_NGK)
+        if not self.scales:
+            self.keys[layer].index_copy_(0, slots_N, k_NGK)
+            self.values[layer].index_copy_(0, slots_N, v_NGK)
+            return
+        for number, new in enumerate((k_NGK, v_NGK)):
+            home, scales = self.parts()[number], self.scales[number]
+            stored, scale = quantized(new, home.dtype)
+            # index_copy_ has no float8 kernel: bytes are copied.
+            home[layer].view(torch.uint8).index_copy_(0, slots_N, stored.view(torch.uint8))
+            scales[layer].index_copy_(0, slots_N, scale)
 
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return k_TGK and v_TGK of `slots`: views for a slice, copies for indices."""
+        if self.scales:
+            k, v, key_scales, value_scales = (part[layer][slots] for part in self.parts())
+            k, v = k.float() * key_scales, v.float() * value_scales
+            return k.to(self._dtype), v.to(self._dtype)
         keys, values = self._layers[layer]
         if isinstance(slots, slice):
             return keys[slots], values[slots]
@@ -169,6 +192,12 @@ class PagedAttention:
         self._cache.write(layer, self._slots_N, k[0], v[0])
         if runs_flash(q):
             return self._attend_flash(layer, window, q[0])[None]
+        # How a sequence attends depends on its span in this step:
+        #
+        #     span           keys                         by
+        #     start 0        only the step's own          `attend`, causal
+        #     one token      its blocks                   `_decode`, without a mask
+        #     other chunks   its blocks, own tokens too   a mask [n, T]
         if window not in self._keys:
             self._keys[window] = [self._keys_of(span, window) for span in self._spans]
         if len(self._spans) == q.shape[1]:  # one token of each sequence: decode only
@@ -224,6 +253,11 @@ class PagedAttention:
 
         A tensor of slots is on the host.
         """
+        # Block size 4, window none, positions 0 .. 9 in blocks [2, 3, 6]:
+        #
+        #     slots    8 9 10 11 | 12 13 14 15 | 24 25         block x 4 + offset
+        #
+        # Consecutive blocks, as [2, 3], are one slice, which is read as a view and not gathered.
         first = 0 if window is None else max(0, span.start - window + 1)
         size = self._cache.block_size
         blocks = span.blocks[first // size : (span.stop - 1) // size + 1]
@@ -272,6 +306,10 @@ class PagedAttention:
 
     def _gathered(self, window: int | None) -> list[_FlashCall]:
         """Return calls that each gather at most _GATHERED keys, or the keys of one sequence."""
+        # Sequences are cut into calls of at most 256k keys, so that a step of long contexts does
+        # not gather all at once:
+        #
+        #     keys of each sequence    100k 90k | 200k | 80k 80k 80k
         groups: list[tuple[list[int], list[Tensor]]] = []
         num_keys = 0
         for span, length in zip(self._spans, self._lengths, strict=True):

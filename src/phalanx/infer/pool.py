@@ -91,6 +91,12 @@ class BlockPool:
 
         The last token is never part of the prefix, because its logits must be computed.
         """
+        # Blocks of 4; the key of a block is the content before it and its own tokens:
+        #
+        #     cached    ROOT -> [a b c d] content 1 -> [e f g h] content 2
+        #     prompt          a b c d e f g h         8 tokens: content 1, as the last is computed
+        #     prompt          a b c d e f g h i       9 tokens: contents 1 and 2
+        #     prompt          x b c d e f g h i       none: content 2 follows content 1 alone
         table = BlockTable()
         if not self.has_prefix_cache:
             return table
@@ -113,6 +119,10 @@ class BlockPool:
         Returns:
             The blocks to copy; None if too few blocks are free, and then nothing has changed.
         """
+        # Positions 6 .. 9 of a forked sequence, blocks of 4; block 7 is held by its sibling too:
+        #
+        #     before    [3] [7]          references 2, 2
+        #     after     [3] [9] [4]      7 is copied to 9, which is then written; 4 is new
         have, first = len(table.blocks), start // self.block_size
         needed = self.blocks_for(stop)
         shared = [

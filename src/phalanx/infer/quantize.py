@@ -15,13 +15,9 @@ from typing import Final, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import override
 
-from phalanx.infer.paged import KVCache
-from phalanx.infer.pool import BlockPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import Linear
-from phalanx.models.shape import ModelShape
 
 LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Largest finite value of each quantized dtype (E4M3: Micikevicius et al. 2022, table 1)."""
@@ -58,45 +54,3 @@ def _forward(self: nn.Module, x: Tensor) -> Tensor:
     bias = cast("Tensor | None", self.bias)
     y = F.linear(x, weight_OI.to(x.dtype)) * scale_O.to(x.dtype)
     return y if bias is None else y + bias.to(x.dtype)
-
-
-class QuantizedCache(KVCache):
-    """A cache in int8 or float8 with a scale for each position and head; `read` returns `dtype`.
-
-    Attributes:
-        key_scales, value_scales: [L, S, G, 1], float32.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        pool: BlockPool,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_shards: int = 1,
-        *,
-        stored: torch.dtype = torch.int8,
-    ) -> None:
-        super().__init__(shape, pool, stored, device, num_shards)
-        self._dtype = dtype
-        self.key_scales = self.keys.new_zeros((*self.keys.shape[:3], 1), dtype=torch.float32)
-        self.value_scales = torch.zeros_like(self.key_scales)
-
-    @override
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.keys, self.values, self.key_scales, self.value_scales
-
-    @override
-    def write(self, layer: int, slots_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
-        k, key_scales = quantized(k_NGK, self.keys.dtype)
-        v, value_scales = quantized(v_NGK, self.values.dtype)
-        for home, value in ((self.keys, k), (self.values, v)):  # index_copy_ has no float8 kernel
-            home[layer].view(torch.uint8).index_copy_(0, slots_N, value.view(torch.uint8))
-        self.key_scales[layer].index_copy_(0, slots_N, key_scales)
-        self.value_scales[layer].index_copy_(0, slots_N, value_scales)
-
-    @override
-    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        k, v, key_scales, value_scales = (part[layer][slots] for part in self.parts())
-        k, v = k.float() * key_scales, v.float() * value_scales
-        return k.to(self._dtype), v.to(self._dtype)

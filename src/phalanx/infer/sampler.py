@@ -37,7 +37,16 @@ def choose(
         choices = _draw(logits_NV[drawn].double(), few, [numbers[row] for row in drawn])
         for row, token in zip(drawn, choices, strict=True):
             tokens[row] = token
-    return tokens, _scores(logits_NV, samplings, tokens)
+    scores: list[TokenScore | None] = [None] * len(tokens)
+    for row, sampling in enumerate(samplings):
+        if sampling.logprobs is None or tokens[row] < 0:
+            continue
+        logprobs_V = torch.log_softmax(logits_NV[row].double(), dim=-1)
+        values, ids = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
+        pairs = zip(ids.tolist(), values.tolist(), strict=True)
+        top = tuple(pair for pair in pairs if math.isfinite(pair[1]))  # -inf: no token
+        scores[row] = TokenScore(float(logprobs_V[tokens[row]]), top)
+    return tokens, scores
 
 
 def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> list[int]:
@@ -50,7 +59,20 @@ def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[in
     below_NV = logits_NV - logits_NV.amax(-1, keepdim=True)  # so that no temperature overflows
     p_NV = torch.softmax(below_NV / column("temperature"), dim=-1)
     if any(each.top_k or each.top_p < 1 for each in samplings):
-        p_NV = _top_k_top_p(p_NV, column("top_k"), column("top_p"))
+        # top_p is relative to the sum of the top_k. The most probable token always stays:
+        #
+        #     p, sorted       0.5  0.2  0.15  0.1  0.05
+        #     top_k 3         0.5  0.2  0.15  0    0         sum 0.85
+        #     before          0    0.5  0.7
+        #     top_p 0.6       0.5  0.2  0     0    0         before < 0.6 x 0.85 = 0.51
+        top_k_N1, top_p_N1 = column("top_k"), column("top_p")
+        sorted_NV, order_NV = p_NV.sort(dim=-1, descending=True, stable=True)
+        ranks_V = torch.arange(p_NV.shape[1], device=p_NV.device)
+        sorted_NV = sorted_NV.where((ranks_V < top_k_N1) | (top_k_N1 == 0), 0.0)
+        before_NV = sorted_NV.cumsum(-1) - sorted_NV
+        is_kept = before_NV < top_p_N1 * sorted_NV.sum(-1, keepdim=True)
+        sorted_NV = sorted_NV.where(is_kept | (ranks_V == 0), 0.0)
+        p_NV = torch.zeros_like(p_NV).scatter_(-1, order_NV, sorted_NV)
     if any(each.min_p for each in samplings):
         least_N1 = p_NV.amax(-1, keepdim=True) * column("min_p")
         p_NV = p_NV.where(p_NV >= least_N1, 0.0)
@@ -61,35 +83,9 @@ def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[in
         ],
         dtype=torch.float64,
     ).to(logits_NV.device)
+    # The draw in [0, 1) falls into one token's part of the cumulative sum:
+    #
+    #     p 0.5 0.2 0.3    sums 0.5 0.7 1.0    draw 0.6 -> token 1
     sums_NV = p_NV.cumsum(-1)
     found_N1 = torch.searchsorted(sums_NV, draws[:, None] * sums_NV[:, -1:])
     return found_N1.clamp_(max=logits_NV.shape[1] - 1)[:, 0].tolist()
-
-
-def _top_k_top_p(p_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tensor:
-    """Zero all but the top_k most probable tokens, then all but the fewest that sum to top_p.
-
-    top_p is relative to the sum of the top_k. The most probable token is always kept.
-    """
-    sorted_NV, order_NV = p_NV.sort(dim=-1, descending=True, stable=True)
-    ranks_V = torch.arange(p_NV.shape[1], device=p_NV.device)
-    sorted_NV = sorted_NV.where((ranks_V < top_k_N1) | (top_k_N1 == 0), 0.0)
-    before_NV = sorted_NV.cumsum(-1) - sorted_NV
-    is_kept = before_NV < top_p_N1 * sorted_NV.sum(-1, keepdim=True)
-    sorted_NV = sorted_NV.where(is_kept | (ranks_V == 0), 0.0)
-    return torch.zeros_like(p_NV).scatter_(-1, order_NV, sorted_NV)
-
-
-def _scores(
-    logits_NV: Tensor, samplings: Sequence[Sampling], tokens: Sequence[int]
-) -> list[TokenScore | None]:
-    scores: list[TokenScore | None] = [None] * len(tokens)
-    for row, sampling in enumerate(samplings):
-        if sampling.logprobs is None or tokens[row] < 0:
-            continue
-        logprobs_V = torch.log_softmax(logits_NV[row].double(), dim=-1)
-        values, ids = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
-        pairs = zip(ids.tolist(), values.tolist(), strict=True)
-        top = tuple(pair for pair in pairs if math.isfinite(pair[1]))  # -inf: no token
-        scores[row] = TokenScore(float(logprobs_V[tokens[row]]), top)
-    return scores

@@ -179,6 +179,15 @@ class Scheduler:
         Full blocks are published before the step runs. This is safe because each layer of a step
         writes all keys and values before any completion reads them.
         """
+        # One step, with a budget of 8 tokens:
+        #
+        #     running    A decodes           1 token       continue: in order of arrival
+        #                B decodes           1 token
+        #     waiting    C, prompt of 20     6 tokens      admit: a chunk, the rest of the budget
+        #                D                   0             no budget is left: it waits
+        #
+        # Nobody is admitted in a step that preempted, whose blocks did not even hold the running
+        # ones.
         step = ScheduledStep()
         num_preempted = self.num_preemptions
         for completion in list(self.running):
@@ -233,6 +242,8 @@ class Scheduler:
             completion.num_computed = len(completion.table.blocks) * self.pool.block_size
         start, stop = completion.num_computed, self._chunk_end(completion, step)
         copies = self._reserve_beside_others(completion, start, stop)
+        # Nothing runs, so no completion will free blocks: forks that wait ahead have to give theirs
+        # up.
         if copies is None and not self.running:  # waiting forks hold the blocks
             for other in self.waiting:
                 if other is not completion:

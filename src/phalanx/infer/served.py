@@ -104,6 +104,8 @@ class Served:
     def _longest_token_bytes(self) -> int | None:
         """Most bytes that a token spells; None if text may be lost, or one token spell any text."""
         tokens = self.tokenizer.get_vocab(with_added_tokens=True).keys()
+        # A long prompt is refused by its bytes, before the tokenizer spends seconds on it: a token
+        # spells at most so many bytes, so a text of n bytes has at least n / most tokens.
         if "<0x00>" in tokens:  # SentencePiece's byte fallback
             return max(len(token.encode()) for token in tokens)
         letters = set(pre_tokenizers.ByteLevel.alphabet())  # each stands for a byte

@@ -37,16 +37,20 @@ def agree(
     The first rank of each host calls `prepare` before the other ranks of the host do.
     """
     with failing_together(env, store):
+        # rank     0 (host A)    1 (A)      2 (host B)    3 (B)
+        #          prepare       wait 0     prepare       wait 2
+        #          facts         prepare    facts         prepare         from files of the first
+        # rank 0 waits for the last, reads all texts only if one differs, and releases all
         if env.local_rank > 0:
             _read(store, env.here.start)
         with PULSE.doing("preparing the job"):
             value = prepare()
-        own: dict[str, Any] = {}
+        versions: dict[str, Any] = {}
         for package, name in (("phalanx-train", "phalanx"), ("torch", "torch")):
             with suppress(metadata.PackageNotFoundError):  # imported from source, not installed
                 # without a build tag such as +cpu
-                own[f"version of {name}"] = metadata.version(package).partition("+")[0]
-        text = json.dumps(own | dict(facts(value)), sort_keys=True)
+                versions[f"version of {name}"] = metadata.version(package).partition("+")[0]
+        text = json.dumps(versions | dict(facts(value)), sort_keys=True)
         store.set(f"{env.rank}", text)
         # Each rank compares with the first text set: rank 0 reads all texts only on a mismatch.
         if store.compare_set("first", "", text).decode() != text:

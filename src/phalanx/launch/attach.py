@@ -178,7 +178,7 @@ def report_in_one_message(
 
 def as_mistake(error: BaseException) -> BaseException:
     """Return the PhalanxError that explains an error of a script, or the error if none does."""
-    return next((found for read in _readers if (found := read(error)) is not None), error)
+    return next((mistake for read in _readers if (mistake := read(error)) is not None), error)
 
 
 def _report_ours(
@@ -204,14 +204,14 @@ def add_line(error: PhalanxError, path: str = "") -> None:
         path: path of the script; if empty, path of the main module.
     """
     path = path or getattr(sys.modules["__main__"], "__file__", None) or ""
-    found = ""
+    line = ""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == path:
-            found = f"at {path}:{trace.tb_lineno}"
+            line = f"at {path}:{trace.tb_lineno}"
         trace = trace.tb_next
-    if found:
-        error.add_note(found)
+    if line:
+        error.add_note(line)
 
 
 def leave_at_end() -> None:
@@ -299,6 +299,11 @@ class _Attached:
 def _heed_alone() -> None:
     """Turn a signal into a request to stop, in a process that no launcher monitors."""
 
+    def stop(signum: int) -> None:
+        PULSE.stop_signal = signum
+        name = signal.Signals(signum).name
+        report(f"{name}: the script was asked to stop; a second signal ends it at once")
+
     def end() -> None:
         if not hasattr(sys, "last_value"):  # Python sets it for an uncaught error
             if code := _end_of_stop():
@@ -307,14 +312,8 @@ def _heed_alone() -> None:
     if not PULSE.handles_stop:
         return
     PULSE.on_change = lambda: None
-    signals.request(_stop)
+    signals.request(stop)
     atexit.register(end)
-
-
-def _stop(signum: int) -> None:
-    PULSE.stop_signal = signum
-    name = signal.Signals(signum).name
-    report(f"{name}: the script was asked to stop; a second signal ends it at once")
 
 
 def _end_of_stop() -> int:

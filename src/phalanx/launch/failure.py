@@ -91,8 +91,8 @@ def describe(rank: int, error: BaseException, name: str = "") -> Failure:
         # The nearest class in phalanx.errors: a script's own class cannot be imported elsewhere.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         text, exit_code = shortened(message_of(error)), error.exit_code
-    elif words := out_of_threads(error):
-        kind, text = errors.ConfigError, f"{name or f'rank {rank}'}: {words}"
+    elif limit := out_of_threads(error):
+        kind, text = errors.ConfigError, f"{name or f'rank {rank}'}: {limit}"
         exit_code = kind.exit_code
     if isinstance(error, KeyboardInterrupt):
         exit_code = 128 + getattr(error, "signum", signal.SIGINT)
@@ -111,8 +111,8 @@ def out_of_threads(error: BaseException) -> str:
     if not isinstance(error, RuntimeError) or NO_THREAD not in str(error):
         return ""
     places = [f"{at.filename}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__)]
-    own = [place for place in places if not place.startswith(threading.__file__)]
-    return "\nat ".join([system_limit_advice(error), *own[-1:]])
+    of_script = [place for place in places if not place.startswith(threading.__file__)]
+    return "\nat ".join([system_limit_advice(error), *of_script[-1:]])
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -126,6 +126,8 @@ def is_lost_peer(error: BaseException) -> bool:
     # torch has no class for gloo's errors; tests/launch/test_local.py pins their messages.
     if not isinstance(error, (RuntimeError, PhalanxError)) or not _LOST.search(str(error)):
         return False
+    # The innermost frame decides: one of torch.distributed or comm, or an instruction that is not a
+    # `raise`, means that C++ has reported the network.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

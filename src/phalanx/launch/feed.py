@@ -52,6 +52,7 @@ class Feed:
 
     def read(self, ranks: Iterable[int], monitor: HeartbeatMonitor) -> None:
         """Record the new heartbeats of `ranks` in a monitor."""
+        # `multi_get` of a key that is not set would block until the timeout of the store.
         there = sorted({*ranks} - {*self.missing(ranks)})
         texts = self._store.multi_get([f"beat/{rank}" for rank in there]) if there else []
         for rank, text in zip(there, texts, strict=True):

@@ -193,6 +193,13 @@ class Pulse:
                     place = mark, frame.f_lasti, self._doing
             if place is None or place != self._place:
                 self._place, self._since_s = place, now_s
+        # A thread stands at one place while all samples see one frame at one instruction:
+        #
+        #     sample       1 s            2 s            3 s
+        #     frame, at    f, 120         f, 120         f, 180
+        #     still for    0              1 s            0            it has moved
+        #
+        # The mark in `f_trace` tells a frame from a later one at the same address.
         still_s = now_s - self._since_s
         if frame is None or still_s <= BEAT_S:
             return still_s, "", False

@@ -74,6 +74,10 @@ class HeartbeatMonitor:
 
     # Input from the ranks.
 
+    def start(self, rank: int, process: int | None) -> None:
+        """Begin the lease of a rank with its process: it may be stopped before its first beat."""
+        self.record(rank, Beat(process=process or 0))
+
     def record(self, rank: int, beat: Beat) -> None:
         """Store a heartbeat of a rank."""
         self._beats[rank] = beat
@@ -127,7 +131,13 @@ class HeartbeatMonitor:
     def new_reports(self, among: Container[int]) -> list[str]:
         """Return new reports on ranks of `among` that delay the job, each report only once."""
         end = f"the job ends after the timeout of {self._timeout_s:g} s"
-        found: list[str] = []
+        reports: list[str] = []
+        # Which report a rank gets, the first that holds:
+        #
+        #     stopped    its process is in state T for STOPPED_S       named, with `kill -CONT`
+        #     silent     no heartbeat for `silent_s`                   named, with the timeout
+        #     stalled    none is stopped or silent, but ranks stand    where each stands; the next
+        #                at one place for the limit                    report takes twice as long
         now_s = self.clock.now_s
         for rank in list(self._beats):
             if rank not in among or not self.is_stopped(rank):
@@ -139,12 +149,12 @@ class HeartbeatMonitor:
         silent = self.silent(self.silent_s, among) if self.silent_s < self._timeout_s else []
         for rank in filter(self._is_news, stopped):
             process = self._beats[rank].process
-            found.append(f"{self.why([rank])}; {end}, and `kill -CONT {process}` continues it")
+            reports.append(f"{self.why([rank])}; {end}, and `kill -CONT {process}` continues it")
         if new := list(filter(self._is_news, silent)):
-            found.append(f"{self.why(new)}; {end}")
+            reports.append(f"{self.why(new)}; {end}")
         if not stopped and not silent and (stall := self.stall()) is not None:
-            found.append(stall)
-        return found
+            reports.append(stall)
+        return reports
 
     def timeout_message(self, among: Container[int]) -> str:
         """Return a message if ranks of `among` were silent for the whole timeout, else ""."""
@@ -161,11 +171,11 @@ class HeartbeatMonitor:
         is_stopped = all(map(self.is_stopped, ranks))
         how = "been stopped by a signal" if is_stopped else "sent no heartbeat"
         for_s = max(map(self._leases.age_s, ranks))
-        words = f"{who} {'have' if len(ranks) > 1 else 'has'} {how} for {for_s:.0f} s"
-        words += f" (last heartbeat: {beats[0].doing})"
+        sentence = f"{who} {'have' if len(ranks) > 1 else 'has'} {how} for {for_s:.0f} s"
+        sentence += f" (last heartbeat: {beats[0].doing})"
         if not is_stopped and not all(rank in self._here for rank in ranks):
-            words += ": the process or the host is lost or stopped, or the network to it is cut"
-        return words
+            sentence += ": the process or the host is lost or stopped, or the network to it is cut"
+        return sentence
 
     def _named(self, ranks: Sequence[int]) -> str:
         return named(ranks, self._names)

@@ -33,20 +33,20 @@ def choose(store: Store, env: RankEnv) -> str:
     """
     if sys.platform != "linux":
         return ""
-    own = address_towards(os.environ.get("MASTER_ADDR", ""))
+    address = address_towards(os.environ.get("MASTER_ADDR", ""))
     if env.num_here == env.num_ranks:
-        own = "127.0.0.1"
-    elif not own.startswith("127."):
-        store.set("address", own)
+        address = "127.0.0.1"
+    elif not address.startswith("127."):
+        store.set("address", address)
     if store.add("addresses", 1) == env.num_ranks:
         store.set("addresses are known", "")
     store.wait(["addresses are known"])
-    if own.startswith("127.") and store.check(["address"]):  # this is the host of the store
-        own = address_towards(store.get("address").decode())
-    name = interface_of(own)
+    if address.startswith("127.") and store.check(["address"]):  # this is the host of the store
+        address = address_towards(store.get("address").decode())
+    name = interface_of(address)
     if name is not None:
         os.environ.setdefault(VARIABLE, name)
-    return own
+    return address
 
 
 def address_towards(host: str) -> str:

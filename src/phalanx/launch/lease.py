@@ -38,6 +38,8 @@ class ListeningClock:
     def tick(self) -> None:
         """Add the time since the last call; the observer calls this each time it listens."""
         with self._lock:
+            # An observer that was stopped for an hour counts `most_s`, so that nobody seems silent
+            # for it.
             before_s, self.ticked_s = self.ticked_s, time.monotonic()
             self.now_s += min(self.ticked_s - before_s, self._most_s)
 

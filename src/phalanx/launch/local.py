@@ -233,6 +233,11 @@ def prepare_server(*modules: str) -> ForkServerContext:
 
     It also imports `modules`, which the ranks then need not import.
     """
+    # One server forks all ranks, so that torch is imported once and not by each of them:
+    #
+    #     this process    start the server | continue ...   start ranks     | supervise
+    #     forkserver                       | import torch   fork, fork, ... | report ends
+    #     ranks                                             join, work ...
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["phalanx.launch.preload", *modules])
     # `python -c`, as which the forkserver and its resource tracker start, would import modules of
@@ -281,6 +286,8 @@ def hosted_store() -> Generator[tuple[Store, int]]:
     from phalanx.comm.join import raise_file_limit
 
     raise_file_limit()  # each rank connects to the store several times
+    # The port is bound before any rank starts, and the bound socket is handed to the store: no
+    # other process can take the port in between.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -309,8 +316,8 @@ def start_ranks(
     job = next(_numbers)
     for rank in range(info.num_ranks):
         ours, theirs = context.Pipe()
-        own = replace(info, rank=rank, member=info.member + rank, job=job)
-        process = context.Process(target=run_rank, args=(own, theirs, function, ByValue(args)))
+        of_rank = replace(info, rank=rank, member=info.member + rank, job=job)
+        process = context.Process(target=run_rank, args=(of_rank, theirs, function, ByValue(args)))
         try:
             process.start()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -400,6 +407,17 @@ class Supervisor:
             pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:num_ranks])
         }
         self._monitor = HeartbeatMonitor(self._timeout_s, range(num_ranks), names=self.names)
+        for rank, (process, _) in enumerate(self._ranks[:num_ranks]):
+            self._monitor.start(rank, process.pid)
+        # Until all awaited ranks have returned, or one has failed:
+        #
+        #     1. receive results and failures, at most TICK_S at a time
+        #     2. once, after STARTING_S: say that ranks are starting, if some have not begun
+        #     3. forward a first signal to ranks that heed it, or raise Interrupted
+        #     4. every second: read heartbeats; report ranks that are silent, stopped or stalled
+        #
+        # A failure ends the loop; further ones are collected for GRACE_S, because a rank that lost
+        # its peer may be faster with its report than the peer that failed first.
         begin_s = looked_s = time.monotonic()
         while not self._failures and (
             self._beside or any(rank < num_awaited for rank in self._running.values())
@@ -413,7 +431,12 @@ class Supervisor:
             self._obey_signals()
             if time.monotonic() - looked_s > 1:
                 looked_s = time.monotonic()
-                self._look()
+                running = self._read_heartbeats()
+                for text in self._monitor.new_reports(running):
+                    report(text)
+                end = self._monitor.timeout_message(running)
+                if end := end or self._monitor.early_return_message(running):
+                    raise self._advised(TrainingError(end))
         if self._failures:
             until_s = time.monotonic() + GRACE_S
             while self._running and (left_s := until_s - time.monotonic()) > 0:
@@ -443,6 +466,8 @@ class Supervisor:
         A process that a rank has forked holds the rank's end of the pipe open when the rank ends.
         """
         while True:
+            # The end of a rank shows at its process, not at its pipe: a process that it forked may
+            # hold the pipe open.
             pipes: dict[Any, Any] = {pipe: pipe for pipe in self._running}
             pipes |= {self._ranks[rank][0].sentinel: pipe for pipe, rank in self._running.items()}
             if self._beside is not None:
@@ -482,6 +507,7 @@ class Supervisor:
                 pipe.close()
                 self._ranks[rank] = self.restart(rank)
                 self._running[self._ranks[rank][1]] = rank
+                self._monitor.start(rank, self._ranks[rank][0].pid)
                 if self.stop_signal:  # the job ends once this process has, which may have to save
                     self._ranks[rank][1].send(self.stop_signal)
                 return
@@ -519,16 +545,6 @@ class Supervisor:
         """Raise Interrupted for a signal, also a `late` one after `watch`, that no rank obeyed."""
         if unheeded := [*self._signals, *late][self.stop_signal > 0 :]:
             raise Interrupted(unheeded[0])
-
-    def _look(self) -> None:
-        """Report ranks that delay the others, and raise TrainingError if no rank can continue."""
-        running = self._read_heartbeats()
-        for message in self._monitor.new_reports(running):
-            report(message)
-        if message := self._monitor.timeout_message(running) or self._monitor.early_return_message(
-            running
-        ):
-            raise self._advised(TrainingError(message))
 
     def _advised(self, error: PhalanxError) -> PhalanxError:
         """Add a note on the last checkpoint and how to resume from it, if a rank reported them."""

@@ -75,8 +75,8 @@ class _PlainPickler(ForkingPickler):
             return NotImplemented
         if obj.untyped_storage().nbytes() <= obj.nbytes:
             return NotImplemented
-        own = obj.detach().clone().requires_grad_(obj.requires_grad)
-        return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        elements = obj.detach().clone().requires_grad_(obj.requires_grad)
+        return elements.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 class ParentPipe:
@@ -174,6 +174,8 @@ class RankPipe:
         self._bytes += read
         if len(self._bytes) < self._num_bytes:
             return None
+        # size < 2^31    4 bytes, then the message
+        # larger         4 bytes with -1, 8 bytes, then the message
         complete, self._bytes = self._bytes, bytearray()
         if self._is_size:
             (size,) = _SIZES[len(complete)].unpack(complete)

@@ -118,6 +118,8 @@ def leave_to_parent() -> None:
     signal.siginterrupt(signal.SIGTERM, False)  # system calls of libraries are restarted
     if not _registered:  # a rank inherits the registration from the forkserver
         _registered.append(True)
+        # parent   block SIGTERM | fork | unblock: handler, does nothing
+        # child                         | default handler, unblock: a SIGTERM sent meanwhile ends it
         # SIGTERM is blocked during a fork, so that one that arrives then also ends the child.
         os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_end_by_sigterm)
 

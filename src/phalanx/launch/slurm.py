@@ -44,7 +44,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
             )
         step = int(environment.get("SLURM_STEP_ID", 0))
         port = FIRST_PORT + (int(environment.get("SLURM_JOB_ID", 0)) * 16 + step) % NUM_PORTS
-        own = {
+        variables = {
             "RANK": str(rank),
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": str(local_rank),
@@ -52,7 +52,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
             "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": str(port),
         }
-        for name, value in own.items():
+        for name, value in variables.items():
             environment.setdefault(name, value)
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in environment and other not in environment:

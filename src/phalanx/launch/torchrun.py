@@ -137,8 +137,14 @@ def joined(
         join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"):
             store = _meet(env, timeout_s)
-        own: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
-        with Watch(own.clone(), env, timeout_s) as watch:
+        # The watch runs from the second on, so that a rank that never joins is named too:
+        #
+        #     1. all ranks connect to the store
+        #     2. the first rank of each host prepares, then its others, up to PREPARATION_S
+        #     3. the facts of all ranks are compared
+        #     4. all join gloo or NCCL; from here the timeout of collectives applies
+        any_store: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
+        with Watch(any_store.clone(), env, timeout_s) as watch:
             stopping.watch = watch
             if device == "cuda":
                 with failing_together(env, store):
@@ -191,7 +197,7 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
 
     from phalanx.comm import join
 
-    own = interface.choose(dist.PrefixStore("interface", store), env)
+    address = interface.choose(dist.PrefixStore("interface", store), env)
     try:
         with PULSE.doing("joining the job"):
             own_store = dist.PrefixStore("join", store)
@@ -203,8 +209,9 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
         by = f"interface {name}" if name else "the address to which its name resolves"
         raise TrainingError(
             f"the ranks cannot reach each other: {socket.gethostname()} connects to the others "
-            f"from {own or 'an unknown address'} by {by}; set {interface.VARIABLE} on each host to "
-            "the interface that reaches the other hosts (`ip -brief address` lists interfaces), or "
+            f"from {address or 'an unknown address'} by {by}; set {interface.VARIABLE} on each "
+            "host to the interface that reaches the other hosts (`ip -brief address` lists "
+            "interfaces), or "
             "start all ranks again if one did not start"
         ) from error
 
@@ -354,8 +361,8 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
         leave(1)
     ignore()
     rank = printable(os.environ["RANK"])
-    if words := out_of_threads(error):
-        error = ConfigError(words)
+    if limit := out_of_threads(error):
+        error = ConfigError(limit)
     if isinstance(error, PhalanxError):
         # Printed here, because under torchrun no code of the command line reports the error.
         message = shortened(message_of(error))

@@ -168,25 +168,19 @@ class Watch:
                 self._monitor.clock.tick()
             self._beat = PULSE.beat()
             if self._is_reporter():
-                self._report()
+                is_late = self._monitor.silent_s < self._unreached_s() < self._timeout_s
+                if is_late and not self._is_store_gone and not self._has_reported_unreached:
+                    self._has_reported_unreached = True
+                    end = f"the job ends after the timeout of {self._timeout_s:g} s"
+                    report(f"{self._unreached()}; {end}")
+                if self._is_listening:
+                    for message in self._monitor.new_reports(self._heard()):
+                        report(message)
             timed_out = self._missing_message() or self._monitor.timeout_message(self._heard())
             if lost := self._lost(self._timeout_s) or timed_out:
                 self._end(lost)
             elif self._failed is not None and self._beat.seconds_at_place > SILENT_S:
                 self._end(str(self._failed))
-
-    def _report(self) -> None:
-        """Report an unreachable store, and ranks that delay the job, each only once."""
-        if (
-            not self._is_store_gone
-            and self._monitor.silent_s < self._unreached_s() < self._timeout_s
-            and not self._has_reported_unreached
-        ):
-            self._has_reported_unreached = True
-            report(f"{self._unreached()}; the job ends after the timeout of {self._timeout_s:g} s")
-        if self._is_listening:
-            for message in self._monitor.new_reports(self._heard()):
-                report(message)
 
     def _unreached_s(self) -> float:
         return self._reached.age_s("the store")
@@ -282,6 +276,8 @@ class Watch:
         """Report this rank's error; return whether another rank of this host reported the same."""
         mine = Failed(self._rank, self._here.start, socket.gethostname(), message[:1000])
         with suppress(RuntimeError):  # without the store each rank prints its own error
+            # The first error of the job, then of this host: ranks that fail alike report it once a
+            # host.
             for key in ("failed", f"failed/{mine.host}"):
                 text = self._store.compare_set(key, "", json.dumps(vars(mine))).decode()
                 first = Failed(**json.loads(text))
@@ -293,6 +289,12 @@ class Watch:
 
     def _whose(self, error: Exception) -> Exception:
         """Return an error that names the lost rank, after waiting long enough to detect silence."""
+        # A rank sees only that its collective failed. Whose fault it is takes a while to show:
+        #
+        #     0 s           the collective raises: the peer has gone, or its network
+        #     0.25 s ...    another rank of this host reports its error: this one is quiet
+        #     2.5 beats     a rank is silent: it is the lost one
+        #     5 beats + 2   nobody is: this rank has waited in vain, for a reason unknown
         limit_s = 2.5 * self._interval_s
         self._is_curious = True
         until_s = time.monotonic() + 2 * limit_s + 2

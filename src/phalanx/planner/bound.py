@@ -56,6 +56,7 @@ def bound_s(planned: Step, cluster: Cluster, software: Software) -> float:
     """
     least_s, blocks = _pipeline(planned.with_one_data_axis, cluster, software)
     sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
+    # As in `price`, with the bound in place of the compute time: compute hides no more than that.
     exposed_s = max(sent_s - overlap * least_s, 0.5 * (1 - overlap) * sent_s)
     optimizer_s = 0.0
     if cluster.device.core is None:
@@ -101,6 +102,13 @@ def _pipeline(planned: Step, cluster: Cluster, software: Software) -> tuple[floa
     ranks = _of_ranks(strategy.pp, strategy.cut, planned.model.shape)
     both, forward = _seconds(_of_one_kind(planned), cluster, software)
     around = forward if splits_backward(strategy) else both
+    # The work that no order of actions can move away from rank r, whose first stage is s:
+    #
+    #     stages 0 .. s-1   F . F |                         | B . B    `before`: one microbatch
+    #     rank r                  | F F F B F B F B F B B B |          `own`: all microbatches
+    #
+    # A schedule that splits backward may fill the end with weight gradients, so that only the
+    # forwards of `before` are sure.
     least_s = max(
         num * sum(of * both[part] for part, of in rank.own.items())
         + sum(of * around[part] for part, of in rank.before.items())
@@ -127,18 +135,19 @@ def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank
             shape.window_of(link - 1) for link in links if 0 < link < last
         )
         of[_INPUTS], of[_HEAD] = int(0 in links), int(last in links)
+        # A message counts for each neighbour stage on another rank: one forward, one in backward.
         beside = schedule.rank_of[max(0, stage - 1) : stage + 2]
         of[_MESSAGE] = sum(rank != schedule.rank_of[stage] for rank in beside)
         parts.append(of)
-    found: dict[frozenset[tuple[int | str | None, int]], _OfRank] = {}
+    distinct: dict[frozenset[tuple[int | str | None, int]], _OfRank] = {}
     for rank in range(pp.degree):
         own, before = Counter[int | str | None](), Counter[int | str | None]()
         for stage in schedule.stages_of(rank):
             own.update(parts[stage])
         for stage in range(schedule.stages_of(rank)[0]):
             before.update(parts[stage])
-        found[frozenset(own.items()) if rank else frozenset()] = _OfRank(own, before)
-    return [*found.values()]
+        distinct[frozenset(own.items()) if rank else frozenset()] = _OfRank(own, before)
+    return [*distinct.values()]
 
 
 Seconds = Mapping[int | str | None, float]
@@ -187,6 +196,12 @@ def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) ->
     least_s, reductions = 0.0, 1
     if strategy.fsdp.degree > 1:
         kind = strategy.fsdp.kind
+        # Calls for each block, in one step of `num` microbatches:
+        #
+        #     zero1    gather                  1             reduce    1
+        #     zero2    gather                  1             reduce    num
+        #     zero3    gather, and again for   num, 2 num    reduce    num
+        #              backward but in the last block, which backward begins with
         gathers = max(0, 2 * blocks - 1) * num if kind == "zero3" else blocks
         once, times = (num if kind == "zero3" else 1), (1 if kind == "zero1" else num)
         reductions = blocks * times

@@ -75,45 +75,58 @@ def this_machine(num_devices: int | None = None, otherwise: Compute | None = Non
     """
     import torch
 
-    here = blank("gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu")
+    machine = blank("gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu")
     path = path_of(THIS)
     if path.exists():
         kept = read(path)
-        if (kept.kind, kept.device_name) == (here.kind, here.device_name):
-            here = dataclasses.replace(kept, num_here=here.num_here)
-    if compute := here.compute or otherwise:
-        compute = dataclasses.replace(compute, memory_bytes=_memory_bytes(here))
-    return as_cluster(THIS, dataclasses.replace(here, compute=compute), num_devices)
+        if (kept.kind, kept.device_name) == (machine.kind, machine.device_name):
+            machine = dataclasses.replace(kept, num_here=machine.num_here)
+    if compute := machine.compute or otherwise:
+        compute = dataclasses.replace(compute, memory_bytes=_memory_bytes(machine))
+    return as_cluster(THIS, dataclasses.replace(machine, compute=compute), num_devices)
 
 
-def as_cluster(name: str, found: Calibration, num_devices: int | None = None) -> Cluster:
+def as_cluster(name: str, machine: Calibration, num_devices: int | None = None) -> Cluster:
     """Return a calibrated machine as a cluster of `num_devices`; measure missing rates here.
 
     Raises:
         ConfigError: the machine has fewer GPUs, or `num_devices` is below 1.
     """
-    num_there = found.num_hosts * found.num_here
+    num_there = machine.num_hosts * machine.num_here
     if num_devices is not None and num_devices < 1:
         raise ConfigError(
             f"{name} has 1 device or more, not {num_devices}; the nearest is {name}:1"
         )
     num = num_devices or num_there
-    if found.kind == "gpu":
-        device, num_ranks = _gpu(name, found), num_there
+    if machine.kind == "gpu":
+        device, num_ranks = _gpu(name, machine), num_there
     else:  # ranks share the cores
-        device, num_ranks = _cores(name, found, num_there / num), num
-    links = {level.name: level.link for level in found.levels}
+        num_cores = num_there / num  # of a rank; it may be a fraction
+        compute = machine.compute or measure(machine, ("float32", "bfloat16"))
+        rates = dataclasses.replace(
+            compute,
+            best={of: num_cores * rate for of, rate in compute.best.items()},
+            sustained={of: num_cores * rate for of, rate in compute.sustained.items()},
+            bandwidth=num_cores * compute.bandwidth,
+            memory_bytes=num_cores * compute.memory_bytes,
+        )
+        device, num_ranks = _measured(name, machine, rates), num
+        core = compute.core or ASSUMED.core
+        device = dataclasses.replace(device, core=core, cores=num_cores)
+    links = {level.name: level.link for level in machine.levels}
     inside, between = links.get("server"), links.get("cluster", _ASSUMED)
     if inside is None:  # the catalog's link within a host, or an assumed one
         from phalanx.planner.hardware import CLUSTERS
 
         known = CLUSTERS.get(device.name)
         inside = known.levels[0].link if known else _ASSUMED
-    num_inside = max(1, num_ranks // found.num_hosts)
+    # A file of one host has a level inside the server, a file of several hosts both; a host of a
+    # single rank has no level inside.
+    num_inside = max(1, num_ranks // machine.num_hosts)
     levels: list[Level] = []
-    if num_inside > 1 or found.num_hosts == 1:
+    if num_inside > 1 or machine.num_hosts == 1:
         levels.append(Level(name="server", devices=num_inside, link=inside))
-    if found.num_hosts > 1:
+    if machine.num_hosts > 1:
         levels.append(Level(name="cluster", devices=num_ranks, link=between))
     whole = Cluster(
         name=name,
@@ -125,14 +138,14 @@ def as_cluster(name: str, found: Calibration, num_devices: int | None = None) ->
     return whole.of(num)
 
 
-def _gpu(name: str, found: Calibration) -> Device:
+def _gpu(name: str, machine: Calibration) -> Device:
     """Return the catalog's GPU with its measured efficiency, or a device of measured rates only."""
     from phalanx.planner.hardware import DEVICES
 
-    compute = found.compute
-    known = [one for one in DEVICES.values() if one.driver == found.device_name]
+    compute = machine.compute
+    known = [one for one in DEVICES.values() if one.driver == machine.device_name]
     if not known:
-        return _measured(name, found, compute or measure(found, ("float32", "bfloat16")))
+        return _measured(name, machine, compute or measure(machine, ("float32", "bfloat16")))
     if compute is None or "bfloat16" not in compute.best:
         return known[0]
     return dataclasses.replace(
@@ -142,32 +155,12 @@ def _gpu(name: str, found: Calibration) -> Device:
     )
 
 
-def _cores(name: str, found: Calibration, num_cores: float) -> Device:
-    """Return the device of a rank on `num_cores` cores, which may be a fraction of one core."""
-    compute = found.compute or measure(found, ("float32", "bfloat16"))
-    parts = {
-        "best": {of: num_cores * rate for of, rate in compute.best.items()},
-        "sustained": {of: num_cores * rate for of, rate in compute.sustained.items()},
-    }
-    device = _measured(
-        name,
-        found,
-        dataclasses.replace(
-            compute,
-            **parts,
-            bandwidth=num_cores * compute.bandwidth,
-            memory_bytes=num_cores * compute.memory_bytes,
-        ),
-    )
-    return dataclasses.replace(device, core=compute.core or ASSUMED.core, cores=num_cores)
-
-
-def _measured(name: str, found: Calibration, compute: Compute) -> Device:
+def _measured(name: str, machine: Calibration, compute: Compute) -> Device:
     types = [of for of in ARITHMETICS if of in compute.best]
     return Device(
         name=name,
-        title=found.device_name,
-        kind="gpu" if found.kind == "gpu" else "cpu",
+        title=machine.device_name,
+        kind="gpu" if machine.kind == "gpu" else "cpu",
         year=int(compute.date[:4]),
         peak_flops=dict(compute.best),
         memory_bytes=compute.memory_bytes,
@@ -179,14 +172,14 @@ def _measured(name: str, found: Calibration, compute: Compute) -> Device:
     )
 
 
-def measure(found: Calibration, arithmetics: tuple[str, ...]) -> Compute:
+def measure(machine: Calibration, arithmetics: tuple[str, ...]) -> Compute:
     """Measure the rates of one GPU or one core of this machine in a few seconds."""
     import torch
 
     from phalanx.measure.environment import has_fast_bfloat16
     from phalanx.measure.products import quick_ceiling
 
-    device = "cuda" if found.kind == "gpu" else "cpu"
+    device = "cuda" if machine.kind == "gpu" else "cpu"
     num_threads, rates = torch.get_num_threads(), dict[str, float]()
     torch.set_num_threads(1)
     try:
@@ -194,42 +187,24 @@ def measure(found: Calibration, arithmetics: tuple[str, ...]) -> Compute:
             rates["float32"] = quick_ceiling(device, "float32")
         if "bfloat16" in arithmetics and has_fast_bfloat16(device):
             rates["bfloat16"] = quick_ceiling(device, "bfloat16")
-        compute = compute_of(found, rates, rates, num_threads=1)
+        compute = compute_of(machine, rates, rates, num_threads=1)
         return dataclasses.replace(compute, source="measured on this machine for this plan")
     finally:
         torch.set_num_threads(num_threads)
 
 
 def compute_of(
-    found: Calibration,
+    machine: Calibration,
     best: Mapping[str, float],
     sustained: Mapping[str, float],
     num_threads: int,
 ) -> Compute:
     """Return the rates of one core from rates of `num_threads` cores, or a GPU's (1 thread)."""
-    is_gpu = found.kind == "gpu"
-    return Compute(
-        best={of: rate / num_threads for of, rate in best.items()},
-        sustained={of: rate / num_threads for of, rate in sustained.items()},
-        bandwidth=_stream_bandwidth("cuda" if is_gpu else "cpu") / num_threads,
-        memory_bytes=_memory_bytes(found),
-        date=time.strftime("%Y-%m-%d"),
-        core=None if is_gpu else core_of(),
-    )
-
-
-def _memory_bytes(found: Calibration) -> float:
-    if found.kind == "gpu":
-        import torch
-
-        return torch.cuda.get_device_properties(0).total_memory
-    return host.free_memory_bytes() / found.num_here
-
-
-def _stream_bandwidth(device: str) -> float:
-    """Return the memory bandwidth, bytes/s read plus written, of the fastest of five passes."""
     import torch
 
+    is_gpu = machine.kind == "gpu"
+    device = "cuda" if is_gpu else "cpu"
+    # Bytes read plus written: of the fastest of five passes, because other work only slows one.
     source = torch.ones(COPY_BYTES // 4, device=device)
     target, times_s = torch.empty_like(source), list[float]()
     for _ in range(5):
@@ -238,7 +213,22 @@ def _stream_bandwidth(device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         times_s.append(time.perf_counter() - begun_s)
-    return 2 * COPY_BYTES / min(times_s)
+    return Compute(
+        best={of: rate / num_threads for of, rate in best.items()},
+        sustained={of: rate / num_threads for of, rate in sustained.items()},
+        bandwidth=2 * COPY_BYTES / min(times_s) / num_threads,
+        memory_bytes=_memory_bytes(machine),
+        date=time.strftime("%Y-%m-%d"),
+        core=None if is_gpu else core_of(),
+    )
+
+
+def _memory_bytes(machine: Calibration) -> float:
+    if machine.kind == "gpu":
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+    return host.free_memory_bytes() / machine.num_here
 
 
 def core_of() -> Core:

@@ -86,12 +86,12 @@ def path_of(name: str) -> Path:
     return Path(name)
 
 
-def keep(path: Path, found: Calibration) -> None:
+def keep(path: Path, machine: Calibration) -> None:
     """Write a calibration; merge it with the file's other measurements of the same machine."""
     if path.exists():
         before = read(path)
-        if (before.kind, before.device_name) == (found.kind, found.device_name):
-            compute, earlier = found.compute, before.compute
+        if (before.kind, before.device_name) == (machine.kind, machine.device_name):
+            compute, earlier = machine.compute, before.compute
             if compute and earlier:  # rates of further data types
                 core = compute.core
                 if core and earlier.core:
@@ -101,12 +101,15 @@ def keep(path: Path, found: Calibration) -> None:
                 best = {**earlier.best, **compute.best}
                 sustained = {**earlier.sustained, **compute.sustained}
                 compute = dataclasses.replace(compute, best=best, sustained=sustained, core=core)
-            linked = found if found.levels else before
-            found = dataclasses.replace(
-                found, compute=compute or earlier, levels=linked.levels, num_hosts=linked.num_hosts
+            linked = machine if machine.levels else before
+            machine = dataclasses.replace(
+                machine,
+                compute=compute or earlier,
+                levels=linked.levels,
+                num_hosts=linked.num_hosts,
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"format": FORMAT, **dataclasses.asdict(found)}
+    document = {"format": FORMAT, **dataclasses.asdict(machine)}
     replace_file(path, f"{json.dumps(document, indent=1)}\n".encode())
 
 
@@ -124,9 +127,9 @@ def read(path: Path) -> Calibration:
         document: dict[str, Any] = json.loads(text)
         if document.pop("format") != FORMAT:
             raise ValueError("unknown format")
-        found: Calibration = decode(Calibration, document, "the file")
-        _check(found, "the file")
-        if (compute := found.compute) is not None:
+        machine: Calibration = decode(Calibration, document, "the file")
+        _check(machine, "the file")
+        if (compute := machine.compute) is not None:
             if {*compute.best} != {*compute.sustained} or not {*compute.best} & {*ARITHMETICS}:
                 best, sustained = [*compute.best], [*compute.sustained]
                 raise ValueError(f"best has rates of {best}, sustained {sustained}")
@@ -134,7 +137,7 @@ def read(path: Path) -> Calibration:
                 raise ValueError("core has no rates")
             if not compute.date[:4].isdecimal():
                 raise ValueError(f"date is {compute.date!r}")
-        return found
+        return machine
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not a calibration of this version ({type(error).__name__}: {error}); "

@@ -48,8 +48,8 @@ def choose(question: OfDecoder, strategy: Strategy | None = None) -> Choice:
         PhalanxError: no strategy is legal, or none fits; the message has the nearest one's excess.
     """
     if strategy is None:
-        found = search(question)
-        return choice_of(found.candidates, found.rejected, question.cluster)
+        result = search(question)
+        return choice_of(result.candidates, result.rejected, question.cluster)
     each_size = price_microbatches(question, strategy)
     fitting = [each for each in each_size if isinstance(each, Candidate)]
     fitting.sort(key=lambda each: each.price.step_s)
@@ -72,13 +72,6 @@ def choice_of(
             f"{nearest[0] if nearest else 'no microbatch divides the batch'}"
         )
     best, *slower = fitting
-    return Choice(best, tuple(_nearest(best, slower, rejected)), cluster)
-
-
-def _nearest(
-    best: Candidate, slower: Sequence[Candidate], rejected: Sequence[Inequality]
-) -> list[Inequality]:
-    """Return the nearest strategy that needs too much memory, then slower candidates."""
     too_large = neighbours(str(best.planned.strategy), rejected)[:1]
     late = [
         Inequality(
@@ -91,4 +84,4 @@ def _nearest(
         for each in slower
         if each.price.step_s > best.price.step_s
     ]
-    return [*too_large, *late][:NUM_REJECTED]
+    return Choice(best, tuple([*too_large, *late][:NUM_REJECTED]), cluster)

@@ -185,16 +185,16 @@ def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequal
     if best is None:
         nearest = sorted(rejected, key=lambda each: each.left / each.right)
     else:
-        own = Strategy.parse(best)
+        chosen = Strategy.parse(best)
 
         def distance(each: Inequality) -> float:
             """Count how often degrees double or halve, + 0.5 per other kind, + 1 for recompute."""
             other = Strategy.parse(each.strategy)
-            found = float(own.recompute != other.recompute)
-            for (_, axis), (_, beside) in zip(own.axes(), other.axes(), strict=True):
-                found += abs(math.log2(axis.degree / beside.degree))
-                found += 0.5 * ((axis.kind, axis.option) != (beside.kind, beside.option))
-            return found
+            steps_apart = float(chosen.recompute != other.recompute)
+            for (_, axis), (_, beside) in zip(chosen.axes(), other.axes(), strict=True):
+                steps_apart += abs(math.log2(axis.degree / beside.degree))
+                steps_apart += 0.5 * ((axis.kind, axis.option) != (beside.kind, beside.option))
+            return steps_apart
 
         nearest = sorted(rejected, key=distance)
     # Kinds of one axis often need equal memory: report only one of them.

@@ -65,6 +65,13 @@ class GroupLink:
 
 def reach(group: GroupLayout, cluster: Cluster, software: Software) -> GroupLink:
     """Return the bandwidth and latency of a collective over a group."""
+    # Level by level outward, until the whole group is inside. A ring passes all bytes over each
+    # level, so the slowest level bounds the collective:
+    #
+    #     16 ranks, stride 2, servers of 8 devices
+    #     server     8 / 2 = 4 members of the group    the link of a device
+    #     cluster    16 members, 4 in each server      one of the 4 sends over the way out of the
+    #                                                  server, which has the links of all 4
     bandwidth, latency_s, late_s, inside, level = math.inf, 0.0, 0.0, 1, cluster.levels[0]
     apart = group.size * group.stride // level.devices
     for number, level in enumerate(cluster.levels):

@@ -107,11 +107,23 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
     pipeline_s = compute_s
     if strategy.pp.degree > 1:
         pipeline_s = stages.step_s(strategy, num, times)
+    # Which part of dp and fsdp communication shows: compute hides at most the share `overlap`, and
+    # of a long communication half of the rest stays exposed whatever the compute.
+    #
+    #     compute    |-- forward --|---------- backward ----------|
+    #     dp, fsdp            |== hidden: overlap x compute ==|=== exposed ===|
     sent_s = costs.sent_s()
     hidden_s = min(software.overlap * (compute_s - tensor_s - ring_s), sent_s)
     exposed_s = max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s)
     if job.device.core is not None:  # on CPU, the same cores send and compute
         exposed_s = sent_s
+    # The bubble is the step of the pipeline less the work of its busiest rank:
+    #
+    #     rank 0    F F F F . . B B B B         pipeline_s: all ten columns
+    #     rank 1    . F F F F B B B B .         compute_s of the busiest rank: 4 F + 4 B
+    #
+    # On shared cores (share < 1) the busiest rank's own work takes 1 / share as long, which already
+    # fills a part of these gaps, so only the remainder counts as a bubble.
     # Ranks that share a core take turns: a rank that waits for a stage leaves its turns to others.
     share = min(1.0, job.device.cores)
     alone_s = compute_s - tensor_s - ring_s
@@ -163,6 +175,8 @@ class _Costs:
         cut = self.plan.cut or [range(len(links))]
         of_first = (0,) if self.schedule is None else self.schedule.stages_of(0)
         num_blocks = sum(links[at].is_block for stage in of_first for at in cut[stage])
+        # With windows of several kinds, the ring hides behind the cheapest attention: a bound from
+        # above of the exposed time that needs no time of its own for each kind.
         attention_s = min((link.attention for link in blocks), default=0.0)
         around = self._around_block(attention_s, num_blocks)
         group = network.group_of(self.step.strategy.mesh_axes(), ("pp",))
@@ -211,6 +225,11 @@ class _Costs:
     @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
         """The traffic of a step of one microbatch, and of a step of two."""
+        # Two steps separate what is sent once (gathers before forward, the last reduction) from
+        # what each further microbatch adds:
+        #
+        #     one microbatch      once + per
+        #     two microbatches    once + 2 per
         size = (self.step.microbatch, self.step.seq_len)
         return self.plan.traffic([size]), self.plan.traffic([size] * 2)
 
@@ -242,6 +261,8 @@ class _Costs:
         sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:
             return 0.0
+        # Megatron's ranks of tp have equal activations: with `sends_parts` each sends its part, and
+        # the receiving stage gathers the parts over its own, faster, tp links.
         each_bytes = sum(e.sent_bytes for e in sent) / sum(e.calls for e in sent)
         if self.software.sends_parts and strategy.tp.kind == "megatron":
             each_bytes /= strategy.tp.degree
@@ -259,11 +280,11 @@ class _Costs:
     def optimizer_s(self) -> float:
         """Return the time of the AdamW step, which is bound by memory bandwidth."""
         held = self.plan.holds(self.step.accumulation)
-        words = ADAM_WORDS * held.parameter_bytes
+        num_bytes = ADAM_WORDS * (held.optimizer_bytes // 2)  # bytes of trained parameters
         device = self.job.device
         if device.core is not None:
-            return words * min(1.0, device.cores) / device.bandwidth
-        return words / (device.bandwidth * MEMORY)
+            return num_bytes * min(1.0, device.cores) / device.bandwidth
+        return num_bytes / (device.bandwidth * MEMORY)
 
 
 def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float:

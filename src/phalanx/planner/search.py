@@ -123,23 +123,33 @@ def search(question: OfDecoder, wanted: int = 10) -> Found:
         ConfigError: the batch or the sequence is below 1, or no strategy is legal.
     """
     check(question)
-    found = _search(question, wanted, is_wide=False)
-    if not found.candidates:
-        found = _search(question, wanted, is_wide=True)
-    if not (found.candidates or found.rejected):
+    result = _search(question, wanted, is_wide=False)
+    if not result.candidates:
+        result = _search(question, wanted, is_wide=True)
+    if not (result.candidates or result.rejected):
         num, num_devices = question.num_sequences, question.cluster.num_devices
         legal = max(1, round(num / num_devices)) * num_devices
         raise ConfigError(
             f"no strategy splits {num} sequences of {question.model.seq_len} tokens over "
             f"{num_devices} devices; the nearest batch that data parallelism splits is {legal}"
         )
-    return found
+    return result
 
 
 def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
     """Search the degrees of `splits_with_data`."""
     cluster, software = question.cluster, question.software
     rejected: dict[str, Inequality] = {}
+    # `opened` is a heap by lower bound. A family that is taken from it is either divided or, as a
+    # single step, priced:
+    #
+    #     1. all legal splits enter as families, whose bound has no bubble (`balanced_s`)
+    #     2. a family is divided by kind of pp, its parts enter with the bubble (`pipeline_s`),
+    #        then by dp and fsdp, and the single steps enter with their communication (`bound_s`)
+    #     3. a single step is priced, if its strategy fits at its microbatch
+    #     4. the search ends when the least bound exceeds the price of the last wanted candidate
+    #
+    # Each bound is at most the bounds of the family's parts, and these at most their prices.
     opened: list[tuple[float, int, StepFamily]] = []
     numbers = itertools.count()
 
@@ -152,6 +162,7 @@ def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
         num_legal += sum(family.num_steps for family in families(question, base, data))
         rows = question.num_sequences // (cluster.num_devices // base.num_ranks)
         left: list[tuple[Axis, Axis]] = []
+        # Weights, gradients and moments alone decide for most strategies, without a meta run.
         for size in microbatches(question, base, rows)[-1:]:  # the largest has the fewest gradients
             for dp, fsdp in data:
                 strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp)
@@ -163,7 +174,7 @@ def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
         for family in families(question, base, left):
             add(family)
     fitting: dict[str, Sequence[int]] = {}
-    found: dict[str, tuple[Step, Price]] = {}
+    fastest: dict[str, tuple[Step, Price]] = {}
     limit_s = math.inf
     while opened and opened[0][0] <= limit_s:
         family = heapq.heappop(opened)[-1]
@@ -186,11 +197,11 @@ def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
             priced = planned, price(planned, cluster, software)
         except StrategyError:  # the strategy cannot split a part of the model
             continue
-        found[name] = min(found.get(name, priced), priced, key=lambda each: order(*each))
-        if len(found) >= wanted:
-            limit_s = sorted(cost.step_s for _, cost in found.values())[wanted - 1]
+        fastest[name] = min(fastest.get(name, priced), priced, key=lambda each: order(*each))
+        if len(fastest) >= wanted:
+            limit_s = sorted(cost.step_s for _, cost in fastest.values())[wanted - 1]
     candidates: list[Candidate] = []
-    for each, cost in sorted(found.values(), key=lambda each: order(*each))[:wanted]:
+    for each, cost in sorted(fastest.values(), key=lambda each: order(*each))[:wanted]:
         held = fits(question, each)
         assert not isinstance(held, Inequality), "what does not fit is not priced"
         candidates.append(Candidate(each, cost, held))
@@ -203,7 +214,7 @@ def that_fit(
     """Return the steps that fit, and why the smallest of the others does not.
 
     Memory rises with the microbatch. Only a single microbatch may hold fewer gradients, because
-    backward reduces them at once, so it is tried wherever the gradients of a stage could suffice.
+    backward reduces them at once, so it is tried even where a smaller one does not fit.
 
     Args:
         question: the job and the cluster.
@@ -219,16 +230,17 @@ def that_fit(
         failed.extend([held] if isinstance(held, Inequality) else [])
         return isinstance(held, Inequality)
 
+    # microbatch 1, 2, 4, 8 of 8 rows:  gradients are kept from the first microbatch to the last ...
+    #
+    #     1 x 8   weights  gradients  |a|
+    #     2 x 4   weights  gradients  |aa|
+    #     4 x 2   weights  gradients  |aaaa|
+    #     8 x 1   weights  |aaaaaaaa|            ... but of a single microbatch reduced at once
     alone = [each for each in steps if each.accumulation == 1]
     several = steps[: len(steps) - len(alone)]
     # Upward, because small microbatches are counted for many strategies at once.
     fit = [*itertools.takewhile(lambda each: not is_rejected(each), several)]
-    room = question.cluster.device.usable_bytes
-    for each in alone:
-        stages = each.strategy.tp.degree * each.strategy.pp.degree
-        fewer = 2 * 4 * each.model.num_parameters / stages  # a stage has at most twice the mean
-        if (not failed or failed[0].left - fewer <= room) and not is_rejected(each):
-            fit.append(each)
+    fit += [each for each in alone if not is_rejected(each)]
     return fit, min(failed, key=lambda each: each.left, default=None)
 
 
@@ -345,12 +357,12 @@ def microbatches(question: OfDecoder, strategy: Strategy, rows: int) -> Sequence
 def steps_of(question: OfDecoder, strategy: Strategy) -> list[Step]:
     """Return the steps of a strategy in rising order of their microbatches."""
     rows = question.num_sequences // strategy.data_ranks
-    found: list[Step] = []
+    steps: list[Step] = []
     for size in microbatches(question, strategy, rows):
         with contextlib.suppress(StrategyError):  # the schedule would be too long
             check_schedule(strategy, rows // size)
-            found.append(question.step(strategy, size, rows // size))
-    return found
+            steps.append(question.step(strategy, size, rows // size))
+    return steps
 
 
 def splits_with_data(
@@ -397,12 +409,12 @@ def _stages(degree: int, num_layers: int, *, is_split: bool) -> list[Axis]:
         return [Strategy.pp]
     most = num_layers // degree
     several = range(2, min(_MOST_CHUNKS, most) + 1)
-    found = [("1f1b", None), *(("interleaved", chunks) for chunks in several)]
-    found += [("zbv", None)] if most > 1 else []
+    kinds = [("1f1b", None), *(("interleaved", chunks) for chunks in several)]
+    kinds += [("zbv", None)] if most > 1 else []
     if is_split:
-        found += [("zb", 1), *(("zb", chunks) for chunks in several)]
-        found += [("dualpipev", None)] if most > 1 else []
-    return [Axis(degree, kind, chunks) for kind, chunks in found]
+        kinds += [("zb", 1), *(("zb", chunks) for chunks in several)]
+        kinds += [("dualpipev", None)] if most > 1 else []
+    return [Axis(degree, kind, chunks) for kind, chunks in kinds]
 
 
 def _splits(question: OfDecoder, *, is_wide: bool) -> Iterator[Strategy]:
@@ -452,9 +464,9 @@ def priced_strategy(
     Raises:
         PhalanxError: see `price_microbatches`.
     """
-    found = price_microbatches(question, strategy, microbatch)
+    priced = price_microbatches(question, strategy, microbatch)
     return min(
-        found, key=lambda each: each.price.step_s if isinstance(each, Candidate) else math.inf
+        priced, key=lambda each: each.price.step_s if isinstance(each, Candidate) else math.inf
     )
 
 
@@ -491,13 +503,13 @@ def price_microbatches(
     asked = dataclasses.replace(question, microbatch=microbatch or question.microbatch)
     check_schedule(strategy, rows // max(microbatches(asked, strategy, rows), default=rows))
     fitting, failed = that_fit(question, steps_of(asked, strategy))
-    found: list[Candidate | Inequality] = [] if failed is None else [failed]
+    priced: list[Candidate | Inequality] = [] if failed is None else [failed]
     for planned in fitting:
         held = fits(question, planned)
         assert not isinstance(held, Inequality), "what does not fit is not priced"
         cost = price(planned, question.cluster, question.software)
-        found.append(Candidate(planned, cost, held))
-    return found
+        priced.append(Candidate(planned, cost, held))
+    return priced
 
 
 def search_module(question: Question[AnyModule], accumulation: int) -> Found:
@@ -508,7 +520,7 @@ def search_module(question: Question[AnyModule], accumulation: int) -> Found:
     Raises:
         ConfigError: no strategy divides the batch, or the module cannot be counted.
     """
-    found: list[Candidate] = []
+    fitting: list[Candidate] = []
     rejected: dict[str, Inequality] = {}
     num_legal = 0
     for planned in _steps_of_module(question, accumulation):
@@ -522,15 +534,15 @@ def search_module(question: Question[AnyModule], accumulation: int) -> Found:
             cost = price(planned, question.cluster, question.software)
         except StrategyError:  # the strategy cannot split this module
             continue
-        found.append(Candidate(planned, cost, held))
+        fitting.append(Candidate(planned, cost, held))
     if not num_legal:
         raise ConfigError(
             f"no strategy splits the batch of {question.num_sequences} rows at accumulation "
             f"{accumulation} over {question.cluster.num_devices} devices; take a batch that is a "
             "multiple of both"
         )
-    found.sort(key=lambda each: each.price.step_s)
-    return Found(tuple(found[:10]), tuple(rejected.values()), num_legal, len(found))
+    fitting.sort(key=lambda each: each.price.step_s)
+    return Found(tuple(fitting[:10]), tuple(rejected.values()), num_legal, len(fitting))
 
 
 def _steps_of_module(

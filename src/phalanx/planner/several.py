@@ -44,20 +44,20 @@ class BestPlan:
 def best_on(question: OfDecoder, cluster: Cluster) -> BestPlan:
     """Return the best strategy of a question on another cluster, or why there is none."""
     asked = dataclasses.replace(question, cluster=cluster)
-    here = BestPlan(cluster=cluster.name, num_devices=cluster.num_devices)
+    plan = BestPlan(cluster=cluster.name, num_devices=cluster.num_devices)
     try:
-        found = search(asked, wanted=1)
+        result = search(asked, wanted=1)
     except ConfigError as error:
-        return dataclasses.replace(here, why_not=str(error))
-    if not found.candidates:
-        least = min(found.rejected, key=lambda each: each.left, default=None)
+        return dataclasses.replace(plan, why_not=str(error))
+    if not result.candidates:
+        least = min(result.rejected, key=lambda each: each.left, default=None)
         why = (
             "no strategy splits the model"
             if least is None
             else f"no strategy fits; the smallest is {least}"
         )
-        return dataclasses.replace(here, why_not=why)
-    return dataclasses.replace(here, figures=figures(asked, found.candidates[0]))
+        return dataclasses.replace(plan, why_not=why)
+    return dataclasses.replace(plan, figures=figures(asked, result.candidates[0]))
 
 
 def scaled(question: OfDecoder, numbers: Iterable[int]) -> Iterator[BestPlan]:
@@ -94,23 +94,23 @@ def numbers_of(text: str) -> Sequence[int]:
     Raises:
         ConfigError: the text is no such list, or has more than MOST_NUMBERS numbers.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     words = text.split(",")
     for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word == "..." and len(found) > 1 and _NUMBER.fullmatch(after):
-            ratio = found[-1] / found[-2]
-            while found[-1] * ratio < int(after) and len(found) <= MOST_NUMBERS:
-                found.append(round(found[-1] * ratio))
-        elif _NUMBER.fullmatch(word) and int(word) > (found[-1] if found else 0):
-            found.append(int(word))
+        if word == "..." and len(numbers) > 1 and _NUMBER.fullmatch(after):
+            ratio = numbers[-1] / numbers[-2]
+            while numbers[-1] * ratio < int(after) and len(numbers) <= MOST_NUMBERS:
+                numbers.append(round(numbers[-1] * ratio))
+        elif _NUMBER.fullmatch(word) and int(word) > (numbers[-1] if numbers else 0):
+            numbers.append(int(word))
         else:
             raise ConfigError(
                 f"--scale is {text!r}; expected rising numbers of devices, such as 8,16,64 or "
                 "8,16,...,128"
             )
-    if len(found) > MOST_NUMBERS:
+    if len(numbers) > MOST_NUMBERS:
         raise ConfigError(
             f"--scale is {text!r}, which has more than {MOST_NUMBERS} numbers; give fewer numbers, "
             "such as 8,16,...,128"
         )
-    return found
+    return numbers

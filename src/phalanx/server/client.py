@@ -205,6 +205,9 @@ class Client:
         Memory that already has the versions of a pull is read without a request. If memory cannot
         be mapped, or weights change too often to be read, the server is asked to send the weights.
         """
+        # 1. memory of this host that is mapped and new enough: read it, without a message
+        # 2. else a pull: the answer has the weights, or where they are in shared memory
+        # 3. memory that cannot be mapped, or that changed during each try: a pull without sharing
         known = self.requests.map  # which may change meanwhile
         names = {shard: known["holders"][shard][0] for shard in asked}
         primaries = {

@@ -43,6 +43,13 @@ class DoneTasks:
 
     def add(self, clock: int, slot: int) -> None:
         """Record that a task is done, which may have been recorded before."""
+        # Tasks of a slot may end in any order; `below` moves over each run without a gap:
+        #
+        #     add 0     below 1    ahead {}
+        #     add 2     below 1    ahead {2}       1 is not done
+        #     add 1     below 3    ahead {}        1, then 2, which waited in `ahead`
+        #
+        # So the state is small however long the run is: `ahead` has only what is out of order.
         if not self.has(clock, slot):
             self.ahead.add((clock, slot))
         while (self.below[slot], slot) in self.ahead:

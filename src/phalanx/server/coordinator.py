@@ -102,6 +102,11 @@ class JobJournal:
             Fenced: a later coordinator has started, or the file was replaced.
             JournalError: the file cannot be written.
         """
+        # A journal that was deleted is written anew, since the map is in memory; one that was
+        # replaced belongs to somebody else. The term is read in the transaction that writes:
+        #
+        #     coordinator 1   term 3, epoch 7 ........ stopped ........ save: term is 4 -> fenced
+        #     coordinator 2                  starts: term 4, epoch 8
         with _naming(self._path):
             if is_new := self.is_deleted:
                 self._file.close()
@@ -293,6 +298,13 @@ class Coordinator(Role):
 
     def evict(self, lost: list[str]) -> None:
         """Remove lost servers from the map; synced backups become primaries of their shards."""
+        # Server a is lost. Each shard keeps its first holder that has a full copy:
+        #
+        #     holders    synced    becomes                      why
+        #     [a]        -         [a], lost with a             a may come back under its name
+        #     [a, b]     b         [b], then a new backup       b has all that a has acknowledged
+        #     [a, b]     no        [a], lost with a             b lacks operations: never promoted
+        #     [b, a]     -         [b], then a new backup
         for name in lost:
             self.map["addresses"].pop(name, None)
             self.map["incarnations"].pop(name, None)
@@ -312,6 +324,9 @@ class Coordinator(Role):
     def tick(self) -> None:
         super().tick()
         lost = self.leases.older(LEASE_S)
+        # After the end the coordinator stays until every member that still lives has heard of it,
+        # and two beats longer, for workers that ask for the map; a journal that is `closed` starts
+        # no more.
         if self.map["ended"]:  # members are notified at their next heartbeat
             self._ended_s = self._ended_s or self.clock.now_s
             is_told = self.leases.renewed_s.keys() <= self._told.union(lost)

@@ -34,6 +34,10 @@ class FlatParameters:
                 self.groups.append(flat)
                 self.decays.append(group["weight_decay"])
         self._state = optimizer.state
+        #     group 0    | weight [4, 2] | bias [4] |    one flat tensor of 12; both are views
+        #
+        # A push sends the flat tensor in chunks, and a pull writes into it: no copy for each
+        # parameter.
         self.weights = [torch.cat([p.detach().reshape(-1) for p in group]) for group in self.groups]
         self.grads = [torch.zeros_like(each) for each in self.weights]
         for parameter, view in self._views(self.weights):

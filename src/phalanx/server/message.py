@@ -116,6 +116,8 @@ def decode(frames: list[Any]) -> WireMessage:
         raise WireError("a header with a size that is not a whole number")
     tensors: list[Tensor] = []
     for dtype, size in sizes:
+        #     frames    | header ...\n | tensor 0 | tensor 0 | tensor 1 |
+        # A tensor begins with a frame of its own; one frame is used in place, several are joined.
         parts, missing = list[memoryview](), size * dtype.itemsize  # begins with the next frame
         while missing > 0 and (view := next(views, None)) is not None:
             parts.append(view)

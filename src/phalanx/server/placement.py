@@ -149,6 +149,12 @@ class RowPlaces:
     @classmethod
     def of(cls, chunks: Sequence[Sequence[WeightRange]], width: int) -> RowPlaces:
         """Create from the table's chunks on each shard; a row has `width` elements."""
+        # A table of 5 chunks of 256 rows, on two servers, each of which stores its chunks end to
+        # end:
+        #
+        #     row        0    256    512    768    1024
+        #     shard      1      0      0      1       0
+        #     begins     0      0    256    256     512        row 800 is 256 + 800 % 256 on shard 1
         placed: list[tuple[int, int, int]] = []  # first row, shard, and first row on the shard
         num_rows = 0
         for shard, each in enumerate(chunks):

@@ -76,6 +76,13 @@ class ShardReplicas:
     def changed(self) -> None:
         """Drop shards that the new map gives to others, and copy shards to new backups."""
         known = self._member.map
+        # What a new map asks of this server, for each shard:
+        #
+        #     1. drop a shard that neither the map nor a copy of a later map gives to it
+        #     2. a backup that the map no longer names: disconnect, and take over the actions
+        #        that wait for its acknowledgement
+        #     3. a new backup: connect, and send it a copy; the actions wait for that copy
+        #     4. no backup, and still primary: run the actions, which nothing acknowledges
         # A copy of a later epoch belongs to a map that this server has not received.
         self.synced = {
             shard: epoch
@@ -177,6 +184,11 @@ class ShardReplicas:
     def hear_backup(self, number: int, message: WireMessage) -> None:
         """Handle a backup's report on its copy: drop acknowledged operations, resend lost ones."""
         backup, index = self.backups[number], int(message.fields.get("index", -1))
+        # A report and what the primary does:
+        #
+        #     ack i    operation or copy i is there     drop operations up to i, run their actions
+        #     at i     to a query up to `sent`          as ack; i + 1 .. sent are lost: send them
+        #     gap      no copy, or operations lack      send a copy, since they may be dropped here
         is_behind = message.kind == "at" and index < message["sent"]
         if message.kind == "gap" or (is_behind and index + 1 not in backup.sent):
             backup.index = -1  # operations were lost, or a new process has the name

@@ -291,6 +291,13 @@ class Requests:
 
     def _retry(self, due: Mapping[int, _Asked]) -> None:
         """Retry requests that are unanswered for `resend_s`, and refresh the map."""
+        # An unanswered request, whose server answers nothing or has been replaced:
+        #
+        #     0 s      push (q 7) -> server a
+        #     0.5 s    again (q 7) -> a                   "resend" if a lacks it, then push again
+        #     1.5 s    again (q 7) -> a                   the pause doubles, up to MOST_RESEND_S
+        #     lease    the map now has b                  push (q 7) -> b, which acknowledges a task
+        #                                                 that it already has
         now_s = time.monotonic()
         for each in due.values():
             if now_s - each.sent_s > each.resend_s:

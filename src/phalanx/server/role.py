@@ -102,6 +102,7 @@ class Role:
         for peer, message in self.listener.receive():
             self.begun_s = time.monotonic()
             self.handle_or_refuse(peer, message)
+        # Collected first: handling a message may open or close connections.
         heard = [(link, each) for link in self._links for each in link.receive()]
         for link, message in heard:
             self.begun_s = time.monotonic()

@@ -40,6 +40,8 @@ class RowAdagrad(torch.optim.Optimizer):
                 state, grad = self.state[table], table.grad
                 if not state:
                     state["sum"] = table.new_zeros(len(table))
+                # One number for each row of the table [R, W], a W-th of Adagrad's state; of the
+                # gradient there are the rows [n] that were looked up, and their values [n, W].
                 rows, values = grad.indices()[0], grad.values()
                 sums = state["sum"][rows] + values.square().mean(1)
                 state["sum"][rows] = sums

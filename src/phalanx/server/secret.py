@@ -38,6 +38,7 @@ class Secret:
 
     def curve(self, who: str) -> tuple[bytes, bytes]:
         """Return the CURVE public and secret keys of one end of a connection, as z85 text."""
+        # Both ends derive both key pairs from the secret, so no key is ever sent.
         key: bytes = z85.encode(hashlib.sha256(self.key + who.encode()).digest())
         return zmq.curve_public(key), key
 

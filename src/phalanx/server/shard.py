@@ -97,6 +97,14 @@ class PendingUpdate:
         in order, then `table.flat_parts` of each table.
         """
         self.tasks[slot], self.waiting[slot] = task, list(grads)
+        # Slots arrive in any order, and are added in theirs:
+        #
+        #     arrives   waiting        num_added    total
+        #     2         {2}            0
+        #     0         {2}            1            g0 w0    written, so no zeros
+        #     1         {}             3            + g1 w1 + g2 w2
+        #
+        # An asynchronous update numbers its slots by arrival, so that none waits.
         while self.num_added in self.waiting:
             chunks = iter(self.waiting.pop(self.num_added))
             weight, is_first = self.tasks[self.num_added].tokens, not self.total
@@ -188,19 +196,49 @@ class Shard:
         clock, slot = int(fields["clock"]), int(fields["slot"])
         if self.done.has(clock, slot):
             return False
-        for table, at in zip(self._tables, range(-2 * len(self._tables), 0, 2), strict=True):
-            sparse_of(grads[at], grads[at + 1], table.shape)  # raises before anything has changed
-        self.done.add(clock, slot)
+        # All that may be malformed is read here, before anything has changed.
+        self._check_gradients(grads)
+        task = Pushed(
+            float(fields["tokens"]), int(fields["base"]), float(fields["loss"]),
+            float(fields.get("rate", 0.0)),
+        )  # fmt: skip
         self.num_workers = int(fields.get("num_live", self.num_workers))
+        self.done.add(clock, slot)
         version = self.version if self.consistency.is_asynchronous else clock
         self._latest[slot] = clock, version
         update = self.open.setdefault(version, PendingUpdate())
-        # In an asynchronous update, slots are numbered in the order of arrival.
+        # A synchronous task belongs to the update of its clock, which may lie ahead of the weights
+        # by `staleness` versions; an asynchronous one to the update that is open now. In an
+        # asynchronous update, slots are numbered in the order of arrival.
         number = len(update.tasks) if self.consistency.is_asynchronous else slot
-        numbers = (fields["base"], float(fields["loss"]), float(fields.get("rate", 0.0)))
         update.is_save_due |= bool(fields.get("is_save_due"))
-        update.add(number, Pushed(float(fields["tokens"]), *numbers), grads, self._no_sum)
+        update.add(number, task, grads, self._no_sum)
         return True
+
+    def _check_gradients(self, grads: Sequence[Tensor]) -> None:
+        """Check that the tensors of a push are chunks of each flat weight, then table rows.
+
+        Raises:
+            ValueError: they are not.
+        """
+        at = 0
+        for flat in self.weights[: self._num_flat]:
+            left = flat.numel()
+            while left > 0:
+                chunk = grads[at] if at < len(grads) else flat[:0]
+                if chunk.dtype != self.dtype or not 0 < chunk.numel() <= left:
+                    raise ValueError(
+                        f"tensor {at} of the gradients is {chunk.numel()} of {chunk.dtype}; "
+                        f"expected 1 to {left} of {self.dtype}"
+                    )
+                left -= chunk.numel()
+                at += 1
+        if len(grads) != at + 2 * len(self._tables):
+            num = len(grads) - at
+            raise ValueError(f"{num} tensors of table rows; expected {2 * len(self._tables)}")
+        for table in self._tables:
+            sparse_of(grads[at], grads[at + 1], table.shape)
+            at += 2
 
     def update_of(self, clock: int, slot: int) -> int:
         """Return the number of the update with a task that was pushed.
@@ -337,6 +375,10 @@ class Shard:
                 for version, update in self.open.items()
             ],
         }  # fmt: skip
+        # The tensors follow in one list, whose lengths are in the fields:
+        #
+        #     weights | state of weight 0, 1, ... | uploads of each slot | for each open update:
+        #     the sum so far (tables as rows and values), gradients of waiting slots
         tensors = [*self.weights, *chain(*kept), *chain(*self.uploads.values())]
         for update in self.open.values():
             parts = [*update.total, *chain(*update.waiting.values())]

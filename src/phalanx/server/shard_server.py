@@ -112,6 +112,8 @@ class Server(Role):
             if key not in self._open:
                 self.reply(peer, message, self.on_again())
             return
+        # A request is `open` from here to its answer, parked or waiting for the backup: so a
+        # worker's query "again" is silent for it, and is answered "resend" for one that never came.
         self._open.add(key)
         shard, reply = self.replicas.shards.get(number), None
         before = None if shard is None else shard.index

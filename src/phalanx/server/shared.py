@@ -154,6 +154,12 @@ class SharedView:
 
     def _holds_still(self, copy: Callable[[], Any]) -> bool:
         """Repeat `copy` until nothing changes meanwhile; return False after `_NUM_TRIES` tries."""
+        # The counter is odd during a change, and equal before and after a copy of one version:
+        #
+        #     server    4 | 5 ... writes ... | 6
+        #     reader    4 copy 4                        done
+        #     reader      4 --- copy --- 5              changed meanwhile: try again
+        #     reader              5                     a change is under way: try again
         for _ in range(_NUM_TRIES):
             before = int(self._changes)
             if before % 2 == 0:

@@ -64,6 +64,10 @@ class Table:
 
     def _look_up(self, _: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         ids: Tensor = args[0] if args else more["input"]
+        # Only rows that this version has not pulled yet are pulled:
+        #
+        #     batch 1    ids 3 7 3      pull 3 7
+        #     batch 2    ids 7 9        pull 9          after `expire`: 7 9
         rows = ids.unique().long()
         wrong = rows[(rows < 0) | (rows >= len(self.weight))]
         if len(wrong):

@@ -79,6 +79,15 @@ class Tasks:
         asks for help itself, is assigned again, also if its slot's worker is live: that worker may
         have skipped it (see `claim`), and the taker may have missed the answer or been restarted.
         """
+        # The slot that is furthest behind comes first. For each of its clocks, who may get the
+        # task:
+        #
+        #     slot's worker    task taken by    assigned to the asking worker
+        #     live             nobody           no; if asynchronous, to one that is through
+        #     lost             nobody           yes
+        #     any              itself           yes: it was restarted, or missed the answer
+        #     any              a lost worker    yes
+        #     any              a live worker    no
         last = min(self.end - 1, limit)
         for slot, first in sorted(self.done.below.items(), key=lambda item: item[::-1]):
             is_left = self.is_lost(slot) or (self.is_asynchronous and is_through)

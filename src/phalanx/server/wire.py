@@ -120,6 +120,8 @@ class _End:
             self.socket = context.socket(kind)
         self._is_keyless = address.startswith(KEYLESS)
         self._frame_bytes = FRAME_BYTES if self._is_keyless else TCP_FRAME_BYTES
+        # ZeroMQ's high-water marks count messages, MAXMSGSIZE the bytes of one frame: both bound
+        # the memory that peers can take.
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
         self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)

@@ -134,7 +134,7 @@ def take_steps(session: Session, records: Watcher) -> int:
         # save_every                               for good
         # clock, signal                            until the next save
         is_over = session.called.step(done, result) or is_unsaved or done == num_steps
-        is_best = False
+        is_best, earlier = False, session.best and session.best.state_dict()
         is_eval_due = config.eval_every > 0 and done % config.eval_every == 0
         if is_over or (is_eval_due and not pace.stop_signal):
             is_best, is_asked = _evaluate(session, records)
@@ -143,6 +143,8 @@ def take_steps(session: Session, records: Watcher) -> int:
         is_passing = is_best or pace.is_save_due or pace.stop_signal > 0
         if is_saved or is_passing:
             saved = _begin_save(session, pace, saved, is_passing=not is_saved)
+            if is_best and session.best and earlier and session.is_behind:
+                session.best.load_state_dict(earlier)  # no checkpoint has the weights it measured
             is_unsaved = is_over and session.is_behind and done < num_steps
             is_over = is_over and not is_unsaved
     with PULSE.doing("writing the last checkpoint"):
