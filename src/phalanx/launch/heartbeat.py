@@ -199,7 +199,7 @@ class Pulse:
         #     frame, at    f, 120         f, 120         f, 180
         #     still for    0              1 s            0            it has moved
         #
-        # The mark in `f_trace` tells a frame from a later one at the same address.
+        # The mark in `f_trace` distinguishes a frame from a later one at the same address.
         still_s = now_s - self._since_s
         if frame is None or still_s <= BEAT_S:
             return still_s, "", False
