@@ -230,7 +230,7 @@ def _count(case: Case) -> Work:
             flops = int(operation.flops * unmasked)
             operation = operation._replace(flops=flops, scores=num_scores)
         # Weights, and all that is computed from them alone (casts, transposes), do not grow with
-        # tokens. The gradient of a weight joins them: what is done to it later is of the weight's
+        # tokens. The gradient of a weight joins them: later operations on it have the weight's
         # size too.
         inputs = [*tensors_in(arguments)]
         is_of_weights = all(storage_id(x) in weights for x in inputs if x.ndim)

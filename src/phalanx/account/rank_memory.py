@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from phalanx.account.parameters import num_parameters, parameters_of
-from phalanx.account.planned import DecoderModel, PlannedStep
+from phalanx.account.planned import PlannedStep
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.strategy import Strategy
 
@@ -114,7 +114,40 @@ def memory(
         StrategyError: the strategy cannot split the model.
     """
     if detail != "all":
-        return [_bound(step, device, detail, pp_rank) for pp_rank in range(step.strategy.pp.degree)]
+        # No gathered weights and no buckets count, so that no step that fits exceeds the bounds.
+        bounds: list[StageMemory] = []
+        model, strategy, shape = step.model, step.strategy, step.model.shape
+        for pp_rank in range(strategy.pp.degree):
+            num, cut, schedule = num_parameters(shape).total, None, None
+            if strategy.pp.degree > 1:
+                cut, schedule = cut_of(strategy, shape), schedule_of(strategy, step.accumulation)
+                num = parameters_of(shape, cut, schedule.stages_of(pp_rank))
+            split = num // strategy.tp.degree * (8 if model.precision == "float64" else 4)
+            shard = split // strategy.num_shards
+            # ZeRO-1 accumulates unsharded gradients; with one microbatch it reduces each as it is
+            # computed.
+            adds_whole = strategy.fsdp.kind == "zero1" and step.accumulation > 1
+            gradients, activations = split if adds_whole else shard, 0
+            if detail == "activations":
+                from phalanx.account.activations import activations as count_activations
+                from phalanx.account.activations import peak_on_rank
+
+                of_one = count_activations(
+                    *(shape, strategy, model.seq_len, step.microbatch, model.precision),
+                    device="cpu" if device == "cpu" else "cuda",
+                )
+                activations = peak_on_rank(of_one, shape.num_layers, cut, schedule, pp_rank)
+            bounds.append(
+                StageMemory(
+                    stage=pp_rank,
+                    weights=shard,
+                    optimizer=int(model.moments * shard),
+                    gradients=gradients,
+                    activations=activations,
+                    early_gradients=gradients if step.accumulation > 1 else 0,
+                )
+            )
+        return bounds
     from phalanx.parallel.reduce import BUCKET_BYTES
 
     model, strategy, is_accumulated = step.model, step.strategy, step.accumulation > 1
@@ -157,42 +190,6 @@ def memory(
             of = dataclasses.replace(of, margin=margin)
         stages.append(of)
     return stages
-
-
-def _bound(
-    step: PlannedStep[DecoderModel], device: str, detail: Detail, pp_rank: int
-) -> StageMemory:
-    """Return the bytes that a rank of a decoder must hold at the same time.
-
-    No gathered weights and no buckets count, so that no step that fits exceeds them.
-    """
-    model, strategy, shape = step.model, step.strategy, step.model.shape
-    num, cut, schedule = num_parameters(shape).total, None, None
-    if strategy.pp.degree > 1:
-        cut, schedule = cut_of(strategy, shape), schedule_of(strategy, step.accumulation)
-        num = parameters_of(shape, cut, schedule.stages_of(pp_rank))
-    split = num // strategy.tp.degree * (8 if model.precision == "float64" else 4)
-    shard = split // strategy.num_shards
-    # ZeRO-1 accumulates unsharded gradients; with one microbatch it reduces each as it is computed.
-    adds_whole = strategy.fsdp.kind == "zero1" and step.accumulation > 1
-    gradients, activations = split if adds_whole else shard, 0
-    if detail == "activations":
-        from phalanx.account.activations import activations as count_activations
-        from phalanx.account.activations import peak_on_rank
-
-        of_one = count_activations(
-            *(shape, strategy, model.seq_len, step.microbatch, model.precision),
-            device="cpu" if device == "cpu" else "cuda",
-        )
-        activations = peak_on_rank(of_one, shape.num_layers, cut, schedule, pp_rank)
-    return StageMemory(
-        stage=pp_rank,
-        weights=shard,
-        optimizer=int(model.moments * shard),
-        gradients=gradients,
-        activations=activations,
-        early_gradients=gradients if step.accumulation > 1 else 0,
-    )
 
 
 def least_bytes(step: PlannedStep[Any]) -> float:

@@ -166,7 +166,11 @@ class CollectiveCheck(Watch):
         is_unlike = self._come(meeting, fingerprint)
         if meeting.number > 1:
             # All ranks are at this call, so all have read the keys of the previous call.
-            self._forget(dataclasses.replace(meeting, number=meeting.number - 1))
+            last = dataclasses.replace(meeting, number=meeting.number - 1)
+            self._store.delete_key(last.key(self._rank))
+            if self._rank == last.ranks[0]:
+                for key in ("first", "unlike", "count", "all"):
+                    self._store.delete_key(last.key(key))
         if not is_unlike:
             return
         texts = self._store.multi_get([meeting.key(rank) for rank in call.ranks])
@@ -240,13 +244,6 @@ class CollectiveCheck(Watch):
             self._store.delete_key(meeting.key(self._rank))
             raise
         return store.get(meeting.key("all")) == b"unlike"
-
-    def _forget(self, meeting: Meeting) -> None:
-        """Delete this rank's key of a call; the group's first rank also deletes the common keys."""
-        self._store.delete_key(meeting.key(self._rank))
-        if self._rank == meeting.ranks[0]:
-            for what in ("first", "unlike", "count", "all"):
-                self._store.delete_key(meeting.key(what))
 
     def _scene(self, meeting: Meeting, missing: list[int]) -> str:
         """Describe the call in which a rank waits, and the last call of each missing rank."""

@@ -162,7 +162,7 @@ class Engine:
         #
         #     tokens    a17 | b0 b1 b2 b3 | c8            decode, a chunk, decode
         #     spans     [17, 18)  [0, 4)  [8, 9)
-        #     rows      0                  5              b's prompt goes on: no logits
+        #     rows      0                  5              b's prompt continues: no logits
         flat = FlatStep([], [], [], tuple(step.copies))
         completions: list[Completion] = []
         for part in step.parts:

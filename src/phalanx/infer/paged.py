@@ -124,10 +124,6 @@ class KVCache:
         """Size of the cache, bytes."""
         return sum(part.nbytes for part in self.parts())
 
-    def stores_as(self, dtype: torch.dtype) -> bool:
-        """Return whether the cache stores keys of `dtype` without conversion."""
-        return self.keys.dtype == dtype
-
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in all layers, in the order of `copies`."""
         size = self.block_size
@@ -271,7 +267,7 @@ class PagedAttention:
     def _attend_flash(self, layer: int, window: int | None, q_NHK: Tensor) -> Tensor:
         """Return the attention output [N, H, K] of all sequences, by one flash call or few."""
         if window not in self._flash:
-            is_stored = self._cache.stores_as(q_NHK.dtype)
+            is_stored = self._cache.keys.dtype == q_NHK.dtype  # else `read` converts
             is_in_place = READS_TABLES and is_stored and self._cache.block_size % FLASH_BLOCK == 0
             self._flash[window] = [self._in_place()] if is_in_place else self._gathered(window)
         mixed: list[Tensor] = []

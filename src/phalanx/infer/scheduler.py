@@ -223,6 +223,11 @@ class Scheduler:
 
     def _continue(self, completion: Completion, step: ScheduledStep) -> None:
         """Schedule tokens of a running completion; preempt the last ones until its blocks fit."""
+        # While too few blocks are free, they are taken from one holder after another:
+        #
+        #     1. a fork that waits, which loses only what it shares with its sibling
+        #     2. the completion that arrived last, which computes its tokens again later
+        #     3. this completion itself, when it is the last
         start, stop = completion.num_computed, self._chunk_end(completion, step)
         while (copies := self.pool.reserve(completion.table, start, stop)) is None:
             fork = next((each for each in self.waiting if each.table.blocks), None)

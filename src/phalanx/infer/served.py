@@ -105,7 +105,8 @@ class Served:
         """Most bytes that a token spells; None if text may be lost, or one token spell any text."""
         tokens = self.tokenizer.get_vocab(with_added_tokens=True).keys()
         # A long prompt is refused by its bytes, before the tokenizer spends seconds on it: a token
-        # spells at most so many bytes, so a text of n bytes has at least n / most tokens.
+        # spells a bounded number of bytes, so n bytes of text are at least n / that number of
+        # tokens.
         if "<0x00>" in tokens:  # SentencePiece's byte fallback
             return max(len(token.encode()) for token in tokens)
         letters = set(pre_tokenizers.ByteLevel.alphabet())  # each stands for a byte

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from phalanx.comm.waits import Wait, current_wait, declared
+from phalanx.comm.waits import current_wait, declared
 
 BEAT_S = 1.0
 """Interval between two heartbeats of a rank to its parent process, in seconds."""
@@ -148,37 +148,20 @@ class Pulse:
         self.now(f"step {steps_done + 1}")
 
     def beat(self) -> Beat:
-        """Return a heartbeat with the current state of the main thread."""
-        wait = current_wait(threading.main_thread().ident or 0)
-        still_s, where, in_collective = self._look(wait)
-        return Beat(
-            doing=self._doing,
-            seconds_at_place=still_s,
-            place=where,
-            handles_stop=self.handles_stop,
-            on_stop=self.on_stop,
-            is_stepping=self.is_stepping,
-            resume_hint=self.resume_hint,
-            waits=wait is not None and not wait.is_limited,
-            in_collective=in_collective,
-            log=self.log,
-        )
+        """Return a heartbeat with the current state of the main thread.
 
-    def _look(self, wait: Wait | None) -> tuple[float, str, bool]:
-        """Sample the main thread: time at one place, that place, whether it is a collective.
-
-        The place is empty, and the last value False, until the time exceeds BEAT_S. A declared
-        `wait` is one place. A collective is a wait with a limit, or a call of torch.distributed.
-
-        A reference to a frame keeps alive the local variables, tensors included, of the frame and
-        its callers, also after they return. So this method keeps no frame, and does not bind the
-        result of `_current_frames` to a name: it contains this method's own frame, and the
-        reference cycle would keep all frames alive until a garbage collection.
+        Its place is empty until the thread has stood there for BEAT_S. A declared wait is one
+        place. A collective is a wait with a limit, or a call of torch.distributed.
         """
         from phalanx.debug.fingerprint import find_places, is_collective  # imports torch
 
         thread = threading.main_thread().ident or 0
-        # The name is private, but the function is documented.
+        wait = current_wait(thread)
+        # A reference to a frame keeps alive the local variables, tensors included, of the frame and
+        # its callers, also after they return. So this method keeps no frame, and does not bind the
+        # result of `_current_frames` to a name: it contains this method's own frame, and the
+        # reference cycle would keep all frames alive until a garbage collection. The name is
+        # private, but the function is documented.
         frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
         now_s = time.monotonic()
         if wait is not None:
@@ -199,12 +182,23 @@ class Pulse:
         #     frame, at    f, 120         f, 120         f, 180
         #     still for    0              1 s            0            it has moved
         #
-        # The mark in `f_trace` tells a frame from a later one at the same address.
-        still_s = now_s - self._since_s
-        if frame is None or still_s <= BEAT_S:
-            return still_s, "", False
-        in_collective = is_collective(frame) if wait is None else wait.is_limited
-        return still_s, ", called from ".join(find_places(frame)[0]), in_collective
+        # The mark in `f_trace` distinguishes a frame from a later one at the same address.
+        still_s, where, in_collective = now_s - self._since_s, "", False
+        if frame is not None and still_s > BEAT_S:
+            in_collective = is_collective(frame) if wait is None else wait.is_limited
+            where = ", called from ".join(find_places(frame)[0])
+        return Beat(
+            doing=self._doing,
+            seconds_at_place=still_s,
+            place=where,
+            handles_stop=self.handles_stop,
+            on_stop=self.on_stop,
+            is_stepping=self.is_stepping,
+            resume_hint=self.resume_hint,
+            waits=wait is not None and not wait.is_limited,
+            in_collective=in_collective,
+            log=self.log,
+        )
 
 
 class _Mark:

@@ -107,8 +107,8 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
     pipeline_s = compute_s
     if strategy.pp.degree > 1:
         pipeline_s = stages.step_s(strategy, num, times)
-    # Which part of dp and fsdp communication shows: compute hides at most the share `overlap`, and
-    # of a long communication half of the rest stays exposed whatever the compute.
+    # Compute hides at most the part `overlap` of its own time, and (1 - overlap) / 2 of the
+    # communication stays exposed, however long compute takes:
     #
     #     compute    |-- forward --|---------- backward ----------|
     #     dp, fsdp            |== hidden: overlap x compute ==|=== exposed ===|
@@ -225,8 +225,8 @@ class _Costs:
     @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
         """The traffic of a step of one microbatch, and of a step of two."""
-        # Two steps separate what is sent once (gathers before forward, the last reduction) from
-        # what each further microbatch adds:
+        # Two steps separate traffic of a step (gathers before forward, the last reduction) from
+        # traffic that each further microbatch adds:
         #
         #     one microbatch      once + per
         #     two microbatches    once + 2 per

@@ -58,10 +58,17 @@ class Client:
             self._ask_all("live", num_live=self.num_live)
         return reply
 
-    def leave(self) -> None:
-        """Notify the scheduler that this worker takes no more steps."""
+    def leave(self, signum: int = 0) -> int:
+        """Notify the scheduler that this worker takes no more steps; return how many are live.
+
+        Worker 0 gives the signal that has ended its steps, if one has: it ends the others', too.
+        """
         self.requests.is_leaving = True
-        self.ask_scheduler("leave")
+        if signum:
+            self.ask_scheduler("stop", signum=signum)
+        else:
+            self.ask_scheduler("leave")
+        return self.num_live
 
     def end(self) -> None:
         """End the job, so that all its roles exit."""

@@ -49,7 +49,7 @@ class DoneTasks:
         #     add 2     below 1    ahead {2}       1 is not done
         #     add 1     below 3    ahead {}        1, then 2, which waited in `ahead`
         #
-        # So the state is small however long the run is: `ahead` has only what is out of order.
+        # So the state is small however long the run is: `ahead` has only the tasks out of order.
         if not self.has(clock, slot):
             self.ahead.add((clock, slot))
         while (self.below[slot], slot) in self.ahead:

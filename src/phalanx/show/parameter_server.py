@@ -116,7 +116,7 @@ def served_links(num_workers: int) -> list[LinkBytes]:
         version = _step(client, weights, 0, 0)
         assert version == 1, "the sum is applied"
         links[worker] = LinkBytes(client.sent_bytes / num_bytes, client.received_bytes / num_bytes)
-        client.ask_scheduler("leave")
+        client.leave()
         client.close()
 
     with local_roles(1) as roles:
@@ -163,7 +163,7 @@ def trace(kind: str, option: int) -> Grid:
             computed[worker].append(f"{clock}@{version}")
             time.sleep(STEP_S * (5 if is_last else 1) * consistency.num_local_steps)
             version = _step(client, weights, clock, version)
-        client.ask_scheduler("leave")
+        client.leave()
         if is_last:
             ages.update(client.ages())
         client.close()

@@ -107,11 +107,9 @@ def train_worker(
     outcome: Summary | Stopped | None = None
     if worker == 0:
         outcome = train_session(session)
-        asked: dict[str, Any] = {"kind": "leave"}
-        if isinstance(outcome, Stopped):
-            asked = {"kind": "stop", "signum": outcome.signum}
+        signum = outcome.signum if isinstance(outcome, Stopped) else 0
         with PULSE.waiting("the end of the other workers"):
-            while int(client.ask_scheduler(**asked)["num_live"]) > 0:
+            while client.leave(signum) > 0:
                 time.sleep(LOOK_S)
         client.end()
         (session.out / STARTED).unlink(missing_ok=True)
