@@ -36,6 +36,8 @@ def reduce_into(reduction: str, terms: Sequence[Tensor], outs: Sequence[Tensor])
     if len(terms) == 2 and len(outs) == 1:  # no partial sum is read again
         combine(*terms, out=outs[0])
         return
+    # Chunk by chunk, not term by term: the partial sum is read again for each term, and stays in
+    # the cache. The order of terms is the same for each element, so chunks change no bit.
     chunks = zip(*(tensor.split(size) for tensor in (*terms, *outs)), strict=True)
     for parts in chunks:
         (first, second, *others), (total, *copies) = parts[: len(terms)], parts[len(terms) :]
@@ -68,6 +70,8 @@ def _norms(flats: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
     One kernel computes all pieces of a large tensor, because a call for each takes longer. Another
     computes the rest, on a GPU all tensors.
     """
+    #   flat     | piece 0 | piece 1 | piece 2 | rest |
+    #              one call over rows [3, _PIECE]   one call with the rests of all tensors
     rows: list[Tensor | None] = []
     rest: list[Tensor] = []
     for flat in flats:
@@ -78,5 +82,5 @@ def _norms(flats: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
         if len(left := flat[num * _PIECE :]):
             rows.append(None)
             rest.append(left)
-    found = iter(torch._foreach_norm(rest, p, dtype) if rest else ())  # pyright: ignore[reportPrivateUsage]
-    return torch.cat([next(found).view(1) if each is None else each for each in rows])
+    norms = iter(torch._foreach_norm(rest, p, dtype) if rest else ())  # pyright: ignore[reportPrivateUsage]
+    return torch.cat([next(norms).view(1) if each is None else each for each in rows])

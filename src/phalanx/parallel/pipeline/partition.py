@@ -50,13 +50,15 @@ def _slowest(upto: Sequence[float], num_stages: int) -> float:
         begin = 0
         for _ in range(num_stages):
             # The longest stage within the limit; the same difference as in `costs` rounds equally.
-            end = bisect_right(upto, most, begin, key=lambda there: there - upto[begin]) - 1
+            end = bisect_right(upto, most, begin, key=lambda end: end - upto[begin]) - 1
             if end == num_layers:
                 return True
             begin = end
         return False
 
-    costs = sorted({there - here for here, there in combinations(upto, 2)})
+    # Costs 3 1 4, upto 0 3 4 8: the ranges cost 1 3 4 5 8. With two stages the limits 1 and 3 do
+    # not suffice (3 | 1 ...), 4 does (3 1 | 4): all larger ones do too, so a bisection finds it.
+    costs = sorted({end - begin for begin, end in combinations(upto, 2)})
     return costs[bisect_left(costs, True, key=suffices)]
 
 
@@ -69,16 +71,17 @@ def _most_even(upto: Sequence[float], num_stages: int, most: float) -> list[rang
     # n -> sum of squares and stages of the best cut of the first n layers.
     best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
     for stage in range(num_stages):
-        found: dict[int, tuple[float, list[range]]] = {}
+        extended: dict[int, tuple[float, list[range]]] = {}
         for begin, (so_far, stages) in best.items():
+            # At least one layer remains for each later stage.
             for end in range(begin + 1, num_layers - (num_stages - stage) + 2):
                 cost = upto[end] - upto[begin]
                 if cost > most:
                     break
                 new = so_far + cost**2
-                if end not in found or new < found[end][0]:
-                    found[end] = new, [*stages, range(begin, end)]
-        best = found
+                if end not in extended or new < extended[end][0]:
+                    extended[end] = new, [*stages, range(begin, end)]
+        best = extended
     return best[num_layers][1]
 
 
