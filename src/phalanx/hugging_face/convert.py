@@ -101,8 +101,10 @@ def convert(
             kept = [*companions, ORIGIN]
             num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, kept)
         else:
-            num_tensors, made = _write_hugging_face(partial, weights, family, read, max_shard_bytes)
-            companions = sorted([*companions, *made])
+            num_tensors, generated = _write_hugging_face(
+                partial, weights, family, read, max_shard_bytes
+            )
+            companions = sorted([*companions, *generated])
     progress("convert", read.num_bytes, read.num_bytes)
     return Converted(
         source=weights.folder,
@@ -205,10 +207,10 @@ def _write_hugging_face(
         lambda name: links[name].join([read(part) for part in links[name].ours]),
         max_shard_bytes,
     )
-    made = write_missing(folder, ids, shape.max_seq_len)
+    generated = write_missing(folder, ids, shape.max_seq_len)
     if is_of_run(weights.folder) and isinstance(separator := ids["bos_token_id"], int):
         prepend_separator(folder, separator)
-    return len(links), made
+    return len(links), generated
 
 
 def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:

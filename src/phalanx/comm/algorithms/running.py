@@ -205,7 +205,25 @@ class Collective(dist.Work):
         if not self._has_agreed:
             self._agree()
         while self.num_done < len(self.steps):
-            self._begin_step()
+            rank = self._group.rank()
+            operations: list[tuple[Any, Tensor, int]] = []
+            for move in self.steps[self.num_done].moves:
+                if rank not in (move.source, move.target):
+                    continue
+                mine = self._held[move.chunks]
+                # Fewer elements than chunks leave empty chunks. Both ends know their size, and
+                # neither sends.
+                if not mine.numel():
+                    continue
+                if move.source == rank:
+                    operations.append((dist.isend, mine, move.target))
+                else:
+                    # Not received in place: in halving a rank sends a chunk in the step in which it
+                    # receives it, and a step sends the values from before the step.
+                    incoming = torch.empty_like(mine)
+                    self._messages.append((move, incoming))
+                    operations.append((dist.irecv, incoming, move.source))
+            self._begin_messages(operations, TAG)
             self._complete_messages()
             for move, incoming in self._messages:
                 mine = self._held[move.chunks]
@@ -248,28 +266,6 @@ class Collective(dist.Work):
             calls[text].append(rank)
         if len(calls) > 1:
             raise mismatch(calls)
-
-    def _begin_step(self) -> None:
-        """Start this rank's sends and receives of the next step."""
-        rank = self._group.rank()
-        operations: list[tuple[Any, Tensor, int]] = []
-        for move in self.steps[self.num_done].moves:
-            if rank not in (move.source, move.target):
-                continue
-            mine = self._held[move.chunks]
-            # Fewer elements than chunks leave empty chunks. Both ends know their size, and neither
-            # sends.
-            if not mine.numel():
-                continue
-            if move.source == rank:
-                operations.append((dist.isend, mine, move.target))
-            else:
-                # Not received in place: in halving a rank sends a chunk in the step in which it
-                # receives it, and a step sends the values from before the step.
-                incoming = torch.empty_like(mine)
-                self._messages.append((move, incoming))
-                operations.append((dist.irecv, incoming, move.source))
-        self._begin_messages(operations, TAG)
 
     def _begin_messages(self, operations: Sequence[tuple[Any, Tensor, int]], tag: int) -> None:
         group, self._peers = self._group, [peer for _, _, peer in operations]

@@ -60,14 +60,25 @@ def read_schedule(path: str, num_ranks: int) -> Schedule:
             f"schedule {path}: the file has {len(lines)} lines of actions; expected {num_ranks}, "
             "one for each rank of pp"
         )
-    listed = [_actions(path, number, line) for number, line in lines]
+    listed: list[tuple[Action, ...]] = []
+    for number, line in lines:
+        actions: list[Action] = []
+        for word in filter(None, map(str.strip, line.split(","))):
+            if (match := _ACTION.fullmatch(word)) is None:
+                raise StrategyError(
+                    f"schedule {path}, line {number}: cannot read {word[:40]!r}; expected a stage, "
+                    f"one of {', '.join(get_args(Op))}, and a microbatch, such as 2F0"
+                )
+            stage, op, microbatch = match.groups()
+            actions.append(Action(cast(Op, op), int(stage), int(microbatch)))
+        listed.append(tuple(actions))
     schedule = _schedule(path, listed)
     simulate(schedule)
     # Refuse SENT and REDUCE in places other than where lowering inserts them.
-    for rank, actions in enumerate(listed):
-        if all(action.op in COMPUTES + SENDS + RECEIVES for action in actions):
+    for rank, written in enumerate(listed):
+        if all(action.op in COMPUTES + SENDS + RECEIVES for action in written):
             continue
-        for action, expected in itertools.zip_longest(actions, lower(schedule, rank)):
+        for action, expected in itertools.zip_longest(written, lower(schedule, rank)):
             if action != expected:
                 raise StrategyError(
                     f"schedule {schedule.kind}: rank {rank} has {action or 'nothing'} where "
@@ -75,21 +86,6 @@ def read_schedule(path: str, num_ranks: int) -> Schedule:
                     "inserted where they belong"
                 )
     return schedule
-
-
-def _actions(path: str, number: int, line: str) -> tuple[Action, ...]:
-    """Return the actions of a line."""
-    actions: list[Action] = []
-    for word in filter(None, map(str.strip, line.split(","))):
-        match = _ACTION.fullmatch(word)
-        if match is None:
-            raise StrategyError(
-                f"schedule {path}, line {number}: cannot read {word[:40]!r}; expected a stage, one "
-                f"of {', '.join(get_args(Op))}, and a microbatch, such as 2F0"
-            )
-        stage, op, microbatch = match.groups()
-        actions.append(Action(cast(Op, op), int(stage), int(microbatch)))
-    return tuple(actions)
 
 
 def _schedule(path: str, listed: _Lines) -> Schedule:

@@ -130,12 +130,12 @@ def _problems(
     bindings: Sequence[RoleBinding], parameters: Sequence[ShardedParameter], layout: Layout
 ) -> Iterator[str]:
     """Yield a message for each size that the layout does not divide; vocabularies always fit."""
-    own: dict[str, list[ShardedParameter]] = defaultdict(list)
+    rows_of: dict[str, list[ShardedParameter]] = defaultdict(list)
     for row in parameters:
-        own[row.binding.name].append(row)
+        rows_of[row.binding.name].append(row)
     num_shards = layout.column.num_shards(0, layout.comm)
     for binding in bindings:
-        for row in own[binding.name]:
+        for row in rows_of[binding.name]:
             shape = row.weight.shape
             for dim, size in enumerate(shape):
                 multiple = math.prod(row.degrees(dim))

@@ -78,14 +78,14 @@ class TensorSplit(Split):
         numbers: dict[ParameterSplit, list[int]] = {}
         for each in self.placed:
             weight = each.weight
-            found = map(_NUMBER.search, self.target.skeleton.named(weight.name))
+            matches = map(_NUMBER.search, self.target.skeleton.named(weight.name))
             name, role = _NUMBER.sub("*", weight.name, count=1), each.binding.text
             sizes = weight.shape, each.shard_shape, each.spec.axes
             row = ParameterSplit(name, role, *sizes, tied=weight.names[1:])
-            numbers.setdefault(row, []).extend(int(number[0]) for number in found if number)
+            numbers.setdefault(row, []).extend(int(match[0]) for match in matches if match)
         return [
-            dataclasses.replace(row, name=row.name.replace("*", _ranges(found), 1))
-            for row, found in numbers.items()
+            dataclasses.replace(row, name=row.name.replace("*", _ranges(of_row), 1))
+            for row, of_row in numbers.items()
         ]
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
