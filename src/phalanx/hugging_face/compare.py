@@ -78,6 +78,8 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
                 f"written, but could not be checked: transformers cannot run {hugging_face}: "
                 f"{first_line}"
             ) from error
+        # Not cast to `dtype`: then both would compute in it, and its rounding would hide a wrong
+        # constant.
         ours = _rounded(load_decoder(weights, torch.float32, "cpu"), dtype)
         actual_BTV = ours(tokens_BT)
         difference = (actual_BTV - expected_BTV).abs().max()

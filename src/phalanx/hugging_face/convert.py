@@ -90,6 +90,9 @@ def convert(
             destination cannot be written. No partial destination is left.
         ConfigError: the target format does not support the model, or the destination is not empty.
     """
+    # 1. Open the source and check names and sizes of all tensors, before anything is written.
+    # 2. Copy the files beside the weights; read, cast and write one tensor after another.
+    # 3. Rename the folder when it is complete; a failure removes the partial one.
     kind = kind_of(source)
     check_free(source, destination)
     weights, family = _open(source, kind, family)
@@ -197,6 +200,7 @@ def _write_hugging_face(
 ) -> tuple[int, list[str]]:
     """Write a Hugging Face folder; return the number of tensors, and the generated companions."""
     shape, ids = weights.shape, ids_of(weights.folder)
+    # In their order and under their names; one of theirs may join three of ours, read only then.
     links = {link.theirs: link for link in table(shape, family)}
     sizes = sizes_of(shape)
     folders.write_folder(

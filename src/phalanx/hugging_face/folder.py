@@ -94,6 +94,7 @@ def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
     for name in sorted(set(index.values())):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / INDEX} names {name}, which is missing")
+    # Without an index every safetensors file of the folder counts.
     names = set(index.values()) or {file.name for file in folder.glob("*.safetensors")}
     if names:
         return [folder / name for name in sorted(names)]

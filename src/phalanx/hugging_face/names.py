@@ -156,6 +156,7 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
         CheckpointError: a tensor is missing, has the wrong size, or does not belong to the model.
     """
     prefix = "transformer." if family == "gpt2" else "model."
+    # Names in the file, less what is known: what is left at the end belongs to no tensor of ours.
     left = set(sizes).difference(_tied_copies(sizes, shape))
     left = {name for name in left if not name.endswith(_BUFFERS)}
     links = table(shape, family)

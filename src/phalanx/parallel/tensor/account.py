@@ -72,8 +72,26 @@ def traffic(
     """Return the communication of the first rank of tp over tp in one step."""
     grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
     works = Counter[tuple[_Operation, str]]()
-    for work, recompute, times in _operations(target, bindings):
-        works[work, recompute] += times
+    strategy, skeleton = target.strategy, target.skeleton
+    master, compute = skeleton.dtype, target.compute_dtype
+    blocks = tuple(f"{name}." for name in skeleton.blocks)
+    # The number of features of the residual, from a weight that has it.
+    roles = ("row", "embedding", "head")
+    first = next(binding for role in roles for binding in bindings if binding.role == role)
+    of_width = _table(first, bindings) if first.role == "head" else first.module
+    width = _matrix_shape(of_width)[0 if first.role == "row" else 1]
+    for binding in bindings:
+        times = len(skeleton.named(binding.name))
+        if times == 0:
+            continue
+        is_block = binding.name.startswith(blocks)
+        # fsdp gathers the weights of blocks in the compute dtype.
+        dtype = compute if is_block and strategy.fsdp.degree > 1 else master
+        recompute = strategy.recompute.kind if is_block else "none"
+        for kind, sizes in _kinds(binding, bindings, width):
+            works[_Operation(kind, sizes, compute, dtype), recompute] += times
+    for _ in gathered_bases(skeleton.model, functools.partial(reads_residual, bindings)):
+        works[_Operation("gather", (width,), compute, master), "none"] += 1
     rows = [
         (phase, entry.axis, entry.op, times * entry.calls, times * entry.payload_bytes)
         for batch, num_batches in Counter(batches).items()
@@ -103,32 +121,6 @@ def traffic(
         for axis in axes
     ]
     return entries_of(rows, layout.comm.size)
-
-
-def _operations(
-    target: Target, bindings: Sequence[RoleBinding]
-) -> Iterator[tuple[_Operation, str, int]]:
-    """Yield the operations of each layer, their recomputation, and the number of such layers."""
-    strategy, skeleton = target.strategy, target.skeleton
-    master, compute = skeleton.dtype, target.compute_dtype
-    blocks = tuple(f"{name}." for name in skeleton.blocks)
-    # The number of features of the residual, from a weight that has it.
-    roles = ("row", "embedding", "head")
-    first = next(binding for role in roles for binding in bindings if binding.role == role)
-    of_width = _table(first, bindings) if first.role == "head" else first.module
-    width = _matrix_shape(of_width)[0 if first.role == "row" else 1]
-    for binding in bindings:
-        times = len(skeleton.named(binding.name))
-        if times == 0:
-            continue
-        is_block = binding.name.startswith(blocks)
-        # fsdp gathers the weights of blocks in the compute dtype.
-        dtype = compute if is_block and strategy.fsdp.degree > 1 else master
-        recompute = strategy.recompute.kind if is_block else "none"
-        for kind, sizes in _kinds(binding, bindings, width):
-            yield _Operation(kind, sizes, compute, dtype), recompute, times
-    for _ in gathered_bases(skeleton.model, functools.partial(reads_residual, bindings)):
-        yield _Operation("gather", (width,), compute, master), "none", 1
 
 
 def _kinds(

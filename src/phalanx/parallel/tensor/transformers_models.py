@@ -91,29 +91,12 @@ def _bases(model: nn.Module) -> list[tuple[str, nn.Module, Base]]:
 
 def _bind_base(base: nn.Module, known: Base, layout: Layout, *, is_gathered: bool) -> None:
     """Wrap a base model's forward: prepare its arguments, and gather its last hidden state."""
-    own, prepare = base.forward, _preparation(base, known)
-
-    @functools.wraps(own)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = own(**prepare(*args, **kwargs))
-        if not is_gathered:
-            return output
-        num_features = cast(Any, base).config.hidden_size
-        full = unshard(layout, output[0], layout.residual, batch_shape(), num_features)
-        if isinstance(output, tuple):
-            return (full, *cast(tuple[Any, ...], output)[1:])
-        output["last_hidden_state"] = full
-        return output
-
-    base.forward = forward
-
-
-def _preparation(base: nn.Module, known: Base) -> Callable[..., dict[str, Any]]:
-    """Return a function that adds the arguments a base model would infer from its residual."""
-    signature = inspect.signature(base.forward)
+    whole = base.forward
+    signature = inspect.signature(whole)
     has_types = "embeddings.token_type_embeddings" in known.roles
 
     def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Add the arguments that a base model would infer from its residual."""
         values: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
         values |= values.pop("kwargs", {})
         main: str = cast(Any, base).main_input_name
@@ -147,7 +130,19 @@ def _preparation(base: nn.Module, known: Base) -> Callable[..., dict[str, Any]]:
         embedding = cast(Any, base).get_input_embeddings()
         return values | {"input_ids": None, "inputs_embeds": embedding(ids), "use_cache": False}
 
-    return prepare
+    @functools.wraps(whole)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = whole(**prepare(*args, **kwargs))
+        if not is_gathered:
+            return output
+        num_features = cast(Any, base).config.hidden_size
+        full = unshard(layout, output[0], layout.residual, batch_shape(), num_features)
+        if isinstance(output, tuple):
+            return (full, *cast(tuple[Any, ...], output)[1:])
+        output["last_hidden_state"] = full
+        return output
+
+    base.forward = forward
 
 
 def _refuse_cut_logits(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
