@@ -40,6 +40,7 @@ def number_of(op: str, dtype: torch.dtype, option: Any = None) -> int:
             f"{op}: shared memory does not support {dtype}; pass tensor.view(torch.uint8), or let "
             "gloo send by --no-shared-memory (shared_memory=False)"
         )
+    # bits  0 to 7 op,  8 to 15 dtype,  16 and above reduction or root
     number = [*REDUCTIONS].index(option) if isinstance(option, str) else option or 0
     return OPS.index(op) | DTYPES.index(dtype) << 8 | number << 16
 
@@ -60,10 +61,10 @@ def describe(what: int, num_bytes: int) -> str:
 def mismatch(calls: Mapping[str, Sequence[int]]) -> CollectiveMismatch:
     """Return the error for different calls: words of a call -> global ranks that make it."""
     (call, ranks), *others = sorted(calls.items(), key=lambda side: min(side[1]))
-    found = [f"{named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}"]
-    found += [f"{named(ranks)} {call}" for call, ranks in others]
+    sides = [f"{named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}"]
+    sides += [f"{named(ranks)} {call}" for call, ranks in others]
     return CollectiveMismatch(
-        f"{', but '.join(found)}; each rank must make the same calls, and under fsdp run the same "
+        f"{', but '.join(sides)}; each rank must make the same calls, and under fsdp run the same "
         "modules, also experts without rows; --debug-comm, or phalanx.init(debug_comm=True), "
         "reports the place of each call",
         min(ranks),

@@ -143,6 +143,7 @@ class Channels:
     def post(self, channel: int | None, number: int, post: Post) -> None:
         """Announce where this rank's data for a call is stored, and wake sleeping readers."""
         words, index = self._me.memory.words, self._post_index(self._me, channel, number)
+        # The number last: a reader that sees the number must also see the three words it announces.
         words[index + 1], words[index + 2], words[index + 3] = post
         words[index] = number
         self._wake(index, self.members)
@@ -184,6 +185,14 @@ class Channels:
 
     def _wake(self, index: int, readers: Sequence[SharedRank]) -> None:
         """Wake the sleeping readers of a word of this rank."""
+        #   writer                           sleeper
+        #   1 writes the word                1 sets `sleeps`
+        #   2 barrier: acquires a lock       2 the kernel compares the word, sleeps if unchanged
+        #   3 reads `sleeps`, wakes if 1
+        #
+        # If 3 reads 0, then 1 of the sleeper comes later than 1 of the writer, and 2 sees the new
+        # word. Without the barrier the processor may run 3 before 1, and the sleeper would miss the
+        # write.
         with self._fence:
             pass
         if any(reader.memory.words[reader.first] for reader in readers):
@@ -204,6 +213,8 @@ class Channels:
         seen = words[index]
         if seen >= need.number:
             return
+        # A futex is 32 bits wide: the address is that of the low half of the word, x86-64 is
+        # little-endian.
         limit, mine = _Time(0, int(limit_s * 1e9)), self._me
         mine.memory.words[mine.first] = 1
         try:
@@ -217,6 +228,8 @@ class Channels:
             member, waited_s = need.member, time.monotonic() - begun_s
             who = f"{named([member.rank])} (process {member.process})"
             vain = f"{named([self._me.rank])} has waited in vain for another rank"
+            # A peer may write the word and then end, so the word is read once more after its end is
+            # seen.
             if has_ended(member.process) and not need.is_met():
                 raise PeerLost(f"{who} has ended; {vain}")
             if waited_s > self._timeout_s():

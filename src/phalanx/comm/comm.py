@@ -105,6 +105,9 @@ class Comm(ABC):
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the global ranks of this rank's group over an axis or a set."""
+        # Row-major. Of pp 2 x tp 2, the rank at pp 1, tp 0 has after each axis:
+        #   over tp    [1]       [2, 3]
+        #   over pp    [0, 1]    [0, 2]
         members, ranks = self.axes_of(name), [0]
         for axis, size in self.axes.items():
             coords = range(size) if axis in members else (self._coords[axis],)
@@ -119,9 +122,9 @@ class Comm(ABC):
         """
         names = {self.ranks(axis): axis for axis in self.axes}
         if "pp" in self.axes:
-            of_pp, here = self.ranks("pp"), self.coord("pp")
-            for side in (here - 1, (here + 1) % len(of_pp)):
-                names.setdefault(tuple(sorted((of_pp[here], of_pp[side]))), "pp")
+            of_pp, stage = self.ranks("pp"), self.coord("pp")
+            for side in (stage - 1, (stage + 1) % len(of_pp)):
+                names.setdefault(tuple(sorted((of_pp[stage], of_pp[side]))), "pp")
         for name in flattened(self.axes):
             names.setdefault(self.ranks(name), name)
         if len(self.axes) > 1:
@@ -166,6 +169,7 @@ class Comm(ABC):
         """Return the shards of all ranks, which have equal shapes, concatenated along `dim`."""
         if self.size(axis) == 1:
             return shard
+        # shard [.., L, ..] -> full [.., N, L, ..], filled with N as first -> [.., N L, ..]
         full = shard.new_empty(*shard.shape[:dim], self.size(axis), *shard.shape[dim:])
         self._run("all_gather", axis, full.movedim(dim, 0), shard.contiguous()).wait()
         return full.flatten(dim, dim + 1)
@@ -191,6 +195,8 @@ class Comm(ABC):
         """
         if self.size(axis) == 1:
             return tensor
+        # With split_dim = 2 and join_dim = 1, as from rows to heads in Ulysses:
+        #   [B, S/N, H] -> pieces [N, B, S/N, H/N] -> received, row r from rank r -> [B, S, H/N]
         pieces, is_spent = self._cut(tensor, axis, split_dim)
         received = tensor.new_empty(pieces.shape)
         self._run("all_to_all", axis, received, pieces, is_spent=is_spent).wait()
@@ -206,6 +212,8 @@ class Comm(ABC):
 
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
         """Overwrite `tensor` on every rank with the first rank's tensor."""
+        # Axis by axis: over dp rank (d, t) gets the tensor of (0, t), then over tp that of (d, 0),
+        # which is by now the tensor of (0, 0).
         for axis in self._axes_with_peers(name) if tensor.numel() else ():
             # Sent as bytes because gloo lacks some dtypes. A non-contiguous tensor is copied.
             flat = tensor.detach().contiguous().view(-1)
@@ -337,8 +345,8 @@ class Ranks(Comm):
         self._job = job_mesh(split, device, shares_memory)
         self.mesh = self._job.whole
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
-        here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
-        super().__init__(split, coords, torch.device(here))
+        local = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
+        super().__init__(split, coords, torch.device(local))
         self._engines = self._job.engines
         self._one_way = self._job.one_way
 

@@ -90,6 +90,9 @@ def _exchange(
     """Start to send outgoing[s] to rank s and receive incoming[s] from it, for every other s."""
     num_ranks, coord = group.size(), group.rank()
     works: list[dist.Work | None] = []
+    # In turn d, rank r sends to r + d and receives from r - d: each rank is the target of one
+    # other. If all began with rank 0, its link would carry N - 1 messages while the others were
+    # idle.
     for distance in range(1, num_ranks):
         source, target = (coord - distance) % num_ranks, (coord + distance) % num_ranks
         works.append(dist.irecv(incoming[source], group=group, group_src=source))

@@ -76,6 +76,11 @@ class LastReduction:
 
     def end(self) -> None:
         """Wait for the running reduction, if any."""
+        #   backward      block 3 |    block 2    |    block 1    |
+        #   reductions             --- 3 ---       --- 2 ---       --- 1 ---
+        #   `end`                                 3               2         1, by the callback
+        #
+        # The next reduction allocates its input only after the one before has ended.
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()

@@ -72,10 +72,21 @@ class GatherBuffers:
         """
         self.publish_freed()
         self._num_calls += 1
+        #   call      1    2    3                  4
+        #   buffer    1    0    1, if all ranks    0, if all ranks
+        #                       have freed 1       have freed 2
         buffer = self._buffers[self._num_calls % NUM_BUFFERS]
         is_free = self._channels.is_released(buffer.index, buffer.last)
         if buffer.num_bytes < num_bytes:
-            self._enlarge(buffer, num_bytes, share, is_free=is_free)
+            # The first rank decides for all, so that all agree where the buffer is. The buffer
+            # stays as it is while a rank still uses it, or if the first rank has no memory.
+            offset = -1
+            if self._channels.coord == 0 and is_free:
+                with suppress(OSError):
+                    buffer.kept = self._heap.block(num_bytes)
+                    offset = buffer.kept.ctypes.data - self._memory.address
+            if (offset := share(offset)) >= 0:
+                buffer.num_bytes, buffer.offset = num_bytes, offset
         if is_free and buffer.num_bytes >= num_bytes:
             block = np.frombuffer(self._memory.map, np.uint8, num_bytes, buffer.offset)
         else:
@@ -91,24 +102,11 @@ class GatherBuffers:
         while self._freed:
             buffer, call = self._freed.popleft()
             buffer.calls.remove(call)
+            # The word is a single number, so it stops below the oldest output that is still in use,
+            # also when later ones have been freed first.
             self._channels.release(buffer.index, min(buffer.calls, default=buffer.last + 1) - 1)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor from `take`, or a slice of one, is in a buffer."""
         offset = tensor.untyped_storage().data_ptr() - self._memory.address
         return any(buffer.num_bytes and buffer.offset == offset for buffer in self._buffers)
-
-    def _enlarge(
-        self, buffer: _Buffer, num_bytes: int, share: Callable[[int], int], *, is_free: bool
-    ) -> None:
-        """Replace the memory of a buffer on all ranks, if it is free to the first rank.
-
-        The buffer stays as it is while a rank still uses it, or if the first rank has no memory.
-        """
-        offset = -1
-        if self._channels.coord == 0 and is_free:
-            with suppress(OSError):
-                buffer.kept = self._heap.block(num_bytes)
-                offset = buffer.kept.ctypes.data - self._memory.address
-        if (offset := share(offset)) >= 0:
-            buffer.num_bytes, buffer.offset = num_bytes, offset

@@ -163,7 +163,15 @@ class Heap(Mapped):
         """
         size = max(1, -(-num_bytes // PAGE)) * PAGE
         with self._lock:
-            self._reclaim()
+            # free (no pages) -> block -> backed (pages, at most KEPT_BYTES) -> block ...
+            #                         -> free, if more is backed already; the pages are returned
+            while self._freed:
+                offset, length = self._freed.popleft()
+                if sum(self._backed.values()) + length <= KEPT_BYTES:
+                    _add(self._backed, offset, length)
+                else:
+                    self.map.madvise(mmap.MADV_REMOVE, offset, length)
+                    _add(self._free, offset, length)
             offset = self._cut(self._backed, size)
             if offset is None:
                 offset = self._cut(self._free, size)
@@ -175,6 +183,8 @@ class Heap(Mapped):
                     _add(self._free, offset, size)
                     raise
             block = np.frombuffer(self.map, np.uint8, num_bytes, offset)
+            # A finalizer may run in any thread at any allocation, also while this thread holds the
+            # lock: so it only appends, and the next call of `block` takes the memory back.
             weakref.finalize(block, self._freed.append, (offset, size)).atexit = False
             self._blocks[self.address + offset] = block
             return block
@@ -182,16 +192,6 @@ class Heap(Mapped):
     def block_of(self, tensor: Tensor) -> Block | None:
         """Return the block that stores `tensor`; None if the tensor is not on this heap."""
         return self._blocks.get(tensor.untyped_storage().data_ptr())
-
-    def _reclaim(self) -> None:
-        """Make freed blocks available again; return memory beyond `KEPT_BYTES` to the system."""
-        while self._freed:
-            offset, size = self._freed.popleft()
-            if sum(self._backed.values()) + size <= KEPT_BYTES:
-                _add(self._backed, offset, size)
-            else:
-                self.map.madvise(mmap.MADV_REMOVE, offset, size)
-                _add(self._free, offset, size)
 
     @staticmethod
     def _cut(extents: dict[int, int], size: int) -> int | None:

@@ -109,21 +109,15 @@ class Ledger(Watch):
         """Run a collective, and count it if it has a payload."""
         if call.op not in WITHOUT_PAYLOAD:
             axis, num_ranks = self._axis_of.get(call.ranks, "world"), len(call.ranks)
-            payload = _payload_bytes(call, num_ranks)
+            sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
+            if call.op in ("gather", "scatter"):  # only the root has the full tensor, N shards
+                payload = min(size for size in sizes if size) * num_ranks
+            elif call.op == "all_gather" and len(sizes) == 1:  # the op allocates the output
+                payload = sizes[0] * num_ranks
+            else:
+                payload = max(sizes)
             self._tally.add(self.phase_name, axis, call.op, payload, num_ranks)
         return run()
-
-
-def _payload_bytes(call: Call, num_ranks: int) -> int:
-    """Return the bytes of the full tensor: the larger of the inputs and the outputs.
-
-    For gather and scatter, only the root has the full tensor; its size is N times the shard.
-    """
-    sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
-    if call.op in ("gather", "scatter"):  # only the root has the full tensor
-        return min(size for size in sizes if size) * num_ranks
-    is_functional_gather = call.op == "all_gather" and len(sizes) == 1
-    return sizes[0] * num_ranks if is_functional_gather else max(sizes)
 
 
 def _bytes(value: Any) -> int:

@@ -116,10 +116,10 @@ class JobMesh:
                 number = self.axes.index(axis)
                 ranks = mesh.mesh.movedim(number, -1).reshape(-1, mesh.size(number)).tolist()
                 with lazily_connected():
-                    own = _split_job(ranks, mesh.device_type)
-                assert own is not None, "every rank is on every axis of its mesh"
-                connect(own, fully=False)
-                self._apart[axis] = self._engine(own)
+                    group = _split_job(ranks, mesh.device_type)
+                assert group is not None, "every rank is on every axis of its mesh"
+                connect(group, fully=False)
+                self._apart[axis] = self._engine(group)
         return {axis: self._apart[axis] for axis in axes}
 
 
@@ -150,13 +150,13 @@ def one_way_groups(mesh: DeviceMesh) -> OneWayGroups:
     """
     axis = (mesh.mesh_dim_names or ()).index("pp")
     ranks = mesh.mesh.movedim(axis, 0).reshape(mesh.size(axis), -1).tolist()
-    here = mesh.get_local_rank("pp")
+    coord = mesh.get_local_rank("pp")
     groups: OneWayGroups = {}
     for pairs in neighbor_rounds(mesh.size(axis)):
         split = [list(both) for a, b in pairs for both in zip(ranks[a], ranks[b], strict=True)]
         forward, backward = (_split_job(split, mesh.device_type) for _ in range(2))
         for a, b in pairs:
-            if here in (a, b):
+            if coord in (a, b):
                 assert forward is not None and backward is not None, "this rank is in a pair"
                 groups |= {(a, b): forward, (b, a): backward}
     return groups
@@ -164,6 +164,10 @@ def one_way_groups(mesh: DeviceMesh) -> OneWayGroups:
 
 def neighbor_rounds(size: int) -> list[list[tuple[int, int]]]:
     """Return all pairs of neighbors on a ring, in rounds in which each rank occurs at most once."""
+    #   size 4    (0 1) (2 3)  |  (1 2) (3 0)
+    #   size 5    (0 1) (2 3)  |  (1 2) (3 4)  |  (4 0)
+    #
+    # The groups of a round are created by one collective, which needs disjoint ranks.
     pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
     odd = [[pairs.pop()]] if size > 2 and size % 2 else []
     return [each for each in (pairs[::2], pairs[1::2]) if each] + odd
@@ -178,8 +182,8 @@ def _split_job(parts: list[list[int]], device: str) -> dist.ProcessGroup | None:
     job: Any = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
     timeout = job_timeout()
     if job.bound_device_id is None:
-        made = [dist.new_group(part, timeout) for part in parts]
-        return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
+        groups = [dist.new_group(part, timeout) for part in parts]
+        return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
     # One split for all parts, as DeviceMesh does. A rank in no part gets a group of one rank: torch
     # names a group by the number of groups its rank has, and all ranks of a group need one name.
     split = {rank for part in parts for rank in part}

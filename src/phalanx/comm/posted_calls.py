@@ -55,6 +55,12 @@ class PostedCalls:
 
         It is `tensor` itself if that is on the heap and not `copies`, else a copy on the heap.
         """
+        # 1. Wait until all readers have acknowledged the call that was in this slot, SLOTS calls
+        #    ago.
+        # 2. Find where the peers read: in place on the heap or in a common buffer, else in a new
+        #    copy.
+        # 3. Drop the blocks that all readers of earlier calls have acknowledged.
+        # 4. Write the words of the call; from here on peers may read.
         key, slot = (call.channel, call.number), (call.channel, call.number % SLOTS)
         before, self._in_slot[slot] = self._in_slot.get(slot), call.number
         if before is not None:  # it may wait for the slot itself

@@ -36,6 +36,8 @@ def reduce_into(reduction: str, terms: Sequence[Tensor], outs: Sequence[Tensor])
     if len(terms) == 2 and len(outs) == 1:  # no partial sum is read again
         combine(*terms, out=outs[0])
         return
+    # Chunk by chunk, not term by term: the partial sum is read again for each term, and stays in
+    # the cache. The order of terms is the same for each element, so chunks change no bit.
     chunks = zip(*(tensor.split(size) for tensor in (*terms, *outs)), strict=True)
     for parts in chunks:
         (first, second, *others), (total, *copies) = parts[: len(terms)], parts[len(terms) :]
@@ -57,26 +59,24 @@ def power_sum(shards: Sequence[Tensor], p: float) -> Tensor:
         if shard.numel():  # an uneven shard may be empty
             flats[shard.dtype].append(shard.reshape(-1))
     for dtype, each in flats.items():
-        norms = _norms(each, p, torch.promote_types(dtype, torch.float32)).double()
+        # The norm of each flat tensor, on a CPU of each of its pieces, in their order:
+        #
+        #   flat     | piece 0 | piece 1 | piece 2 | rest |
+        #              one kernel for rows [3, _PIECE]   one kernel for the rests of all tensors
+        #
+        # A call for each piece would take longer. On a GPU a whole tensor is its rest.
+        wide = torch.promote_types(dtype, torch.float32)
+        rows: list[Tensor | None] = []
+        rests: list[Tensor] = []
+        for flat in each:
+            num = flat.numel() // _PIECE if flat.device.type == "cpu" else 0
+            if num:
+                whole = flat[: num * _PIECE].view(num, _PIECE)
+                rows.append(torch.linalg.vector_norm(whole, p, dim=1, dtype=wide))
+            if len(rest := flat[num * _PIECE :]):
+                rows.append(None)
+                rests.append(rest)
+        of_rests = iter(torch._foreach_norm(rests, p, wide) if rests else ())  # pyright: ignore[reportPrivateUsage]
+        norms = torch.cat([next(of_rests).view(1) if row is None else row for row in rows]).double()
         total = total.maximum(norms.max()) if math.isinf(p) else total + norms.pow(p).sum()
     return total
-
-
-def _norms(flats: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
-    """Return the norm of each flat tensor, or on a CPU of each of its pieces, in their order.
-
-    One kernel computes all pieces of a large tensor, because a call for each takes longer. Another
-    computes the rest, on a GPU all tensors.
-    """
-    rows: list[Tensor | None] = []
-    rest: list[Tensor] = []
-    for flat in flats:
-        num = flat.numel() // _PIECE if flat.device.type == "cpu" else 0
-        if num:
-            whole = flat[: num * _PIECE].view(num, _PIECE)
-            rows.append(torch.linalg.vector_norm(whole, p, dim=1, dtype=dtype))
-        if len(left := flat[num * _PIECE :]):
-            rows.append(None)
-            rest.append(left)
-    found = iter(torch._foreach_norm(rest, p, dtype) if rest else ())  # pyright: ignore[reportPrivateUsage]
-    return torch.cat([next(found).view(1) if each is None else each for each in rows])

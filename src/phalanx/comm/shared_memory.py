@@ -119,6 +119,8 @@ class SharedMemory(CommEngine):
         else:
             sizes: list[int] = []
             if op == "swap":
+                # gloo and NCCL run a swap as an all-to-all with one piece that is not empty;
+                # watches see the same.
                 sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
             arguments |= {"output": out, "input": given}
             arguments |= {"output_split_sizes": sizes, "input_split_sizes": sizes}
@@ -148,9 +150,20 @@ class SharedMemory(CommEngine):
         mine = yield from self._calls.post(call, out, copies=is_small)
         terms = yield from self._calls.read_all(call, mine)
         if is_small:
+            # Every rank adds all tensors itself. It writes `out`, so peers read the copy that was
+            # posted, and this rank need not wait until they have.
             reduce_into(reduction, terms, [out])
             self._calls.ack_all(call)
             return
+        # Rank r reads part r of all tensors, and writes the sum into part r of all tensors. N = 3:
+        #
+        #   tensor of rank 0   | part 0 | part 1 | part 2 |
+        #   tensor of rank 1   | part 0 | part 1 | part 2 |
+        #   tensor of rank 2   | part 0 | part 1 | part 2 |
+        #                        rank 0   rank 1   rank 2     adds up, in rank order, and writes
+        #
+        # An acknowledgement says that a peer has written here; so the tensor is complete only when
+        # all peers have acknowledged. No two ranks write the same bytes.
         size = -(-out.numel() // self._size)
         parts = [term[self._coord * size :][:size] for term in terms]
         reduce_into(reduction, parts, parts)
@@ -169,6 +182,8 @@ class SharedMemory(CommEngine):
             if pieces[peer].data_ptr() != theirs.data_ptr():  # else in a common buffer
                 pieces[peer].copy_(theirs.view_as(given))
             self._calls.ack(call, peer)
+        # Peers may still read `given`, if it was posted in place; the caller may overwrite it after
+        # this.
         if not is_spent:
             yield from self._calls.await_read(call, given)
 
@@ -176,6 +191,7 @@ class SharedMemory(CommEngine):
         call, given = self._calls.call("reduce_scatter", given), given.view(self._size, *out.shape)
         mine = yield from self._calls.post(call, given)
         terms = yield from self._calls.read_all(call, mine)
+        # A posted tensor is the bytes of a peer's memory; the strides are equal on all ranks.
         alike = [term.as_strided(given.shape, given.stride()) for term in terms]
         reduce_into("sum", [term[self._coord] for term in alike], [out])
         self._calls.ack_all(call)

@@ -83,6 +83,9 @@ class SharedTransfer(Transfer):
             with trace_named("wait shared memory"), waiting(self.tensor):
                 begun_s = time.monotonic()
                 while (need := self.advance()) is not None:
+                    # While this rank sleeps for one collective, a peer may wait for a later one of
+                    # the two, which only this thread advances: so it sleeps for CROWDED_TICK_S at
+                    # most, and advances all again.
                     others = [other for other in [*UNDER_WAY] if other is not self]
                     needs = [need, *(other.advance() for other in others)]  # see [Note: Progress]
                     # A call that waits for an earlier one of this rank waits for a peer in the end.

@@ -37,6 +37,9 @@ def gather_on_first(value: Any) -> list[Any]:
 
     A rank communicates only with ranks it is connected to, which are 1, 2, 4, ... away (comm.join).
     """
+    #   distance 1    1 -> 0    3 -> 2    5 -> 4
+    #   distance 2    2 -> 0
+    #   distance 4    4 -> 0
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     gathered, distance = {rank: value}, 1
     while distance < num_ranks:
@@ -90,6 +93,7 @@ def all_or_none(work: Callable[[], T], doing: str) -> T:
         results.append(work())
     except Exception as error:  # raised below on all ranks, which wait in `first_object`
         failure, cause = reason_of(error), error
+    # A collective on every path: a rank that raised at once would leave the others waiting for it.
     message = first_object(failure)
     if message is not None:
         raise CheckpointError(f"{doing}: {message}") from cause

@@ -70,7 +70,7 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
     tokens_BT = torch.randint(shape.vocab_size, (NUM_ROWS, length), generator=generator)
     with torch.no_grad():
         try:
-            theirs = _theirs(hugging_face, dtype)
+            theirs = _transformers_model(hugging_face, dtype)
             expected_BTV: Tensor = theirs(tokens_BT).logits
         except Exception as error:  # transformers may raise any exception
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -78,6 +78,8 @@ def compare_logits(weights: Weights, hugging_face: Path, dtype: torch.dtype) -> 
                 f"written, but could not be checked: transformers cannot run {hugging_face}: "
                 f"{first_line}"
             ) from error
+        # Not cast to `dtype`: then both would compute in it, and its rounding would hide a wrong
+        # constant.
         ours = _rounded(load_decoder(weights, torch.float32, "cpu"), dtype)
         actual_BTV = ours(tokens_BT)
         difference = (actual_BTV - expected_BTV).abs().max()
@@ -97,7 +99,7 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _theirs(folder: Path, dtype: torch.dtype) -> Any:
+def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
     # A type checker takes 12 s to read the names in `transformers` itself.
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils import logging

@@ -135,7 +135,18 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     values |= _windows(config, name, sizes["num_layers"])
     if name == "gemma3_text":
         _require(config, "query_pre_attn_scalar", values["head_dim"], absent=256)
-        values |= _gemma_rope(config, has_window=values["window"] is not None)
+        # Both thetas, from the dicts per block kind (transformers 5) or the older entries.
+        rope: Any = config.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"rope_parameters is {rope!r}; expected an object")
+        by_kind = cast("Mapping[str, Any]", rope)
+        full = by_kind.get(_FULL) or config.get("rope_scaling") or {}
+        theta, local_theta = _GEMMA_THETA
+        entries = {"rope_theta": config.get("rope_theta") or theta}
+        values["rope_theta"], _ = _rope(full, entries, family)
+        entries = {"rope_theta": config.get("rope_local_base_freq") or local_theta}
+        local_theta, _ = _rope(by_kind.get(_WINDOWED) or {}, entries, family)
+        values["window_theta"] = local_theta if values["window"] is not None else None
     elif values["position"] == "rope":
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         values["rope_theta"], values["rope_scaling"] = _rope(rope, config, family)
@@ -213,6 +224,8 @@ def _full_every(kinds: list[Any], wanted: Any) -> int | None:
     """
     if unknown := next((kind for kind in kinds if kind not in (_FULL, _WINDOWED)), None):
         raise ConfigError(f"layer_types has {unknown!r}; legal are '{_FULL}' and '{_WINDOWED}'")
+    # W W F W W F is every 3. W W F is every 3 too, and W W W F W has every 4 alone; W W is every 3
+    # or more, so None (all have windows) comes before the numbers, and `wanted` before all.
     is_full = [kind == _FULL for kind in kinds]
     if all(is_full):
         return 1
@@ -225,22 +238,6 @@ def _full_every(kinds: list[Any], wanted: Any) -> int | None:
         f"{', '.join(str(n) for n, full in enumerate(is_full) if full)} of {len(kinds)} have none; "
         "expected windows in all blocks, in none, or in all but the last of every N"
     )
-
-
-def _gemma_rope(config: Mapping[str, Any], *, has_window: bool) -> dict[str, Any]:
-    """Return both thetas, from the dicts per block kind (transformers 5) or the older entries."""
-    family = FAMILIES["gemma3_text"]
-    rope: Any = config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"rope_parameters is {rope!r}; expected an object")
-    by_kind = cast("Mapping[str, Any]", rope)
-    full = by_kind.get(_FULL) or config.get("rope_scaling") or {}
-    theta, local_theta = _GEMMA_THETA
-    entries = {"rope_theta": config.get("rope_theta") or theta}
-    theta, _ = _rope(full, entries, family)
-    entries = {"rope_theta": config.get("rope_local_base_freq") or local_theta}
-    local_theta, _ = _rope(by_kind.get(_WINDOWED) or {}, entries, family)
-    return {"rope_theta": theta, "window_theta": local_theta if has_window else None}
 
 
 def _rope(

@@ -90,6 +90,9 @@ def convert(
             destination cannot be written. No partial destination is left.
         ConfigError: the target format does not support the model, or the destination is not empty.
     """
+    # 1. Open the source and check names and sizes of all tensors, before anything is written.
+    # 2. Copy the files beside the weights; read, cast and write one tensor after another.
+    # 3. Rename the folder when it is complete; a failure removes the partial one.
     kind = kind_of(source)
     check_free(source, destination)
     weights, family = _open(source, kind, family)
@@ -101,8 +104,10 @@ def convert(
             kept = [*companions, ORIGIN]
             num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, kept)
         else:
-            num_tensors, made = _write_hugging_face(partial, weights, family, read, max_shard_bytes)
-            companions = sorted([*companions, *made])
+            num_tensors, generated = _write_hugging_face(
+                partial, weights, family, read, max_shard_bytes
+            )
+            companions = sorted([*companions, *generated])
     progress("convert", read.num_bytes, read.num_bytes)
     return Converted(
         source=weights.folder,
@@ -195,6 +200,7 @@ def _write_hugging_face(
 ) -> tuple[int, list[str]]:
     """Write a Hugging Face folder; return the number of tensors, and the generated companions."""
     shape, ids = weights.shape, ids_of(weights.folder)
+    # In their order and under their names; one of theirs may join three of ours, read only then.
     links = {link.theirs: link for link in table(shape, family)}
     sizes = sizes_of(shape)
     folders.write_folder(
@@ -205,10 +211,10 @@ def _write_hugging_face(
         lambda name: links[name].join([read(part) for part in links[name].ours]),
         max_shard_bytes,
     )
-    made = write_missing(folder, ids, shape.max_seq_len)
+    generated = write_missing(folder, ids, shape.max_seq_len)
     if is_of_run(weights.folder) and isinstance(separator := ids["bos_token_id"], int):
         prepend_separator(folder, separator)
-    return len(links), made
+    return len(links), generated
 
 
 def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:

@@ -155,13 +155,31 @@ def families_of(shape: ModelShape) -> list[str]:
     Raises:
         ConfigError: no type computes it; the message lists the differences of the nearest type.
     """
-    differing = {name: _differing(name, shape) for name in FAMILIES}
-    if legal := [name for name, words in differing.items() if not words]:
+    differing: dict[str, list[str]] = {}  # name -> the fields of `shape` that it does not support
+    for name, family in FAMILIES.items():
+        values: dict[str, Any] = dict(family.parts)
+        if family.windows == "none":
+            values["window"] = None
+        if family.windows != "layers":
+            values["full_every"] = None
+        if name != "gemma3_text":
+            values["window_theta"] = None
+        if "llama3" not in family.rope_types:
+            values["rope_scaling"] = None
+        if name == "gpt2":
+            values["num_kv_heads"] = shape.num_heads
+            values["head_dim"] = shape.hidden / shape.num_heads
+        differing[name] = [
+            f"its {part} is {value!r}, not {getattr(shape, part)!r}"
+            for part, value in values.items()
+            if getattr(shape, part) != value
+        ]
+    if legal := [name for name, parts in differing.items() if not parts]:
         return legal
-    family = min(differing, key=lambda name: len(differing[name]))
+    closest = min(differing, key=lambda name: len(differing[name]))
     raise ConfigError(
         f"no Hugging Face model type of {', '.join(FAMILIES)} supports this shape; the nearest is "
-        f"{family}, but {', '.join(differing[family])}"
+        f"{closest}, but {', '.join(differing[closest])}"
     )
 
 
@@ -176,24 +194,3 @@ def family_of(shape: ModelShape, wanted: str | None = None) -> str:
             f"{', '.join(legal)}"
         )
     return wanted
-
-
-def _differing(name: str, shape: ModelShape) -> list[str]:
-    """Return a description of each field of `shape` that the family does not support."""
-    family = FAMILIES[name]
-    theirs: dict[str, Any] = dict(family.parts)
-    if family.windows == "none":
-        theirs["window"] = None
-    if family.windows != "layers":
-        theirs["full_every"] = None
-    if name != "gemma3_text":
-        theirs["window_theta"] = None
-    if "llama3" not in family.rope_types:
-        theirs["rope_scaling"] = None
-    if name == "gpt2":
-        theirs |= {"num_kv_heads": shape.num_heads, "head_dim": shape.hidden / shape.num_heads}
-    return [
-        f"its {part} is {value!r}, not {getattr(shape, part)!r}"
-        for part, value in theirs.items()
-        if getattr(shape, part) != value
-    ]

@@ -94,6 +94,7 @@ def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
     for name in sorted(set(index.values())):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / INDEX} names {name}, which is missing")
+    # Without an index every safetensors file of the folder counts.
     names = set(index.values()) or {file.name for file in folder.glob("*.safetensors")}
     if names:
         return [folder / name for name in sorted(names)]
@@ -140,6 +141,8 @@ def write_folder(
         OSError: a file cannot be written; files written before are not removed.
     """
     num_bytes = {name: dtype.itemsize * torch.Size(size).numel() for name, size in sizes.items()}
+    # Sizes 3 3 5 and 4 GB, at most 5: [3] [3] [5] [4]. The names of files have their number, so all
+    # are cut before the first is written.
     shards: list[list[str]] = [[]]
     filled_bytes = 0
     for name, size_bytes in num_bytes.items():

@@ -94,6 +94,7 @@ class TheirTensor:
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return their tensor from our tensors, in the order of `ours`; a view of a single one."""
+        # GPT-2:  q, k, v [768, 768] -> cat [2304, 768] -> T: attn.c_attn.weight [768, 2304]
         stacked = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         return stacked.T if self.is_transposed else stacked
 
@@ -115,6 +116,7 @@ def table(shape: ModelShape, family: str) -> list[TheirTensor]:
     else:
         embedding = {"embedding": "embed_tokens"}
         model, blocks, norm = "model", "layers", "norm"
+    # Sizes of one block serve all: a model of 100 layers would else be built to name its tensors.
     block, of_one = _BLOCKS.get(family, _LLAMA_BLOCK), sizes_of(replace(shape, num_layers=1))
     modules = {ours: f"{model}.{theirs}" for ours, theirs in embedding.items()}
     for index in range(shape.num_layers):
@@ -127,6 +129,8 @@ def table(shape: ModelShape, family: str) -> list[TheirTensor]:
     links: list[TheirTensor] = []
     for ours, theirs in modules.items():
         for kind in ("weight", "bias"):
+            # "blocks.3.attention.q blocks.3.attention.k ..." with "weight": the size of each part
+            # is that of block 0, and a kind that block 0 lacks (a bias) is left out.
             names = tuple(f"{each}.{kind}" for each in ours.split())
             like_first = [_NUMBER.sub("blocks.0.", name) for name in names]
             if like_first[0] in of_one:
@@ -152,15 +156,16 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
         CheckpointError: a tensor is missing, has the wrong size, or does not belong to the model.
     """
     prefix = "transformer." if family == "gpt2" else "model."
+    # Names in the file, less what is known: what is left at the end belongs to no tensor of ours.
     left = set(sizes).difference(_tied_copies(sizes, shape))
     left = {name for name in left if not name.endswith(_BUFFERS)}
     links = table(shape, family)
     # The first entry of the table is the embedding, which every model has.
     if links[0].theirs not in left and links[0].theirs.removeprefix(prefix) in left:
-        found = {link.theirs: link.theirs.removeprefix(prefix) for link in links}
+        file_names = {link.theirs: link.theirs.removeprefix(prefix) for link in links}
     else:
-        found = {link.theirs: link.theirs for link in links}
-    for name in found.values():
+        file_names = {link.theirs: link.theirs for link in links}
+    for name in file_names.values():
         if name not in left:
             hint = nearest(name, left)
             if name.endswith("lm_head.weight"):
@@ -169,7 +174,7 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
                     "in config.json"
                 )
             raise CheckpointError(f"'{name}' is missing{hint}")
-    left -= set(found.values())
+    left -= set(file_names.values())
     if left:
         raise CheckpointError(
             f"the model has no '{min(left)}', the first of {len(left)} unexpected weights; does "
@@ -177,10 +182,12 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
         )
     expected = sizes_of(shape)
     for link in links:
-        wanted, actual = tuple(link.join_sizes(expected)), tuple(sizes[found[link.theirs]])
+        wanted, actual = tuple(link.join_sizes(expected)), tuple(sizes[file_names[link.theirs]])
         if actual != wanted:
-            raise CheckpointError(f"'{found[link.theirs]}' has shape {actual}; expected {wanted}")
-    return found
+            raise CheckpointError(
+                f"'{file_names[link.theirs]}' has shape {actual}; expected {wanted}"
+            )
+    return file_names
 
 
 def reader(
@@ -194,9 +201,9 @@ def reader(
     Raises:
         CheckpointError: see `locate`; or a copy of a tied weight differs from the embedding.
     """
-    found = locate(sizes, shape, family)
+    file_names = locate(sizes, shape, family)
     links = {name: link for link in table(shape, family) for name in link.ours}
-    embedding = found[links["embedding.weight"].theirs]
+    embedding = file_names[links["embedding.weight"].theirs]
     for name in _tied_copies(sizes, shape):
         if not torch.equal(read_theirs(name), read_theirs(embedding)):
             raise CheckpointError(
@@ -206,7 +213,7 @@ def reader(
 
     def read(name: str) -> Tensor:
         link = links[name]
-        return link.split(read_theirs(found[link.theirs]))[link.ours.index(name)]
+        return link.split(read_theirs(file_names[link.theirs]))[link.ours.index(name)]
 
     return read
 

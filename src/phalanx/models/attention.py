@@ -169,6 +169,8 @@ def _attend_by_lengths(
     else:
         _, ends_BN1, longest = documents
     row_starts_B1 = torch.arange(num_rows, device=q_BTHK.device)[:, None] * length
+    # Two rows of 4, documents of 3 + 1 and of 4: ends 3 4 and 4 4, borders 0 3 4 8 8: the last
+    # sequence is empty.
     borders = F.pad((ends_BN1[:, :, 0] + row_starts_B1).flatten(), (1, 0)).int()
     joined = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
     mixed = varlen_attn(
@@ -218,6 +220,12 @@ def documents_of(
     device = torch.device(documents_BT.device if device is None else device)
     documents_BT = documents_BT.cpu()
     num_rows, length = documents_BT.shape
+    # One row of documents 7 7 7 9 9 4:
+    #
+    #   begins       0 0 0 1 0 1      a document begins here, the row's first one not counted
+    #   starts       0 0 0 3 3 5
+    #   number       0 0 0 1 1 2
+    #   ends         3 5 6            begins of the next documents; `length` fills up shorter lists
     begins_BT = torch.zeros(num_rows, length, dtype=torch.bool)
     torch.ne(documents_BT[:, 1:], documents_BT[:, :-1], out=begins_BT[:, 1:])
     if not begins_BT.any():
@@ -258,13 +266,20 @@ def rotation(
     """
     if shape.position != "rope":
         return None
+    # Angles in float64: at position 100,000 a float32 angle would be off by up to 0.004.
     half = torch.arange(0, shape.head_dim, 2, device=positions_BT.device, dtype=torch.float64)
     is_own = has_window and shape.window_theta is not None
     theta = shape.window_theta if is_own else shape.rope_theta
     assert theta is not None
     frequency = theta ** (-half / shape.head_dim)
     if shape.rope_scaling is not None and not is_own:
-        frequency = _scaled(frequency, *shape.rope_scaling)
+        # Llama 3.1: frequencies with wavelengths above original_length / low are divided by
+        # `factor`, those below original_length / high are unchanged, and between the two they are
+        # interpolated linearly.
+        factor, low, high, original_length = shape.rope_scaling
+        turns = original_length * frequency / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / factor)
     angle = positions_BT[:, :, None, None].to(torch.float64) * frequency
     wide = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(wide), angle.sin().to(wide)
@@ -310,17 +325,3 @@ def _turn(x_BTHK: Tensor, cos: Tensor, sin: Tensor, out_BTHK: Tensor) -> Tensor:
     torch.addcmul(left * cos, right, sin, value=-1, out=out_BTHK[..., :half])
     torch.addcmul(right * cos, left, sin, out=out_BTHK[..., half:])
     return out_BTHK
-
-
-def _scaled(
-    frequency: Tensor, factor: float, low: float, high: float, original_length: int
-) -> Tensor:
-    """Reduce the frequencies of long wavelengths, relative to the original length (Llama 3.1).
-
-    Frequencies with wavelengths above original_length / low are divided by `factor`, those with
-    wavelengths below original_length / high are unchanged, and between the two they are
-    interpolated linearly.
-    """
-    turns = original_length * frequency / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (keep + (1 - keep) / factor)

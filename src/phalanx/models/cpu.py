@@ -93,6 +93,12 @@ def causal_attention(
     for row, blocks in enumerate(_blocks_of_rows(q_BTHK, starts_BT1)):
         q_HTK, k_HTK, v_HTK = (_by_head(x[row]) for x in (q_BTHK, k_BTHK, v_BTHK))
         for queries, keys, bias_tT in blocks:
+            # Queries 256 to 511 of a row whose documents begin at 0, 200 and 300:
+            #
+            #   keys   0 ... 199    200 ... 299    300 ... 511    512 ...
+            #          skipped      computed       computed       skipped
+            #
+            # Query 256 reads from 200 on; queries 300 to 511 mask the keys 200 to 299.
             p_HtT = _probabilities(q_HTK[:, queries], k_HTK[:, keys], bias_tT)
             o_BTHK[row, queries] = (p_HtT @ v_HTK[:, keys]).transpose(0, 1)
     return o_BTHK
@@ -141,6 +147,7 @@ class _RMSNorm(Function):
             dy_nD = torch.empty_like(u_nD).copy_(dy_ND[rows])
             both_nD = dy_nD * u_nD
             dw_D += both_nD.sum(0)
+            # -mean(dy w u), so that one addcmul subtracts its product with u.
             mean_n1 = (both_nD @ wide_weight_D).div_(-width)[:, None]
             dy_nD.mul_(wide_weight_D).addcmul_(u_nD, mean_n1)
             dx_ND[rows] = dy_nD.mul_(scale_N1[rows])
@@ -239,6 +246,8 @@ def _blocks_of_rows(q_BTHK: Tensor, starts_BT1: Tensor | None) -> Iterator[Itera
         # Reading starts on a GPU would make the host wait; there blocks take all earlier keys.
         for start, stop in blocks:
             first = int(starts_T1[start]) if starts_T1 is not None and starts_T1.is_cpu else 0
+            # `causal_tT` is the bias of the last block and all keys before it. An earlier block has
+            # fewer keys before it, so its slice begins later; its triangle is the same.
             bias_tT = causal_tT[: stop - start, last - start + first : last - start + stop]
             if starts_T1 is not None:
                 keys_T = torch.arange(first, stop, device=starts_T1.device)

@@ -88,6 +88,10 @@ class Block(nn.Module):
                 None for no dropout. The caller applies the index, because torch.compile would
                 otherwise recompile for each block.
         """
+        #   x -------------------------------+-> x --------------------------+-> x
+        #   norm 1 -> attention -> norm 2 ---^   norm 1 -> MLP -> norm 2 ----^
+        #
+        # Norm 1 is there for `norm_at` input and both, norm 2 for output and both.
         read_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
         added_BTD = self.attention(read_BTD, rotation, documents)
         if self.attention_output_norm is not None:
@@ -205,9 +209,11 @@ class Decoder(nn.Module):
         """Modules before and after the blocks; both lists are empty if the embedding is tied."""
         if self.shape.tied:
             return [], []
-        here = dict(self.named_children())  # a stage of a pipeline may lack some
+        children = dict(self.named_children())  # a stage of a pipeline may lack some
         embeddings, head = ("embedding", "position_embedding"), ("norm", "output")
-        return [here[n] for n in embeddings if n in here], [here[n] for n in head if n in here]
+        return [children[n] for n in embeddings if n in children], [
+            children[n] for n in head if n in children
+        ]
 
     def initialize(self, seed: int) -> None:
         """Initialize every weight from (seed, parameter name, flat index); see `fill_initial`."""
@@ -238,7 +244,12 @@ class Decoder(nn.Module):
         Raises:
             ConfigError: rows are longer than the shape's max_seq_len, or dropout has no keys.
         """
-        keys_B = self._dropout_keys(dropout_keys_B)
+        keys_B = None if self.shape.dropout == 0.0 or not self.training else dropout_keys_B
+        if self.shape.dropout and self.training and keys_B is None:
+            raise ConfigError(
+                f"model: dropout is {self.shape.dropout}, so training needs dropout_keys_B (from "
+                "models.random.row_keys); call eval() to run without dropout"
+            )
         length = tokens_BT.shape[1]
         self.check_length(length)
         if positions_BT is None:
@@ -283,10 +294,12 @@ class Decoder(nn.Module):
         documents = documents_BT
         if not isinstance(documents, tuple):
             documents = documents_of(documents, x_BTD.device)
-        here = range(len(self.blocks)) if self.stage is None else self.stage.blocks
+        running = range(len(self.blocks)) if self.stage is None else self.stage.blocks
+        # Segments are of the full decoder, also in a pipeline stage: a stage of blocks 3 to 6 with
+        # segments of 4 runs [3] and [4 5 6], so that it recomputes as one process does.
         for start in range(0, len(self.blocks), self.segment_size):
             segment = [
-                self.blocks[at] for at in range(start, start + self.segment_size) if at in here
+                self.blocks[at] for at in range(start, start + self.segment_size) if at in running
             ]
             x_BTD = self.run_segment(
                 _run_blocks, segment, x_BTD, (angles, window_angles), documents, keys_B
@@ -298,16 +311,6 @@ class Decoder(nn.Module):
         tied_VD = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x_BTD), labels_BT, tied_VD)
 
-    def _dropout_keys(self, keys_B: Tensor | None) -> Tensor | None:
-        if self.shape.dropout == 0.0 or not self.training:
-            return None
-        if keys_B is None:
-            raise ConfigError(
-                f"model: dropout is {self.shape.dropout}, so training needs dropout_keys_B (from "
-                "models.random.row_keys); call eval() to run without dropout"
-            )
-        return keys_B
-
 
 def _run_blocks(
     blocks: list[nn.Module],
@@ -317,6 +320,8 @@ def _run_blocks(
     keys_B: Tensor | None,
 ) -> Tensor:
     for block in cast(list[Block], blocks):
+        # Keyed by the number of the block in the full decoder, so a stage draws the masks of one
+        # process.
         block_keys_B = None if keys_B is None else layer_keys(keys_B, block.index)
         x_BTD = block(x_BTD, angles[block.has_window], documents, block_keys_B)
     return x_BTD

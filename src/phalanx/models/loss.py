@@ -72,10 +72,14 @@ def token_loss_sum(
         A 0-d tensor, fp32 (fp64 for fp64 input), in nats. If all rows are ignored, the loss and the
         gradients are exactly 0.
     """
+    device_type = chunked_type(hidden_ND)
     if num_rows is None:
-        num_rows = chunk_rows(weight_VD.shape[0], hidden_ND.dtype, chunked_type(hidden_ND))
+        num_rows = chunk_rows(weight_VD.shape[0], hidden_ND.dtype, device_type)
     needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-    block_loss, block_elements = _of_blocks(chunked_type(hidden_ND), compiles)
+    block_elements = _BLOCK_ELEMENTS.get(device_type, _BLOCK_ELEMENTS["cuda"])
+    block_loss = _block_loss_in_cache if device_type == "cpu" else _block_loss
+    if compiles and device_type not in ("cpu", "meta"):
+        block_loss = _compiled_block_loss()
     settings = num_rows, needs_grad, block_loss, max(1, block_elements // len(weight_VD))
     return cast(Tensor, _ChunkedLoss.apply(hidden_ND, weight_VD, labels_N, *settings))
 
@@ -97,6 +101,11 @@ class _ChunkedLoss(Function):
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         d_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         d_weight_VD = None
+        # One chunk, V = 128,256, n = 1,024 rows; blocks are of as many logits as fit a cache:
+        #
+        #   logits_nV    | block | block | ...    one product; each block: loss, logits := gradient
+        #   d_hidden_nD  = logits_nV weight_VD       rows of this chunk alone
+        #   d_weight_VD += logits_nV^T hidden_nD     a sum over all chunks, in fp32
         for start in chunk_starts(hidden_ND, num_rows):
             rows = slice(start, start + num_rows)
             hidden_nD = hidden_ND[rows]
@@ -124,14 +133,6 @@ class _ChunkedLoss(Function):
         # A 1-d factor takes part in type promotion, so it is not rounded to bf16 first.
         scaled_ND = (d_hidden_ND * grad[None]).to(d_hidden_ND.dtype)
         return scaled_ND, (d_weight_VD * grad).to(ctx.weight_dtype), *[None] * 5
-
-
-def _of_blocks(device_type: str, compiles: bool) -> tuple[BlockLoss, int]:
-    """Return the loss function of blocks on a device, and the number of logits in a block."""
-    if device_type == "cpu":
-        return _block_loss_in_cache, _BLOCK_ELEMENTS["cpu"]
-    block_loss = _compiled_block_loss() if compiles and device_type != "meta" else _block_loss
-    return block_loss, _BLOCK_ELEMENTS.get(device_type, _BLOCK_ELEMENTS["cuda"])
 
 
 def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:
@@ -162,6 +163,8 @@ def _block_loss_in_cache(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype)
     at_target_b1 = x_bV.gather(1, target_b1) - top_b1
     p_bV = x_bV.sub_(top_b1).exp_()
     sum_b1 = p_bV.sum(1, keepdim=True)
+    # softmax - onehot. A row to ignore gets its target 0 by `where`, and its gradient is set to
+    # zero by the caller.
     p_bV.mul_(sum_b1.reciprocal()).scatter_add_(1, target_b1, -torch.ones_like(sum_b1))
     logits_bV.copy_(p_bV)
     return (sum_b1.log() - at_target_b1).where(is_valid_b1, 0).sum()

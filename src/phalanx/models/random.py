@@ -83,7 +83,14 @@ def fill_normal(
     row_size = out.shape[-1]
     if out.numel() == 0:
         return out
-    first_R = _first_index_of_rows(out, whole, start)
+    # The flat index in the full tensor of the first element of each row of `out`. Rows 1 and 2,
+    # columns 2 and 3 of a [4, 4] tensor begin at 6 and 10.
+    first_R = torch.full((1,), start[-1], dtype=torch.int64, device=out.device)
+    stride = whole[-1]
+    for dim in range(out.ndim - 2, -1, -1):
+        along = torch.arange(start[dim], start[dim] + out.shape[dim], device=out.device)
+        first_R = (along[:, None] * stride + first_R).flatten()
+        stride *= whole[dim]
     out_RC = out.detach().view(-1, row_size)
     column_C = torch.arange(row_size, device=out.device)
     block_elements = _BLOCK_ELEMENTS.get(out.device.type, _BLOCK_ELEMENTS["cuda"])
@@ -146,6 +153,12 @@ def dropout(
         positions_T = torch.arange(length, device=x_BTD.device)
     salted_B1 = bits(keys_B, torch.full_like(keys_B, salt))[:, None]
     keys_BT1 = bits(salted_B1, positions_T)[:, :, None]
+    # Features 6 to 9 of a row, as on a rank of tp, take the quads 1 and 2, from lane 2 on:
+    #
+    #   quad 1    4 5 6 7      64 bits are four int16 lanes, each uniform from -32768 on: an element
+    #   quad 2    8 9 . .      is kept if its lane is at least dropped_levels - 32768
+    #
+    # [B, 1, 1] row, [B, T, 1] position, [B, T, quads] -> [B, T, 4 quads]
     first_quad, lane = divmod(first_feature, 4)
     quads = torch.arange(first_quad, (first_feature + width + 3) // 4, device=x_BTD.device)
     lanes_BTD = bits(keys_BT1, quads).view(torch.int16)[:, :, lane : lane + width]
@@ -169,14 +182,3 @@ def _shift_right(z: Tensor, shift: int, out: Tensor) -> Tensor:
 def _unit(z: Tensor) -> Tensor:
     """Map 64 bits to (k + 1/2) / 2**52, where k is the upper 52 bits: never 0, never 1."""
     return ((z >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
-
-
-def _first_index_of_rows(out: Tensor, whole: tuple[int, ...], start: tuple[int, ...]) -> Tensor:
-    """Return the flat index in the full tensor of the first element of each row of `out`."""
-    first = torch.full((1,), start[-1], dtype=torch.int64, device=out.device)
-    stride = whole[-1]
-    for dim in range(out.ndim - 2, -1, -1):
-        along = torch.arange(start[dim], start[dim] + out.shape[dim], device=out.device)
-        first = (along[:, None] * stride + first).flatten()
-        stride *= whole[dim]
-    return first

@@ -17,10 +17,6 @@ SIZES = (
 """Fields of ModelShape in the columns of the table below."""
 
 
-def _of_sizes(sizes: tuple[int, ...], choices: Mapping[str, Any]) -> ModelShape:
-    return ModelShape(**dict(zip(SIZES, sizes, strict=True)), **choices)
-
-
 # GPT-2's dropout is not preset here; users set `shape.dropout`.
 _GPT2 = {"norm": "layer", "position": "learned", "mlp": "gelu", "bias": True, "tied": True}
 _LLAMA3 = {"rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 8192)}
@@ -81,7 +77,10 @@ _TABLE: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "qwen3-32b": ((151936, 64, 5120, 64, 8, 128, 25600, 40960), _QWEN3),
 }
 
-PRESETS: Final = {name: _of_sizes(*row) for name, row in _TABLE.items()}
+PRESETS: Final = {
+    name: ModelShape(**dict(zip(SIZES, sizes, strict=True)), **choices)
+    for name, (sizes, choices) in _TABLE.items()
+}
 
 
 def shape_of(name: str) -> ModelShape:
@@ -109,28 +108,18 @@ def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
         NotDivisible: hidden / num_heads is not an integer.
         ConfigError: the sizes are not a valid model shape.
     """
-    given: dict[str, int | float | bool] = {
+    values: dict[str, int | float | bool] = {
         name: value for name, value in asdict(sizes).items() if value is not None
     }
-    hidden = given.get("hidden", shape.hidden)
-    num_heads = given.get("num_heads", shape.num_heads)
-    if "head_dim" not in given and ("hidden" in given or "num_heads" in given):
-        given["head_dim"] = _head_dim(int(hidden), int(num_heads))
-    if "num_heads" in given and "num_kv_heads" not in given:
-        given["num_kv_heads"] = _num_kv_heads(shape, int(num_heads))
-    return replace(shape, **given)
-
-
-def _head_dim(hidden: int, num_heads: int) -> int:
-    if hidden < 1 or num_heads < 1:  # ModelShape raises an error that names the size
-        return 1
-    if hidden % num_heads:
-        raise NotDivisible("model shape: hidden", hidden, num_heads)
-    return hidden // num_heads
-
-
-def _num_kv_heads(shape: ModelShape, num_heads: int) -> int:
-    if shape.num_kv_heads == shape.num_heads or num_heads < 1:
-        return num_heads
-    highest = min(shape.num_kv_heads, num_heads)
-    return next(number for number in range(highest, 0, -1) if num_heads % number == 0)
+    hidden = int(values.get("hidden", shape.hidden))
+    num_heads = int(values.get("num_heads", shape.num_heads))
+    is_legal = hidden > 0 and num_heads > 0  # else ModelShape raises an error that names the size
+    if "head_dim" not in values and ("hidden" in values or "num_heads" in values):
+        if is_legal and hidden % num_heads:
+            raise NotDivisible("model shape: hidden", hidden, num_heads)
+        values["head_dim"] = hidden // num_heads if is_legal else 1
+    if "num_heads" in values and "num_kv_heads" not in values:
+        most = num_heads if shape.num_kv_heads == shape.num_heads else shape.num_kv_heads
+        numbers = range(min(most, num_heads), 0, -1)
+        values["num_kv_heads"] = next((n for n in numbers if num_heads % n == 0), num_heads)
+    return replace(shape, **values)

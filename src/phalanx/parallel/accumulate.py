@@ -82,6 +82,8 @@ class Accumulate(Runner):
                 loss = scale(forward(microbatch))
             with named(name), phase("backward"):
                 if self.reducer is not None:
+                    # Before the last backward dp only accumulates; fsdp reduces what its kind does
+                    # not accumulate in full.
                     is_last = self.microbatch == len(microbatches) - 1
                     self.reducer.before_backward(self.reducer.parameters if is_last else ())
                 loss.backward()

@@ -84,17 +84,17 @@ class BatchNormSplit(Split):
         """Return the all-reduces, if each BatchNorm runs once and its input needs a gradient."""
         target = self.target
         sizes: dict[str, list[int]] = {"forward": [], "backward": []}
-        here = [
+        norms = [
             norm
             for name, norm in _unfrozen_batch_norms(target.skeleton.model)
             if target.skeleton.named(name)
         ]
         if target.batch_norm == "local":
-            running = [each for norm in here for each in _running(norm)]
+            running = [each for norm in norms for each in _running(norm)]
             sizes["forward"] = [sum(each.nbytes for each in running)] if running else []
         else:
             item_bytes = torch.promote_types(target.compute_dtype, torch.float32).itemsize
-            for norm in here:
+            for norm in norms:
                 of_norm = [(norm.num_features + 1) * item_bytes, norm.num_features * item_bytes]
                 sizes = {phase: [*of, *of_norm] for phase, of in sizes.items()}
         degrees = {axis: getattr(target.strategy, axis).degree for axis in ("dp", "fsdp")}
@@ -129,8 +129,8 @@ def _broadcast_running_stats(comm: Comm, model: nn.Module, *_: Any) -> None:
     if comm.coord("data") > 0:
         flat.zero_()
     comm.all_reduce(flat, "data")
-    for own, first in zip(running, flat.split([len(each) for each in running]), strict=True):
-        own.data.copy_(first)  # `.data`: backward has saved the tensor, but does not read it
+    for statistics, first in zip(running, flat.split([len(r) for r in running]), strict=True):
+        statistics.data.copy_(first)  # `.data`: backward has saved the tensor, but does not read it
 
 
 def _running(norm: Any) -> list[Tensor]:
@@ -177,12 +177,14 @@ def _forward(norm: Any, comm: Comm, x: Tensor) -> Tensor:
     others = [dim for dim in range(x.ndim) if dim != 1]
     shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
     count = x_wide.new_full((1,), x.numel() // x.shape[1])
+    # One message of C + 1 numbers: the sums, and the rows that a rank has, which may differ.
     sums = _sum_over_ranks(torch.cat([x_wide.sum(others), count]), comm)
     if x.numel() == x.shape[1] and sums[-1] == 1:  # one value on all ranks: torch refuses it too
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
     num_rows = sums[-1].detach().clamp(min=1)
     mean = sums[:-1] / num_rows
     centered = x_wide - mean.view(shape)
+    # A second message, because the deviations are from the mean of all ranks.
     variance = _sum_over_ranks(centered.square().sum(others), comm) / num_rows
     if norm.training and norm.track_running_stats:
         _track(norm, mean.detach(), variance.detach(), num_rows)

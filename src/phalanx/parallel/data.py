@@ -230,6 +230,9 @@ class BucketedReducer(GradientReducer):
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         bucket = self._bucket_of[parameter]
         bucket.open(self.comm)
+        # In the first backward of a step the gradient is a tensor of autograd, and is moved into
+        # the bucket. From then on it is the view itself, to which autograd adds later microbatches
+        # in place.
         view = bucket.views[cast(nn.Parameter, parameter)]
         grad = parameter.grad
         if grad is None:
@@ -251,6 +254,13 @@ class BucketedReducer(GradientReducer):
             self._start_full_buckets()
 
     def _start_full_buckets(self) -> None:
+        #   backward    layer 3    | layer 2    | layer 1    | layer 0    | finish
+        #   bucket 0    fills ..... full, all_reduce ......
+        #   bucket 1                 fills ...... full, all_reduce ......
+        #   bucket 2                              fills ................... all_reduce
+        #
+        # A full bucket waits for the buckets before it: all ranks call in one order, whatever the
+        # order in which their gradients become ready.
         for bucket in self._buckets[self._num_started :]:
             if bucket.missing:
                 return
@@ -272,6 +282,8 @@ class BucketedReducer(GradientReducer):
                 for member, view in bucket.views.items():
                     if member.grad is None:
                         view.zero_()
+                # A parameter that this rank did not use counts as zeros, so that the ranks that
+                # used it get their sum: every bucket is reduced on every rank.
                 bucket.missing.clear()
             self._start_full_buckets()
         with phase("agree"):
@@ -280,6 +292,8 @@ class BucketedReducer(GradientReducer):
             self._wait()
         for member in itertools.compress(self.parameters, is_used):
             if member.grad is None:
+                # Another rank used the parameter: this one has the sum, too, and steps as the
+                # others do.
                 member.grad = _like(member, self._bucket_of[member].views[member])
         self._empty()
 

@@ -116,19 +116,23 @@ def _draw(of: _Keyed, input: Tensor) -> _Drawn | None:
     """Return the key of a dropout's mask; None if the mask comes from torch's generator."""
     # Activation checkpointing restores torch's generator before it recomputes, so the number drawn
     # here, the ticket, equals the ticket of the first run, whatever ran in between.
+    #
+    #   forward     generator at s    ticket 17    `calls` says run 3    noted: 17 -> (keys, 3)
+    #   ...         other forwards, other runs of this dropout
+    #   backward    generator at s    ticket 17    found: (keys, 3)
     ticket = int(torch.empty((), dtype=torch.int64).random_())
     of.uses.num_tickets += 1
-    place = of.where()
-    if place is None:
+    position = of.where()
+    if position is None:
         return None  # not stored in `uses`, because no later step would remove it
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
         return of.uses.again(ticket, of.name)
     by = None
-    if len(place.rows) == len(input) and input.ndim > 1:
-        call = place.calls[of.name] = place.calls.get(of.name, -1) + 1
-        rows = to_device(place.rows, input.device)
-        by = _Drawn(row_keys(of.seed, place.step, rows), call)
-    of.uses.note(ticket, by, place.step)
+    if len(position.rows) == len(input) and input.ndim > 1:
+        call = position.calls[of.name] = position.calls.get(of.name, -1) + 1
+        rows = to_device(position.rows, input.device)
+        by = _Drawn(row_keys(of.seed, position.step, rows), call)
+    of.uses.note(ticket, by, position.step)
     return by
 
 
@@ -175,7 +179,7 @@ class _DrawWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.drawing: set[str] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -195,7 +199,7 @@ class _DrawWatch(TorchDispatchMode):
         if "attention" in name:  # has the tag even without dropout
             is_drawn = any(isinstance(arg, float) and 0 < arg < 1 for arg in args[3:])
         if is_drawn:
-            self.found.add(name)
+            self.drawing.add(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -211,11 +215,11 @@ def warning_of_draws(
     try:
         yield watch.phase
     finally:
-        if watch.found:
+        if watch.drawing:
             on_found()
             warnings.warn(
                 f"{type(model).__name__} draws from each rank's own generator in training "
-                f"({', '.join(sorted(watch.found))}), so its results depend on the number of "
+                f"({', '.join(sorted(watch.drawing))}), so its results depend on the number of "
                 "ranks; possible causes: a dropout within attention, a functional dropout, or an "
                 "nn.Dropout under tp or on a tensor whose rows are not the rows of the batch",
                 stacklevel=2,

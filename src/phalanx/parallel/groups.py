@@ -209,6 +209,7 @@ def peak_gathered_bytes(groups: Sequence[Group], num_ranks: int, segment_size: i
     )
     blocks = [size for place, size in sizes if place == "block"]
     starts = range(max(1, len(blocks) - segment_size))
+    # Blocks 0 to 4 in segments of 2: backward computes 2 and 3 while 1 is prefetched: 1 2 3 count.
     at_work = [sum(blocks[start : start + segment_size + 1]) for start in starts]
     return rest + max(embedding, sum(blocks[-1:]) + head, *at_work)
 
@@ -231,6 +232,11 @@ def peak_gradient_bytes(groups: Sequence[Group], num_ranks: int, sums: Accumulat
     shards = [g.shard_bytes(num_ranks) for g in order]
     full = [g.full_bytes(g.master if sums == "full" else g.gathered) for g in order]
     left = [shard if sums == "shards" else 0 for shard in shards]
+    # Group n in backward, from the head on:
+    #
+    #   groups before n    shards only
+    #   group n            its full gradients, then the last one of them beside the new shard
+    #   groups after n     what earlier microbatches left: nothing, shards or full gradients
     waiting = [
         left[n] + (sum(full[n]) if sums == "full" or g.place == "rest" else 0)
         for n, g in enumerate(order)

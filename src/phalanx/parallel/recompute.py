@@ -93,6 +93,8 @@ def apply(model: nn.Module, recompute: Recompute, carry: Callable[..., Any] | No
         def run_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return run_known(known(function), *args, **kwargs)
 
+    #   K = 1    hooks [ block 0 ]  hooks [ block 1 ]  ...       [ ] runs again in backward
+    #   K = 2    [ hooks block 0  hooks block 1 ]  [ hooks block 2  hooks block 3 ]
     if segment_size > 1:
         segmented = cast(Segmented, model)
         segmented.segment_size = segment_size

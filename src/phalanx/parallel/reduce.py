@@ -52,6 +52,7 @@ def buckets(parameter_sizes: Sequence[int], bucket_bytes: int | None = None) -> 
     Returns:
         For each bucket, the indices into `parameter_sizes`.
     """
+    # Sizes 10 20 30 MiB, buckets of 25: [2] is full at 30, then [1 0] with 30.
     result: list[list[int]] = []
     filled = bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     for index in reversed(range(len(parameter_sizes))):
@@ -245,6 +246,9 @@ def _add_part(
     (gradient,) = gradients
     if parameter.grad is None or gradient is None:
         return None
+    # Autograd would compute `grad + gradient` as DTensors. Here the prehook adds the local shards,
+    # and hands the sum over as if it were the first gradient: `.grad` is None, so nothing is added
+    # again.
     total, parameter.grad = parameter.grad, None
     local_shard(total).add_(local_shard(gradient))
     return (total,)  # autograd stores it without a copy, as the first gradient

@@ -123,6 +123,8 @@ class ShardedSplit(Split):
             # Every stage gathers the rest; only the first and the last reduce its gradients.
             is_rest = g.place == "rest"
             runs, ends = (self.target.num_stages, self.target.num_end_stages) if is_rest else (1, 1)
+            # zero1 and zero2 gather once a step and keep; zero3 gathers for each microbatch and
+            # each stage.
             gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)
             again += [g.gathered_bytes(num_ranks)] * (runs if g.is_gathered_again else 0)
             if shard := g.shard_bytes(num_ranks):
@@ -153,6 +155,7 @@ class ShardedSplit(Split):
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             replicas = "dp" if "dp" in comm.axes else None
             dims = mesh_dims()(shard=comm.axes_of(SHARDS), replicate=replicas)
+            # tp has made DTensors on this mesh, and FSDP2 must split them on the same one.
             where = {"mesh": comm.model_mesh, "dp_mesh_dims": dims}
         for group in self._groups:
             # Gathered in the dtype of the group, reduced in the master dtype.
@@ -274,6 +277,7 @@ class ShardedReducer(GradientReducer):
         FSDP2 makes the gathered tensors once, at the first forward, and empties them between uses.
         So the hooks are installed at the first forward, as are the nodes of `accumulate_by_shard`.
         """
+        # The parameters of FSDP2 modules inside belong to those: a block of the root, for example.
         blocks = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
         elsewhere = {parameter for block in blocks for parameter in block.parameters()}
         places = [

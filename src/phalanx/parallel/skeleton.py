@@ -36,19 +36,19 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Returns:
         Names as in `model.named_modules()`, each module once; empty without any ModuleList.
     """
-    found: dict[nn.Module, str] = {}
+    names: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
             is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if isinstance(module, nn.ModuleList) and not is_container:
-                found.setdefault(child, path)
+                names.setdefault(child, path)
             else:
                 visit(child, path)
 
     visit(model, "")
-    return [(name, block) for block, name in found.items()]
+    return [(name, block) for block, name in names.items()]
 
 
 def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -61,14 +61,14 @@ def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         StrategyError: a listed module is not a submodule of the model.
     """
     names = {module: name for name, module in model.named_modules()}
-    given: Iterable[Iterable[nn.Module]] = getattr(model, "ends", ((), ()))
-    for module in (module for modules in given for module in modules):
+    ends: Iterable[Iterable[nn.Module]] = getattr(model, "ends", ((), ()))
+    for module in (module for modules in ends for module in modules):
         if module not in names:
             raise StrategyError(
                 f"fsdp: the `ends` of {type(model).__name__} list a {type(module).__name__} that "
                 "is not a submodule of the model; expected submodules"
             )
-    return tuple(tuple(names[module] for module in modules) for modules in given)
+    return tuple(tuple(names[module] for module in modules) for modules in ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +157,8 @@ class Skeleton:
         weights: list[Weight] = []
         for weight in self.weights:
             if weight.block in self.blocks and len(self.blocks[weight.block]) > 1:
+                # One weight stands for those of all equal blocks: it stays if any of these blocks
+                # is here.
                 weights += [weight] if weight.block in blocks else []
             elif any(map(is_here, weight.names)) or not any(map(is_gone, weight.names)):
                 first, *others = weight.names
@@ -207,14 +209,14 @@ def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
     known = frozenset(blocks)
     return tuple(
         Weight(
-            names=tuple(own),
+            names=tuple(all_names),
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
             is_trained=parameter.requires_grad,
             is_contiguous=parameter.is_contiguous(),
-            block=_within(own[0], known),
+            block=_within(all_names[0], known),
         )
-        for parameter, own in names.items()
+        for parameter, all_names in names.items()
     )
 
 

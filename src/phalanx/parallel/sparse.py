@@ -11,7 +11,7 @@ import itertools
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from phalanx.comm.ledger import Phase, no_phase
@@ -50,19 +50,18 @@ class SparseReducer(WrappingReducer):
         with phase("agree"):
             is_used = self.any_rank_used([table.grad is not None for table in self._tables])
         with phase("reduce"):
+            # Rows of a table of five:    rank 0  . x . . x    rank 1  x x . . .    any  x x . . x
+            # The flags keep rows that a rank has looked up, although their sum may be zero.
             for table in itertools.compress(self._tables, is_used):
-                table.grad = self._sum(table)
-
-    def _sum(self, table: nn.Parameter) -> Tensor:
-        total = torch.zeros_like(table)
-        has_rows = torch.zeros(len(table), dtype=torch.uint8, device=table.device)
-        if table.grad is not None:
-            total.add_(table.grad)
-            own = table.grad.coalesce().indices()[0] if table.grad.is_sparse else slice(None)
-            has_rows[own] = 1
-        self.comm.all_reduce(has_rows, "grad", "max")
-        self.comm.all_reduce(total, "grad")
-        rows = has_rows.nonzero()
-        return torch.sparse_coo_tensor(
-            rows.T, total[rows[:, 0]], table.shape, is_coalesced=True, check_invariants=False
-        )
+                total = torch.zeros_like(table)
+                has_rows = torch.zeros(len(table), dtype=torch.uint8, device=table.device)
+                if (grad := table.grad) is not None:
+                    total.add_(grad)
+                    has_rows[grad.coalesce().indices()[0] if grad.is_sparse else slice(None)] = 1
+                self.comm.all_reduce(has_rows, "grad", "max")
+                self.comm.all_reduce(total, "grad")
+                rows = has_rows.nonzero()
+                table.grad = torch.sparse_coo_tensor(
+                    rows.T, total[rows[:, 0]], table.shape, is_coalesced=True,
+                    check_invariants=False,
+                )  # fmt: skip

@@ -39,13 +39,13 @@ def allow_outputs(module: FSDPModule) -> None:
 
 def tensors_within(value: Any) -> list[Tensor]:
     """Return the tensors in a value, also those in attributes of its objects."""
-    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
     left = [value]
     while left:
         each = left.pop()
-        if each is None or isinstance(each, _ATOMS) or id(each) in found:
+        if each is None or isinstance(each, _ATOMS) or id(each) in seen:
             continue
-        found[id(each)] = each
+        seen[id(each)] = each
         if isinstance(each, Tensor):
             continue
         if isinstance(each, Mapping):
@@ -53,10 +53,10 @@ def tensors_within(value: Any) -> list[Tensor]:
         elif isinstance(each, Collection):
             left += cast("Collection[Any]", each)
         slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
-        names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+        names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
         left += [getattr(each, name, None) for name in names]
         left += getattr(each, "__dict__", {}).values()
-    return [each for each in found.values() if isinstance(each, Tensor)]
+    return [each for each in seen.values() if isinstance(each, Tensor)]
 
 
 def _watch(state: Any, _module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -90,7 +90,14 @@ class Strategy:
             if axis.degree < 1:
                 raise StrategyError(f"{name}{axis.degree}: a degree must be at least 1, as {name}1")
             _check_kind(name, axis.kind, axis.option)
-            _check_arrangement(name, axis)
+            kind = KINDS[name][axis.kind]
+            best = kind.nearest_degree(axis.degree, axis.option)
+            if best != axis.degree:
+                raise StrategyError(
+                    f"{text_of(name, axis)}: the degree must be "
+                    f"{kind.degrees.format(axis.option)}; the nearest is "
+                    f"{text_of(name, dataclasses.replace(axis, degree=best))}"
+                )
         _check_kind("recompute", self.recompute.kind, self.recompute.option)
         if self.cut and self.pp.degree == 1:
             raise StrategyError(
@@ -285,18 +292,6 @@ def _check_kind(name: str, kind: str, option: int | None) -> None:
         raise StrategyError(
             f"{name}:{kind}/{option}: {name_of_option} must be at least {least}; write "
             f"{kind}/{least}"
-        )
-
-
-def _check_arrangement(name: str, axis: Axis) -> None:
-    """Raise StrategyError unless the degree of an axis forms the grid of its kind."""
-    kind = KINDS[name][axis.kind]
-    best = kind.nearest_degree(axis.degree, axis.option)
-    if best != axis.degree:
-        raise StrategyError(
-            f"{text_of(name, axis)}: the degree must be "
-            f"{kind.degrees.format(axis.option)}; the nearest is "
-            f"{text_of(name, dataclasses.replace(axis, degree=best))}"
         )
 
 

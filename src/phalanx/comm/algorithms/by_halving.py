@@ -18,7 +18,8 @@ from phalanx.comm.algorithms.steps import Move, Steps, dual, moves_of, steps_of
 
 def all_gather(num_ranks: int) -> Steps:
     """All-gather by doubling the number of chunks on each rank in every step."""
-    return steps_of("all-gather", map(list, _doublings(num_ranks)))
+    spans = (1 << bit for bit in range((num_ranks - 1).bit_length()))
+    return steps_of("all-gather", (_exchange(num_ranks, span) for span in spans))
 
 
 def reduce_scatter(num_ranks: int) -> Steps:
@@ -43,6 +44,8 @@ def reduce(num_ranks: int, root: int) -> Steps:
 
 def all_to_all(num_ranks: int) -> Steps:
     """Send each chunk by the powers of two that sum to its distance: ceil(log2 P) steps."""
+    # A chunk that has to go 5 = 1 + 4 ranks moves in the step of span 1 and in the step of span 4.
+    # Before the step of a span it has moved by the lower powers: distance % span.
     ranks, spans = range(num_ranks), (1 << bit for bit in range((num_ranks - 1).bit_length()))
     return steps_of(
         "all-to-all",
@@ -60,14 +63,15 @@ def all_to_all(num_ranks: int) -> Steps:
     )
 
 
-def _doublings(num_ranks: int) -> Iterator[Iterator[Move]]:
-    span = 1
-    while span < num_ranks:
-        yield _exchange(num_ranks, span)
-        span *= 2
-
-
 def _exchange(num_ranks: int, span: int) -> Iterator[Move]:
+    # Chunks of rank 0 and of rank 1 after each step:
+    #
+    #   P = 4, with r XOR span                 P = 5, from r + span
+    #   span 1    0 1        0 1               0 1          1 2
+    #   span 2    0 1 2 3    0 1 2 3           0 1 2 3      1 2 3 4
+    #   span 4                                 0 1 2 3 4    1 2 3 4 0
+    #
+    # With P = 5 the last step moves only the one chunk that each rank still lacks.
     for rank in range(num_ranks):
         if num_ranks & (num_ranks - 1) == 0:
             begin = rank // span * span

@@ -17,6 +17,11 @@ Rooted = Callable[[int, int], Steps]
 
 def all_reduce(num_ranks: int, host_size: int) -> Steps:
     """Reduce to each leader, all-reduce among leaders, broadcast inside each host."""
+    # Hosts {0 1} and {2 3}, the leaders are 0 and 2:
+    #
+    #   inside    0 <- 1        2 <- 3          a sum for each host
+    #   across        0 <----> 2                the total on both leaders
+    #   inside    0 -> 1        2 -> 3
     hosts = _hosts(num_ranks, host_size)
     across = remap(by_ring.all_reduce(len(hosts)), _leaders(hosts), cut(num_ranks, len(hosts)))
     return _inside(by_tree.reduce, hosts) + across + _inside(by_tree.broadcast, hosts)
@@ -25,6 +30,8 @@ def all_reduce(num_ranks: int, host_size: int) -> Steps:
 def all_gather(num_ranks: int, host_size: int) -> Steps:
     """Gather on each leader, all-gather among leaders, broadcast inside each host."""
     hosts = _hosts(num_ranks, host_size)
+    # The ring's chunk of a host is all chunks of its ranks, `hosts[h]`: the leader has them after
+    # the first part, and its ranks are numbered in a row.
     across = remap(by_ring.all_gather(len(hosts)), _leaders(hosts), hosts)
     inside = _inside(by_tree.gather, hosts, own_chunks=True)
     return inside + across + _inside(by_tree.broadcast, hosts)

@@ -30,6 +30,12 @@ def all_gather(num_ranks: int, way: int = 1) -> Steps:
 
 def reduce_scatter(num_ranks: int) -> Steps:
     """Reduce each received chunk into the local one, and forward it; chunk r ends on rank r."""
+    # Chunk c visits the ranks c + 1, c + 2, ..., c, and each adds its own term. For P = 3:
+    #
+    #   step 1    0 --2--> 1    1 --0--> 2    2 --1--> 0
+    #   step 2    0 --1--> 1    1 --2--> 2    2 --0--> 0
+    #
+    # So each chunk has its own order of terms, and it is the same order in every run.
     return dual(all_gather(num_ranks, way=-1), "reduce-scatter", reduces=True)
 
 
@@ -40,6 +46,11 @@ def all_reduce(num_ranks: int) -> Steps:
 
 def broadcast(num_ranks: int, root: int) -> Steps:
     """Pipeline the chunks along the ring from the root, so that all links are busy at once."""
+    # Chunks on each link; the numbers of ranks are distances from the root, and P = 3:
+    #
+    #   step       1   2   3   4
+    #   0 -> 1     0   1   2
+    #   1 -> 2         0   1   2
     chain = [(root + distance) % num_ranks for distance in range(num_ranks)]
     return steps_of(
         "broadcast",
@@ -62,6 +73,12 @@ def reduce(num_ranks: int, root: int) -> Steps:
 def scatter(num_ranks: int, root: int) -> Steps:
     """Send the chunk of the farthest rank first; ranks between forward it."""
     chain = [(root + distance) % num_ranks for distance in range(num_ranks)]
+    # All chunks arrive in the last step. Distances from the root, P = 4:
+    #
+    #   step       1   2   3
+    #   0 -> 1     3   2   1
+    #   1 -> 2         3   2
+    #   2 -> 3             3
     last = num_ranks - 1
     return steps_of(
         "scatter",
@@ -83,6 +100,8 @@ def gather(num_ranks: int, root: int) -> Steps:
 
 def all_to_all(num_ranks: int) -> Steps:
     """Forward every received chunk that is not for the rank itself."""
+    # In step s each rank forwards the P - 1 - s chunks of rank r - s that go farther (s from 0), so
+    # a rank sends P (P - 1)/2 chunks: half the distance on average, times the P - 1 chunks.
     ranks = range(num_ranks)
     return steps_of(
         "all-to-all",

@@ -73,6 +73,11 @@ def reduce_scatter(num_ranks: int) -> Steps:
 
 def _spans(num_ranks: int) -> Iterator[tuple[int, list[int]]]:
     """Yield for each step the distance of its sends, and the senders' distances from the root."""
+    # Distances from the root, P = 6; a rank without a peer at the distance skips the step:
+    #
+    #   span 4    0 -> 4
+    #   span 2    0 -> 2
+    #   span 1    0 -> 1    2 -> 3    4 -> 5
     span = 1 << max(0, num_ranks - 1).bit_length() >> 1
     while span:
         yield span, [at for at in range(0, num_ranks, 2 * span) if at + span < num_ranks]

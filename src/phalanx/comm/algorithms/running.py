@@ -108,6 +108,8 @@ class AllToAllChunks:
     def __init__(self, given: Tensor, output: Tensor, rank: int) -> None:
         """Use row s of `given` as the chunk to rank s, row r of `output` as the one from rank r."""
         num_ranks = len(given)
+        # P = 3 on rank 1, chunk r P + s is from rank r to rank s: chunks 3 and 5 are sent, 1 and 7
+        # are received, 4 is copied; 0, 2, 6 and 8 may pass through, and get a buffer when they do.
         self._rows = {s * num_ranks + rank: output[s] for s in range(num_ranks)}
         self._rows |= {rank * num_ranks + s: given[s] for s in range(num_ranks) if s != rank}
         output[rank].copy_(given[rank])
@@ -177,6 +179,9 @@ class Collective(dist.Work):
             PeerLost: another rank has ended, has timed out or has refused its call.
         """
         with waiting():
+            # First to last, although the caller needs only this one: NCCL matches by order, so a
+            # rank that ran a later call first would receive the messages of an earlier one, see
+            # [Note: Order].
             while self in _UNDER_WAY:
                 first = _UNDER_WAY[0]
                 try:
@@ -200,7 +205,25 @@ class Collective(dist.Work):
         if not self._has_agreed:
             self._agree()
         while self.num_done < len(self.steps):
-            self._begin_step()
+            rank = self._group.rank()
+            operations: list[tuple[Any, Tensor, int]] = []
+            for move in self.steps[self.num_done].moves:
+                if rank not in (move.source, move.target):
+                    continue
+                mine = self._held[move.chunks]
+                # Fewer elements than chunks leave empty chunks. Both ends know their size, and
+                # neither sends.
+                if not mine.numel():
+                    continue
+                if move.source == rank:
+                    operations.append((dist.isend, mine, move.target))
+                else:
+                    # Not received in place: in halving a rank sends a chunk in the step in which it
+                    # receives it, and a step sends the values from before the step.
+                    incoming = torch.empty_like(mine)
+                    self._messages.append((move, incoming))
+                    operations.append((dist.irecv, incoming, move.source))
+            self._begin_messages(operations, TAG)
             self._complete_messages()
             for move, incoming in self._messages:
                 mine = self._held[move.chunks]
@@ -243,24 +266,6 @@ class Collective(dist.Work):
             calls[text].append(rank)
         if len(calls) > 1:
             raise mismatch(calls)
-
-    def _begin_step(self) -> None:
-        """Start this rank's sends and receives of the next step."""
-        rank = self._group.rank()
-        operations: list[tuple[Any, Tensor, int]] = []
-        for move in self.steps[self.num_done].moves:
-            if rank not in (move.source, move.target):
-                continue
-            mine = self._held[move.chunks]
-            if not mine.numel():
-                continue
-            if move.source == rank:
-                operations.append((dist.isend, mine, move.target))
-            else:
-                incoming = torch.empty_like(mine)
-                self._messages.append((move, incoming))
-                operations.append((dist.irecv, incoming, move.source))
-        self._begin_messages(operations, TAG)
 
     def _begin_messages(self, operations: Sequence[tuple[Any, Tensor, int]], tag: int) -> None:
         group, self._peers = self._group, [peer for _, _, peer in operations]

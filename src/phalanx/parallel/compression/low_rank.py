@@ -68,6 +68,10 @@ class LowRankSum(Compressor):
             matrix = self._matrices[number, at]
             matrix.error.add_(part.reshape(matrix.error.shape))
             matrices.append(matrix)
+        #   `_start`     P_r = M_r Q  [m, r]      message: P_r of all matrices | small gradients
+        #                all_reduce, while backward goes on
+        #   `_finish`    P = basis of sum P_r      Q_r = M_r^T P  [n, r]
+        #                all_reduce, which the wait for the bucket waits for
         narrow = [matrix.error @ matrix.q for matrix in matrices]
         message = _joined([*narrow, *rest], flat)
         hop = self.comm.all_reduce_start(message, AXIS)
@@ -86,16 +90,19 @@ class LowRankSum(Compressor):
         for part, total in zip(rest, exact.split([part.numel() for part in rest]), strict=True):
             part.copy_(total.view_as(part))
         bases = [torch.linalg.qr(each.view(-1, RANK)).Q for each in sums]
-        own = [matrix.error.T @ base for matrix, base in zip(matrices, bases, strict=True)]
-        totals = self.comm.all_reduce(_joined(own, flat), AXIS)
-        columns = totals.split([each.numel() for each in own])
+        columns = [matrix.error.T @ base for matrix, base in zip(matrices, bases, strict=True)]
+        totals = self.comm.all_reduce(_joined(columns, flat), AXIS)
+        totals_q = totals.split([each.numel() for each in columns])
         for part, matrix, base, mine, total in zip(
-            wide, matrices, bases, own, columns, strict=True
+            wide, matrices, bases, columns, totals_q, strict=True
         ):
             q = total.view(-1, RANK)
             part.copy_((base @ q.T).view_as(part))
+            # With the rank's own Q_r: the errors of all ranks then sum to sum M_r - P Q^T, which is
+            # exactly what the result lacks.
             matrix.error.addmm_(base, mine.T, alpha=-1)
             zero_nonfinite(matrix.error)
+            # A loss that overflowed leaves a Q of NaN, from which no later step would recover.
             matrix.q = torch.where(q.isfinite().all(), q, _first_q(q))
         return Pending(flat)
 

@@ -125,12 +125,16 @@ class RoundedSum(Compressor):
         if number not in self._errors:
             self._errors[number] = flat.new_zeros(self._size * slice_size, dtype=torch.float32)
             self._slice_errors[number] = flat.new_zeros(slice_size, dtype=torch.float32)
+        # `values` [N, slice] is the error of the last step plus the gradient; `encode` overwrites
+        # it with the new error, so that one buffer serves both.
+        #
+        #   | slice 0 -> rank 0 | slice 1 -> rank 1 | slice 2, zeros at its end -> rank 2 |
         values = self._errors[number]
         values[: len(flat)].add_(flat)
         like = torch.empty(0, dtype=torch.uint8, device=flat.device)
         sent = self.comm.empty([self._size, self._code.num_bytes(slice_size)], like)
-        for own, out in zip(values.view(self._size, -1), sent, strict=True):
-            self._code.encode(own, out)
+        for piece, out in zip(values.view(self._size, -1), sent, strict=True):
+            self._code.encode(piece, out)
         zero_nonfinite(values)
         received = torch.empty_like(sent)
         hop = self.comm.exchange_start(received, sent, AXIS)
@@ -138,16 +142,20 @@ class RoundedSum(Compressor):
 
     def _finish(self, number: int, flat: Tensor, received: Tensor, hop: Pending) -> Pending:
         hop.wait()
+        # The same for the second rounding: `total` starts as the error of the sum of the last step.
         total = self._slice_errors[number]
-        for given in received:
-            self._code.add(given, total)
-        own = torch.empty_like(received[0])
-        self._code.encode(total, own)
+        for piece in received:
+            self._code.add(piece, total)
+        encoded = torch.empty_like(received[0])
+        self._code.encode(total, encoded)
         zero_nonfinite(total)
-        gathered = self.comm.all_gather(own, AXIS, 0).view(self._size, -1)
+        gathered = self.comm.all_gather(encoded, AXIS, 0).view(self._size, -1)
         values = torch.zeros_like(total)
-        for given, out in zip(gathered, flat.split(len(total)), strict=False):
-            self._code.add(given, values.zero_())
+        # Every rank decodes the same bytes, also its own slice: it does not keep the exact sum that
+        # it has, because the replicas would drift apart. A short bucket has fewer slices than
+        # ranks.
+        for piece, out in zip(gathered, flat.split(len(total)), strict=False):
+            self._code.add(piece, values.zero_())
             out.copy_(values[: len(out)])
         return Pending(flat)
 

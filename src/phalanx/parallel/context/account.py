@@ -29,38 +29,28 @@ def traffic(
     strategy, skeleton = target.strategy, target.skeleton
     num_ranks = strategy.cp.degree
     num_blocks = sum(len(names) for names in skeleton.blocks.values())
-    rows = (
-        (phase, "cp", entry.op, times * entry.calls, times * scale * entry.payload_bytes)
-        for (num_rows, length), number in Counter(microbatches).items()
-        for times in (number * num_blocks,)
-        for shape in (_of_attention(target, num_rows, attention.order.num_held(length)),)
-        for one, scale in (_of_two_positions(shape),)
-        for entry in _entries(type(attention), num_ranks, one, target.compute_dtype)
-        for phase in phases_of(entry.phase, strategy.recompute.kind, isinstance(attention, Ring))
-    )
-    return entries_of(rows, lambda _: num_ranks)
-
-
-def _of_attention(target: Target, num_rows: int, num_held: int) -> Shape:
-    """Return the shape of one rank's queries and keys in attention, after the split by tp."""
-    shape = target.skeleton.shape
+    shape = skeleton.shape
     assert shape is not None, "cp splits a decoder"
-    (rows, positions, num_heads), (_, _, num_groups) = (
-        target.shard_shape_after_later("heads", (num_rows, num_held, number))
-        for number in (shape.num_heads, shape.num_kv_heads)
-    )
-    return rows, positions, num_heads, num_groups, shape.head_dim
-
-
-def _of_two_positions(shape: Shape) -> tuple[Shape, int]:
-    """Return the shape of one row of two positions, one in each chunk, and a factor for bytes.
-
-    Attention on `shape` makes the same number of calls, with that factor times the bytes.
-    """
-    rows, positions, heads, groups, width = shape
-    if positions % 2:
-        return shape, 1
-    return (1, 2, heads, groups, width), rows * positions // 2
+    counts: list[tuple[str, str, str, int, int]] = []
+    for (num_rows, length), number in Counter(microbatches).items():
+        # One rank's queries and keys in attention, after the split by tp.
+        held = attention.order.num_held(length)
+        (rows, positions, num_heads), (_, _, num_groups) = (
+            target.shard_shape_after_later("heads", (num_rows, held, heads))
+            for heads in (shape.num_heads, shape.num_kv_heads)
+        )
+        # One row of two positions, one in each chunk, makes the same number of calls, with
+        # 1 / scale of the bytes: so few shapes are counted, whatever the rows and lengths.
+        scale = 1 if positions % 2 else rows * positions // 2
+        rows, positions = (rows, positions) if positions % 2 else (1, 2)
+        of_rank = rows, positions, num_heads, num_groups, shape.head_dim
+        for entry in _entries(type(attention), num_ranks, of_rank, target.compute_dtype):
+            times, is_kept = number * num_blocks, isinstance(attention, Ring)
+            counts += [
+                (phase, "cp", entry.op, times * entry.calls, times * scale * entry.payload_bytes)
+                for phase in phases_of(entry.phase, strategy.recompute.kind, is_kept)
+            ]
+    return entries_of(counts, lambda _: num_ranks)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -116,11 +116,15 @@ class PartialAttention:
             q_GNK = _grouped(q_BTHK[at], num_groups)
             scores_GNS = _scores(q_GNK, _by_head(k_BSGK[block.row, block.keys]), block.masked_tS)
             lse_GN = scores_GNS.logsumexp(-1)
+            # In place: scores and probabilities are the largest tensors, [G, R t, S].
             p_GNS = scores_GNS.sub_(_finite(lse_GN)[..., None]).exp_()
             o_GNK = p_GNS.to(v_BSGK.dtype) @ _by_head(v_BSGK[block.row, block.keys])
             self._merge(at, _ungrouped(o_GNK, q_BTHK[at]), _ungrouped(lse_GN, q_BTHK[at]))
 
     def _merge(self, at: tuple[int | slice, slice], o_tHK: Tensor, lse_tH: Tensor) -> None:
+        # Each output is a mean with weights that sum to 1. The two are weighted by their shares of
+        # the softmax's denominator: exp(l - L) and exp(l' - L). Before the first keys l is -inf, so
+        # its share is 0, and the zeros of `o_BTHK` do not count.
         before_tH = self.lse_BTH[at]
         both_tH = torch.logaddexp(before_tH, lse_tH)
         finite_tH = _finite(both_tH)
@@ -184,6 +188,8 @@ class BackwardState:
             lse_GN1, delta_GN1 = (
                 _grouped(x[at][..., None], num_groups) for x in (self.lse_BTH, self.delta_BTH)
             )
+            # [G, R t, S]: the true probabilities at once, because the log-sum-exp is over all keys.
+            # So no merge is needed in backward, and the pairs of chunks may come in any order.
             p_GNS = _scores(q_GNK, k_GSK, block.masked_tS).sub_(_finite(lse_GN1)).exp_()
             ds_GNS = (do_GNK @ v_GSK.mT).to(p_GNS.dtype).sub_(delta_GN1).mul_(p_GNS).mul_(scale)
             p_GNS, ds_GNS = p_GNS.to(do_GNK.dtype), ds_GNS.to(q_GNK.dtype)
@@ -227,8 +233,8 @@ class _FlashPart(NamedTuple):
         mine = state.do_BTHK, state.q_BTHK, state.o_BTHK, state.lse_BTH
         do, q, o, lse, k, v = self._heads_first(mine, (k_BSGK, v_BSGK))
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = operator(do, q, k, v, o, lse, 0.0, self.is_causal, attn_mask=self._bias(q))
-        dq, dk, dv = (each.transpose(1, 2) for each in found)
+        gradients = operator(do, q, k, v, o, lse, 0.0, self.is_causal, attn_mask=self._bias(q))
+        dq, dk, dv = (each.transpose(1, 2) for each in gradients)
         return dq, dk, dv
 
     def _heads_first(self, mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -251,14 +257,16 @@ def _flash_parts(
         return
     if sight.starts_BT is None:
         is_causal = sight.is_causal and queries.first == keys.first
+        # Only the diagonal pair has a mask, and it is the operator's own causal one; earlier chunks
+        # are attended to in full.
         num_rows = max(1, _MOST_IN_CALL // (queries.local.stop - queries.local.start))
         for row in range(0, len(q_BTHK), num_rows):
             at = slice(row, row + num_rows)
             yield _FlashPart((at, queries.local), (at, keys.local), is_causal)
         return
-    for row, here, seen, masked_tS in _blocks(q_BTHK, queries, keys, sight):
+    for row, block, seen, masked_tS in _blocks(q_BTHK, queries, keys, sight):
         at = slice(row, row + 1)
-        yield _FlashPart((at, here), (at, seen), is_causal=False, masked_tS=masked_tS)
+        yield _FlashPart((at, block), (at, seen), is_causal=False, masked_tS=masked_tS)
 
 
 def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: AttentionMask) -> Iterator[_Block]:
@@ -272,42 +280,32 @@ def _blocks(q_BTHK: Tensor, queries: Chunk, keys: Chunk, sight: AttentionMask) -
         rows, starts = rows[:1], starts[-2:]
     for row in rows:
         for start in starts:
-            here = slice(start, min(start + size, last))
+            block = slice(start, min(start + size, last))
             first = queries.first + start - queries.local.start  # position in the full row
-            seen = _key_range(row, here, first, keys, num_keys, sight)
-            if seen.start < seen.stop:
+            # The keys that any query of the block attends to, as positions in the full row.
+            # Documents are in row order, so the first query has the smallest start, and the last
+            # one the largest end. On a GPU, reading them would make the host wait; the mask still
+            # applies.
+            begin, end = keys.first, keys.first + num_keys
+            if sight.is_causal:
+                end = min(end, first + block.stop - block.start)
+            if sight.starts_BT is not None and sight.starts_BT.is_cpu:
+                begin = max(begin, int(sight.starts_BT[row, block.start]))
+            if sight.ends_BT is not None and sight.ends_BT.is_cpu and not sight.is_causal:
+                end = min(end, int(sight.ends_BT[row, block.stop - 1]))
+            if begin < end:
+                seen = slice(begin - keys.first, end - keys.first)
                 yield _Block(
                     row,
-                    here,
+                    block,
                     slice(keys.local.start + seen.start, keys.local.start + seen.stop),
-                    _block_mask(
-                        row, here, first, keys.first + seen.start, seen, sight, q_BTHK.device
-                    ),
+                    _block_mask(row, block, first, begin, seen, sight, q_BTHK.device),
                 )
-
-
-def _key_range(
-    row: int, here: slice, first: int, keys: Chunk, num_keys: int, sight: AttentionMask
-) -> slice:
-    """Return the range of the keys that any query of a block attends to.
-
-    Documents are in row order, so the first query has the smallest start, and the last query has
-    the largest end. If starts and ends are on a GPU, they are ignored here, because reading them
-    would make the host wait; the mask still applies.
-    """
-    begin, end = keys.first, keys.first + num_keys
-    if sight.is_causal:
-        end = min(end, first + here.stop - here.start)
-    if sight.starts_BT is not None and sight.starts_BT.is_cpu:
-        begin = max(begin, int(sight.starts_BT[row, here.start]))
-    if sight.ends_BT is not None and sight.ends_BT.is_cpu and not sight.is_causal:
-        end = min(end, int(sight.ends_BT[row, here.stop - 1]))
-    return slice(begin - keys.first, end - keys.first)
 
 
 def _block_mask(
     row: int,
-    here: slice,
+    block: slice,
     first: int,
     first_key: int,
     seen: slice,
@@ -315,7 +313,7 @@ def _block_mask(
     device: torch.device,
 ) -> Tensor | None:
     """Return the mask of a block, True where a key is masked for a query; None if no key is."""
-    num_queries, num_keys = here.stop - here.start, seen.stop - seen.start
+    num_queries, num_keys = block.stop - block.start, seen.stop - seen.start
     is_cut = sight.is_causal and first_key + num_keys - 1 > first
     if not is_cut and sight.starts_BT is None:
         return None
@@ -324,9 +322,9 @@ def _block_mask(
     if is_cut:
         hidden_tS |= keys_S > torch.arange(first, first + num_queries, device=device)[:, None]
     if sight.starts_BT is not None:
-        hidden_tS |= keys_S < sight.starts_BT[row, here][:, None]
+        hidden_tS |= keys_S < sight.starts_BT[row, block][:, None]
     if sight.ends_BT is not None and not sight.is_causal:
-        hidden_tS |= keys_S >= sight.ends_BT[row, here][:, None]
+        hidden_tS |= keys_S >= sight.ends_BT[row, block][:, None]
     return hidden_tS
 
 
@@ -350,6 +348,8 @@ def _by_head(x_SGK: Tensor) -> Tensor:
 
 def _grouped(x_tHK: Tensor, num_groups: int) -> Tensor:
     """Return [t, H, ...] with the R query heads of each key head stacked, as [G, R t, ...]."""
+    # [t, H, K] -> [t, G, R, K] -> [G, R, t, K] -> [G, R t, K]: one product for each key head serves
+    # its R query heads, without repeated keys.
     return x_tHK.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 

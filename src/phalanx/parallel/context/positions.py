@@ -51,6 +51,7 @@ class PositionOrder:
 
     def gathered_index(self, num_held: int, device: torch.device | None = None) -> Tensor:
         """Return the index of each position of the padded row in the all-gathered positions."""
+        # Zig-zag, N = 2, one position a chunk: gathered 0 3 | 1 2, so the index is 0 2 3 1.
         ranks = range(len(self.chunks))
         return torch.cat([self.positions(rank, num_held, device) for rank in ranks]).argsort()
 

@@ -103,8 +103,15 @@ class Ring:
         self, state: BackwardState, k_BTGK: Tensor, v_BTGK: Tensor, sight: AttentionMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this rank's q, k and v, each in the dtype of its tensor."""
+        # Gradients follow their block, one hop behind, so a rank has them when the block's terms
+        # are computed. Of block 0, N = 3:
+        #
+        #   hop 0   rank 0 computes its terms, and keeps them
+        #   hop 1   rank 1 computes its terms                          -> rank 2
+        #   hop 2   rank 2 computes its terms, adds those of rank 1    -> rank 0
+        #   end     rank 0 adds its own
         kv = torch.stack((k_BTGK, v_BTGK))
-        own: Tensor | None = None
+        own_d_kv: Tensor | None = None
         arriving: Pending | None = None
         for number, hop in enumerate(self._hops(kv)):
             d_kv = torch.zeros_like(kv, dtype=state.dq_BTHK.dtype)
@@ -112,17 +119,17 @@ class Ring:
             is_computed = number < 3 or not kv.is_meta
             for queries, keys in self.pairs(hop.source, k_BTGK.shape[1]) if is_computed else ():
                 state.add(hop.kv[0], hop.kv[1], d_kv[0], d_kv[1], queries, keys, sight)
-            if own is None:
-                own = d_kv  # gradients of this rank's own block, which are not sent
+            if own_d_kv is None:
+                own_d_kv = d_kv  # gradients of this rank's own block, which are not sent
                 continue
             if arriving is not None:
                 d_kv += arriving.wait()
                 arriving = None  # free its two blocks before the next shift allocates one
             arriving = self._shift(d_kv, torch.empty_like(d_kv))
-        assert own is not None
+        assert own_d_kv is not None
         if arriving is not None:
-            own += arriving.wait()
-        d_k_BTGK, d_v_BTGK = own.to(kv.dtype)
+            own_d_kv += arriving.wait()
+        d_k_BTGK, d_v_BTGK = own_d_kv.to(kv.dtype)
         return state.dq_BTHK.to(state.q_BTHK.dtype), d_k_BTGK, d_v_BTGK
 
     def pairs(self, source: int, num_held: int) -> Iterator[tuple[Chunk, Chunk]]:
@@ -130,16 +137,32 @@ class Ring:
 
         Each rank holds `num_held` positions.
         """
-        own = _chunks(self.order.chunks[self.comm.coord("cp")], num_held)
-        others = _chunks(self.order.chunks[source], num_held)
-        for queries in own:
-            for keys in others:
+        key_chunks = _chunks(self.order.chunks[source], num_held)
+        for queries in _chunks(self.order.chunks[self.comm.coord("cp")], num_held):
+            for keys in key_chunks:
+                # Chunks, N = 2; / is half a pair, x a full one. Rank 0 has queries 0 and 3, rank 1
+                # has 1 and 2, and each computes three full pairs and two halves:
+                #
+                #   queries 0    /
+                #           1    x  /
+                #           2    x  x  /
+                #           3    x  x  x  /
+                #          keys  0  1  2  3
                 if not self.is_causal or keys.first <= queries.first:
                     yield queries, keys
 
     def _hops(self, kv: Tensor) -> Iterator[_KeyValueBlock]:
         """Yield the block of every rank, this rank's first, and receive the next one meanwhile."""
         num_ranks, rank = self.comm.size("cp"), self.comm.coord("cp")
+        # Blocks at each rank, N = 3; each rank sends its block to the next rank while it attends:
+        #
+        #             hop 0   hop 1   hop 2
+        #   rank 0    kv 0    kv 2    kv 1
+        #   rank 1    kv 1    kv 0    kv 2
+        #   rank 2    kv 2    kv 1    kv 0
+        #
+        # Two buffers take turns: the block that has been sent and attended to receives the next
+        # one.
         other = torch.empty_like(kv) if num_ranks > 1 else kv
         for distance in range(num_ranks):
             is_last = distance == num_ranks - 1
@@ -183,8 +206,10 @@ class _Shift(Pending):
 def _chunks(numbers: Sequence[int], num_held: int) -> list[Chunk]:
     size = num_held // len(numbers)
     return [
-        Chunk(slice(place * size, (place + 1) * size), number * size)
-        for place, number in enumerate(numbers)
+        # Local positions, and the first one in the full row: chunks (0, 3) of 2 positions each are
+        # slices 0:2 and 2:4 of this rank's tensor, from positions 0 and 6 on.
+        Chunk(slice(at * size, (at + 1) * size), number * size)
+        for at, number in enumerate(numbers)
     ]
 
 
@@ -216,6 +241,7 @@ class _RingAttention(Function):
         num_pairs = num_held * num_held * num_ranks
         o_BTHK, lse_BTH = _ATTENTION(
             ring, q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT,
+            # Zig-zag leaves every rank half of its pairs under a causal mask.
             math.ceil(num_pairs / 2) if ring.is_causal else num_pairs,
         )  # fmt: skip
         ctx.ring = ring
@@ -228,4 +254,5 @@ class _RingAttention(Function):
         q_BTHK, k_BTGK, v_BTGK, starts_BT, ends_BT, o_BTHK, lse_BTH = ctx.saved_tensors
         state = BackwardState.of(q_BTHK, o_BTHK, lse_BTH, grad_outputs[0])
         sight = AttentionMask(ctx.ring.is_causal, starts_BT, ends_BT)
+        # The circulation starts anew: no rank has kept the blocks of the others.
         return None, *ctx.ring.backward(state, k_BTGK, v_BTGK, sight), None, None

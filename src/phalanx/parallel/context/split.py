@@ -114,9 +114,9 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
             module.attend = attention
         elif isinstance(module, Dropout):
             module.row_positions = positions
-    own = model.forward
+    whole = model.forward
 
-    @functools.wraps(own)
+    @functools.wraps(whole)
     def forward(
         tokens_BT: Tensor,
         labels_BT: Tensor | None = None,
@@ -130,10 +130,10 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
         cut = functools.partial(cut_positions, attention=attention, comm=comm)
-        here_BT = cut(tokens_BT)
-        with batch_scope(BatchShape(*here_BT.shape)):  # tp splits the microbatch that cp leaves
-            out = own(
-                here_BT,
+        held_BT = cut(tokens_BT)
+        with batch_scope(BatchShape(*held_BT.shape)):  # tp splits the microbatch that cp leaves
+            out = whole(
+                held_BT,
                 None if labels_BT is None else cut(labels_BT, padding=IGNORE),
                 positions_BT=cut(positions_BT),
                 documents_BT=cut_documents(documents_BT, tokens_BT, attention, comm),
@@ -147,8 +147,8 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
                 "summed over ranks; pass labels to the model, or compute logits under "
                 "torch.no_grad()"
             )
-        places_T = attention.order.gathered_index(out.shape[1], out.device)
-        return comm.all_gather(out, "cp", 1).index_select(1, places_T)[:, :length]
+        index_T = attention.order.gathered_index(out.shape[1], out.device)
+        return comm.all_gather(out, "cp", 1).index_select(1, index_T)[:, :length]
 
     model.forward = forward
 
@@ -156,6 +156,7 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
 def cut_positions(x_BT: Tensor, attention: Ring | Ulysses, comm: Comm, padding: int = 0) -> Tensor:
     """Return this rank's positions of x_BT, padded first, in the order of `attention`."""
     order, length = attention.order, x_BT.shape[1]
+    # Zig-zag, N = 2, length 6, padded to 8:  rank 0 has positions 0 1 6 7,  rank 1 has 2 3 4 5.
     padded_BT = F.pad(x_BT, (0, order.padded(length) - length), value=padding)
     positions_T = order.positions(comm.coord("cp"), order.num_held(length), x_BT.device)
     return padded_BT.index_select(1, positions_T)

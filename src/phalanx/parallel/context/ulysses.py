@@ -67,10 +67,17 @@ class Ulysses:
         """Return queries, keys and values of this rank's heads, at all positions."""
         num_ranks = self.comm.size("cp")
         num_groups = k_BTGK.shape[2]
+        # One key head on two ranks is repeated twice, k0 k0, so that each rank gets the one it
+        # reads.
         repeats = math.lcm(num_groups, num_ranks) // num_groups
         if repeats > 1:
             k_BTGK, v_BTGK = (x.repeat_interleave(repeats, 2) for x in (k_BTGK, v_BTGK))
         # The heads for one rank are concatenated, so that one all-to-all sends q, k and v.
+        # N = 2, H = 4, G = 2:  q0 q1 k0 v0 | q2 q3 k1 v1,  left of the bar for rank 0, right for
+        # rank 1
+        #
+        #   q[B, T/N, H, K], k, v -> parts [B, T/N, N, H/N, K], ... -> [B, T/N, H + 2 G', K]
+        #   all-to-all -> [B, T, (H + 2 G')/N, K] -> q[B, T, H/N, K], k, v[B, T, G'/N, K]
         parts = [x.unflatten(2, (num_ranks, -1)) for x in (q_BTHK, k_BTGK, v_BTGK)]
         sizes = [part.shape[3] for part in parts]
         return _all_to_all(torch.cat(parts, 3).flatten(2, 3), self.comm, 2, 1).split(sizes, 2)

@@ -46,17 +46,17 @@ class Borders:
         """Return the border after each stage but the last; None if the run on `meta` fails."""
         names = [self._chain.names(stage) for stage in range(len(self._chain.cut))]
         forms = dict[str, Form]()
-        given = dict[int, Tensor]()  # stage -> its input
+        inputs = dict[int, Tensor]()  # stage -> its input
 
         def before(stage: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
-            given.setdefault(stage, [*args, *kwargs.values()][0])
+            inputs.setdefault(stage, [*args, *kwargs.values()][0])
 
         def after(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
             if (form := form_of(output)) is not None:
                 forms[name] = form
 
         handles: list[RemovableHandle] = []
-        for stage, name in ((stage, name) for stage, own in enumerate(names) for name in own):
+        for stage, name in ((stage, name) for stage, of in enumerate(names) for name in of):
             module, enters = self._copy.get_submodule(name), functools.partial(before, stage)
             handles.append(module.register_forward_pre_hook(enters, with_kwargs=True))
             handles.append(module.register_forward_hook(functools.partial(after, name)))
@@ -64,7 +64,7 @@ class Borders:
             self._run(self._copy, microbatch)
             return [
                 Border(
-                    given[stage].numel() * given[stage].itemsize,
+                    inputs[stage].numel() * inputs[stage].itemsize,
                     write([name for of_stage in names[:stage] for name in of_stage], forms),
                 )
                 for stage in range(1, len(names))

@@ -39,10 +39,10 @@ class PlaceholderModule(Absent):
 
 def _outline(of: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module, with parameters on the meta device and child outlines."""
-    own = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
+    outline = {k: v for k, v in vars(of).items() if not k.startswith("_") and k != "forward"}
     parameters = of.named_parameters(recurse=False)
-    own |= {name: torch.empty_like(each, device="meta") for name, each in parameters}
-    return own | {name: SimpleNamespace(**_outline(child)) for name, child in children(of)}
+    outline |= {name: torch.empty_like(each, device="meta") for name, each in parameters}
+    return outline | {name: SimpleNamespace(**_outline(child)) for name, child in children(of)}
 
 
 class Chain:
@@ -77,15 +77,26 @@ class Chain:
                 self._paths[name_of[module]].append(path)
         self.tied = tied
 
-    def keep(self, here: Sequence[int], *, holds_tied: bool) -> None:
-        """Replace the modules outside of the stages `here` by placeholders, in place."""
+    def keep(self, stages: Sequence[int], *, holds_tied: bool) -> None:
+        """Replace the modules outside of `stages` by placeholders, in place."""
         tied = None if self.tied is None else self._model.get_parameter(self.tied)
-        gone = {name for name, stage in self.stage_of.items() if stage not in here}
-        self._remove_other_names(gone)
+        gone = {name for name, stage in self.stage_of.items() if stage not in stages}
+        # A module of an absent link may also have a name outside of links, by which a forward would
+        # find it on this rank although its link is on another: a call by such a name is refused.
+        kept = {m for n, each in self.modules.items() if n not in gone for m in each.modules()}
+        link_of = {m: n for n in gone for m in self.modules[n].modules()}
+        removed: list[str] = []
+        for path, module in list(self._model.named_modules(remove_duplicate=False)):
+            is_other = module in link_of and module not in kept and not self._is_in_link(path)
+            if is_other and not any(path.startswith(f"{each}.") for each in removed):
+                refuse = functools.partial(self._refuse_name, path, link_of[module])
+                parent, _, child = path.rpartition(".")
+                setattr(self._model.get_submodule(parent), child, PlaceholderModule(module, refuse))
+                removed.append(path)
         for name in gone:
             self._put(name, self._absent[name])
         if self.tied is not None and tied is not None and holds_tied:
-            self._hold(tied, self.tied, here)
+            self._hold(tied, self.tied, stages)
         # Drop the references, so that the modules of other ranks and their parameters are freed.
         self.modules = {name: m for name, m in self.modules.items() if name not in gone}
 
@@ -95,8 +106,8 @@ class Chain:
 
     def weights(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters of a stage of this rank."""
-        found = [p for name in self.names(stage) for p in self.modules[name].parameters()]
-        return list(dict.fromkeys(found))
+        names = self.names(stage)
+        return list(dict.fromkeys(p for name in names for p in self.modules[name].parameters()))
 
     @contextmanager
     def others_absent(self, stage: int) -> Generator[None]:
@@ -110,38 +121,24 @@ class Chain:
             for name in others:
                 self._put(name, self.modules[name])
 
-    def _hold(self, parameter: nn.Parameter, name: str, here: Sequence[int]) -> None:
+    def _hold(self, parameter: nn.Parameter, name: str, stages: Sequence[int]) -> None:
         """Register the tied weight under its name in a placeholder, if its module is absent."""
         (link,) = (n for n in self.stage_of if name.startswith(f"{n}."))
-        if self.stage_of[link] in here:
+        if self.stage_of[link] in stages:
             return
         module: nn.Module = self._absent[link]
-        *path, own = name.removeprefix(f"{link}.").split(".")
+        *path, last = name.removeprefix(f"{link}.").split(".")
+        # The outline has child namespaces where named_parameters() would look for modules: each one
+        # on the way to the weight becomes a module, so that the weight keeps its full name.
         for step in path:
             module.__dict__.pop(step, None)
             module.add_module(step, nn.Module())
             module = module.get_submodule(step)
-        module.__dict__.pop(own, None)
-        module.register_parameter(own, parameter)
+        module.__dict__.pop(last, None)
+        module.register_parameter(last, parameter)
 
     def _is_in_link(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{name}.") for name in self.stage_of)
-
-    def _remove_other_names(self, gone: set[str]) -> None:
-        """Replace modules of absent links that also have a name outside of links, in place.
-
-        A call by such a name raises an error.
-        """
-        here = {m for n, each in self.modules.items() if n not in gone for m in each.modules()}
-        link_of = {m: n for n in gone for m in self.modules[n].modules()}
-        removed: list[str] = []
-        for path, module in list(self._model.named_modules(remove_duplicate=False)):
-            is_other = module in link_of and module not in here and not self._is_in_link(path)
-            if is_other and not any(path.startswith(f"{each}.") for each in removed):
-                refuse = functools.partial(self._refuse_name, path, link_of[module])
-                parent, _, own = path.rpartition(".")
-                setattr(self._model.get_submodule(parent), own, PlaceholderModule(module, refuse))
-                removed.append(path)
 
     def _refuse_name(self, path: str, link: str, _: Sequence[Any]) -> Any:
         raise StrategyError(
@@ -152,5 +149,5 @@ class Chain:
 
     def _put(self, name: str, module: nn.Module) -> None:
         for path in self._paths[name]:
-            parent, _, own = path.rpartition(".")
-            setattr(self._model.get_submodule(parent), own, module)
+            parent, _, child = path.rpartition(".")
+            setattr(self._model.get_submodule(parent), child, module)

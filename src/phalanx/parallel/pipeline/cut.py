@@ -112,7 +112,7 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
             f"layers: {layers}; the most stages are {num_links}"
         )
     if not strategy.cut:
-        return _best_of(tuple(costs), stages)
+        return _best_cut(tuple(costs), stages)
     if (len(strategy.cut), sum(strategy.cut)) != (stages, num_links):
         best = "+".join(str(len(links)) for links in partition(costs, stages))
         raise StrategyError(
@@ -124,7 +124,7 @@ def cut_chain(strategy: Strategy, costs: Sequence[float], layers: str) -> tuple[
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _best_of(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
+def _best_cut(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
     """Return the best cut; cached, because many strategies of one model need the same cut."""
     return tuple(partition(costs, num_stages))
 

@@ -86,19 +86,9 @@ def cut_links(
         StrategyError: see `cut_chain`.
     """
     layers = ", ".join(map(" + ".join, links))
-    units = _inseparable(model, links)
-    if strategy.cut or len(units) < num_stages(strategy):
-        return cut_chain(strategy, costs, layers)
-    sums = [sum(costs[unit.start : unit.stop]) for unit in units]
-    cut = cut_chain(strategy, sums, layers)
-    return tuple(range(units[part.start].start, units[part.stop - 1].stop) for part in cut)
-
-
-def _inseparable(model: nn.Module, links: Links) -> list[range]:
-    """Return runs of links, split wherever no parameter is read on both sides.
-
-    One parameter that only the first and the last link read may be tied across stages.
-    """
+    # Runs of links, split wherever no parameter is read on both sides. A parameter that the links 1
+    # and 3 of five read keeps 1, 2 and 3 together: [0] [1 2 3] [4]. One parameter that only the
+    # first and the last link read may be tied across stages.
     readers: dict[nn.Parameter, set[int]] = {}
     for number, link in enumerate(links):
         for name in link:
@@ -110,7 +100,12 @@ def _inseparable(model: nn.Module, links: Links) -> list[range]:
         shared.remove(ends)
     inner = {number for of in shared for number in range(min(of) + 1, max(of) + 1)}
     starts = [number for number in range(len(links)) if number not in inner]
-    return [range(*pair) for pair in itertools.pairwise([*starts, len(links)])]
+    units = [range(*pair) for pair in itertools.pairwise([*starts, len(links)])]
+    if strategy.cut or len(units) < num_stages(strategy):
+        return cut_chain(strategy, costs, layers)
+    sums = [sum(costs[unit.start : unit.stop]) for unit in units]
+    cut = cut_chain(strategy, sums, layers)
+    return tuple(range(units[part.start].start, units[part.stop - 1].stop) for part in cut)
 
 
 def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain:
@@ -123,7 +118,7 @@ def chain_by(skeleton: Skeleton, links: Links, cut: Sequence[range]) -> CutChain
     chain, ends = CutChain(links, cut, None), {0, len(cut) - 1}
     names, tied = [chain.names(stage) for stage in range(len(cut))], list[Weight]()
     for weight in skeleton.weights:
-        stages = [stage for stage, own in enumerate(names) if _is_read(weight, own)]
+        stages = [stage for stage, of in enumerate(names) if _is_read(weight, of)]
         if len(stages) > 1:
             tied.append(weight)
         if len(stages) > 1 and (set(stages) != ends or len(tied) > 1):
@@ -154,9 +149,9 @@ def links_of(model: nn.Module) -> Links:
         StrategyError: the module has none of these forms, or has parameters or running statistics
             outside of its links.
     """
-    given: Any = getattr(model, "chain", None)
-    if isinstance(given, list | tuple):
-        names = cast("Sequence[str | Sequence[str]]", given)
+    chain: Any = getattr(model, "chain", None)
+    if isinstance(chain, list | tuple):
+        names = cast("Sequence[str | Sequence[str]]", chain)
         links = [[each] if isinstance(each, str) else list(each) for each in names]
     elif isinstance(model, nn.Sequential):
         links = [[name] for name, _ in children(model)]
@@ -184,18 +179,18 @@ def _around_the_list(model: nn.Module) -> list[list[str]]:
     (of_blocks,) = lists
     before: list[str] = []
     after: list[str] = []
-    found = before
+    side = before
 
     def visit(module: nn.Module, prefix: str) -> None:
-        nonlocal found
+        nonlocal side
         for name, child in children(module):
             path = f"{prefix}{name}"
             if path == of_blocks:
-                found = after
+                side = after
             elif of_blocks.startswith(f"{path}."):
                 visit(child, f"{path}.")
             elif any(True for _ in child.parameters()) or _running(child):
-                found.append(path)
+                side.append(path)
 
     visit(model, "")
     return [link for link in (before, *([name] for name in blocks), after) if link]

@@ -52,6 +52,7 @@ def lower(schedule: Schedule, rank: int) -> tuple[Action, ...]:
     """Return all actions of a rank, in order; the schedule must list all computes."""
     listed = schedule.written[rank] if schedule.written else _with_messages(schedule, rank)
     actions = tuple(_with_ends_of_sends(schedule, rank, listed))
+    # The last of several equal keys wins: the index of the last backward of each stage.
     last = {action.stage: at for at, action in enumerate(actions) if action.op in ("B", "W")}
     lowered: list[Action] = []
     for at, action in enumerate(actions):
@@ -110,22 +111,19 @@ def _with_messages(schedule: Schedule, rank: int) -> Iterator[Action]:
         messages = [*messages_of(schedule, action)]
         for needed in (each for each in messages if each.op in RECEIVES):
             source = schedule.rank_of[other_stage(needed)]
-            if source not in coming:
-                coming[source] = _receives_from(schedule, source, rank)
+            if source not in coming:  # all messages from `source` to this rank, as it sends them
+                coming[source] = (
+                    other_end(send)
+                    for computed in schedule.orders[source]
+                    for send in messages_of(schedule, computed)
+                    if send.op in SENDS and schedule.rank_of[other_stage(send)] == rank
+                )
             while needed not in begun:
                 receive = next(coming[source])
                 begun.add(receive)
                 yield receive
         yield action
         yield from (each for each in messages if each.op in SENDS)
-
-
-def _receives_from(schedule: Schedule, source: int, rank: int) -> Iterator[Action]:
-    """Yield the receives of all messages from `source` to `rank`, in the order of the sends."""
-    for action in schedule.orders[source]:
-        for send in messages_of(schedule, action):
-            if send.op in SENDS and schedule.rank_of[other_stage(send)] == rank:
-                yield other_end(send)
 
 
 def _with_ends_of_sends(
@@ -146,6 +144,14 @@ def _with_ends_of_sends(
         at = position[message.op.endswith("F"), stage, message.microbatch]
         return schedule.rank_of[stage], at
 
+    # `needed` is a message that rank `source` computed at index `made_at` of its order. Each send
+    # of this rank that `source` takes at a smaller index has been received, so its tensor can be
+    # freed:
+    #
+    #   this rank   F0 SEND_F0 F1 SEND_F1 RECV_B0          SENT_F0, before B0
+    #   `source`    F0 (index 0)  B0 (index 1)  F1 (index 2)
+    #
+    # SEND_F1 stays: `source` may not have received it when it sent the gradient of microbatch 0.
     held: list[Action] = []
     for action in listed:
         for needed in messages_of(schedule, action):

@@ -30,10 +30,24 @@ def link_times(
     stages on this rank. `forward`, as for `Stages.run`, returns a sum of losses.
     """
     stages.prepare()
-    rounds = [_one_round(stages, forward) for _ in range(1 + num_rounds)][1:]
+    rounds: list[list[tuple[float, float]]] = []
+    for _ in range(1 + num_rounds):
+        times: list[tuple[float, float]] = []
+        received: Tensor | None = None
+        for stage in range(stages.num_stages):
+            for weight in stages.weights(stage):
+                weight.grad = None
+            begin_s = _now_s()
+            output = stages.run(stage, received, forward)
+            middle_s = _now_s()
+            if output.requires_grad:
+                output.backward(torch.ones_like(output))
+            times.append((middle_s - begin_s, _now_s() - middle_s))
+            received = output.detach().requires_grad_()
+        rounds.append(times)
     return [
         (statistics.median(f for f, _ in of_link), statistics.median(b for _, b in of_link))
-        for of_link in zip(*rounds, strict=True)
+        for of_link in zip(*rounds[1:], strict=True)
     ]
 
 
@@ -41,22 +55,6 @@ def with_best_cut(strategy: Strategy, times: Sequence[float]) -> Strategy:
     """Return the strategy with the best cut for links with these `times`, in seconds."""
     best = partition(times, num_stages(strategy))
     return dataclasses.replace(strategy, cut=tuple(len(links) for links in best))
-
-
-def _one_round(stages: Stages, forward: Callable[[], Tensor]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    received: Tensor | None = None
-    for stage in range(stages.num_stages):
-        for weight in stages.weights(stage):
-            weight.grad = None
-        begin_s = _now_s()
-        output = stages.run(stage, received, forward)
-        middle_s = _now_s()
-        if output.requires_grad:
-            output.backward(torch.ones_like(output))
-        found.append((middle_s - begin_s, _now_s() - middle_s))
-        received = output.detach().requires_grad_()
-    return found
 
 
 def _now_s() -> float:

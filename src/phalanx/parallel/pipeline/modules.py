@@ -117,7 +117,23 @@ class ModuleStages(Stages):
             try:
                 output = forward()
             except _StageEnd as left:
-                self._warn_of_kept(stage)
+                # An objective that reads tensors which a module stores as attributes runs on the
+                # last stage, where they are missing: warn of the first one, once.
+                stored = (
+                    f"{path}.{key}"
+                    for name in self._chain.names(stage)
+                    for path, module in self._chain.modules[name].named_modules(prefix=name)
+                    for key, value in vars(module).items()
+                    if isinstance(value, Tensor) and value.grad_fn is not None
+                )
+                if not self._warned and (first := next(stored, None)) is not None:
+                    self._warned = True
+                    warnings.warn(
+                        f"pp: '{first}' is a stored tensor with a gradient graph, which the "
+                        "objective on the last stage does not have: a loss computed from it would "
+                        "be left out",
+                        stacklevel=1,
+                    )
                 self._loose.check(before)
                 self.outline = write(self._before(stage + 1), self._outputs)
                 return left.output
@@ -162,26 +178,11 @@ class ModuleStages(Stages):
             )
         return named(*args, **kwargs)
 
-    def _warn_of_kept(self, stage: int) -> None:
-        """Warn, once, of tensors with a gradient graph that a module stores as attributes.
-
-        An objective that reads them runs on the last stage, where they are missing.
-        """
-        for name in () if self._warned else self._chain.names(stage):
-            for path, module in self._chain.modules[name].named_modules(prefix=name):
-                for key, value in vars(module).items():
-                    if isinstance(value, Tensor) and value.grad_fn is not None:
-                        self._warned = True
-                        warnings.warn(
-                            f"pp: '{path}.{key}' is a stored tensor with a gradient graph, which "
-                            "the objective on the last stage does not have: a loss computed from "
-                            "it would be left out",
-                            stacklevel=2,
-                        )
-                        return
-
     def _call_absent(self, name: str, args: Sequence[Any]) -> Any:
         stage = self._chain.stage_of[name]
+        # Three cases: an earlier stage, whose output is unknown here; then the first module after
+        # the stage, which ends the forward; between them the running stage itself, which is not
+        # absent.
         if stage < self._at_work:
             # A stand-in for the output, with its form but without values. If the form is unknown,
             # the output is one tensor like the received one.

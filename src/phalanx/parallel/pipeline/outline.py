@@ -39,15 +39,16 @@ def form_of(output: Any) -> Form | None:
     """Return the form of an output; None if it contains values other than tensors and None."""
     is_tuple = type(output) in (tuple, list)
     parts = cast("Iterable[Any]", output if is_tuple else [output])
-    found = [Like(p.dtype, p.shape) if isinstance(p, Tensor) else p for p in parts]
-    is_known = all(part is None or isinstance(part, Like) for part in found)
-    return Form(is_tuple, tuple(found)) if is_known else None
+    likes = [Like(p.dtype, p.shape) if isinstance(p, Tensor) else p for p in parts]
+    is_known = all(part is None or isinstance(part, Like) for part in likes)
+    return Form(is_tuple, tuple(likes)) if is_known else None
 
 
 def write(names: Iterable[str], forms: Mapping[str, Form]) -> Outline:
     """Encode the forms of the layers `names` as an outline."""
     numbers: list[int] = []
     for name in names:
+        # A tuple (float32 [2, 8], None):  1  2  | dtype  2  2  8 |  -1  0
         is_tuple, parts = forms.get(name, Form(False, ()))
         numbers += [is_tuple, len(parts)]
         for part in parts:
@@ -58,7 +59,7 @@ def write(names: Iterable[str], forms: Mapping[str, Form]) -> Outline:
 
 def read(names: Iterable[str], outline: Outline) -> dict[str, Form]:
     """Decode the outline of the layers `names`; layers of unknown form are left out."""
-    numbers, found = iter(outline), dict[str, Form]()
+    numbers, forms = iter(outline), dict[str, Form]()
     for name in names:
         is_tuple, count = next(numbers, 0), next(numbers, 0)
         parts: list[Like | None] = []
@@ -67,5 +68,5 @@ def read(names: Iterable[str], outline: Outline) -> dict[str, Form]:
             shape = torch.Size(itertools.islice(numbers, ndim))
             parts.append(None if kind == _NONE else Like(_KINDS[kind], shape))
         if parts or is_tuple:
-            found[name] = Form(bool(is_tuple), tuple(parts))
-    return found
+            forms[name] = Form(bool(is_tuple), tuple(parts))
+    return forms

@@ -35,50 +35,40 @@ def partition(costs: Sequence[float], num_stages: int) -> list[range]:
             f"stages are {num_layers}"
         )
     upto = [0.0, *accumulate(costs)]
-    return _most_even(upto, num_stages, _slowest(upto, num_stages))
 
-
-def _slowest(upto: Sequence[float], num_stages: int) -> float:
-    """Return the cost of the slowest stage of the best cut.
-
-    It is the cost of some range of layers: the smallest limit with which greedily filled stages
-    reach the last layer. A cut with fewer stages can always be cut further.
-    """
-    num_layers = len(upto) - 1
-
-    def suffices(most: float) -> bool:
+    # The slowest stage of the best cut costs as much as some range of layers: the smallest limit
+    # with which greedily filled stages reach the last layer. A cut with fewer stages can always be
+    # cut further.
+    def suffices(limit: float) -> bool:
         begin = 0
         for _ in range(num_stages):
-            # The longest stage within the limit; the same difference as in `costs` rounds equally.
-            end = bisect_right(upto, most, begin, key=lambda there: there - upto[begin]) - 1
+            # The longest stage within the limit; the same difference as in `limits` rounds equally.
+            end = bisect_right(upto, limit, begin, key=lambda end: end - upto[begin]) - 1
             if end == num_layers:
                 return True
             begin = end
         return False
 
-    costs = sorted({there - here for here, there in combinations(upto, 2)})
-    return costs[bisect_left(costs, True, key=suffices)]
+    # Costs 3 1 4, upto 0 3 4 8: the ranges cost 1 3 4 5 8. With two stages 1 and 3 do not suffice
+    # (3 | 1 ...), but 4 does (3 1 | 4), and so do all larger limits: a bisection finds it.
+    limits = sorted({end - begin for begin, end in combinations(upto, 2)})
+    most = limits[bisect_left(limits, True, key=suffices)]
 
-
-def _most_even(upto: Sequence[float], num_stages: int, most: float) -> list[range]:
-    """Return the cut with the smallest sum of squares whose stages cost at most `most`.
-
-    Such a cut must exist. `upto[n]` is the cost of the first n layers.
-    """
-    num_layers = len(upto) - 1
-    # n -> sum of squares and stages of the best cut of the first n layers.
+    # Of the cuts within that limit, the smallest sum of squares. n -> sum of squares and stages of
+    # the best cut of the first n layers, stage after stage.
     best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
     for stage in range(num_stages):
-        found: dict[int, tuple[float, list[range]]] = {}
+        extended: dict[int, tuple[float, list[range]]] = {}
         for begin, (so_far, stages) in best.items():
+            # At least one layer remains for each later stage.
             for end in range(begin + 1, num_layers - (num_stages - stage) + 2):
                 cost = upto[end] - upto[begin]
                 if cost > most:
                     break
                 new = so_far + cost**2
-                if end not in found or new < found[end][0]:
-                    found[end] = new, [*stages, range(begin, end)]
-        best = found
+                if end not in extended or new < extended[end][0]:
+                    extended[end] = new, [*stages, range(begin, end)]
+        best = extended
     return best[num_layers][1]
 
 

@@ -185,6 +185,8 @@ class _Step:
         if (send := send_after(action, self._last_stage)) is None:
             output = self.scale(output)
         else:
+            # Without the graph: backward of the next stage may run on this rank too, and would else
+            # go on into this stage before its own B.
             self.values[other_end(send)] = output.detach()
             self.outlines[other_end(send)] = self._stages.outline
         self.kept[stage, number] = received, output
@@ -195,6 +197,7 @@ class _Step:
         at = stage, number
         trained = [weight for weight in self.runner.weights[stage] if weight.requires_grad]
         if self.runner.reducer is not None and op != "I":
+            # I computes no gradient of a weight, so a reduction that is due waits for the W.
             self.runner.reducer.before_backward(self.last, self.runner.weights[stage])
             self.last = ()
         if op == "W":
@@ -224,8 +227,8 @@ class _Step:
 
     def take(self, receive: Action) -> Tensor:
         """Return the tensor of a receive; wait until it has arrived."""
-        found = self.values.pop(receive)
-        return found.wait() if isinstance(found, Pending) else found
+        value = self.values.pop(receive)
+        return value.wait() if isinstance(value, Pending) else value
 
     def send(self, action: Action) -> None:
         """Start to send a stage's activation, after its header, or a gradient."""
@@ -238,6 +241,8 @@ class _Step:
             with self.phase("sizes"):
                 for part in self.runner.sizes.announce(stage, of, tensor, outline):
                     begun.append(self.runner.comm.send_start(part, "pp", target))
+        # Pending sends keep the tensors that are on their way: a rank's list may go on to the next
+        # forward before the peer has received, and waits for the end only at SENT.
         begun.append(self.runner.comm.send_start(tensor.contiguous(), "pp", target))
 
     def receive(self, action: Action) -> None:
@@ -257,5 +262,8 @@ class _Step:
         A parameter that another unreduced stage reads is reduced with that stage.
         """
         self.unreduced.remove(action.stage)
+        #   stages 0 and 3 on this rank, both read the tied weight:
+        #   ... REDUCE3 B3    last = weights of stage 3 without the tied one
+        #   ... REDUCE0 B0    last = weights of stage 0 with the tied one
         later = {weight for stage in self.unreduced for weight in self.runner.weights[stage]}
         self.last = [weight for weight in self.runner.weights[action.stage] if weight not in later]

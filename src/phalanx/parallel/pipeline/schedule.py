@@ -92,12 +92,23 @@ def naive(rank: int, p: int, m: int, v: int) -> Phases:
 
 def gpipe(rank: int, p: int, m: int, v: int) -> Phases:
     """All forwards, then all backwards. It holds all m microbatches."""
+    # p = 3, m = 3; a backward B takes two units of time:
+    #
+    #   rank 0   F0 F1 F2                   B0 -- B1 -- B2 --
+    #   rank 1      F0 F1 F2          B0 -- B1 -- B2 --
+    #   rank 2         F0 F1 F2 B0 -- B1 -- B2 --
     yield m, "F"
     yield m, "B"
 
 
 def one_f_one_b(rank: int, p: int, m: int, v: int) -> Phases:
     """A backward as soon as there is one. Rank r holds p - r microbatches."""
+    # p = 3, m = 4. Rank r begins with p - r - 1 forwards, so that its first backward follows the
+    # forward after them at once:
+    #
+    #   rank 0   F0 F1 F2             B0 -- F3 B1 --    B2 --    B3 --
+    #   rank 1      F0 F1       B0 -- F2 B1 -- F3 B2 --    B3 --
+    #   rank 2         F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --
     warmup = p - rank - 1
     yield warmup, "F"
     yield m - warmup, "F B"
@@ -106,6 +117,12 @@ def one_f_one_b(rank: int, p: int, m: int, v: int) -> Phases:
 
 def interleaved(rank: int, p: int, m: int, v: int) -> Phases:
     """1F1B over v chunks a rank: v times as many messages, 1/v of the bubble."""
+    # p = 2, v = 2, m = 4. Chunks a of ranks 0 and 1 are stages 0 and 1, chunks b stages 2 and 3.
+    # The forwards of microbatches 0 and 1 pass chunk a, then chunk b, before 2 and 3 enter; here a
+    # backward takes as long as a forward:
+    #
+    #   rank 0   Fa0 Fa1 Fb0 Fb1 Fa2 Bb0 Fa3 Bb1 Fb2 Ba0 Fb3 Ba1     Bb2     Bb3 Ba2 Ba3
+    #   rank 1       Fa0 Fa1 Fb0 Bb0 Fb1 Bb1 Fa2 Ba0 Fa3 Ba1 Fb2 Bb2 Fb3 Bb3 Ba2 Ba3
     warmup = _warmup_of_interleaved(rank, p, v)
     yield warmup, "F"
     yield m * v - warmup, "F B"
@@ -117,6 +134,11 @@ def zero_bubble(rank: int, p: int, m: int, v: int) -> Phases:
 
     Rank r has the gradients of r microbatches wait: with one chunk all hold as much as the first.
     """
+    # p = 3, m = 6. Rank 2 ends with three W, at the time at which it idles in 1f1b:
+    #
+    #   rank 0   F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 F5 I3 W3 I4 W4 I5 W5
+    #   rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 F5 I4 W3 I5 W4 W5
+    #   rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 F5 I5 W3 W4 W5
     warmup = p - rank - 1 if v == 1 else _warmup_of_interleaved(rank, p, v)
     yield warmup, "F"
     yield rank, "F I"
@@ -127,6 +149,11 @@ def zero_bubble(rank: int, p: int, m: int, v: int) -> Phases:
 
 def zbv(rank: int, p: int, m: int, v: int) -> Phases:
     """Chunks in the form of a V: the first rank has the first and the last stage."""
+    # p = 2, m = 4. Stages 0 and 3 are chunks a and b of rank 0, stages 1 and 2 those of rank 1, so
+    # rank 0 begins the first backward as soon as it has computed the loss:
+    #
+    #   rank 0   Fa0 Fa1 Fa2 Fb0 Ib0 Wb0 Fb1 Ib1 Wb1 Fa3 Ia0 Wa0 Fb2 Ib2 Wb2 Ia1 Wa1 Fb3 ...
+    #   rank 1       Fa0 Fb0 Fa1 Fb1 Ib0 Wb0 Fa2 Ia0 Wa0 Fb2 Ib1 Wb1 Fa3 Ia1 Wa1 Fb3 Ib2 ...
     yield 2 * (p - rank) - 1, "F0"
     yield rank, "F1 F0"
     yield p - rank, "F1 I1 W"
@@ -142,6 +169,11 @@ def dualpipev(rank: int, p: int, m: int, v: int) -> Phases:
 
     The backwards of the pairs are whole: B, not I and W.
     """
+    # p = 2, m = 4, placed as in zbv; B takes two units. The pairs are F B next to each other, each
+    # of another microbatch and chunk:
+    #
+    #   rank 0   Fa0 Fa1 Fa2 Fb0 Ib0 Wb0 Fb1 Fa3 Bb1 --- Fb2 Ba0 --- Bb2 --- Fb3     Ba1 --- ...
+    #   rank 1       Fa0 Fb0 Fa1 Fb1 Fa2 Bb0 --- Fb2 Ba0 --- Fa3 Bb1 --- Fb3 Ba1 --- Bb2 --- ...
     after = p - rank - 1
     yield 2 * after, "F0"
     yield rank + 1, "F0 F1"
@@ -159,6 +191,8 @@ def dualpipev(rank: int, p: int, m: int, v: int) -> Phases:
 
 def _warmup_of_interleaved(rank: int, p: int, v: int) -> int:
     """Return the number of warm-up forwards of a rank, over all chunks."""
+    # Rank r runs v - 1 chunks of p microbatches ahead; then each rank after it adds two units to
+    # the way of the first microbatch, one there and one back.
     return 2 * (p - rank - 1) + (v - 1) * p
 
 
@@ -221,6 +255,8 @@ def build_schedule(kind: str, num_ranks: int, num_microbatches: int, chunks: int
     v = of.chunks or chunks
     rank_of = [*range(p), *reversed(range(p))] if of.is_v else [*range(p)] * v
     check_length(kind, len(rank_of), num_microbatches)
+    # Phases hold only for a multiple of p microbatches: the surplus ones are built and then
+    # dropped.
     most = -(-max(num_microbatches, of.min_microbatches_per_rank * p) // p) * p
     orders: list[tuple[Action, ...]] = []
     for rank in range(p):

@@ -60,26 +60,32 @@ def read_schedule(path: str, num_ranks: int) -> Schedule:
             f"schedule {path}: the file has {len(lines)} lines of actions; expected {num_ranks}, "
             "one for each rank of pp"
         )
-    listed = [_actions(path, number, line) for number, line in lines]
+    listed: list[tuple[Action, ...]] = []
+    for number, line in lines:
+        actions: list[Action] = []
+        for word in filter(None, map(str.strip, line.split(","))):
+            if (match := _ACTION.fullmatch(word)) is None:
+                raise StrategyError(
+                    f"schedule {path}, line {number}: cannot read {word[:40]!r}; expected a stage, "
+                    f"one of {', '.join(get_args(Op))}, and a microbatch, such as 2F0"
+                )
+            stage, op, microbatch = match.groups()
+            actions.append(Action(cast(Op, op), int(stage), int(microbatch)))
+        listed.append(tuple(actions))
     schedule = _schedule(path, listed)
     simulate(schedule)
-    _check_derived(schedule, listed)
+    # Refuse SENT and REDUCE in places other than where lowering inserts them.
+    for rank, written in enumerate(listed):
+        if all(action.op in COMPUTES + SENDS + RECEIVES for action in written):
+            continue
+        for action, expected in itertools.zip_longest(written, lower(schedule, rank)):
+            if action != expected:
+                raise StrategyError(
+                    f"schedule {schedule.kind}: rank {rank} has {action or 'nothing'} where "
+                    f"{expected or 'nothing'} is expected; leave SENT and REDUCE out, and they are "
+                    "inserted where they belong"
+                )
     return schedule
-
-
-def _actions(path: str, number: int, line: str) -> tuple[Action, ...]:
-    """Return the actions of a line."""
-    found: list[Action] = []
-    for word in filter(None, map(str.strip, line.split(","))):
-        match = _ACTION.fullmatch(word)
-        if match is None:
-            raise StrategyError(
-                f"schedule {path}, line {number}: cannot read {word[:40]!r}; expected a stage, one "
-                f"of {', '.join(get_args(Op))}, and a microbatch, such as 2F0"
-            )
-        stage, op, microbatch = match.groups()
-        found.append(Action(cast(Op, op), int(stage), int(microbatch)))
-    return tuple(found)
 
 
 def _schedule(path: str, listed: _Lines) -> Schedule:
@@ -112,17 +118,3 @@ def _schedule(path: str, listed: _Lines) -> Schedule:
     ops = COMPUTES + SENDS + RECEIVES
     written = (tuple(tuple(a for a in actions if a.op in ops) for actions in listed),)
     return Schedule(path, rank_of, orders, len(counts["microbatch"]), *written[:is_whole])
-
-
-def _check_derived(schedule: Schedule, listed: _Lines) -> None:
-    """Refuse SENT and REDUCE in places other than where lowering inserts them."""
-    for rank, actions in enumerate(listed):
-        if all(action.op in COMPUTES + SENDS + RECEIVES for action in actions):
-            continue
-        for found, expected in itertools.zip_longest(actions, lower(schedule, rank)):
-            if found != expected:
-                raise StrategyError(
-                    f"schedule {schedule.kind}: rank {rank} has {found or 'nothing'} where "
-                    f"{expected or 'nothing'} is expected; leave SENT and REDUCE out, and they are "
-                    "inserted where they belong"
-                )

@@ -102,6 +102,7 @@ class _Simulation:
 
     def run(self) -> Timeline:
         """Run all lists to their ends, and return the timeline."""
+        # A list and no generator: `any` would stop at the first rank that makes progress.
         while any([self._advance(rank) for rank in range(len(self._left))]):
             pass
         waits = ", ".join(
@@ -142,6 +143,8 @@ class _Simulation:
         line = self._line(message)
         mine, other = self._sent[line], self._received[line]
         mine.append(other_end(message)) if message.op in SENDS else other.append(message)
+        # A queue matches by order alone: the n-th send to the n-th receive. The pair that this
+        # message completes is the last that both sides have.
         at = min(len(mine), len(other)) - 1
         if 0 <= at and mine[at] != other[at]:
             raise StrategyError(
@@ -186,6 +189,8 @@ class _Simulation:
         yield from (need for need in self._needs(action) if need not in self._times)
         if action.op in SENDS + RECEIVES:
             line = self._line(action)
+            # NCCL connects two ranks at their first message, which needs both; later sends only
+            # enqueue.
             is_first = not (self._sent[line] and self._received[line])
             if (is_first or action.op == "RECV_F") and other_end(action) not in self._times:
                 yield other_end(action)
@@ -195,7 +200,7 @@ class _Simulation:
 
 def check_complete(schedule: Schedule) -> None:
     """Refuse a schedule in which a compute is missing, repeated or on the wrong rank."""
-    found = Counter(action for order in schedule.orders for action in order)
+    counts = Counter(action for order in schedule.orders for action in order)
     for rank, order in enumerate(schedule.orders):
         for action in order:
             if schedule.rank_of[action.stage] != rank:
@@ -206,16 +211,16 @@ def check_complete(schedule: Schedule) -> None:
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             ops: tuple[Op, ...] = ("F", "B", "I", "W")
-            count = {op: found.pop(Action(op, stage, microbatch), 0) for op in ops}
+            count = {op: counts.pop(Action(op, stage, microbatch), 0) for op in ops}
             if (*count.values(),) not in ((1, 1, 0, 0), (1, 0, 1, 1)):
                 counted = ", ".join(f"{number} {op}" for op, number in count.items())
                 raise StrategyError(
                     f"schedule {schedule.kind}: microbatch {microbatch} has {counted} in stage "
                     f"{stage}; expected 1 F, and 1 B or 1 I and 1 W"
                 )
-    if found:
+    if counts:
         raise StrategyError(
-            f"schedule {schedule.kind}: {next(iter(found))} has a stage or microbatch out of range"
+            f"schedule {schedule.kind}: {next(iter(counts))} has a stage or microbatch out of range"
         )
 
 

@@ -57,14 +57,16 @@ class Sizes:
                 f"{kinds}: choose another cut, or convert the tensor within a layer"
             )
         if self._are_fixed:
-            key, found = _key(stage, microbatch), (tensor.shape, tensor.dtype)
+            key, size = _key(stage, microbatch), (tensor.shape, tensor.dtype)
             if key in self._known:
-                assert found == self._known[key], "the shapes of a microbatch decide the sizes"
+                assert size == self._known[key], "the shapes of a microbatch decide the sizes"
                 return []
-            self._known[key] = found
+            self._known[key] = size
         is_new = self._outlines.get(stage, ()) != outline
         self._outlines[stage] = outline
         length = len(outline) if is_new else 0
+        # header     | dtype | length of the outline | ndim | sizes ... | 0 ... |    HEADER_SIZE
+        # integers then       | outline |      only if it is new
         sizes = [DTYPES.index(tensor.dtype), length, tensor.ndim, *tensor.shape]
         parts = [sizes + [0] * (HEADER_SIZE - len(sizes)), *([outline] if is_new else [])]
         return [torch.tensor(part).to(self._comm.device) for part in parts]

@@ -204,14 +204,14 @@ class TiedReducer(WrappingReducer):
         assert weight.grad is not None, "both ends of a pipeline read the tied weight"
         mine = local_shard(weight.grad)
         other = self._other
-        received, given = torch.empty_like(mine), mine.contiguous().clone()
+        received, copied = torch.empty_like(mine), mine.contiguous().clone()
         with phase("reduce"):
             # NCCL connects two ranks at their first message; if both received first, it would hang.
             if self.comm.coord("pp") < other:
-                sent = self.comm.send_start(given, "pp", other)
+                sent = self.comm.send_start(copied, "pp", other)
                 theirs = self.comm.recv_start(received, "pp", other)
             else:
                 theirs = self.comm.recv_start(received, "pp", other)
-                sent = self.comm.send_start(given, "pp", other)
+                sent = self.comm.send_start(copied, "pp", other)
             mine.add_(theirs.wait())
             sent.wait()

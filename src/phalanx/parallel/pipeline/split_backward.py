@@ -43,6 +43,7 @@ def backward_input(
     first stage.
     """
     if received is None:
+        # Nothing is before this stage: I is empty, and W runs the whole backward from the output.
         edge = get_gradient_edge(output)
         reached: list[Tensor | None] = [None] * edge.output_nr
         reached.append(torch.ones_like(output) if gradient is None else gradient)
@@ -60,6 +61,11 @@ def backward_weights(groups: Groups, weights: Iterable[nn.Parameter]) -> None:
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights}
     for group in groups:
         reached = list(zip(group["intermediates"], group["grads"], strict=True))
+        # A group has nodes of the graph between input and weights, each with the gradients that I
+        # left there. Backward starts at all of them at once, and accumulates into the weights of
+        # the group only:
+        #
+        #   node n  --- gradient --->  weight a        I has passed n on its way to the input
         edges = [
             (GradientEdge(node, at), gradient)
             for node, gradients in reached

@@ -103,12 +103,14 @@ class DecoderStages(Stages):
             modules += [model.embedding, model.position_embedding]
         if self._last_link in links:
             modules += [model.norm, model.output, model.embedding if model.shape.tied else None]
-        found = [p for m in modules if m is not None for p in m.parameters()]
-        return list(dict.fromkeys(found))
+        weights = (p for m in modules if m is not None for p in m.parameters())
+        return list(dict.fromkeys(weights))
 
     @override
     def run(self, stage: int, received: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         links, last = self.cut[stage], self._last_link
+        #   link     0            1 ... L              L + 1
+        #   module   embedding    block 0 ... L - 1    norm + output
         blocks = range(max(links.start - 1, 0), min(links.stop, last) - 1)
         self._model.stage = Stage(blocks, received, last in links)
         try:

@@ -149,8 +149,8 @@ class _TrackUnknown(TorchDispatchMode):
         self._check(name, is_shape_read or torch.Tag.data_dependent_output in func.tags)
         result = func(*args, **kwargs)
         of = {argument.name: argument.alias_info for argument in func._schema.arguments}
-        given = dict(zip(of, args, strict=False)) | kwargs
-        written = [value for key, value in given.items() if of[key] and of[key].is_write]
+        arguments = dict(zip(of, args, strict=False)) | kwargs
+        written = [value for key, value in arguments.items() if of[key] and of[key].is_write]
         for leaf in tree_leaves((result, written)):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
@@ -182,9 +182,9 @@ class StandIn(Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
         """Return a new tensor on the memory of `received`."""
-        given = received.new_empty(0)
-        given.data = received.detach()
-        return given
+        alias = received.new_empty(0)
+        alias.data = received.detach()
+        return alias
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:

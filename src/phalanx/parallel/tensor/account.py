@@ -72,8 +72,26 @@ def traffic(
     """Return the communication of the first rank of tp over tp in one step."""
     grid = tuple((axis, layout.comm.size(axis)) for axis in layout.axes)
     works = Counter[tuple[_Operation, str]]()
-    for work, recompute, times in _operations(target, bindings):
-        works[work, recompute] += times
+    strategy, skeleton = target.strategy, target.skeleton
+    master, compute = skeleton.dtype, target.compute_dtype
+    blocks = tuple(f"{name}." for name in skeleton.blocks)
+    # The number of features of the residual, from a weight that has it.
+    roles = ("row", "embedding", "head")
+    first = next(binding for role in roles for binding in bindings if binding.role == role)
+    of_width = _table(first, bindings) if first.role == "head" else first.module
+    width = _matrix_shape(of_width)[0 if first.role == "row" else 1]
+    for binding in bindings:
+        times = len(skeleton.named(binding.name))
+        if times == 0:
+            continue
+        is_block = binding.name.startswith(blocks)
+        # fsdp gathers the weights of blocks in the compute dtype.
+        dtype = compute if is_block and strategy.fsdp.degree > 1 else master
+        recompute = strategy.recompute.kind if is_block else "none"
+        for kind, sizes in _kinds(binding, bindings, width):
+            works[_Operation(kind, sizes, compute, dtype), recompute] += times
+    for _ in gathered_bases(skeleton.model, functools.partial(reads_residual, bindings)):
+        works[_Operation("gather", (width,), compute, master), "none"] += 1
     rows = [
         (phase, entry.axis, entry.op, times * entry.calls, times * entry.payload_bytes)
         for batch, num_batches in Counter(batches).items()
@@ -84,34 +102,25 @@ def traffic(
             entry.phase, recompute, work.kind not in ("norm", "inner_norm", "loss")
         )
     ]
+    # The gradients to be summed over tp, grouped by the axes of the sum, in the order of the model.
+    # fsdp has split the rows of this rank's shard again before they are summed.
+    axes_of: dict[Weight, tuple[tuple[str, ...], int]] = {}
+    for row in parameters:
+        if row.replicated_axes and row.weight.is_trained:
+            num_rows, *rest = row.shard_shape
+            size = -(-num_rows // target.strategy.num_shards) * math.prod(rest)
+            axes_of[row.weight] = row.replicated_axes, size * row.weight.dtype.itemsize
+    replicated: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for weight in target.skeleton.parameters():
+        if weight in axes_of:
+            axes, size = axes_of[weight]
+            replicated[axes].append(size)
     rows += [
         ("reduce", axis, "all_reduce", len(buckets(sizes)), sum(sizes))
-        for axes, sizes in _replicated_gradient_bytes(target, parameters).items()
+        for axes, sizes in replicated.items()
         for axis in axes
     ]
     return entries_of(rows, layout.comm.size)
-
-
-def _operations(
-    target: Target, bindings: Sequence[RoleBinding]
-) -> Iterator[tuple[_Operation, str, int]]:
-    """Yield the operations of each layer, their recomputation, and the number of such layers."""
-    strategy, skeleton = target.strategy, target.skeleton
-    master, compute = skeleton.dtype, target.compute_dtype
-    blocks = tuple(f"{name}." for name in skeleton.blocks)
-    width = _width(bindings)
-    for binding in bindings:
-        times = len(skeleton.named(binding.name))
-        if times == 0:
-            continue
-        is_block = binding.name.startswith(blocks)
-        # fsdp gathers the weights of blocks in the compute dtype.
-        dtype = compute if is_block and strategy.fsdp.degree > 1 else master
-        recompute = strategy.recompute.kind if is_block else "none"
-        for kind, sizes in _kinds(binding, bindings, width):
-            yield _Operation(kind, sizes, compute, dtype), recompute, times
-    for _ in gathered_bases(skeleton.model, functools.partial(reads_residual, bindings)):
-        yield _Operation("gather", (width,), compute, master), "none", 1
 
 
 def _kinds(
@@ -189,36 +198,6 @@ def _forward(
     logits = activation(inner).flatten(0, 1)
     labels = torch.empty(len(logits), dtype=torch.int64, device="meta")
     return [token_loss_sum(logits, labels, width, layout)]
-
-
-def _replicated_gradient_bytes(
-    target: Target, parameters: Sequence[ShardedParameter]
-) -> dict[tuple[str, ...], list[int]]:
-    """Return the bytes of each gradient to be summed over tp, grouped by the axes of the sum.
-
-    The bytes are those after fsdp, which splits the rows of this rank's shard again.
-    """
-    num_shards = target.strategy.num_shards
-    found: dict[Weight, tuple[tuple[str, ...], int]] = {}
-    for row in parameters:
-        if row.replicated_axes and row.weight.is_trained:
-            num_rows, *rest = row.shard_shape
-            size = -(-num_rows // num_shards) * math.prod(rest)
-            found[row.weight] = row.replicated_axes, size * row.weight.dtype.itemsize
-    sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for weight in target.skeleton.parameters():
-        if weight in found:
-            axes, size = found[weight]
-            sizes[axes].append(size)
-    return sizes
-
-
-def _width(bindings: Sequence[RoleBinding]) -> int:
-    """Return the number of features of the residual."""
-    roles = ("row", "embedding", "head")
-    binding = next(binding for role in roles for binding in bindings if binding.role == role)
-    table = _table(binding, bindings) if binding.role == "head" else binding.module
-    return _matrix_shape(table)[0 if binding.role == "row" else 1]
 
 
 def _matrix_shape(module: nn.Module) -> tuple[int, int]:

@@ -66,7 +66,17 @@ def apply(
             bind: Any = getattr(layers, f"bind_{binding.role}")
             bind(binding.module, layout)
     transformers_models.bind(model, layout, functools.partial(reads_residual, bound))
-    _bind_model(model)
+    # Run each forward of the model in its own `batch_scope`.
+    whole = model.forward
+
+    @functools.wraps(whole)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A pipeline stage may have no embedding, which otherwise records the batch shape.
+        is_stage = getattr(model, "stage", None) is not None
+        with batch_scope(BatchShape(*args[0].shape) if is_stage else None):
+            return whole(*args, **kwargs)
+
+    model.forward = forward
 
 
 def _bindings_in(
@@ -93,23 +103,20 @@ def _planning_layout(strategy: Strategy) -> Layout:
     return LAYOUTS[strategy.tp.kind](CountingComm(strategy.mesh_axes()))
 
 
-def _mesh_of(comm: Comm) -> DeviceMesh:
-    """Return the device mesh of DTensors; without process groups unless `comm` is `Ranks`."""
-    if isinstance(comm, Ranks):
-        return comm.model_mesh
-    sizes = tuple(comm.axes.values())
-    ranks = torch.arange(math.prod(sizes)).view(sizes)
-    names = tuple(comm.axes)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=comm.rank)
-
-
 def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) -> nn.Parameter:
     """Return this rank's shard of a parameter, as a DTensor on the mesh of the layout.
 
     Raises:
         StrategyError: this PyTorch version replicates weights whose fused maps differ in size.
     """
-    full, spec, mesh = parameter.detach(), placed.spec, _mesh_of(layout.comm)
+    full, spec, comm = parameter.detach(), placed.spec, layout.comm
+    if isinstance(comm, Ranks):
+        mesh = comm.model_mesh
+    else:  # for planning, without process groups
+        sizes, names = tuple(comm.axes.values()), tuple(comm.axes)
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=comm.rank)
+    # Every rank has the full parameter: the first one's values count, as in one process.
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
     axes, parts = mesh.mesh_dim_names or (), placed.binding.parts
@@ -140,17 +147,3 @@ def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) ->
             f"or 2.13, and this is {torch.__version__}; use dp or fsdp"
         )
     return sharded
-
-
-def _bind_model(model: nn.Module) -> None:
-    """Run each forward of the model in its own `batch_scope`."""
-    own = model.forward
-
-    @functools.wraps(own)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # A pipeline stage may have no embedding, which otherwise records the batch shape.
-        is_stage = getattr(model, "stage", None) is not None
-        with batch_scope(BatchShape(*args[0].shape) if is_stage else None):
-            return own(*args, **kwargs)
-
-    model.forward = forward

@@ -34,18 +34,10 @@ def check(
         if nearest is not None:
             advice = f"the nearest is {Strategy(tp=nearest)}"
         raise StrategyError(f"{Strategy(tp=strategy.tp)}: {problem}; {advice}")
-    if strategy.fsdp.degree > 1:
-        _check_rows(parameters, strategy)
-
-
-def _check_rows(parameters: Sequence[ShardedParameter], strategy: Strategy) -> None:
-    """Raise a StrategyError for a parameter whose rows fsdp cannot split after tp.
-
-    PyTorch has no placement for the rows of fused maps that are split twice. If tp's shards are
-    uneven, DTensor assigns wrong global rows to fsdp's shards.
-    """
     num_ranks = strategy.fsdp.degree
-    for row in parameters:
+    # PyTorch has no placement for the rows of fused maps that are split twice. If tp's shards are
+    # uneven, DTensor assigns wrong global rows to fsdp's shards.
+    for row in parameters if num_ranks > 1 else ():
         if row.weight.ndim == 0:
             continue  # fsdp itself rejects 0-d parameters
         num_rows, sizes = row.weight.shape[0], tuple(row.degrees(0))
@@ -130,12 +122,12 @@ def _problems(
     bindings: Sequence[RoleBinding], parameters: Sequence[ShardedParameter], layout: Layout
 ) -> Iterator[str]:
     """Yield a message for each size that the layout does not divide; vocabularies always fit."""
-    own: dict[str, list[ShardedParameter]] = defaultdict(list)
+    rows_of: dict[str, list[ShardedParameter]] = defaultdict(list)
     for row in parameters:
-        own[row.binding.name].append(row)
+        rows_of[row.binding.name].append(row)
     num_shards = layout.column.num_shards(0, layout.comm)
     for binding in bindings:
-        for row in own[binding.name]:
+        for row in rows_of[binding.name]:
             shape = row.weight.shape
             for dim, size in enumerate(shape):
                 multiple = math.prod(row.degrees(dim))

@@ -66,6 +66,8 @@ def bind_embedding(module: nn.Module, layout: Layout) -> None:
         note(shape)
         num_ids = cast(Tensor, self.weight).shape[0]
         check_range(ids_BT, num_ids, "an id")
+        # Ids are cut to the rows of `layout.ids`, and every rank of those rows looks up all of
+        # them: one rank has the row of an id, the others add zeros.
         first = layout.features(layout.inner, num_ids).start
         ids = layout.rows_of(ids_BT, layout.ids, shape)
         padding = _padding(self)
@@ -132,7 +134,7 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
         )
     is_centred = subtracts_mean(module)
     named = [getattr(module, name, None) for name in ("eps", "variance_epsilon")]
-    given = next((float(value) for value in named if value is not None), None)
+    own_eps = next((float(value) for value in named if value is not None), None)
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         num_features = cast(Tensor, self.weight).shape[0]
@@ -142,7 +144,7 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
             weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         elif offset := getattr(self, "offset", 0.0):
             weight = weight + offset
-        eps = torch.finfo(x.dtype).eps if given is None else given  # default of torch's RMSNorm
+        eps = torch.finfo(x.dtype).eps if own_eps is None else own_eps  # default of torch's RMSNorm
         return split_norm(x, weight, bias, eps, num_features, is_centred, layout, spec)
 
     replace_forward(module, forward)
@@ -165,6 +167,8 @@ def bind_dropout(module: nn.Module, layout: Layout) -> None:
         positions_T = layout.positions_of(positions_T, layout.residual, 0)
         keys = layout.rows_of(keys_B, layout.residual, shape)
         axis = layout.residual.features
+        # The mask depends on the place of an element in the full tensor, so a shard of the residual
+        # needs the keys of its rows, its positions and its first feature.
         feature = 0 if axis is None else layout.comm.coord(axis) * x.shape[2]
         return dropout(x, cast(float, self.p), keys, salt, positions_T, feature)
 

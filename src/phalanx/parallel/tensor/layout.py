@@ -154,6 +154,7 @@ class Layout(ABC):
 
     def labels_of(self, labels: Tensor, ignore: int) -> Tensor:
         """Return this rank's rows of labels[B, T], split as `inner`; padded rows get `ignore`."""
+        # Five rows on two shards: rows 0 1 2, and 3 4 with one row of `ignore`.
         rows = self.rows(self.inner, BatchShape(*labels.shape))
         labels = labels[rows.start : rows.stop]
         missing = labels.new_full((len(rows) - len(labels), labels.shape[1]), ignore)
@@ -178,6 +179,7 @@ class Layout(ABC):
             x = self.comm.all_gather(x, spec.features, 2)[:, :, :num_features]
         if spec.positions is not None:
             x = self.comm.all_gather(x, spec.positions, 1)
+        # Rows over (depth, row) are cut by depth first, so they are put together by row first.
         for axis in reversed(spec.rows):
             x = self.comm.all_gather(x, axis, 0)
         return x[: shape.num_rows, : shape.length].contiguous()

@@ -82,6 +82,7 @@ class _SplitLoss(Function):
         starts = chunk_starts(logits_NV, step) if ids else []
         blocks = [slice(n, n + step) for n in starts]
         sums_2N = logits_NV.new_zeros((2, len(logits_NV)), dtype=wide)
+        # Pass 1 over the logits: this shard's part of the sum, and the label's logit if it is here.
         for rows in blocks:
             x_bV = logits_NV[rows] - top_N[rows, None]
             at_target_b = x_bV.gather(1, target_N1[rows])[:, 0]
@@ -91,6 +92,7 @@ class _SplitLoss(Function):
         sum_N, at_target_N = sums_2N
         loss = (sum_N.log() - at_target_N).where(is_valid_N, 0).sum()
         if ctx.needs_input_grad[0]:
+            # Pass 2, after the sum over all shards is known: the logits become their gradient.
             for rows in blocks:
                 p_bV = (logits_NV[rows] - top_N[rows, None]).exp_()
                 p_bV.mul_((is_valid_N[rows] / sum_N[rows])[:, None])

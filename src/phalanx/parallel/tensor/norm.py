@@ -87,6 +87,8 @@ class _SplitNorm(Function):
         d_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
         d_bias = grad.flatten(0, -2).sum(0).to(weight.dtype) if ctx.has_bias else None
         grad = grad * weight.to(wide)
+        # With u = (x - m) r and g = dy w:  dx = r (g - u mean(g u) - mean(g)), without the last
+        # term for RMSNorm. Both means are over the features of all ranks, in one message.
         sums = [(grad * normal).sum(-1, keepdim=True)]
         if mean is not None:
             sums.append(grad.sum(-1, keepdim=True))

@@ -53,6 +53,8 @@ class OneD(Layout):
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         pairs = list(zip(d_ys, weights, strict=True))
+        # [B, T, F_tp] [F_tp, D] -> {sum tp} -> [B, T_tp, D], then x gathered again: the gathered x
+        # is not in memory while the sum is scattered.
         d_x = self._scattered_products([(d_y, w.to(x.dtype)) for d_y, w in pairs])
         full = self.gather(x, d_ys[0].shape[1])
         return d_x, [weight_gradient(d_y, full, weight.dtype) for d_y, weight in pairs]
@@ -86,6 +88,8 @@ class OneD(Layout):
         The sum is built in a `Comm.empty` buffer, which other ranks of the host can read directly.
         """
         (x, w), *others = factors
+        # dx of a branch is one sum over q, k and v (gate and up), so it is scattered once, not once
+        # a map.
         out = self.comm.empty((*x.shape[:2], w.shape[1]), x, "tp")
         torch.mm(x.flatten(0, 1), w, out=out.view(-1, w.shape[1]))
         for x_i, w_i in others:

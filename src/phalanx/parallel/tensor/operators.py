@@ -105,6 +105,8 @@ def _column_flops(
     out_shape: Any = None,
     **__: Any,
 ) -> int:
+    # y[.., out / shards] from a weight shard [out / shards, in / num_inner]: 2 y (in / num_inner)
+    # num_inner, because every rank multiplies by all panels of the full input width.
     pairs = zip(out_shape, weight_shapes, strict=True)
     return sum(2 * math.prod(y_shape) * shape[1] * num_inner for y_shape, shape in pairs)
 
@@ -131,6 +133,7 @@ class _ColumnParallelLinear(Function):
     ) -> tuple[Tensor, ...]:
         ctx.layout = layout
         ctx.save_for_backward(x, *weights)
+        # Saved: this rank's shards alone; backward gathers or broadcasts them once more.
         num_inner = layout.column.num_shards(1, layout.comm)
         return tuple(_COLUMN(layout, x, weights, length, num_inner))
 
@@ -163,6 +166,9 @@ class _RowParallelLinear(Function):
 class _LookUp(Function):
     @staticmethod
     def forward(ctx: Any, ids_BT: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
+        # Ids count from this shard's first id. 8 ids on two ranks, tokens 1 6 3:
+        #
+        #   rank 0   row 1   0       row 3        rank 1   0   row 6   0        the sum has all rows
         is_mine_BT = (ids_BT >= 0) & (ids_BT < len(weight_VD))
         has_grad_BT = is_mine_BT if padding is None else is_mine_BT & (ids_BT != padding)
         rows_BT = ids_BT.where(is_mine_BT, 0)

@@ -28,7 +28,26 @@ class ShardedParameter:
     @cached_property
     def spec(self) -> Spec:
         """Sub-axes of tp that split each dimension."""
-        return _spec(self.binding, self.weight.ndim, self.layout)
+        binding, layout, ndim = self.binding, self.layout, self.weight.ndim
+        full: tuple[str, ...] = ()
+        features = layout.residual.axes[2]
+        matrix, vector = (full, full), full
+        if binding.role in ("embedding", "head", "column"):
+            # fsdp splits the rows of each shard again, and DTensor has no placement for fused
+            # vectors that are split twice; so vectors of fused maps are replicated.
+            matrix, vector = layout.column.axes, layout.inner.axes[2]
+            vector = full if binding.is_fused else vector
+        elif binding.role == "row":
+            matrix, vector = layout.row.axes, features
+        elif binding.role == "table":
+            matrix = (full, features)
+        elif binding.role == "norm":
+            vector = features
+        elif binding.role == "inner_norm":
+            vector = layout.inner.axes[2]
+        if ndim == 2:
+            return Spec.of(*(reversed(matrix) if is_transposed(binding.module) else matrix))
+        return Spec.of(*(vector, *[full] * ndim)[:ndim])
 
     def degrees(self, dim: int) -> list[int]:
         """Return the sizes of the sub-axes that split dimension `dim`, outer first."""
@@ -57,7 +76,7 @@ def sharded_parameters(
             split it differently.
     """
     weights = {name: weight for weight in skeleton.weights for name in weight.names}
-    found: dict[Weight, ShardedParameter] = {}
+    rows: dict[Weight, ShardedParameter] = {}
     for binding in bindings:
         for key, _ in binding.module.named_parameters(
             prefix=binding.name, recurse=binding.role in RECURSIVE_ROLES
@@ -65,37 +84,15 @@ def sharded_parameters(
             if (weight := weights.get(key)) is None:
                 continue  # the parameter is in another pipeline stage
             row = ShardedParameter(weight, binding, layout)
-            if found.setdefault(weight, row).spec != row.spec:
+            if rows.setdefault(weight, row).spec != row.spec:
                 raise StrategyError(
                     f"tp: the parameter '{key}' is shared with a module that splits it "
                     "differently; give both modules roles that agree, as embedding and head do"
                 )
-    if (weight := next((w for w in skeleton.weights if w not in found), None)) is not None:
+    if (weight := next((w for w in skeleton.weights if w not in rows), None)) is not None:
         home = weight.name.rpartition(".")[0]
         raise StrategyError(
             f"tp: the parameter '{weight.name}' is in no module that has a role; give a pattern "
             f"for {f'{home!r}' if home else 'a module into which you move it'}, see {PAGE}"
         )
-    return list(found.values())
-
-
-def _spec(binding: RoleBinding, ndim: int, layout: Layout) -> Spec:
-    """Return the spec of a parameter with `ndim` dimensions, given its module's role."""
-    full: tuple[str, ...] = ()
-    features = layout.residual.axes[2]
-    matrix, vector = (full, full), full
-    if binding.role in ("embedding", "head", "column"):
-        # fsdp splits the rows of each shard again, and DTensor has no placement for fused vectors
-        # that are split twice; so vectors of fused maps are replicated.
-        matrix, vector = layout.column.axes, layout.inner.axes[2] if not binding.is_fused else full
-    elif binding.role == "row":
-        matrix, vector = layout.row.axes, features
-    elif binding.role == "table":
-        matrix = (full, features)
-    elif binding.role == "norm":
-        vector = features
-    elif binding.role == "inner_norm":
-        vector = layout.inner.axes[2]
-    if ndim == 2:
-        return Spec.of(*(reversed(matrix) if is_transposed(binding.module) else matrix))
-    return Spec.of(*(vector, *[full] * ndim)[:ndim])
+    return list(rows.values())

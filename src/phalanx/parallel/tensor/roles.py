@@ -119,16 +119,16 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
             role does not exist, roles contradict each other, or a setting of the model (such as
             dropout) would give results that differ from a single process.
     """
-    own, known = dict(patterns or {}), default_patterns(model)
-    if not own and not known:
+    asked, known = dict(patterns or {}), default_patterns(model)
+    if not asked and not known:
         raise StrategyError(
             f"tp: the roles of the modules of {type(model).__name__} are not known; give patterns "
             f"that map names to roles ({', '.join(ROLES)}), see {PAGE}"
         )
     names = [name for name, _ in model.named_modules() if name]
-    texts = {**own, **{p: role for p, role in known.items() if p not in own}}
+    texts = {**asked, **{p: role for p, role in known.items() if p not in asked}}
     parsed = {pattern: _parse(pattern, text) for pattern, text in texts.items()}
-    for pattern, text in own.items():
+    for pattern, text in asked.items():
         if not any(_matches(pattern, name) for name in names):
             # The nearest name, with `*` for its numbers.
             general = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names}
@@ -142,15 +142,38 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
         if pattern is not None:
             role, parts = parsed[pattern]
             bindings[name] = RoleBinding(name, role, modules[name], parts=parts)
-    _check_nesting(bindings)
+    for name, binding in bindings.items():
+        if binding.role == "column" and _enclosing(name, bindings, "branch") is None:
+            raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")
+        outer = _enclosing(name, bindings, *RECURSIVE_ROLES)
+        if outer is not None:
+            raise StrategyError(
+                f"tp: '{name}' ({binding.role}) is inside '{outer}', whose role "
+                f"{bindings[outer].role} applies to all its submodules; give a role to only one of "
+                "the two"
+            )
     transformers_models.refuse_unsupported(model)
     _refuse_dropout(model, bindings)
-    _refuse_tables(bindings)
-    columns = {
-        name: _columns(name, bindings)
-        for name, binding in bindings.items()
-        if binding.role == "branch"
-    }
+    for name, binding in bindings.items():
+        if isinstance(binding.module, nn.Embedding) and binding.role in ("embedding", "table"):
+            for option, default in _TABLE_OPTIONS.items():
+                if getattr(binding.module, option) != default:
+                    raise StrategyError(
+                        f"tp: '{name}' has {option} = {getattr(binding.module, option)}, which a "
+                        f"shard of a table cannot apply; expected {default}"
+                    )
+    columns: dict[str, tuple[RoleBinding, ...]] = {}
+    for branch in (name for name, binding in bindings.items() if binding.role == "branch"):
+        columns[branch] = tuple(
+            binding
+            for name, binding in bindings.items()
+            if binding.role == "column" and _enclosing(name, bindings, "branch") == branch
+        )
+        if not columns[branch]:
+            raise StrategyError(
+                f"tp: the branch '{branch}' has no column map, so it reads nothing from the "
+                "residual; give one of its linear maps the role column"
+            )
     return [dataclasses.replace(s, columns=columns.get(name, ())) for name, s in bindings.items()]
 
 
@@ -183,68 +206,29 @@ def _parse(pattern: str, text: str) -> tuple[Role, tuple[int, ...]]:
     return role, tuple(part // math.gcd(*parts) for part in parts)
 
 
-def _columns(branch: str, bindings: Mapping[str, RoleBinding]) -> tuple[RoleBinding, ...]:
-    columns = tuple(
-        binding
-        for name, binding in bindings.items()
-        if binding.role == "column" and _enclosing(name, bindings, "branch") == branch
-    )
-    if not columns:
-        raise StrategyError(
-            f"tp: the branch '{branch}' has no column map, so it reads nothing from the residual; "
-            "give one of its linear maps the role column"
-        )
-    return columns
-
-
-def _check_nesting(bindings: Mapping[str, RoleBinding]) -> None:
-    for name, binding in bindings.items():
-        if binding.role == "column" and _enclosing(name, bindings, "branch") is None:
-            raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")
-        outer = _enclosing(name, bindings, *RECURSIVE_ROLES)
-        if outer is not None:
-            raise StrategyError(
-                f"tp: '{name}' ({binding.role}) is inside '{outer}', whose role "
-                f"{bindings[outer].role} applies to all its submodules; give a role to only one of "
-                "the two"
-            )
-
-
 def _refuse_dropout(model: nn.Module, bindings: Mapping[str, RoleBinding]) -> None:
     """Raise a StrategyError for dropout that draws from each rank's own generator.
 
     Its masks would differ between ranks, and from the masks of a single process.
     """
-    found: list[str] = []
+    rates_on: list[str] = []
     for name, module in model.named_modules():
         keyed = name in bindings and bindings[name].role == "dropout"
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)  # pyright: ignore[reportPrivateUsage]
         values = {"p": module.p} if is_dropout else vars(module)
         rates = {k: v for k, v in values.items() if isinstance(v, float) and v > 0}
         rates = {k: v for k, v in rates.items() if is_dropout or "dropout" in k}
-        found += [] if keyed else [f"'{name}.{key}' = {rate:g}" for key, rate in rates.items()]
-    if not found:
+        rates_on += [] if keyed else [f"'{name}.{key}' = {rate:g}" for key, rate in rates.items()]
+    if not rates_on:
         return
     config: dict[str, Any] = dict(vars(getattr(model, "config", object)))
     settings = [k for k, v in config.items() if "drop" in k and isinstance(v, float) and v > 0]
     advice = f" (in its config: {', '.join(settings)})" if settings else ""
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    more = f" and {len(rates_on) - 3} more" if len(rates_on) > 3 else ""
     raise StrategyError(
-        f"tp: {', '.join(found[:3])}{more}: ranks would not drop the elements that one process "
+        f"tp: {', '.join(rates_on[:3])}{more}: ranks would not drop the elements that one process "
         f"drops; set them to 0{advice}"
     )
-
-
-def _refuse_tables(bindings: Mapping[str, RoleBinding]) -> None:
-    for name, binding in bindings.items():
-        if isinstance(binding.module, nn.Embedding) and binding.role in ("embedding", "table"):
-            table = binding.module
-            for option, default in _TABLE_OPTIONS.items():
-                if getattr(table, option) != default:
-                    raise StrategyError(
-                        f"tp: '{name}' has {option} = {getattr(table, option)}, which a shard of "
-                        f"a table cannot apply; expected {default}"
-                    )
 
 
 _TABLE_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from phalanx.comm.algorithms.steps import runs_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.batch_shape import BatchShape
@@ -78,14 +79,14 @@ class TensorSplit(Split):
         numbers: dict[ParameterSplit, list[int]] = {}
         for each in self.placed:
             weight = each.weight
-            found = map(_NUMBER.search, self.target.skeleton.named(weight.name))
+            matches = map(_NUMBER.search, self.target.skeleton.named(weight.name))
             name, role = _NUMBER.sub("*", weight.name, count=1), each.binding.text
             sizes = weight.shape, each.shard_shape, each.spec.axes
             row = ParameterSplit(name, role, *sizes, tied=weight.names[1:])
-            numbers.setdefault(row, []).extend(int(number[0]) for number in found if number)
+            numbers.setdefault(row, []).extend(int(match[0]) for match in matches if match)
         return [
-            dataclasses.replace(row, name=row.name.replace("*", _ranges(found), 1))
-            for row, found in numbers.items()
+            dataclasses.replace(row, name=row.name.replace("*", _text_of(of_row), 1))
+            for row, of_row in numbers.items()
         ]
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
@@ -104,12 +105,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 """Matches a number between dots in a parameter name: the index in a list of modules."""
 
 
-def _ranges(numbers: list[int]) -> str:
+def _text_of(numbers: list[int]) -> str:
     """Return sorted numbers as ranges: `0-3,5` for 0, 1, 2, 3, 5."""
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1] = ranges[-1][0], number
-        else:
-            ranges.append((number, number))
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    runs = runs_of(numbers)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -77,6 +77,11 @@ class ThreeD(Layout):
         self, x: Tensor, weights: Sequence[Tensor], gathered: str, scattered: str
     ) -> list[Tensor]:
         """Return x times each weight: gather rows over `gathered`, scatter over `scattered`."""
+        # Column, on rank (x, y, z) of q^3; a row product exchanges y and z:
+        #
+        #   x[B_x,y, T, D_z]  -> all_gather over y -> [B_x, T, D_z]    a face of the rank's cube
+        #   W[F_y, D_z,x]     -> all_gather over x -> [F_y, D_z]       another
+        #   [B_x, T, F_y]{sum z}, the third -> reduce_scatter over z -> [B_x,z, T, F_y]
         full = self.comm.all_gather(x, gathered, 0)
         ys: list[Tensor] = []
         for weight in weights:
@@ -94,6 +99,10 @@ class ThreeD(Layout):
     ) -> tuple[Tensor, list[Tensor]]:
         full = self.comm.all_gather(x, gathered, 0)
         d_weights: list[Tensor] = []
+        # The sums over z of forward become gathers over z, the gather over y a sum over y:
+        #
+        #   dy[B_x,z, T, F_y] -> [B_x, T, F_y]    dy W -> [B_x, T, D_z]{sum y} -> dx[B_x,y, T, D_z]
+        #                                         dy^T x -> [F_y, D_z]{sum x} -> dW[F_y, D_z,x]
         d_full: list[Tensor] = []
         for d_shard, weight in zip(d_ys, weights, strict=True):
             d_y = self.comm.all_gather(d_shard, scattered, 0)

@@ -65,32 +65,29 @@ def _causal_mask(
     None stands for the plain causal mask, without padding, window or packed sequences.
     """
     ids: Tensor = values["input_ids"]
-    own_positions: Tensor | None = values.get("position_ids")
+    positions: Tensor | None = values.get("position_ids")
     allowed = _causal(ids.shape[1], window, ids.device)
     if seen is not None:
         return allowed & seen
-    if own_positions is None:
+    if positions is None:
         return None if window is None or ids.shape[1] < window else allowed
     # With given positions always return a mask: the model would detect sequences in its shard only.
-    if values.get("attention_mask") is not None or not _finds_sequences(base, values):
+    # The model detects sequences in a row only without a key-value cache. Even in training it makes
+    # a cache, and drops it, unless `use_cache` is off.
+    config: Any = base.config
+    use_cache = values.get("use_cache")
+    has_cache = config.use_cache if use_cache is None else use_cache
+    if getattr(base, "gradient_checkpointing", False) and base.training:
+        has_cache = False
+    if values.get("attention_mask") is not None or has_cache:
         return allowed
-    steps = torch.diff(own_positions, prepend=own_positions[:, :1] - 1, dim=-1)
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    # Positions 0 1 2 0 1: steps 1 1 1 -2 1, so the sequences are 0 0 0 1 1.
     sequences = (steps != 1).cumsum(-1)
     return allowed & (sequences[:, None, :, None] == sequences[:, None, None, :])
 
 
 def _causal(length: int, window: int | None, device: torch.device) -> Tensor:
-    places = torch.arange(length, device=device)
-    distance = places[None, None, :, None] - places[None, None, None, :]
+    index = torch.arange(length, device=device)
+    distance = index[None, None, :, None] - index[None, None, None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
-
-
-def _finds_sequences(base: nn.Module, values: Mapping[str, Any]) -> bool:
-    """Return whether the model detects packed sequences in a row: only without a key-value cache.
-
-    Even in training it creates a cache, and discards it, unless `use_cache` is off.
-    """
-    if getattr(base, "gradient_checkpointing", False) and base.training:
-        return True
-    use_cache = values.get("use_cache")
-    return not (cast(Any, base).config.use_cache if use_cache is None else use_cache)

@@ -85,17 +85,54 @@ def bind(model: nn.Module, layout: Layout, reads_residual: Callable[[str], bool]
 
 
 def _bases(model: nn.Module) -> list[tuple[str, nn.Module, Base]]:
-    found = ((name, each, lookup(BASES, each)) for name, each in model.named_modules())
-    return [(name, each, known) for name, each, known in found if known is not None]
+    bases = ((name, each, lookup(BASES, each)) for name, each in model.named_modules())
+    return [(name, each, known) for name, each, known in bases if known is not None]
 
 
 def _bind_base(base: nn.Module, known: Base, layout: Layout, *, is_gathered: bool) -> None:
     """Wrap a base model's forward: prepare its arguments, and gather its last hidden state."""
-    own, prepare = base.forward, _preparation(base, known)
+    whole = base.forward
+    signature = inspect.signature(whole)
+    has_types = "embeddings.token_type_embeddings" in known.roles
 
-    @functools.wraps(own)
+    def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Add the arguments that a base model would infer from its residual."""
+        values: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
+        values |= values.pop("kwargs", {})
+        main: str = cast(Any, base).main_input_name
+        if values.get(main) is None:
+            raise ConfigError(
+                f"tp: expected {main}; tp cannot split inputs_embeds, which have no ids"
+            )
+        unsupported = ["past_key_values", "encoder_hidden_states", "inputs_embeds"]
+        if not has_types:
+            unsupported.append("token_type_ids")
+        for name in unsupported:
+            if values.get(name) is not None:
+                raise ConfigError(
+                    f"tp: {name} cannot be given to a model that is split; leave it out"
+                )
+        for name in ("use_cache", "output_attentions", "output_hidden_states"):
+            # use_cache is on in most configurations, without effect in training: check arguments
+            # only.
+            default = None if name == "use_cache" else getattr(base.config, name, None)
+            if values.get(name, default):
+                raise ConfigError(f"tp: {name} is on, and each rank has only a shard; turn it off")
+        values["attention_mask"] = mask_of(base, known, values)
+        if (ids := values.get("input_ids")) is None:
+            return values
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        if values.get("position_ids") is None:
+            values["position_ids"] = positions
+        if has_types and values.get("token_type_ids") is None:
+            values["token_type_ids"] = torch.zeros_like(positions)
+        # Embed here: given ids, GPT-2 would reshape its result to their full shape.
+        embedding = cast(Any, base).get_input_embeddings()
+        return values | {"input_ids": None, "inputs_embeds": embedding(ids), "use_cache": False}
+
+    @functools.wraps(whole)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        output = own(**prepare(*args, **kwargs))
+        output = whole(**prepare(*args, **kwargs))
         if not is_gathered:
             return output
         num_features = cast(Any, base).config.hidden_size
@@ -106,47 +143,6 @@ def _bind_base(base: nn.Module, known: Base, layout: Layout, *, is_gathered: boo
         return output
 
     base.forward = forward
-
-
-def _preparation(base: nn.Module, known: Base) -> Callable[..., dict[str, Any]]:
-    """Return a function that adds the arguments a base model would infer from its residual."""
-    signature = inspect.signature(base.forward)
-    has_types = "embeddings.token_type_embeddings" in known.roles
-
-    def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        values: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
-        values |= values.pop("kwargs", {})
-        _refuse_arguments(values, base, has_types)
-        values["attention_mask"] = mask_of(base, known, values)
-        if (ids := values.get("input_ids")) is None:
-            return values
-        places = torch.arange(ids.shape[1], device=ids.device)[None]
-        if values.get("position_ids") is None:
-            values["position_ids"] = places
-        if has_types and values.get("token_type_ids") is None:
-            values["token_type_ids"] = torch.zeros_like(places)
-        # Embed here: given ids, GPT-2 would reshape its result to their full shape.
-        embedding = cast(Any, base).get_input_embeddings()
-        return values | {"input_ids": None, "inputs_embeds": embedding(ids), "use_cache": False}
-
-    return prepare
-
-
-def _refuse_arguments(values: dict[str, Any], base: nn.Module, has_types: bool) -> None:
-    main: str = cast(Any, base).main_input_name
-    if values.get(main) is None:
-        raise ConfigError(f"tp: expected {main}; tp cannot split inputs_embeds, which have no ids")
-    unsupported = ["past_key_values", "encoder_hidden_states", "inputs_embeds"]
-    if not has_types:
-        unsupported.append("token_type_ids")
-    for name in unsupported:
-        if values.get(name) is not None:
-            raise ConfigError(f"tp: {name} cannot be given to a model that is split; leave it out")
-    for name in ("use_cache", "output_attentions", "output_hidden_states"):
-        # use_cache is on in most configurations, without effect in training: check arguments only.
-        default = None if name == "use_cache" else getattr(base.config, name, None)
-        if values.get(name, default):
-            raise ConfigError(f"tp: {name} is on, and each rank has only a shard; turn it off")
 
 
 def _refuse_cut_logits(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

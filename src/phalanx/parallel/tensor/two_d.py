@@ -50,6 +50,12 @@ class TwoD(Layout):
     def column_parallel_linear(
         self, x: Tensor, weights: Sequence[Tensor], length: int
     ) -> list[Tensor]:
+        # Rank (r, c) of a 2 x 2 mesh; y stays, and panels of x and W arrive:
+        #
+        #                      t = 0                             t = 1
+        #   x along row r      x[B_r, D_0] from (r, 0)           x[B_r, D_1] from (r, 1)
+        #   W along column c   W[F_c, D_0] from (0, c)           W[F_c, D_1] from (1, c)
+        #   y[B_r, F_c]        += x[B_r, D_0] W[F_c, D_0]^T      += x[B_r, D_1] W[F_c, D_1]^T
         ys = [x.new_zeros(x.shape[0] * x.shape[1], len(weight)) for weight in weights]
         casts = [weight.to(x.dtype) for weight in weights]
         for (x_t,), weights_t in zip(
@@ -64,6 +70,10 @@ class TwoD(Layout):
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         casts = [weight.to(x.dtype) for weight in weights]
+        # dy[B_r, F_c] stays. In turn t rank (r, c) has W[F_c, D_t] and x[B_r, D_t], and computes
+        #
+        #   one of q terms of dx[B_r, D_t]    sum along row r, to rank (r, t)
+        #   one of q terms of dW[F_c, D_t]    sum along column c, to rank (t, c)
         d_x = _Reductions(self.comm, "tp_col")
         d_weights = [_Reductions(self.comm, "tp_row") for _ in weights]
         for (x_t,), weights_t in zip(
@@ -77,6 +87,8 @@ class TwoD(Layout):
 
     @override
     def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        # x[B_r, F_c] stays. In turn t rank (r, c) has W[D_t, F_c], and computes one of the q terms
+        # of z[B_r, D_t], which are summed along row r to rank (r, t): its shard of the residual.
         y = _Reductions(self.comm, "tp_col")
         for (weight_t,) in self.panels("tp_row", weight.to(x.dtype)):
             y.add(x @ weight_t.T)
@@ -86,6 +98,8 @@ class TwoD(Layout):
     def row_parallel_linear_backward(
         self, x: Tensor, weight: Tensor, d_y: Tensor
     ) -> tuple[Tensor, Tensor]:
+        # dx[B_r, F_c] stays, and dW[D_t, F_c] = dz[B_r, D_t]^T x[B_r, F_c] is summed along column
+        # c, to rank (t, c), which has that shard of W.
         d_x = x.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
         d_weight = _Reductions(self.comm, "tp_row")
         for (d_y_t,), (weight_t,) in zip(
@@ -115,6 +129,8 @@ class TwoD(Layout):
 
     def panels(self, axis: str, *shards: Tensor) -> Iterator[list[Tensor]]:
         """Yield the shards of each rank of `axis` in turn; prefetch the next ones meanwhile."""
+        #   this thread   wait 0 | product 0 | wait 1 | product 1
+        #   broadcasts    -- 0 --  -- 1 ----            (two panels of each matrix at a time)
         pending = self._fetch(axis, 0, shards)
         for turn in range(self.comm.size(axis)):
             panel = [one.wait() for one in pending]
@@ -145,6 +161,7 @@ class _Reductions:
     def add(self, term: Tensor) -> None:
         """Start the reduce of every rank's `term` to the next coordinate."""
         self._finish()
+        # The reduce of turn t runs while the caller computes the term of turn t + 1.
         self._pending = self._comm.reduce_start(term.contiguous(), self._axis, self._turn)
 
     def mine(self) -> Tensor:
