@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
-
 from phalanx.cli import script
-from phalanx.cli.screen import print_json, screen, show_config
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, check_values, settings, value_at
+from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config
 from phalanx.config.validate import check_warmup
 from phalanx.data.corpus import sources
 from phalanx.errors import ConfigError
+from phalanx.report.files import print_json
+from phalanx.report.table import Line, Table
+from phalanx.report.terminal import Terminal
 from phalanx.verify.settings import QUANTITIES, VerifyConfig, VerifyTrainConfig
 
 if TYPE_CHECKING:
@@ -68,11 +67,11 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
     if is_under_torchrun():
         is_equal = _join(loaded, strategy)
     else:
-        is_equal = _verify_and_show(loaded, strategy, screen())
+        is_equal = _verify_and_show(loaded, strategy, Terminal())
     return 0 if is_equal else 1
 
 
-def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Console) -> bool:
+def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Terminal) -> bool:
     """Verify, print the verdicts on rank 0, and return whether all values are equal."""
     verdicts = _verify(loaded.config, strategy, console)
     is_equal = all(verdict.is_equal for verdict in verdicts)
@@ -82,7 +81,7 @@ def _verify_and_show(loaded: Loaded[AnyConfig], strategy: Strategy, console: Con
             also = (
                 f"One axis can hide faults that appear with two. Also run: phalanx verify {others}"
             )
-            console.print(Text(also, "dim"))
+            console.say(also, "dim")
         if loaded.json:
             print_verdicts(verdicts)
     return is_equal
@@ -127,7 +126,7 @@ def _join(loaded: Loaded[AnyConfig], strategy: Strategy) -> bool:
     from phalanx.verify.harness import WAIT_S
 
     config = loaded.config
-    console = screen() if os.environ["RANK"] == "0" else Console(quiet=True)
+    console = Terminal() if os.environ["RANK"] == "0" else Terminal(is_quiet=True)
     keys = [setting.key for setting in settings(type(config)) if not setting.use & Use.LOCAL]
     return run_here(
         lambda: config,
@@ -138,7 +137,7 @@ def _join(loaded: Loaded[AnyConfig], strategy: Strategy) -> bool:
     )
 
 
-def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
+def _verify(config: AnyConfig, strategy: Strategy, console: Terminal) -> list[Verdict]:
     """Compare the steps, then with --train a training run, up to the first difference."""
     if isinstance(config, VerifyConfig):
         return _verify_steps(config, strategy, console)
@@ -147,13 +146,13 @@ def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Ver
     if all(verdict.is_equal for verdict in verdicts):
         from phalanx.verify.training import verify_training
 
-        console.print(Text(f"{strategy}: a small run, saved and resumed", "dim"))
+        console.say(f"{strategy}: a small run, saved and resumed", "dim")
         with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
             verdicts += verify_training(strategy, config, Path(folder))
     return verdicts
 
 
-def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
+def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Terminal) -> list[Verdict]:
     """Compare the steps of all configured cases, also on a wider strategy; stop at a difference."""
     from phalanx.verify.cases import configured_cases, shapes_to_verify
     from phalanx.verify.harness import compare_cases
@@ -162,7 +161,7 @@ def _verify_steps(config: VerifyConfig, strategy: Strategy, console: Console) ->
     for each in filter(None, (strategy, _wider(config, strategy))):
         cases, shapes = configured_cases(each, config), shapes_to_verify(config, each)
         words = [_described(name, shapes[name]) if name in shapes else name for name in cases]
-        console.print(Text(f"{each}: {', '.join(words)}", "dim"))
+        console.say(f"{each}: {', '.join(words)}", "dim")
         verdicts += compare_cases(cases, each, config.debug_comm, report)
         if not all(verdict.is_equal for verdict in verdicts):
             break
@@ -202,55 +201,50 @@ def _described(name: str, shape: ModelShape) -> str:
 def report(verdict: Verdict, seconds: float) -> None:
     """Print one line on a verified case."""
     word = "equal" if verdict.is_equal else "differs"
-    screen().print(Text(f"  {verdict.case}: {word}, {seconds:.1f} s", "dim"))
+    Terminal().say(f"  {verdict.case}: {word}, {seconds:.1f} s", "dim")
 
 
 def show_verdicts(
-    verdicts: Sequence[Verdict], console: Console, reference: str = "plain PyTorch"
+    verdicts: Sequence[Verdict], console: Terminal, reference: str = "plain PyTorch"
 ) -> None:
     """Print the largest errors against `reference`, the bytes sent, and each verdict."""
     if any(verdict.differences for verdict in verdicts):
-        console.print(f"Largest errors against {reference} in one process, relative, of all steps")
-        console.print(_errors(verdicts))
+        console.say(f"Largest errors against {reference} in one process, relative, of all steps")
+        console.show(_errors(verdicts))
         if (first := verdicts[0]).sent:
-            console.print(f"Sent in the last step of {first.strategy} {first.case}")
-            console.print(_bytes(first))
+            console.say(f"Sent in the last step of {first.strategy} {first.case}")
+            console.show(_bytes(first))
     for verdict in verdicts:
         style = "green" if verdict.is_equal else "bold red"
         name = f"{verdict.case}, " if verdict.case else ""
-        console.print(Text(f"{name}{verdict.headline()}", style))
+        console.say(f"{name}{verdict.headline()}", style)
         for line in verdict.details():
-            console.print(Text(f"  {line}"))
+            console.say(f"  {line}")
 
 
 def _errors(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
     # Quantities without errors, such as the learning rate, appear only in the JSON document.
     of_all = [each for verdict in verdicts for each in verdict.largest_errors().items()]
     found = {what for what, error in of_all if error > 0}
     quantities = [what for what in QUANTITIES if what in found]
-    for quantity in quantities:
-        table.add_column(quantity, justify="right")
+    rows: list[list[Line]] = []
     for verdict in verdicts:
         wrong = {d.quantity for d in verdict.differences if not d.passes}
         errors = verdict.largest_errors()
         texts = {what: f"{error:.1e}" for what, error in errors.items()}
-        cells = [Text(texts.get(q, ""), "bold red" if q in wrong else "") for q in quantities]
-        table.add_row(Text(f"{verdict.strategy} {verdict.case}"), *cells)
-    return table
+        cells = [Line(texts.get(q, ""), "bold red" if q in wrong else "") for q in quantities]
+        rows.append([Line(f"{verdict.strategy} {verdict.case}"), *cells])
+    return Table("", ["", *quantities], rows, quantities)
 
 
 def _bytes(verdict: Verdict) -> Table:
-    sizes = (Column(name, justify="right") for name in ("bytes counted", "predicted"))
-    table = Table("phase", "axis", "collective", *sizes, box=None, pad_edge=False)
+    rows: list[tuple[str | Line, ...]] = []
     for row in verdict.sent:
         style = "" if row.predicted in (None, row.counted) else "bold red"
-        numbers = [
-            Text("-" if n is None else f"{n:,}", style) for n in (row.counted, row.predicted)
-        ]
-        table.add_row(row.phase, row.axis, row.op, *numbers)
-    return table
+        sizes = ("-" if n is None else f"{n:,}" for n in (row.counted, row.predicted))
+        rows.append((row.phase, row.axis, row.op, *(Line(size, style) for size in sizes)))
+    heads = ("phase", "axis", "collective", "bytes counted", "predicted")
+    return Table("", heads, rows, heads[3:])
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import ConfigError, time_text
+from phalanx.errors import ConfigError
 from phalanx.planner.explain import neighbours
 from phalanx.planner.machine import Cluster
 from phalanx.planner.search import Candidate, Inequality, OfDecoder, price_microbatches, search
+from phalanx.report.units import time_text
 from phalanx.strategy import Strategy
 
 NUM_REJECTED = 2
@@ -79,7 +80,7 @@ def _nearest(
     best: Candidate, slower: Sequence[Candidate], rejected: Sequence[Inequality]
 ) -> list[Inequality]:
     """Return the nearest strategy that needs too much memory, then slower candidates."""
-    too_large = neighbours(str(best.planned.strategy), rejected)[:1]
+    too_large = neighbours(best, rejected)[:1]
     late = [
         Inequality(
             f"{each.planned.strategy} with microbatch {each.planned.microbatch}",

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
-from rich.text import Text
 from torch import nn
 from typing_extensions import override
 
@@ -38,6 +36,7 @@ from phalanx.models.initial import fill_initial
 from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.skeleton import blocks_of
+from phalanx.report.terminal import Terminal
 from phalanx.train.best import BestTracker
 from phalanx.train.callback import CallbackRunner, Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
@@ -285,7 +284,7 @@ def _reserve(saver: Saver, step: Step, comm: Comm) -> None:
     barrier()  # all ranks of a host read the free memory before any rank allocates
     line = saver.reserve(step.model, step.optimizer, free_bytes)
     if line is not None and comm.is_first:
-        Console().print(Text(line), soft_wrap=True)
+        Terminal().say(line)
 
 
 def compile_blocks(model: nn.Module) -> None:
