@@ -102,7 +102,7 @@ def measure(
     words = ["--help"] if words[:1] == ["help"] else words
     config = read_command_line(words, schema, prog=prog)
     folder = None if config.out is None else Path(config.out)
-    terminal = Terminal()
+    terminal = Terminal(wraps=True)
     with nullcontext() if folder is None else _created_folder(folder):
         found = run(config, terminal.say)
     if not found.is_shown:

@@ -128,7 +128,7 @@ def _train(config: ScriptTrainConfig, trainer: Trainer, chosen: _Chosen, options
     command = f"phalanx train --script {config.script}{again} --resume"
     summary = trainer.start(chosen.strategy, options, command, chosen.why)
     if os.environ.get("RANK", "0") == "0":
-        Terminal().show(*summary.parts(report=config.report))
+        Terminal(wraps=True).show(*summary.parts(report=config.report))
         if config.json:
             print_json(summary)
     return 0
@@ -187,7 +187,7 @@ def _verify(config: ScriptVerifyConfig, judge: Callable[[], list[Verdict]]) -> i
         verdicts = judge()
     if os.environ.get("RANK", "0") == "0":
         is_job = ":" in config.script
-        show_verdicts(verdicts, Terminal(), "plain PyTorch" if is_job else "the script")
+        show_verdicts(verdicts, Terminal(wraps=True), "plain PyTorch" if is_job else "the script")
         if config.json:
             print_verdicts(verdicts)
     if dist.is_initialized():  # wait: torchrun kills all ranks when one exits with 1

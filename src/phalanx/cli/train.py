@@ -95,7 +95,7 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
     if summary is None:
         terminal.say(f"worker {request.config.server.worker} is done; worker 0 has the summary")
     elif os.environ.get("RANK", "0") == "0":
-        terminal.show(*summary.parts(report=request.config.report))
+        Terminal(wraps=True).show(*summary.parts(report=request.config.report))
         if loaded.json:
             print_json(summary)
     return 0

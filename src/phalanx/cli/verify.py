@@ -67,7 +67,7 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
     if is_under_torchrun():
         is_equal = _join(loaded, strategy)
     else:
-        is_equal = _verify_and_show(loaded, strategy, Terminal())
+        is_equal = _verify_and_show(loaded, strategy, Terminal(wraps=True))
     return 0 if is_equal else 1
 
 
@@ -126,7 +126,7 @@ def _join(loaded: Loaded[AnyConfig], strategy: Strategy) -> bool:
     from phalanx.verify.harness import WAIT_S
 
     config = loaded.config
-    console = Terminal() if os.environ["RANK"] == "0" else Terminal(is_quiet=True)
+    console = Terminal(wraps=True, is_quiet=os.environ["RANK"] != "0")
     keys = [setting.key for setting in settings(type(config)) if not setting.use & Use.LOCAL]
     return run_here(
         lambda: config,

@@ -128,8 +128,8 @@ class Summary:
         return result.parts_of(self, report=report)
 
     def render(self, *, report: bool = False) -> str:
-        """Return the console output as text, tables at most 100 columns wide."""
-        return text_of(*self.parts(report=report))
+        """Return the console output as text, at most 100 columns wide but for paths."""
+        return text_of(*self.parts(report=report), wraps=True)
 
 
 def summarize_run(records: Records) -> Summary:
