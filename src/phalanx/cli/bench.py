@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
-from phalanx.report.files import json_text, print_json, writing
+from phalanx.report.files import OTHER_FOLDER, json_text, print_json, writing
 from phalanx.report.picture import NO_MATPLOTLIB, has_matplotlib
 from phalanx.report.terminal import Terminal
 
@@ -32,8 +32,6 @@ VERBS: Final[Mapping[str, tuple[str, str]]] = {
 
 A module is imported only when its verb runs, because most of them import torch.
 """
-
-OTHER_FOLDER: Final = "; give another folder with --out"
 
 REMOVED_VERBS: Final[Mapping[str, str]] = {
     "pipeline": "phalanx show 1f1b",

@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.errors import CheckpointError, TrainingError
 from phalanx.measure.timer import StepTimes
-from phalanx.report.files import json_text, values_of, writing
+from phalanx.report.files import OTHER_FOLDER, json_text, values_of, writing
 from phalanx.report.terminal import Progress, Terminal
 from phalanx.report.units import percent
 from phalanx.storage import open_to_append
@@ -95,7 +95,7 @@ class RunLog:
         """
         self.folder = folder
         self._log = log
-        with writing(folder, "; give another folder with --out"):
+        with writing(folder, OTHER_FOLDER):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / "tensorboard").is_symlink():
                 raise CheckpointError(

@@ -14,9 +14,12 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from phalanx.errors import ConfigError
+
+OTHER_FOLDER: Final = "; give another folder with --out"
+"""Advice of `writing`, where --out chooses the folder."""
 
 
 def values_of(value: Any) -> Any:

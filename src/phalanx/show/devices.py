@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.planner import hardware
 from phalanx.planner.chart import draw_devices
 from phalanx.planner.machine import Device, Level
-from phalanx.report.table import Table
+from phalanx.report.table import Number, Table
 from phalanx.report.units import si
 from phalanx.show.shown import Shown
 
@@ -144,21 +144,22 @@ def draw(shown: Shown, path: Path) -> None:
 
 
 def _grid_of(devices: Iterable[Device]) -> Table:
-    heads = ("device", "", "year", "TFLOP/s", "attainable", "GB", "TB/s", "FLOPs a byte")
+    heads = (
+        *("device", "", "year"),
+        *(Number(name, _three_digits, 1e12) for name in ("TFLOP/s", "attainable")),
+        *(Number("GB", ".3g", 1e9), Number("TB/s", ".4g", 1e12), Number("FLOPs a byte", ".0f")),
+    )
     rows = [
         (
             one.name,
             one.title,
             str(one.year),
-            _tera(one.flops),
-            _tera(one.matmul_efficiency * one.flops),
-            f"{one.memory_bytes / 1e9:.3g}",
-            f"{one.bandwidth / 1e12:.4g}",
-            f"{one.flops_per_byte:.0f}",
+            *(one.flops, one.matmul_efficiency * one.flops),
+            *(one.memory_bytes, one.bandwidth, one.flops_per_byte),
         )
         for one in devices
     ]
-    return Table("", heads, rows, heads[2:])
+    return Table("", heads, rows, ["year"])
 
 
 def predecessor(one: Device) -> Device | None:
@@ -190,9 +191,8 @@ def compared(before: Device, one: Device) -> str:
     return f"{text} Memory-bound work takes a smaller part of a step, so the MFU can rise."
 
 
-def _tera(rate: float) -> str:
-    tera = rate / 1e12
-    return f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _named(name: str | None, form: str, example: str) -> str:
