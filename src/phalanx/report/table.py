@@ -65,6 +65,19 @@ class Table:
             for head in self.heads
         ]
 
+    def as_dict(self) -> dict[str, object]:
+        """Return the table for JSON: names of the columns, numbers in SI units, texts as they are.
+
+        `numbers` has the names of all right-aligned columns.
+        """
+        return {
+            "title": self.title,
+            "heads": [name for name, _ in self.columns],
+            "rows": [[c.text if isinstance(c, Line) else c for c in row] for row in self.rows],
+            "numbers": [name for name, is_right in self.columns if is_right],
+            "note": self.note,
+        }
+
     def lines(self) -> list[list[Line]]:
         """Return the printed cells of each row."""
         return [
