@@ -18,6 +18,7 @@ SOURCE = Path(phalanx.__file__).parent
 
 ROWS = [
     ["errors"],
+    ["report"],
     ["strategy", "storage"],
     ["config"],
     ["models"],
@@ -93,6 +94,31 @@ def offenders(module: str, tree: ast.AST) -> list[str]:
 def test_imports_point_one_way() -> None:
     found = [one for module, tree in trees().items() for one in offenders(module, tree)]
     assert not found, "\n".join(found)
+
+
+DRAWING = {"rich", "matplotlib"}
+"""Packages that only `report` imports; rooms give it values, or draw on a picture of its making."""
+
+
+def drawn_with(module: str, tree: ast.AST) -> list[str]:
+    """Return what a module outside of `report` imports to draw, wherever in the file."""
+    names: set[str] = set()
+    for node in statements(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or ""}
+    found = sorted(name for name in names if name.partition(".")[0] in DRAWING)
+    return [] if room_of(module) == "report" else [f"{module}: {name}" for name in found]
+
+
+def test_only_the_report_room_draws() -> None:
+    found = [one for module, tree in trees().items() for one in drawn_with(module, tree)]
+    assert not found, "\n".join(found)
+    tree = ast.parse("def f():\n    from rich.table import Table\n    import matplotlib.figure")
+    names = ["matplotlib.figure", "rich.table"]
+    assert drawn_with("phalanx.cli.plan", tree) == [f"phalanx.cli.plan: {n}" for n in names]
+    assert drawn_with("phalanx.report.terminal", tree) == []
 
 
 AXES = ("context", "pipeline", "tensor")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from phalanx.show.drawing import SvgDrawing
+from phalanx.report.svg import SvgDrawing
 
 COLOURS = {
     "computes": "#9db8d9", "waits": "#d9694f", "gathers": "#79b48a", "reductions": "#e0b354",

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
-from phalanx.cli.screen import say, screen
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.config.command_line import read_command_line
@@ -47,6 +46,7 @@ from phalanx.parallel.pipeline.schedule import Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Span, Timeline
 from phalanx.parallel.pipeline.stage import Stages
 from phalanx.planner.stages import write_trace
+from phalanx.report.terminal import Terminal
 from phalanx.show.animation import draw
 from phalanx.show.schedules import (
     ShowSchedule,
@@ -302,15 +302,8 @@ def main() -> None:
         Lanes(schedule, [*part.outcomes, measured]) if isinstance(part, Lanes) else part
         for part in shown.parts
     ]
-    shown, console = (
-        dataclasses.replace(shown, parts=[*parts, *remarks(config, measured)]),
-        screen(),
-    )
-    for what, style in printed(shown):
-        if isinstance(what, str):
-            say(console, what, style)
-        else:
-            console.print(what)
+    shown = dataclasses.replace(shown, parts=[*parts, *remarks(config, measured)])
+    Terminal().show(*printed(shown))
     if config.svg is not None:
         draw(shown, Path(config.svg))
     if config.trace is not None:

@@ -38,7 +38,7 @@ from phalanx.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import write_result
-from phalanx.show.drawing import SvgDrawing
+from phalanx.report.svg import SvgDrawing
 
 NUM_ROWS, SEQ_LEN, NUM_KEPT = 4, 64, 2
 MIB = 2**20

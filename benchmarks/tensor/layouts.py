@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from rich.table import Table
 
 from account import Amounts, crossing_tokens, theory
 from block import DEFAULT_SIZES, PATTERNS, BlockSize, OneBlock, Precision
 from phalanx.account.fit import check_memory_for
-from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig, table
+from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes, has_fast_bfloat16
-from phalanx.measure.logs import values_of
 from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.split import TensorSplit
+from phalanx.report.files import values_of
+from phalanx.report.table import Part, Table
 from phalanx.strategy import Axis, Strategy, require_built
 from split_block import LayoutPoint, measure_rank
 
@@ -162,7 +162,7 @@ def run(config: TensorConfig, say: PrintLine) -> BenchResult:
     del say
     result = measure_tensor(config)
     precision = result.precision
-    shown: list[str | Table] = []
+    shown: list[Part] = []
     for size, points in groupby(result.points, lambda point: point.size):
         shown.append(
             f"One block, hidden {size.hidden}, ffn {size.shape.ffn}, {size.num_rows} rows of "
@@ -202,10 +202,7 @@ def _tensor_table(points: Sequence[LayoutPoint]) -> Table:
         measured, theory = _amounts_cells(point.measured), _amounts_cells(point.theory)
         rows.append((point.strategy, "measured", *measured, peak, median, ends))
         rows.append(("", "theory", *theory, "-", products, ""))
-    drawn = table(("layout", "", *numbers), rows, num_words=2)
-    for row in drawn.rows[1::2]:
-        row.end_section = True
-    return drawn
+    return Table("", ("layout", "", *numbers), rows, numbers)
 
 
 def _is_stale(point: LayoutPoint) -> bool:

@@ -17,9 +17,9 @@ from account import collectives, crossing_tokens, sent_line
 from layouts import TensorConfig, measure_tensor, parse_layout
 from overlap import overlap_rank
 from phalanx.launch.local import run_ranks
-from phalanx.measure.logs import values_of
 from phalanx.models.registry import shape_of
 from phalanx.parallel.batch_shape import BatchShape
+from phalanx.report.files import values_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import spread, write_result

@@ -234,19 +234,3 @@ def wrapped(text: str, width: int) -> str:
             drop_whitespace=True,
         ) if len(line) > width else [line]  # fmt: skip
     return "\n".join(lines)
-
-
-def size_text(num_bytes: float) -> str:
-    """Format bytes in the largest unit in which the value is at least 1."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
-def time_text(seconds: float) -> str:
-    """Format a time with three digits, or its whole part, in the largest unit that gives >= 1."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if (rounded := float(f"{scale * seconds:.3g}")) >= 1 or not seconds:
-            return f"{scale * seconds:,.0f} {unit}" if rounded >= 100 else f"{rounded:.3g} {unit}"
-    return f"{1e6 * seconds:.3g} us"

@@ -23,7 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from phalanx.errors import CheckpointError, ConfigError, size_text
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.report.units import size_text
 
 Checksum = tuple[int, str]
 """Size of a file in bytes, and its sha256 in hexadecimal digits."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from phalanx.cli.layout import host_crossing_warnings, tables_of
 from phalanx.models.registry import shape_of
+from phalanx.report.terminal import text_of
 from phalanx.strategy import Strategy
 
 
 def said(text: str, num_microbatches: int = 4, model: str = "gpt2-124m") -> str:
-    console = Console(width=100, record=True, file=io.StringIO())
-    for table in tables_of(Strategy.parse(text), shape_of(model), num_microbatches):
-        console.print(table)
-    return console.export_text()
+    return text_of(*tables_of(Strategy.parse(text), shape_of(model), num_microbatches))
 
 
 def test_one_axis_without_stages_needs_no_words() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from phalanx.cli import plan_text
-from phalanx.cli.screen import WIDTH
 from phalanx.planner.explain import Figures
 from phalanx.planner.several import BestPlan
+from phalanx.report.terminal import text_of
 
 
 def figures(strategy: str, **others: Any) -> Figures:
@@ -45,17 +43,10 @@ ROWS = (
 )
 
 
-def printed(table: Any) -> str:
-    """Return a table as a console of 100 columns prints it."""
-    console = Console(file=StringIO(), width=WIDTH)
-    console.print(table)
-    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1], ROWS[1:]])
 @pytest.mark.parametrize("unit", ["tokens", "rows"])
 def test_a_table_is_whole_in_100_columns(rows: tuple[Figures, ...], unit: str) -> None:
-    text = printed(plan_text.table(rows, unit))
+    text = text_of(plan_text.table(rows, unit))
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     assert f"{unit}/s" in text and "causal / full" in text
     for each in rows:
@@ -64,7 +55,7 @@ def test_a_table_is_whole_in_100_columns(rows: tuple[Figures, ...], unit: str) -
 
 
 def test_a_strategy_breaks_where_the_line_ends() -> None:
-    first, second = (printed(plan_text.table([each])) for each in (ROWS[1], ROWS[2]))
+    first, second = (text_of(plan_text.table([each])) for each in (ROWS[1], ROWS[2]))
     assert len(first.splitlines()) == 4 and len(second.splitlines()) == 3
     assert first.splitlines()[2].startswith("pp8:interleaved/4,dp16,fsdp128:zero3,  8 x 128")
 
@@ -79,8 +70,6 @@ def test_several_are_whole_in_100_columns(question: str) -> None:
         "sequence": 8192, "global_batch": 2048, "model": "llama3-405b", "parameters": 405e9,
         "num_devices": 16_384, "device": "h100", "cluster": "h100-llama3", "software": "phalanx",
     }  # fmt: skip
-    console = Console(file=StringIO(), width=WIDTH)
-    plan_text.show_several(console, {"question": asked, question: best})
-    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    text = text_of(*plan_text.several({"question": asked, question: best}), wraps=True)
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     assert all(part in text for each in ROWS for part in each.strategy.split(","))

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -21,6 +20,7 @@ from phalanx.measure.logs import (
     json_text,
 )
 from phalanx.measure.timer import TERMS, StepTimes
+from phalanx.report.terminal import Terminal
 
 TIMES = StepTimes({**dict.fromkeys(TERMS, 0.125), "backward": 0.375}, wall_s=1.0)
 
@@ -40,9 +40,9 @@ def record(step: int, loss: float = 2.5, **changes: object) -> StepRecord:
     return StepRecord(**values)  # type: ignore[arg-type]
 
 
-def plain_console() -> tuple[Console, io.StringIO]:
+def plain_console() -> tuple[Terminal, io.StringIO]:
     text = io.StringIO()
-    return Console(file=text, force_terminal=False, width=80), text
+    return Terminal(text, is_terminal=False, width=80), text
 
 
 def lines_of(folder: Path) -> list[dict[str, object]]:
@@ -137,11 +137,11 @@ def test_plain_lines_come_first_last_and_by_interval(monkeypatch: pytest.MonkeyP
 
 def test_terminal_shows_a_bar_with_every_number() -> None:
     text = io.StringIO()
-    console = Console(file=text, force_terminal=True, width=110, height=20)
+    console = Terminal(text, is_terminal=True, width=110)
     display = LiveDisplay(console, total_steps=4)
     for step in range(1, 5):
         display.step(record(step))
-    display.say("validation after step 4: loss [2]")
+    display.terminal.say("validation after step 4: loss [2]")
     display.close()
     display.close()
     shown = text.getvalue()
@@ -163,7 +163,7 @@ def test_a_narrow_terminal_loses_the_least_important_number(
     width: int, has: list[str], lacks: list[str]
 ) -> None:
     text = io.StringIO()
-    display = LiveDisplay(Console(file=text, force_terminal=True, width=width), total_steps=400)
+    display = LiveDisplay(Terminal(text, is_terminal=True, width=width), total_steps=400)
     display.step(record(399))
     display.step(record(400))
     display.close()
@@ -214,14 +214,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_half_a_record_at_the_end_costs_no_other(tmp_path: Path, before: str, half: str) -> None:
     """As after a power cut; the next record would be lost in the same line."""
     (tmp_path / "metrics.jsonl").write_text(before + half)
-    with RunLog(tmp_path, Console(file=io.StringIO()), 1) as log:
+    with RunLog(tmp_path, Terminal(io.StringIO()), 1) as log:
         log.note("summary", {})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["step"] * bool(before) + ["summary"]
 
 
 def test_a_folder_that_is_moved_ends_the_run_in_words(tmp_path: Path) -> None:
-    with RunLog(tmp_path / "run", Console(file=io.StringIO()), 1) as log:
+    with RunLog(tmp_path / "run", Terminal(io.StringIO()), 1) as log:
         log.note("environment", {})
         (tmp_path / "run").rename(tmp_path / "moved")
         with pytest.raises(
@@ -234,7 +234,7 @@ def test_a_folder_that_is_moved_ends_the_run_in_words(tmp_path: Path) -> None:
 def test_a_file_in_place_of_the_folder_of_tensorboard_is_named(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("mine")
     with pytest.raises(ConfigError, match="tensorboard: File exists; give another folder"):
-        RunLog(tmp_path, Console(file=io.StringIO()), 1)
+        RunLog(tmp_path, Terminal(io.StringIO()), 1)
     assert (tmp_path / "tensorboard").read_text() == "mine"
 
 
@@ -244,5 +244,5 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     run.mkdir()
     (run / name).symlink_to(elsewhere)
     with pytest.raises(CheckpointError, match="is a link"):
-        RunLog(run, Console(file=io.StringIO()), 1)
+        RunLog(run, Terminal(io.StringIO()), 1)
     assert not elsewhere.exists()

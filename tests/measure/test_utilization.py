@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from phalanx.account.flops import Flops
 from phalanx.measure.peaks import DATA_SHEETS, Arithmetic, Peak, peak_of
-from phalanx.measure.utilization import Utilization, percent
+from phalanx.measure.utilization import Utilization
+from phalanx.report.units import percent
 
 CAUSAL = Flops(linear_forward=100, attention_forward=10, recompute=30)
 FULL = Flops(linear_forward=100, attention_forward=20, recompute=40)

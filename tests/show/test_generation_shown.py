@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
+from phalanx.report.table import Table
 from phalanx.show.generation import (
     LENGTHS,
     ShowGeneration,
     show_paged_attention,
     show_rolling_batch,
 )
-from phalanx.show.shown import Grid
 
 
 def test_each_request_has_one_slot_for_as_many_steps_as_tokens() -> None:
     shown = show_rolling_batch(ShowGeneration())
-    static, rolling = [part for part in shown.parts if isinstance(part, Grid)]
+    static, rolling = [part for part in shown.parts if isinstance(part, Table)]
     for grid in (static, rolling):
         rows = [row[1].split() for row in grid.rows]
         for number, length in enumerate(LENGTHS):
@@ -30,7 +30,7 @@ def test_each_request_has_one_slot_for_as_many_steps_as_tokens() -> None:
 
 def test_two_sequences_share_the_blocks_of_their_begin() -> None:
     shown = show_paged_attention(ShowGeneration())
-    tables, blocks = [part for part in shown.parts if isinstance(part, Grid)]
+    tables, blocks = [part for part in shown.parts if isinstance(part, Table)]
     (_, _, found_a, a), (_, _, found_b, b) = tables.rows
     a, b = a.split(", "), b.split(", ")
     assert a[:2] == b[:2] and not set(a[2:]) & set(b[2:]) and (found_a, found_b) == ("0", "8")

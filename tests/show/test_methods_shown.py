@@ -7,10 +7,11 @@ import pytest
 from marks import by_hand
 from phalanx.comm.algorithms.catalogue import COLLECTIVES, ROOTED, algorithms_of, list_steps
 from phalanx.errors import ConfigError
+from phalanx.report.table import Table
 from phalanx.show import data_parallel, one_step
 from phalanx.show.collective import ShowCollective, show_collective, values_text
 from phalanx.show.point_to_point import show_messages
-from phalanx.show.shown import Frame, Grid, Shown, ShowRun, ShowTopic, Strip
+from phalanx.show.shown import Frame, Shown, ShowRun, ShowTopic, Strip
 from phalanx.show.strategies import ON_CUBES, STRATEGIES
 from phalanx.show.tables import printed
 from phalanx.show.topics import RUN
@@ -20,8 +21,8 @@ def strips(shown: Shown) -> list[Strip]:
     return [part for part in shown.parts if isinstance(part, Strip)]
 
 
-def grids(shown: Shown) -> list[Grid]:
-    return [part for part in shown.parts if isinstance(part, Grid)]
+def grids(shown: Shown) -> list[Table]:
+    return [part for part in shown.parts if isinstance(part, Table)]
 
 
 def last(strip: Strip) -> Frame:
@@ -127,6 +128,6 @@ def test_every_topic_can_be_loaded_and_has_a_short_line() -> None:
 
 
 def test_tables_fit_a_line() -> None:
-    grid = Grid("", ["a", "b"], [["1", "x" * 10]], ["a"])
+    grid = Table("", ["a", "b"], [["1", "x" * 10]], ["a"])
     found = [what for what, _ in printed(Shown("t", ["s"], [grid, "p"], "call"))]
     assert found[:3] == ["t", "s", "in torch: call"] and found[-1] == "p"

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from phalanx.config.command_line import read_command_line
+from phalanx.report.table import Table
 from phalanx.show.parameter_server import ShowServer, served_links, show_parameter_server, trace
-from phalanx.show.shown import Grid
 
 
-def computed_with(grid: Grid) -> list[list[tuple[int, int]]]:
+def computed_with(grid: Table) -> list[list[tuple[int, int]]]:
     """Return of each worker its steps, and the versions that they were computed with."""
     return [
         [(int(step), int(version)) for step, version in re.findall(r"(\d+)@(\d+)", row[1])]
@@ -25,11 +25,11 @@ def test_the_masters_link_carries_all_and_a_ring_spreads_it() -> None:
     shown = show_parameter_server(read_command_line(words, ShowServer, prog="show"))
     said = [part for part in shown.parts if isinstance(part, str)]
     assert said == ["4 s to the master, 4 s back", "the ring 1.6 s"]
-    master, ring = [part for part in shown.parts if isinstance(part, Grid)][:2]
+    master, ring = [part for part in shown.parts if isinstance(part, Table)][:2]
     assert master.rows[0][1:] == ["4.00", "4.00", "100%", "100%"]
     assert master.rows[4][1:] == ["1.00", "1.00", "25%", "25%"]
     assert ring.rows[3][1:] == ["1.60", "1.60", "100%", "100%"]
-    traces = {part.title.split(":")[1]: part for part in shown.parts if isinstance(part, Grid)
+    traces = {part.title.split(":")[1]: part for part in shown.parts if isinstance(part, Table)
               and part.title.startswith("dp3:")}  # fmt: skip
     for kind in ("ps", "local/2"):
         assert all(step == version for row in computed_with(traces[kind]) for step, version in row)

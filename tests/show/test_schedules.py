@@ -14,6 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Schedule
 from phalanx.parallel.pipeline.simulate import simulate
+from phalanx.report.table import Table
 from phalanx.show.schedules import (
     ShowSchedule,
     StageDurations,
@@ -22,7 +23,7 @@ from phalanx.show.schedules import (
     show_schedule,
     stage_times,
 )
-from phalanx.show.shown import Grid, Lanes, Outcome
+from phalanx.show.shown import Lanes, Outcome
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved/2", "zb/1", "zb/2", "zbv", "dualpipev")
 
@@ -133,7 +134,7 @@ def test_it_is_listed_drawn_and_traced(tmp_path: Path) -> None:
     (outcome,) = lanes.outcomes
     assert outcome.timeline.bubble == pytest.approx(1 / 13)
     assert outcome.held == (4, 4) and outcome.timeline.length == pytest.approx(0.013)
-    units, lists = (part for part in shown.parts if isinstance(part, Grid))
+    units, lists = (part for part in shown.parts if isinstance(part, Table))
     assert units.rows[0][1].split()[:2] == ["F0", "F1"]
     listed = " ".join(row[1] for row in lists.rows if row[0] != "1").split()
     assert listed[: len(lower(lanes.schedule, 0))] == [*map(str, lower(lanes.schedule, 0))]

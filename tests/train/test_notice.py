@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch.distributed as dist
-from rich.console import Console
 
 from phalanx.launch.heartbeat import PULSE
 from phalanx.measure.logs import LiveDisplay
+from phalanx.report.terminal import Terminal
 from phalanx.train import notice
 
 
@@ -22,7 +22,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_notice_stands_above_the_bar_and_not_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notice, "PATIENCE_S", 0.0)
     file = io.StringIO()
-    display = LiveDisplay(Console(file=file, force_terminal=True, width=80), 5)
+    display = LiveDisplay(Terminal(file, is_terminal=True, width=80), 5)
     with notice.notice_if_slow("the model writes a sample"):
         while "sample" not in file.getvalue():
             time.sleep(0.01)

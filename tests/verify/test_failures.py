@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.cli.screen import screen
 from phalanx.cli.verify import print_verdicts, show_verdicts
+from phalanx.report.terminal import Terminal
 from phalanx.verify.harness import verify
 
 
@@ -42,7 +42,7 @@ def test_a_rank_that_dies_is_named_with_its_module(capsys: pytest.CaptureFixture
     words = "rank 1 fails in the forward of 1.0 of step 0: KeyError: 'angles'"
     assert words in str(verdict)
     assert "in forward\n    raise KeyError" in verdict.failure
-    show_verdicts([verdict], screen())
+    show_verdicts([verdict], Terminal())
     print_verdicts([verdict])
     printed = capsys.readouterr().out
     assert words in " ".join(printed.split()) and '"module": "1.0"' in printed

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from rich.table import Table
-
 from phalanx.bench.in_step import core_in_step
 from phalanx.bench.picture import draw_ceiling
 from phalanx.bench.verb import (
@@ -24,14 +22,14 @@ from phalanx.bench.verb import (
     PrintLine,
     device_fields,
     resolve_device,
-    table,
 )
 from phalanx.config.fields import Range
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
-from phalanx.measure.logs import values_of
 from phalanx.measure.products import FEWEST_REPEATS, MatmulPoint, arithmetic_of, measure_matmul
-from phalanx.measure.utilization import percent
 from phalanx.planner import calibration, calibration_file
+from phalanx.report.files import values_of
+from phalanx.report.table import Number, Table
+from phalanx.report.units import percent
 
 SMALLEST_SIZE = 512
 LARGEST_SIZE = 32768
@@ -98,22 +96,19 @@ class Ceiling(OnDevice):
 
     def table(self) -> Table:
         """Return a table with one row for each measured size."""
-        headings = ["n x n", "repeats", "median ms", "median TFLOP/s", "best TFLOP/s"]
+        heads = [
+            *(Number("n x n", "d"), Number("repeats", "d"), Number("median ms", ".3f", 1e-3)),
+            *(Number(f"{name} TFLOP/s", ".3f", 1e12) for name in ("median", "best")),
+        ]
         rows = [
-            [
-                str(point.num_rows),
-                str(point.repeats),
-                f"{1e3 * point.median_s:.3f}",
-                f"{point.median_flops_per_s / 1e12:.3f}",
-                f"{point.best_flops_per_s / 1e12:.3f}",
-            ]
-            for point in self.points
+            [p.num_rows, p.repeats, p.median_s, p.median_flops_per_s, p.best_flops_per_s]
+            for p in self.points
         ]
         if self.peak is not None:
-            headings.append("of data sheet")
-            for row, point in zip(rows, self.points, strict=True):
-                row.append(percent(point.best_flops_per_s / self.peak.flops_per_s))
-        return table(headings, rows, num_words=0)
+            heads.append(Number("of data sheet", percent))
+            for row in rows:
+                row.append(row[-1] / self.peak.flops_per_s)
+        return Table("", heads, rows)
 
     def remarks(self) -> list[str]:
         """Return the lines below the table: the ceiling, and the data sheet's peak if known."""

@@ -19,21 +19,22 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import torch
-from rich.table import Table
 
 from phalanx.account.fit import check_memory_for
 from phalanx.bench.in_step import median_s, time_in_step
 from phalanx.bench.picture import draw_fits
-from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig, table
+from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.shared_memory import SharedMemory
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
-from phalanx.measure.logs import values_of
 from phalanx.planner import calibration, calibration_file
 from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
+from phalanx.report.files import values_of
+from phalanx.report.table import Number, Table
+from phalanx.report.units import KIB
 
 OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
@@ -166,41 +167,35 @@ def run(config: CommConfig, say: PrintLine) -> BenchResult:
 
 
 def _samples_table(samples: Sequence[Sample]) -> Table:
-    headings = (
-        *("collective", "by", "ranks", "size, KiB"),
-        *("time, us", "algbw, GB/s", "busbw, GB/s", "wrong"),
+    heads = (
+        *("collective", "by", "ranks", Number("size, KiB", ".0f", KIB)),
+        Number("time, us", ".1f", 1e-6),
+        *(Number(f"{name}, GB/s", ".3g", 1e9) for name in ("algbw", "busbw")),
+        Number("wrong", "d"),
     )
     rows = [
         (
             one.op,
             one.engine,
             str(one.num_ranks) if LEVEL_OF_AXIS[one.axis] == "server" else f"{one.num_ranks} hosts",
-            f"{one.num_bytes / 1024:.0f}",
-            f"{1e6 * one.time_s:.1f}",
-            f"{one.algbw / 1e9:.3g}",
-            f"{one.busbw / 1e9:.3g}",
-            str(one.num_wrong),
+            *(one.num_bytes, one.time_s, one.algbw, one.busbw, one.num_wrong),
         )
         for one in samples
     ]
-    return table(headings, rows, num_words=2)
+    return Table("", heads, rows, numbers=["ranks"])
 
 
 def _table(fits: Sequence[Fit]) -> Table:
-    headings = ("between", "by", "collective", "ranks", "hop, us", "GB/s", "largest error")
+    heads = ("between", "by", "collective", Number("ranks", "d"), Number("hop, us", ".3g", 1e-6))
+    heads += (Number("GB/s", ".3g", 1e9), Number("largest error", ".0%"))
     rows = [
         (
-            LEVEL_WORDS[one.unit],
-            one.engine,
-            one.op,
-            str(one.num_ranks),
-            f"{1e6 * one.latency_s:.3g}",
-            f"{one.bandwidth / 1e9:.3g}",
-            f"{one.largest_error:.0%}",
+            *(LEVEL_WORDS[one.unit], one.engine, one.op, one.num_ranks),
+            *(one.latency_s, one.bandwidth, one.largest_error),
         )
         for one in fits
     ]
-    return table(headings, rows, num_words=3)
+    return Table("", heads, rows)
 
 
 def _ranks_and_device(config: CommConfig) -> tuple[int, int, str]:

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from rich.table import Table
 
 from phalanx.account.fit import check_fit
 from phalanx.account.planned import DecoderModel, PlannedStep
-from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
+from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import ConfigError
 from phalanx.launch.process_memory import keep_freed_memory
 from phalanx.measure.environment import has_fast_bfloat16
-from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.registry import shape_of, with_sizes
@@ -28,6 +26,8 @@ from phalanx.parallel.pipeline.measured import link_times, with_best_cut
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.parallel.pipeline.stage import DecoderStages
 from phalanx.parallel.plan import plan_decoder
+from phalanx.report.table import Number, Table
+from phalanx.report.units import percent
 from phalanx.strategy import Strategy, require_built
 
 
@@ -123,23 +123,20 @@ def _table_of_layers(shape: ModelShape, times: Sequence[tuple[float, float]]) ->
     flops, whole = chain_flops(shape), sum(sum(each) for each in times)
     names = ["embedding", *(f"block {at}" for at in range(shape.num_layers)), "norm and head"]
     rows = [
-        (
-            name,
-            f"{forward_s * 1e3:.2f}",
-            f"{backward_s * 1e3:.2f}",
-            percent((forward_s + backward_s) / whole),
-            percent(of_flops / sum(flops)),
-        )
-        for name, (forward_s, backward_s), of_flops in zip(names, times, flops, strict=True)
+        (name, *each, sum(each) / whole, of_flops / sum(flops))
+        for name, each, of_flops in zip(names, times, flops, strict=True)
     ]
-    return table(("layer", "forward ms", "backward ms", "of time", "of FLOPs"), rows)
+    ms = (Number(f"{name} ms", ".2f", 1e-3) for name in ("forward", "backward"))
+    shares = (Number(f"of {name}", percent) for name in ("time", "FLOPs"))
+    return Table("", ["layer", *ms, *shares], rows)
 
 
 def _table_of_cuts(cuts: dict[str, Strategy], times: Sequence[float]) -> Table:
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, str, float, float]] = []
     for by, strategy in cuts.items():
         stages = ranges_of(strategy.cut)
         slowest_s = max(stage_costs(times, stages))
         layers = "+".join(map(str, strategy.cut))
-        rows.append((by, layers, f"{slowest_s * 1e3:.2f}", f"{imbalance(times, stages):.2f}"))
-    return table(("cut by", "layers", "slowest stage, ms", "slowest / mean"), rows, 2)
+        rows.append((by, layers, slowest_s, imbalance(times, stages)))
+    numbers = Number("slowest stage, ms", ".2f", 1e-3), Number("slowest / mean", ".2f")
+    return Table("", ("cut by", "layers", *numbers), rows)

@@ -37,14 +37,15 @@ from phalanx.bench.verb import (
     PrintLine,
     device_fields,
     resolve_device,
-    table,
 )
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
-from phalanx.measure.logs import values_of
 from phalanx.measure.products import arithmetic_of, measure_matmul, quick_ceiling
-from phalanx.measure.utilization import Utilization, percent
+from phalanx.measure.utilization import Utilization
+from phalanx.report.files import values_of
+from phalanx.report.table import Table
+from phalanx.report.units import percent
 
 Recipe = Literal["plain", "lecture"]
 
@@ -131,7 +132,7 @@ def run(config: MfuConfig, say: PrintLine) -> BenchResult:
         name=f"{name}-compiled" if result.is_compiled else name,
         shown=[
             f"MFU of a perceptron in {result.arithmetic}, {result.machine}",
-            table(headings, rows),
+            Table("", headings, rows, headings[1:]),
             result.choice,
             *(f"{each.recipe}: {each.utilization.text()}" for each in results),
         ],

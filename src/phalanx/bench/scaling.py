@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from rich.table import Table
 
 from phalanx.account.fit import check_fit, check_memory_for
 from phalanx.account.planned import decoder_step
-from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine, table
+from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
@@ -30,12 +29,13 @@ from phalanx.config.schema import MOST_ROWS
 from phalanx.data.samples import Batch
 from phalanx.errors import ConfigError
 from phalanx.launch.local import check_gpus, num_cores, run_ranks
-from phalanx.measure.logs import values_of
-from phalanx.measure.utilization import percent
 from phalanx.models.initial import fill_initial
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
+from phalanx.report.files import values_of
+from phalanx.report.table import Cell, Number, Table
+from phalanx.report.units import percent
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -139,26 +139,20 @@ def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
 
 
 def _table(points: Sequence[ScalingPoint], num_tokens: int) -> Table:
-    headings = ("strategy", "ranks", "ms a step", "tokens/s", "batches/s", "speed-up", "min - max")
-    rows = [
-        (
-            point.strategy,
-            str(point.num_ranks),
-            f"{1e3 / point.batches_per_s:.1f}",
-            f"{num_tokens * point.batches_per_s:,.0f}",
-            f"{point.batches_per_s:.3g}",
-            *_speed_up(point),
-        )
-        for point in points
-    ]
-    return table((*headings, "efficiency"), rows)
-
-
-def _speed_up(point: ScalingPoint) -> tuple[str, str, str]:
-    if point.speed_up is None:
-        return "-", "-", "-"
-    ends = f"{min(point.speed_ups):.2f} - {max(point.speed_ups):.2f}"
-    return f"{point.speed_up:.2f}", ends, percent(point.efficiency)
+    heads = (
+        *("strategy", Number("ranks", "d"), Number("ms a step", ".1f", 1e-3)),
+        *(Number("tokens/s", ",.0f"), Number("batches/s", ".3g"), Number("speed-up", ".2f")),
+        *("min - max", Number("efficiency", percent)),
+    )
+    rows: list[Sequence[Cell]] = []
+    for point in points:
+        rate = point.batches_per_s
+        sped: Sequence[Cell] = ("-", "-", "-")
+        if point.speed_up is not None:
+            ends = f"{min(point.speed_ups):.2f} - {max(point.speed_ups):.2f}"
+            sped = (point.speed_up, ends, point.efficiency)
+        rows.append((point.strategy, point.num_ranks, 1 / rate, num_tokens * rate, rate, *sped))
+    return Table("", heads, rows, numbers=["min - max"])
 
 
 def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]:

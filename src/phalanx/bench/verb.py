@@ -5,19 +5,19 @@ A verb is a module with a dataclass of settings and a function `run(config, say)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from rich.table import Table
 
 from phalanx.config import ShapeConfig
 from phalanx.config.fields import THREADS, Range
 from phalanx.measure.environment import device_name, has_fast_bfloat16
 from phalanx.measure.peaks import Arithmetic, Peak, peak_of
 from phalanx.measure.products import checked_device
+from phalanx.report.table import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class BenchResult:
     """
 
     name: str
-    shown: Sequence[str | Table]
+    shown: Sequence[Part]
     values: dict[str, Any]
     draw: Callable[[Path], None] | None = None
     files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
@@ -117,16 +117,6 @@ def device_fields(device: torch.device, arithmetic: Arithmetic) -> dict[str, Any
         "arithmetic": arithmetic,
         "num_threads": torch.get_num_threads() if device.type == "cpu" else None,
     }
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> Table:
-    """Return a table; the first `num_words` columns are left-justified, the others right."""
-    drawn = Table(show_header=any(headings[1:]))
-    for number, heading in enumerate(headings):
-        drawn.add_column(heading, justify="left" if number < num_words else "right")
-    for row in rows:
-        drawn.add_row(*row)
-    return drawn
 
 
 def resolve_device(config: DeviceConfig) -> tuple[torch.device, Arithmetic]:

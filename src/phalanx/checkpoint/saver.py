@@ -47,9 +47,10 @@ from phalanx.checkpoint.state import (
 from phalanx.checkpoint.tensor_file import NAMES, TensorInfo
 from phalanx.comm.join import job_timeout
 from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, reason_of
-from phalanx.errors import CheckpointError, PeerLost, size_text
+from phalanx.errors import CheckpointError, PeerLost
 from phalanx.launch.failure import is_lost_peer
 from phalanx.launch.heartbeat import PULSE
+from phalanx.report.units import size_text
 from phalanx.storage import Checksum
 
 NICENESS = 10

@@ -10,13 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from rich.table import Table
-from rich.text import Text
-
-from phalanx.bench.picture import has_matplotlib
-from phalanx.cli.screen import print_json, say, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
+from phalanx.report.files import OTHER_FOLDER, json_text, print_json, writing
+from phalanx.report.picture import NO_MATPLOTLIB, has_matplotlib
+from phalanx.report.terminal import Terminal
 
 if TYPE_CHECKING:
     from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
@@ -98,23 +96,16 @@ def measure(
         ConfigError: a setting is out of range, or needs hardware that this machine lacks.
     """
     from phalanx.measure.environment import environment
-    from phalanx.measure.logs import json_text
 
     words = ["--help"] if words[:1] == ["help"] else words
     config = read_command_line(words, schema, prog=prog)
     folder = None if config.out is None else Path(config.out)
-    console = screen()
-
-    def show(what: str | Table) -> None:
-        # Console.print would parse brackets in a str as markup.
-        console.print(Text(what) if isinstance(what, str) else what)
-
+    terminal = Terminal(wraps=True)
     with nullcontext() if folder is None else _created_folder(folder):
-        found = run(config, show)
+        found = run(config, terminal.say)
     if not found.is_shown:
         return
-    for what in found.shown:
-        show(what)
+    terminal.show(*found.shown)
     document = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), **found.values}
     document["environment"] = environment()
     if folder is not None:
@@ -127,10 +118,11 @@ def measure(
             files["svg"] = found.draw
         for ending, write in files.items():
             path = folder / f"{found.name}.{ending}"
-            _write(path, write)
-            say(console, f"wrote {path}")
+            with writing(path, OTHER_FOLDER):
+                write(path)
+            terminal.say(f"wrote {path}")
         if found.draw is not None and not has_matplotlib():
-            show("no picture: matplotlib is missing; pip install 'phalanx-train[plot]'")
+            terminal.say(f"no picture: it needs {NO_MATPLOTLIB}")
     if config.json:
         print_json(document)
 
@@ -142,7 +134,8 @@ def _created_folder(folder: Path) -> Generator[None]:
     If the block raises ConfigError, remove the folders that were created.
     """
     new = [each for each in (folder, *folder.parents) if not each.exists()]
-    _write(folder, lambda path: path.mkdir(parents=True, exist_ok=True))
+    with writing(folder, OTHER_FOLDER):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except ConfigError:
@@ -150,12 +143,3 @@ def _created_folder(folder: Path) -> Generator[None]:
             for each in new:
                 each.rmdir()
         raise
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give another folder with --out"
-        ) from None

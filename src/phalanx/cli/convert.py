@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from phalanx.cli.screen import Preparation, print_json, say, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
+from phalanx.report.files import print_json
+from phalanx.report.terminal import Preparation, Terminal
 
 if TYPE_CHECKING:
     from phalanx.hugging_face.convert import Converted
@@ -60,9 +61,9 @@ def run(argv: list[str]) -> int:
 
     if config.check:
         require_transformers()
-    console = screen()
+    terminal = Terminal()
     begin_s = time.perf_counter()
-    with Preparation(console) as preparation:
+    with Preparation(terminal) as preparation:
         converted = _convert(config, Path(config.source), Path(config.destination), preparation)
     took_s = time.perf_counter() - begin_s
     agreement, check = None, None
@@ -79,11 +80,10 @@ def run(argv: list[str]) -> int:
             "num_tokens": agreement.num_rows * agreement.length,
         }
         style = "green" if agreement.is_within else "bold red"
-        say(console, f"checked: {agreement}", style)
+        terminal.say(f"checked: {agreement}", style)
     what = "a checkpoint of weights" if converted.kind == "phalanx" else "a Hugging Face folder"
     copied = f", with {', '.join(converted.companions)}" if converted.companions else ""
-    say(
-        console,
+    terminal.say(
         f"wrote {converted.destination}: {what} ({converted.family}), {converted.num_tensors} "
         f"tensors, {converted.num_bytes:,} bytes of {converted.dtype}, in {took_s:.1f} s{copied}",
     )

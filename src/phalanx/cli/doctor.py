@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rich.table import Column, Table
-from rich.text import Text
-
-from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import PhalanxError
+from phalanx.report.files import print_json
+from phalanx.report.table import Line, Table
+from phalanx.report.terminal import Terminal
+from phalanx.report.units import GIB
 
 PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "rich", "tensorboard")
 """Packages that phalanx requires, in addition to torch."""
@@ -26,8 +26,6 @@ TEST_NUMBERS: Final = 1 << 20
 
 TEST_TIMEOUT_S: Final = 10.0
 """Timeout of the self-test, in seconds that one rank waits for the other."""
-
-GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +43,8 @@ def run(argv: list[str]) -> int:
     if config.json:
         print_json(found)
     else:
-        columns = (Column(style="bold", no_wrap=True), Column(overflow="fold"))
-        table = Table(*columns, box=None, pad_edge=False, show_header=False)
-        for name, text in _rows(found):
-            table.add_row(name, Text(text))
-        screen().print(table)
+        rows = [(Line(name, "bold"), text) for name, text in _rows(found)]
+        Terminal().show(Table("", ("", ""), rows))
     return 0 if found["self_test"]["passed"] else 1
 
 

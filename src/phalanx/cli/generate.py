@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Table
-from rich.text import Text
-
-from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError
 from phalanx.infer.options import EngineConfig, Sampling
+from phalanx.report.files import print_json
+from phalanx.report.table import Number, Table
+from phalanx.report.terminal import Terminal
 
 if TYPE_CHECKING:
     from phalanx.infer.engine import Engine
@@ -68,29 +67,27 @@ def _generate(config: GenerateConfig, served: Served, engine: Engine) -> None:
         scores = completion.scores
         return scores_of(engine.tokenizer, completion.new_tokens, scores)[0] if scores else None
 
-    def write(text: str) -> None:  # a part of a line, without wrapping
-        console.file.write(text)
-        console.file.flush()
-
-    prompts, console = config.prompt or [""], screen()
+    prompts, terminal = config.prompt or [""], Terminal()
     tokens = [served.encode(prompt) for prompt in prompts]
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sampling)}
     begin_s = time.perf_counter()
     completions = [engine.add(each, Sampling(**values))[0] for each in tokens]
     shown, first_s = 0, 0.0
-    write(prompts[0])
+    terminal.write(prompts[0])
     while shown < len(completions):
         pieces = engine.step()
         if pieces and not first_s:
             first_s = time.perf_counter() - begin_s
-        write("".join(piece.text for piece in pieces if piece.completion is completions[shown]))
+        terminal.write(
+            "".join(piece.text for piece in pieces if piece.completion is completions[shown])
+        )
         while shown < len(completions) and completions[shown].finish_reason is not None:
-            write("\n")
+            terminal.write("\n")
             if (logprobs := logprobs_of(completions[shown])) is not None:
-                console.print(_table(logprobs))
+                terminal.show(_table(logprobs))
             shown += 1
             if shown < len(completions):
-                write(f"\n{prompts[shown]}{completions[shown].text}")
+                terminal.write(f"\n{prompts[shown]}{completions[shown].text}")
     took_s = time.perf_counter() - begin_s
     num_tokens = engine.counts.generated_tokens
     report(
@@ -115,11 +112,9 @@ def _generate(config: GenerateConfig, served: Served, engine: Engine) -> None:
 
 def _table(logprobs: dict[str, Any]) -> Table:
     """Return a table of the log probabilities of a completion's tokens."""
-    table = Table()
-    for head in ("token", "log p", "the most probable"):
-        table.add_column(head, justify="right" if head == "log p" else "left")
     columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
-    for token, logprob, top in zip(*columns, strict=True):
-        others = ", ".join(f"{other!r} {value:.2f}" for other, value in top.items())
-        table.add_row(*map(Text, (repr(token), f"{logprob:.3f}", others)))
-    return table
+    rows = [
+        (repr(token), logprob, ", ".join(f"{other!r} {value:.2f}" for other, value in top.items()))
+        for token, logprob, top in zip(*columns, strict=True)
+    ]
+    return Table("", ("token", Number("log p", ".3f"), "the most probable"), rows)

@@ -5,30 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import RenderableType
-from rich.table import Column, Table
-from rich.text import Text
-
-from phalanx.measure.utilization import percent
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import chain_flops
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.parallel.pipeline.simulate import UNITS, simulate
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.split import ParameterSplit
+from phalanx.report.table import Line, Number, Part, Table
+from phalanx.report.units import percent
 from phalanx.strategy import Strategy
 
 MAX_LISTED_RANKS = 32
 """Most ranks that the table lists; further ranks are only mentioned."""
 
 
-def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> list[RenderableType]:
+def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> list[Part]:
     """Return tables and lines on a strategy for a decoder; empty if there is nothing to show."""
-    said: list[RenderableType] = []
+    said: list[Part] = []
     if len(strategy.mesh_axes()) > 1:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.num_ranks))
         said += [rank_table(strategy, num_here)]
-        said += [Text(line, style="yellow") for line in host_crossing_warnings(strategy, num_here)]
+        said += [Line(line, "yellow") for line in host_crossing_warnings(strategy, num_here)]
     plan = plan_decoder(strategy, shape)
     schedule = plan.schedule(num_microbatches)
     if plan.cut is not None and schedule is not None:
@@ -41,7 +38,7 @@ def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> l
         line = f"{num_microbatches} microbatches a step: ranks wait {bubble} of it"
         if num_microbatches < strategy.pp.degree and strategy.pp.kind != "naive":
             line += f"; batch.accumulation {2 * strategy.pp.degree} would fill the pipeline"
-        said += [Text(line)]
+        said += [line]
     if plan.layout is not None:
         said += [split_table(plan.table())]
     return said
@@ -50,18 +47,16 @@ def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> l
 def rank_table(strategy: Strategy, num_here: int) -> Table:
     """Return a table of each rank's coordinates and host, with `num_here` ranks per host."""
     axes = strategy.mesh_axes()
-    columns = [Column(name, justify="right") for name in ("rank", *axes, "host")]
-    table = Table(*columns, title="Ranks and hosts", title_justify="left", box=None)
+    rows = list[Sequence[str]]()
     for rank in range(min(strategy.num_ranks, MAX_LISTED_RANKS)):
         coords, left = list[int](), rank
         for size in reversed(axes.values()):
             left, coord = divmod(left, size)
             coords.insert(0, coord)
-        table.add_row(*map(str, (rank, *coords, rank // num_here)))
-    if strategy.num_ranks > MAX_LISTED_RANKS:
-        table.add_row("...")
-        table.caption = f"and so on to rank {strategy.num_ranks - 1}; the last axis varies fastest"
-    return table
+        rows.append([*map(str, (rank, *coords, rank // num_here))])
+    note = f"... and so on to rank {strategy.num_ranks - 1}; the last axis varies fastest"
+    heads = ["rank", *axes, "host"]
+    return Table("Ranks and hosts", heads, rows, heads, note * (len(rows) < strategy.num_ranks))
 
 
 def host_crossing_warnings(strategy: Strategy, num_here: int) -> Iterator[str]:
@@ -81,16 +76,13 @@ def host_crossing_warnings(strategy: Strategy, num_here: int) -> Iterator[str]:
 def stage_table(cut: Sequence[range], rank_of: Sequence[int], flops: Sequence[float]) -> Table:
     """Return a table of pipeline stages with their pp rank, layers and part of the FLOPs."""
     costs = stage_costs(flops, cut)
-    columns = [Column("stage", justify="right"), Column("pp rank", justify="right")]
-    columns += [Column("layers"), Column("FLOPs", justify="right")]
-    title = "Stages of the pipeline"
-    table = Table(*columns, title=title, title_justify="left", box=None)
-    for stage, (links, cost) in enumerate(zip(cut, costs, strict=True)):
-        layers = layers_text(links, len(flops) - 2)
-        table.add_row(str(stage), str(rank_of[stage]), layers, percent(cost / sum(costs)))
-    table.caption = f"slowest stage / mean: {imbalance(flops, cut):.2f}"
-    table.caption_justify = "left"
-    return table
+    rows = [
+        (stage, rank_of[stage], layers_text(links, len(flops) - 2), cost / sum(costs))
+        for stage, (links, cost) in enumerate(zip(cut, costs, strict=True))
+    ]
+    heads = (Number("stage", "d"), Number("pp rank", "d"), "layers", Number("FLOPs", percent))
+    note = f"slowest stage / mean: {imbalance(flops, cut):.2f}"
+    return Table("Stages of the pipeline", heads, rows, note=note)
 
 
 def layers_text(links: Sequence[int], num_layers: int) -> str:
@@ -105,10 +97,6 @@ def layers_text(links: Sequence[int], num_layers: int) -> str:
 
 def split_table(rows: Iterable[ParameterSplit]) -> Table:
     """Return a table of the tp shard of each parameter of the first stage."""
-    columns = ("parameter", "role", "full shape, split over", "a rank's shard")
-    title = "What tp does to each parameter"
-    table = Table(*columns, title=title, title_justify="left", box=None)
-    for row in rows:
-        shard = " x ".join(map(str, row.shard))
-        table.add_row(Text(row.name), row.role, Text(row.notation), shard)
-    return table
+    heads = ("parameter", "role", "full shape, split over", "a rank's shard")
+    lines = [(row.name, row.role, row.notation, " x ".join(map(str, row.shard))) for row in rows]
+    return Table("What tp does to each parameter", heads, lines)

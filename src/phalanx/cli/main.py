@@ -24,7 +24,6 @@ from phalanx.errors import (
     nearest,
     shortened,
     system_limit_advice,
-    wrapped,
 )
 from phalanx.launch import signals
 from phalanx.launch.failure import (
@@ -219,10 +218,8 @@ def _open_standard_streams() -> None:
 def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     """Print one message on standard error, and with --json one document on standard output."""
     signals.ignore()  # a signal would only cut the message short
-    from rich.console import Console
-    from rich.text import Text
+    from phalanx.report.terminal import Terminal
 
-    console = Console(stderr=True, soft_wrap=True)
     for word in words:  # a name from the command line stays in one line
         for name in (word, *re.split("[=:]", word)):
             if "\n" in name:
@@ -230,12 +227,7 @@ def _fail(message: str, exit_code: int, words: Sequence[str]) -> int:
     if exit_code == PhalanxError.exit_code:
         lines = message.split("\n")
         message = "\n".join(shortened(line, LONGEST_LINE, " ") for line in lines)
-    shown = f"phalanx: {message}"
-    if console.is_terminal:
-        shown = wrapped(shown, console.width)
-    text = Text(shown)
-    text.stylize("bold red", 0, len("phalanx:"))
-    console.print(text)
+    Terminal(is_error=True).fail("phalanx", message)
     if {"--json", "--json=true"}.intersection(words):
         print(json.dumps({"error": message, "exit_code": exit_code}), flush=True)
     return exit_code

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from rich.text import Text
-
 from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import PURE, PURE_BYTES, STATE_BYTES, DecoderModel
-from phalanx.cli.plan_text import show_answer, show_arithmetic, show_several
-from phalanx.cli.screen import Preparation, print_json, screen
+from phalanx.cli import plan_text
 from phalanx.config import ShapeConfig
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Range
@@ -21,11 +17,10 @@ from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.planner import explain, hardware
-from phalanx.planner.chart import check_picture, draw_scaling
+from phalanx.planner.chart import draw_scaling
 from phalanx.planner.price import timeline
 from phalanx.planner.search import (
     Candidate,
-    Inequality,
     OfDecoder,
     Question,
     priced_strategy,
@@ -34,6 +29,10 @@ from phalanx.planner.search import (
 from phalanx.planner.several import BestPlan, best_on, fits_on, numbers_of, scaled
 from phalanx.planner.software import software
 from phalanx.planner.stages import write_trace
+from phalanx.report.files import check_writable, print_json, writing
+from phalanx.report.picture import check_picture
+from phalanx.report.table import Line
+from phalanx.report.terminal import Preparation, Terminal
 from phalanx.strategy import Strategy, refuse_servers
 
 EXAMPLE: Final = (
@@ -90,17 +89,17 @@ def run(argv: list[str]) -> int:
     """
     config = read_command_line(argv, PlanConfig, prog="phalanx plan")
     _check_together(config)
-    console = screen()
+    terminal = Terminal(wraps=True)
     if config.script is not None:
         from phalanx.cli.plan_script import plan_script  # imports the training code
 
         document = plan_script(config.script, config.cluster, config.software, config.strategy)
-        show_answer(console, document)
+        terminal.show(*plan_text.answer(document))
         if config.json:
             print_json(document)
         return 0
     question = question_of(config)
-    with Preparation(console) as preparation:
+    with Preparation(terminal) as preparation:
 
         def report(what: str) -> None:
             preparation.report(f"pricing strategies{what}", 0, 0)
@@ -112,19 +111,19 @@ def run(argv: list[str]) -> int:
             document = _given(config, question) if config.strategy else _found(config, question)
     document["question"]["model"] = config.model
     if config.compare or config.scale:
-        show_several(console, document)
+        terminal.show(*plan_text.several(document))
     else:
-        show_answer(console, document)
+        terminal.show(*plan_text.answer(document))
     if config.arithmetic:
         model, shape = question.model, question.model.shape
         sizes = {"N": model.num_parameters, "L": shape.num_layers, "T": model.seq_len}
         sizes |= {"h": shape.hidden, "F": shape.ffn}
         rows = explain.arithmetic(question)
-        show_arithmetic(console, sizes, rows)
+        terminal.show(*plan_text.arithmetic(sizes, rows))
         document["arithmetic"] = {"sizes": sizes, "rows": rows}
     for path in (config.svg, config.trace):
         if path is not None:
-            console.print(Text(f"wrote {path}"), soft_wrap=True)
+            terminal.show(Line(f"wrote {path}", wraps=False))
     if config.json:
         print_json(document)
     return 0
@@ -156,9 +155,8 @@ def _check_together(config: PlanConfig) -> None:
         )
     if config.svg is not None:
         check_picture(Path(config.svg))
-    for path in filter(None, (config.svg, config.trace)):
-        if not Path(path).parent.is_dir():
-            raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
+    if config.trace is not None:
+        check_writable(Path(config.trace))
 
 
 def question_of(config: PlanConfig) -> OfDecoder:
@@ -206,8 +204,7 @@ def _found(config: PlanConfig, question: OfDecoder) -> dict[str, Any]:
     found = search(question)
     _write_trace(config, question, found.candidates)
     best = found.candidates[0] if found.candidates else None
-    name = None if best is None else str(best.planned.strategy)
-    document = _answer(question, found.candidates, explain.neighbours(name, found.rejected))
+    document = explain.answer(question, found.candidates, explain.neighbours(best, found.rejected))
     if best is None:
         document |= {"fits_on": fits_on(question)}
     return document | {"num_legal": found.num_legal, "num_priced": found.num_priced}
@@ -222,22 +219,10 @@ def _given(config: PlanConfig, question: OfDecoder) -> dict[str, Any]:
     answer = priced_strategy(question, strategy, config.microbatch)
     if isinstance(answer, Candidate):
         _write_trace(config, question, [answer])
-        return _answer(question, [answer], [])
+        return explain.answer(question, [answer], [])
     if config.trace is not None:
         raise ConfigError(f"--trace has no timeline of {strategy}, which does not fit: {answer}")
-    return _answer(question, [], [answer])
-
-
-def _answer(
-    question: OfDecoder, candidates: Sequence[Candidate], rejected: Sequence[Inequality]
-) -> dict[str, Any]:
-    num = candidates[0].planned.strategy.num_ranks if candidates else question.cluster.num_devices
-    return {
-        "question": explain.question_values(question, num),
-        "candidates": [explain.figures(question, each) for each in candidates],
-        "rejected": [asdict(each) | {"text": str(each)} for each in rejected],
-        "advice": explain.advice(question, candidates[0]) if candidates else [],
-    }
+    return explain.answer(question, [], [answer])
 
 
 def _write_trace(config: PlanConfig, question: OfDecoder, candidates: Sequence[Candidate]) -> None:
@@ -247,7 +232,7 @@ def _write_trace(config: PlanConfig, question: OfDecoder, candidates: Sequence[C
     for each in candidates:
         lanes = timeline(each.planned, question.cluster, question.software)
         if lanes is not None:
-            with _written(config.trace):
+            with writing(config.trace):
                 write_trace(lanes, Path(config.trace))
             return
     raise ConfigError(
@@ -274,16 +259,7 @@ def _several(
             found.append(best)
             report(f" after {best.num_devices:,} devices")
     if config.svg is not None:
-        with _written(config.svg):
+        with writing(config.svg):
             draw_scaling(found, Path(config.svg))
     name = "compare" if config.compare is not None else "scale"
     return {"question": explain.question_values(question, num_devices), name: found}
-
-
-@contextmanager
-def _written(path: str) -> Generator[None]:
-    """Convert OSError into ConfigError with the path that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

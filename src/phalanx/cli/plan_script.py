@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import asdict
 from typing import Any
 
 from phalanx.account.module import AnyModule
@@ -46,19 +45,14 @@ def plan_script(
         found = search_module(question, trainer.accumulation)
         candidates = found.candidates
         best = candidates[0] if candidates else None
-        name = None if best is None else str(best.planned.strategy)
-        shown = explain.neighbours(name, found.rejected)
+        shown = explain.neighbours(best, found.rejected)
     else:
         candidates, shown = _given(question, trainer, strategy)
         best = candidates[0] if candidates else None
-    num = best.planned.strategy.num_ranks if best else question.cluster.num_devices
-    return {
-        "question": {"model": script} | explain.question_values(question, num),
-        "candidates": [explain.figures(question, each) for each in candidates],
-        "rejected": [asdict(each) | {"text": str(each)} for each in shown],
-        "advice": [*explain.advice(question, best), *_stages(best)] if best else [],
-        "loader_rows_per_s": loader_rate(trainer),
-    }
+    document = explain.answer(question, candidates, shown)
+    document["question"]["model"] = script
+    document["advice"] += _stages(best) if best else []
+    return document | {"loader_rows_per_s": loader_rate(trainer)}
 
 
 def _given(question: Question[AnyModule], trainer: Trainer, text: str) -> tuple[Any, Any]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from phalanx.cli.screen import print_json, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range, Schema, settings
 from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.config.validate import AUTO, check_best
 from phalanx.errors import ConfigError
+from phalanx.report.files import print_json
+from phalanx.report.terminal import Terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +133,7 @@ def _train(config: ScriptTrainConfig, trainer: Trainer, chosen: _Chosen, options
     command = f"phalanx train --script {config.script}{again} --resume"
     summary = trainer.start(chosen.strategy, options, command, chosen.why)
     if os.environ.get("RANK", "0") == "0":
-        screen().print(summary.render(report=config.report), crop=False)
+        Terminal(wraps=True).show(*summary.parts(report=config.report))
         if config.json:
             print_json(summary)
     return 0
@@ -191,7 +192,7 @@ def _verify(config: ScriptVerifyConfig, judge: Callable[[], list[Verdict]]) -> i
         verdicts = judge()
     if os.environ.get("RANK", "0") == "0":
         is_job = ":" in config.script
-        show_verdicts(verdicts, screen(), "plain PyTorch" if is_job else "the script")
+        show_verdicts(verdicts, Terminal(wraps=True), "plain PyTorch" if is_job else "the script")
         if config.json:
             print_verdicts(verdicts)
     if dist.is_initialized():  # wait: torchrun kills all ranks when one exits with 1

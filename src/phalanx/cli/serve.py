@@ -18,12 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from phalanx.cli.screen import say, screen
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.infer.options import EngineConfig
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.report.terminal import Terminal
 from phalanx.storage import read_text
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _read(argv: list[str]) -> ServeConfig:
                 ) from None
         chosen = settings | chosen
         if ignored:
-            say(screen(), f"{file}: ignored {', '.join(ignored)}, which serve does not use")
+            Terminal().say(f"{file}: ignored {', '.join(ignored)}, which serve does not use")
     if chosen.get("api_key") is None:
         chosen["api_key"] = os.environ.get(API_KEY)
     config = ServeConfig(**chosen)
@@ -195,7 +195,7 @@ def _serve(
     from phalanx.launch.signals import handled
 
     collect_as_usual()
-    console = screen()
+    terminal = Terminal()
     limits = Limits(
         max_waiting=config.max_waiting,
         max_body_bytes=config.max_body_bytes,
@@ -206,13 +206,12 @@ def _serve(
     app = app_of(served, engine, limits, config.follow)
     close = app.state.gateway.close
     pool = engine.scheduler.pool
-    say(
-        console,
+    terminal.say(
         f"serving {served.name}: {config.slots} slots, a cache of "
         f"{pool.num_blocks * pool.block_size:,} tokens in blocks of {pool.block_size}",
     )
     if config.api_key is None and not _is_loopback(config.host):
-        say(console, f"other hosts can reach {config.host}, but no --api-key is set", "yellow")
+        terminal.say(f"other hosts can reach {config.host}, but no --api-key is set", "yellow")
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
@@ -221,7 +220,7 @@ def _serve(
                 for listener in server.sockets:
                     host, port = listener.getsockname()[:2]
                     name = f"[{host}]" if ":" in host else host
-                    say(console, f"listening on http://{name}:{port}")
+                    terminal.say(f"listening on http://{name}:{port}")
 
         @contextmanager
         def capture_signals(self) -> Generator[None]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Final
 
-from phalanx.cli.screen import say, screen
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError
+from phalanx.report.terminal import Terminal
 
 ROLES: Final = ("secret", "coordinator", "scheduler", "server")
 
@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
         from phalanx.server.secret import write_secret
 
         write_secret(Path(secret))
-        say(screen(), f"wrote {secret}; copy it to each process of the job, and keep it private")
+        Terminal().say(f"wrote {secret}; copy it to each process of the job, and keep it private")
         return 0
     _serve(config, secret, _given(config, "address"))
     return 0
@@ -90,10 +90,10 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
     from phalanx.server.secret import read_secret
     from phalanx.server.wire import check_address, limit_descriptors
 
-    console = screen()
+    terminal = Terminal()
 
     def note(line: str) -> None:
-        say(console, f"{time.strftime('%H:%M:%S')} {name}: {line}")
+        terminal.say(f"{time.strftime('%H:%M:%S')} {name}: {line}")
 
     is_first = config.role == "coordinator"
     name = config.name or config.role or ""

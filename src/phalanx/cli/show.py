@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from phalanx.cli.screen import print_json, say, screen
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
 from phalanx.launch.local import prepare_server
-from phalanx.show.shown import Grid, Shown
+from phalanx.report.files import check_writable, print_json, writing
+from phalanx.report.table import Table
+from phalanx.report.terminal import Terminal
+from phalanx.show.shown import Shown
+from phalanx.show.tables import printed
 from phalanx.show.topics import CATALOGUE, LESSONS, TOPICS
 
 
@@ -20,7 +23,7 @@ def run(argv: list[str]) -> int:
         ConfigError: the topic or the name is unknown, or a file cannot be written.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
-        _print(_topics())
+        Terminal().show(*printed(_topics()))
         return 0
     name, *arguments = argv
     if (topic := TOPICS.get(name)) is None:
@@ -35,17 +38,13 @@ def run(argv: list[str]) -> int:
     config = read_command_line(arguments, schema, prog=f"phalanx show {name}")
     path = None if (file := getattr(config, "svg", None)) is None else Path(file)
     if path is not None:
-        from phalanx.planner.chart import check_svg
-
-        check_svg(path)
+        check_writable(path, ".svg")
     shown = show(config)
-    _print(shown)
+    Terminal().show(*printed(shown))
     if path is not None:
-        try:
+        with writing(path):
             draw(shown, path)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        say(screen(), f"wrote {path}")
+        Terminal().say(f"wrote {path}")
     if config.json:
         document = shown.document
         if document is None:
@@ -55,23 +54,12 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _print(shown: Shown) -> None:
-    from phalanx.show.tables import printed
-
-    console = screen()
-    for part, style in printed(shown):
-        if isinstance(part, str):
-            say(console, part, style)
-        else:
-            console.print(part)
-
-
 def _topics() -> Shown:
     """Return the list of topics, lesson by lesson."""
     from phalanx.planner import hardware
 
-    parts: list[Grid | str] = [
-        Grid(f"{number}. {lesson}", ("topic", "shows"), [(n, t.about) for n, t in topics.items()])
+    parts: list[Table | str] = [
+        Table(f"{number}. {lesson}", ("topic", "shows"), [(n, t.about) for n, t in topics.items()])
         for number, (lesson, topics) in enumerate(LESSONS.items(), 1)
     ]
     return Shown(

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from phalanx.account.parameters import num_parameters
 from phalanx.cli import script
-from phalanx.cli.screen import Preparation, print_json, say, screen, show_config
 from phalanx.config import TrainConfig
 from phalanx.config.fields import value_at
+from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config, missing_path_notes
 from phalanx.errors import PhalanxError
 from phalanx.models.registry import PRESETS
+from phalanx.report.files import print_json
+from phalanx.report.terminal import Preparation, Terminal
+from phalanx.report.units import count_text
 from phalanx.strategy import built
 
 if TYPE_CHECKING:
@@ -78,26 +81,25 @@ def _run(loaded: Loaded[TrainConfig], request: Request) -> int:
             lines = text_of(schedule_of(strategy, request.batch.accumulation))
         show_config(_settled(loaded, request), lines)
         return 0
-    console = screen()
+    terminal = Terminal()
     with ExitStack() as preparing:
         # Bars of several ranks would overwrite each other.
-        preparation = Preparation(console, has_bars=not is_under_torchrun())
+        preparation = Preparation(terminal, has_bar=not is_under_torchrun())
         preparing.enter_context(preparation)
 
         def announce(job: Job) -> None:
             preparing.close()
             for line in words_of(job):
-                say(console, line)
+                terminal.say(line)
             for line in remarks_on(job):
-                say(console, line, "yellow")
-            for table in tables_of(job.strategy, job.shape, job.batch.accumulation):
-                console.print(table)
+                terminal.say(line, "yellow")
+            terminal.show(*tables_of(job.strategy, job.shape, job.batch.accumulation))
 
         summary = run(request, announce, preparation.report)
     if summary is None:
-        say(console, f"worker {request.config.server.worker} is done; worker 0 has the summary")
+        terminal.say(f"worker {request.config.server.worker} is done; worker 0 has the summary")
     elif os.environ.get("RANK", "0") == "0":
-        console.print(summary.render(report=request.config.report), crop=False)
+        Terminal(wraps=True).show(*summary.parts(report=request.config.report))
         if loaded.json:
             print_json(summary)
     return 0
@@ -116,15 +118,10 @@ def _strategy_help() -> str:
 
 def _preset_help() -> str:
     """Return the help on presets, with the parameters of each, several in a line."""
-    sizes = {name: _millions(num_parameters(shape).total) for name, shape in PRESETS.items()}
+    sizes = {name: count_text(num_parameters(shape).total) for name, shape in PRESETS.items()}
     cells = [f"{name} {size}" for name, size in sizes.items()]
     width = max(map(len, cells)) + 2
     num_columns = max(1, 78 // width)
     rows = [cells[at : at + num_columns] for at in range(0, len(cells), num_columns)]
     lines = ["  " + "".join(cell.ljust(width) for cell in row).rstrip() for row in rows]
     return "\n".join(["presets of --model, with their parameters:", *lines])
-
-
-def _millions(number: int) -> str:
-    # 1 B is shown instead of 1,000 M.
-    return f"{number / 1e9:.3g} B" if number >= 999.5e6 else f"{number / 1e6:.3g} M"

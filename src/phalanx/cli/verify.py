@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
-
 from phalanx.cli import script
-from phalanx.cli.screen import print_json, screen, show_config
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, check_values, settings, value_at
+from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config
 from phalanx.config.validate import check_warmup
 from phalanx.data.corpus import sources
 from phalanx.errors import ConfigError
+from phalanx.report.files import print_json
+from phalanx.report.table import Line, Table
+from phalanx.report.terminal import Terminal
 from phalanx.verify.settings import QUANTITIES, VerifyConfig, VerifyTrainConfig
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
         show_config(loaded)
         return 0
     is_first = os.environ.get("RANK", "0") == "0" or not is_under_torchrun()
-    console = screen() if is_first else Console(quiet=True)
+    console = Terminal(wraps=True, is_quiet=not is_first)
 
     def verify() -> bool:
         verdicts = _verify(config, strategy, console)
@@ -80,7 +79,7 @@ def _run(loaded: Loaded[AnyConfig], strategy: Strategy) -> int:
             show_verdicts(verdicts, console)
             if is_equal and (others := with_second_axis(strategy)):
                 also = "One axis can hide faults that appear with two. Also run: phalanx verify "
-                console.print(Text(f"{also}{others}", "dim"))
+                console.say(f"{also}{others}", "dim")
             if loaded.json:
                 print_verdicts(verdicts)
         return is_equal
@@ -128,7 +127,7 @@ def _checked(config: AnyConfig) -> Strategy:
     return strategy
 
 
-def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Verdict]:
+def _verify(config: AnyConfig, strategy: Strategy, console: Terminal) -> list[Verdict]:
     """Compare the steps of all cases, also on a wider strategy, then with --train a training run.
 
     Stop at the first difference.
@@ -155,14 +154,14 @@ def _verify(config: AnyConfig, strategy: Strategy, console: Console) -> list[Ver
             f"heads, {shape.vocab_size} ids, dropout {shape.dropout:g})"
             for name, shape in shapes.items()
         }
-        console.print(Text(f"{each}: {', '.join(n + words.get(n, '') for n in cases)}", "dim"))
+        console.say(f"{each}: {', '.join(n + words.get(n, '') for n in cases)}", "dim")
         verdicts += compare_cases(cases, each, steps.debug_comm, report)
         if not all(verdict.is_equal for verdict in verdicts):
             return verdicts
     if isinstance(config, VerifyTrainConfig):
         from phalanx.verify.training import verify_training
 
-        console.print(Text(f"{strategy}: a small run, saved and resumed", "dim"))
+        console.say(f"{strategy}: a small run, saved and resumed", "dim")
         with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
             verdicts += verify_training(strategy, config, Path(folder))
     return verdicts
@@ -178,41 +177,40 @@ def with_second_axis(strategy: Strategy) -> str:
 def report(verdict: Verdict, seconds: float) -> None:
     """Print one line on a verified case."""
     word = "equal" if verdict.is_equal else "differs"
-    screen().print(Text(f"  {verdict.case}: {word}, {seconds:.1f} s", "dim"))
+    Terminal().say(f"  {verdict.case}: {word}, {seconds:.1f} s", "dim")
 
 
 def show_verdicts(
-    verdicts: Sequence[Verdict], console: Console, reference: str = "plain PyTorch"
+    verdicts: Sequence[Verdict], console: Terminal, reference: str = "plain PyTorch"
 ) -> None:
     """Print the largest errors against `reference`, the bytes sent, and each verdict."""
     if any(verdict.differences for verdict in verdicts):
-        console.print(f"Largest errors against {reference} in one process, relative, of all steps")
+        console.say(f"Largest errors against {reference} in one process, relative, of all steps")
         largest = [verdict.largest_errors() for verdict in verdicts]
         # Quantities without errors, such as the learning rate, appear only in the JSON document.
         quantities = [q for q in QUANTITIES if any(errors.get(q, 0) > 0 for errors in largest)]
-        columns = (Column(quantity, justify="right") for quantity in quantities)
-        table = Table(Column(no_wrap=True), *columns, box=None, pad_edge=False)
+        rows: list[list[Line]] = []
         for verdict, errors in zip(verdicts, largest, strict=True):
             wrong = {row.quantity for row in verdict.differences if not row.passes}
             texts = {quantity: f"{error:.1e}" for quantity, error in errors.items()}
-            cells = [Text(texts.get(q, ""), "bold red" if q in wrong else "") for q in quantities]
-            table.add_row(Text(f"{verdict.strategy} {verdict.case}"), *cells)
-        console.print(table)
+            cells = [Line(texts.get(q, ""), "bold red" if q in wrong else "") for q in quantities]
+            rows.append([Line(f"{verdict.strategy} {verdict.case}"), *cells])
+        console.show(Table("", ["", *quantities], rows, quantities))
         if (first := verdicts[0]).sent:
-            console.print(f"Sent in the last step of {first.strategy} {first.case}")
-            columns = (Column(name, justify="right") for name in ("bytes counted", "predicted"))
-            table = Table("phase", "axis", "collective", *columns, box=None, pad_edge=False)
+            console.say(f"Sent in the last step of {first.strategy} {first.case}")
+            of_sent: list[tuple[str | Line, ...]] = []
             for row in first.sent:
                 style = "" if row.predicted in (None, row.counted) else "bold red"
                 sizes = ("-" if n is None else f"{n:,}" for n in (row.counted, row.predicted))
-                table.add_row(row.phase, row.axis, row.op, *(Text(size, style) for size in sizes))
-            console.print(table)
+                of_sent.append((row.phase, row.axis, row.op, *(Line(n, style) for n in sizes)))
+            heads = ("phase", "axis", "collective", "bytes counted", "predicted")
+            console.show(Table("", heads, of_sent, heads[3:]))
     for verdict in verdicts:
         style = "green" if verdict.is_equal else "bold red"
         name = f"{verdict.case}, " if verdict.case else ""
-        console.print(Text(f"{name}{verdict.headline()}", style))
+        console.say(f"{name}{verdict.headline()}", style)
         for line in verdict.details():
-            console.print(Text(f"  {line}"))
+            console.say(f"  {line}")
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:

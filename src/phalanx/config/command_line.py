@@ -51,7 +51,7 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
         name, has_value, text = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
         if word in ("-h", "--help", "--completion"):
-            from phalanx.config.help import print_completion, print_help  # imports rich
+            from phalanx.config.help import print_completion, print_help
 
             if word == "--completion":
                 print_completion(prog, [*switches, *options])

@@ -1,4 +1,4 @@
-"""Print --help of a verb, with its settings by section, and its options for shell completion."""
+"""Print --help of a verb, its options for shell completion, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from itertools import pairwise
 from typing import Any, Final, cast, get_origin, get_type_hints
 
-from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
-
 from phalanx.config.fields import Setting, choices, members, settings, value_at
-from phalanx.errors import wrapped
-
-WIDTH: Final = 100
-"""Largest width of --help, in columns."""
+from phalanx.config.load import Loaded
+from phalanx.report.files import print_json
+from phalanx.report.table import Line, Table
+from phalanx.report.terminal import Terminal
 
 _INDENT: Final = 22
 """Indentation of the text of a setting, in columns."""
@@ -29,8 +25,7 @@ _METAVARS: Final = {int: "INT", float: "FLOAT", bool: "{true,false}"}
 
 def print_help(prog: str, schemas: Sequence[type]) -> None:
     """Print the last schema's docstring, and a frame for each section of all schemas."""
-    console = Console(highlight=False)
-    console.width = min(WIDTH, console.width)
+    terminal = Terminal(wraps=True)
     frames: dict[str, list[tuple[str, str]]] = {
         "positional arguments": [],
         "options": [("-h, --help", "Show this help and exit.")],
@@ -49,13 +44,16 @@ def print_help(prog: str, schemas: Sequence[type]) -> None:
     about = inspect.cleandoc(schemas[-1].__doc__ or "")
     paragraphs = [" ".join(each.split()) for each in about.split("\n\n")]
     head = "\n\n".join([f"usage: {prog}{positionals} [OPTIONS]", *paragraphs, ""])
-    console.print(Text(wrapped(head, console.width)), soft_wrap=True)
+    terminal.say(head)
+    width = max(20, terminal.width - 4 - _INDENT)
     for title, rows in frames.items():
         if rows:
-            head = texts.get(title.removesuffix(" options"))
-            body = Text(f"{head}\n" if head else "", "dim")
-            body.append_text(_rendered_rows(rows, console.width - 4))
-            console.print(Panel(body, title=title, title_align="left"))
+            about = texts.get(title.removesuffix(" options"), "")
+            lines = (
+                (flags, textwrap.wrap(words, width, break_on_hyphens=False))
+                for flags, words in rows
+            )
+            terminal.frame(title, about, _INDENT, lines)
 
 
 def print_completion(prog: str, keys: Iterable[str]) -> None:
@@ -107,14 +105,31 @@ def _default(value: Any) -> str:
     return f" (default: {'true' if value is True else text})"
 
 
-def _rendered_rows(rows: Sequence[tuple[str, str]], width: int) -> Text:
-    """Return the rows as text: flags, then words on the same line, or below long flags."""
-    drawn = Text()
-    for flags, words in rows:
-        lines = textwrap.wrap(words, max(20, width - _INDENT), break_on_hyphens=False)
-        drawn.append(flags, "bold")
-        margin = "\n" + " " * _INDENT
-        drawn.append(flags.ljust(_INDENT)[len(flags) :] if len(flags) < _INDENT else margin)
-        drawn.append(margin.join(lines) + "\n")
-    drawn.rstrip()
-    return drawn
+def show_config(loaded: Loaded[Any], schedule: Sequence[str] = ()) -> None:
+    """Print key, value and source of every setting; as one JSON line if --json was given.
+
+    Also print `schedule`, the lines of a pipeline schedule, if it is not empty.
+    """
+    config = loaded.config
+    if loaded.json:
+        document = {"config": asdict(config), "sources": dict(loaded.sources)}
+        print_json(document | ({"schedule": list(schedule)} if schedule else {}))
+        return
+    rows = list[list[Line]]()
+    for key, source in loaded.sources.items():
+        style = "dim" if source == "default" else ""
+        rows.append([Line(key), Line(_text(value_at(config, key)), style), Line(source, style)])
+    terminal = Terminal()
+    terminal.show(Table("", ("key", "value", "source"), rows))
+    if schedule:
+        terminal.say("\nschedule of the pipeline, one line per rank")
+        terminal.show(*(Line(line, wraps=False) for line in schedule))
+
+
+def _text(value: Any) -> str:
+    """Return a value in the notation of the command line."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -29,8 +29,9 @@ from typing import Any, Final, TextIO
 
 from typing_extensions import override
 
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError
 from phalanx.launch.heartbeat import PULSE
+from phalanx.report.files import OTHER_FOLDER, writing
 from phalanx.storage import open_to_append
 
 FOLDER: Final = "logs"
@@ -117,13 +118,9 @@ def kept(run: Path, rank: int) -> Generator[None]:
             f"{path.parent} is a link, but logs are written only to the run's own folder; move the "
             "link away, or give another folder"
         )
-    try:
+    with writing(path, OTHER_FOLDER):
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = open_to_append(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give another folder with --out"
-        ) from None
     with opened as file:
         log = file.fileno()
         begin = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,43 +1,32 @@
 """Logs of a run: metrics.jsonl, TensorBoard scalars and the console, all from the same values.
 
 One process writes the logs of the whole run. `metrics.jsonl` is flushed at every line, so that a
-run that stops early keeps all its records; a resumed run appends to the same file. JSON cannot
-represent a number that is not finite: such a value is null, and the field `<name>_text` next to it
-is "nan", "inf" or "-inf".
+run that stops early keeps all its records; a resumed run appends to the same file.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
-
-from phalanx.errors import CheckpointError, ConfigError, TrainingError, wrapped
+from phalanx.errors import CheckpointError, TrainingError
 from phalanx.measure.timer import StepTimes
-from phalanx.measure.utilization import percent
+from phalanx.report.files import OTHER_FOLDER, json_text, values_of, writing
+from phalanx.report.terminal import Progress, Terminal
+from phalanx.report.units import percent
 from phalanx.storage import open_to_append
 
 METRICS_FILE = "metrics.jsonl"
 
 LINES_S = 10.0
 """Least seconds between lines without a progress bar; the first and last step always print."""
-
-_WIDTH_FOR_BAR = 90
-_BAR = 10
-_GAPS = 3
-"""Total columns of the gaps between the parts of the display."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,64 +54,25 @@ class StepRecord:
     """Whether the update was skipped because the loss or the gradient was not finite."""
 
 
-class LiveDisplay:
-    """The console display of a run: a progress bar on a terminal, else occasional plain lines."""
+class LiveDisplay(Progress):
+    """The display of a run: a progress bar on a terminal, else occasional plain lines."""
 
-    def __init__(self, console: Console, total_steps: int) -> None:
-        self._console = console
+    def __init__(self, terminal: Terminal, total_steps: int) -> None:
+        super().__init__(terminal, keeps=True)
         self._total_steps = total_steps
         self._shown_s = -math.inf
-        self._first: tuple[int, float] | None = None
-        self._has_bar = console.width >= _WIDTH_FOR_BAR
-        self._progress = Progress(
-            TextColumn("{task.fields[step]}"),
-            *([BarColumn(bar_width=None)] if self._has_bar else []),
-            TextColumn("{task.fields[numbers]}"),
-            console=console,
-            expand=True,
-            refresh_per_second=4,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task(
-            "", total=total_steps, step=f"step 0/{total_steps}", numbers=""
-        )
-        if console.is_terminal:
-            self._progress.start()
+        self.draw(f"step 0/{total_steps}", "", 0, total_steps)
 
     def step(self, record: StepRecord) -> None:
         """Show a step."""
-        now_s = time.monotonic()
-        words = f"step {record.step}/{self._total_steps}"
-        left = self._time_left(record.step, now_s)
-        if self._console.is_terminal:
-            width = self._console.width - len(words) - _GAPS - (_BAR if self._has_bar else 0)
-            numbers = step_text(record, left, width)
-            self._progress.update(self._task, completed=record.step, step=words, numbers=numbers)
-        elif (
-            now_s - self._shown_s >= LINES_S
-            or record.step >= self._total_steps
-            or not math.isfinite(record.loss)
-        ):
+        now_s, total = time.monotonic(), self._total_steps
+        head = f"step {record.step}/{total}"
+        text = step_text(record, self.left(record.step, total), self.room(head))
+        self.draw(head, text, record.step, total)
+        is_due = now_s - self._shown_s >= LINES_S or record.step >= total
+        if not self.has_bar and (is_due or not math.isfinite(record.loss)):
             self._shown_s = now_s
-            self.say(f"{words}  {step_text(record, left)}")
-
-    def say(self, line: str) -> None:
-        """Print a line, above the progress bar if there is one."""
-        shown = wrapped(line, self._console.width) if self._console.is_terminal else line
-        self._console.print(Text(shown), soft_wrap=True)
-
-    def close(self) -> None:
-        """Stop the display; its last state stays on the screen."""
-        if self._console.is_terminal:
-            self._progress.stop()
-
-    def _time_left(self, step: int, now_s: float) -> str:
-        # From the end of the first step seen: without its warm-up, or the steps before a resume.
-        first_step, first_s = self._first = self._first or (step, now_s)
-        if step <= first_step:
-            return "left --:--"
-        left_s = (now_s - first_s) / (step - first_step) * max(self._total_steps - step, 0)
-        return f"left {_clock(left_s)}"
+            self.terminal.say(f"{head}  {text}")
 
 
 class RunLog:
@@ -131,7 +81,7 @@ class RunLog:
     def __init__(
         self,
         folder: Path,
-        console: Console,
+        terminal: Terminal,
         total_steps: int,
         log: Callable[[str, Mapping[str, Any]], object] | None = None,
     ) -> None:
@@ -145,7 +95,7 @@ class RunLog:
         """
         self.folder = folder
         self._log = log
-        try:
+        with writing(folder, OTHER_FOLDER):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / "tensorboard").is_symlink():
                 raise CheckpointError(
@@ -155,17 +105,12 @@ class RunLog:
             (folder / "tensorboard").mkdir(exist_ok=True)
             self._file = open_to_append(folder / METRICS_FILE)
             _cut_half_line(folder / METRICS_FILE)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the run's records to {error.filename or folder}: {error.strerror}; "
-                "give another folder with --out"
-            ) from None
         # Imported here because it takes a second, which ranks that write no logs need not spend.
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
         self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
-        self.display = LiveDisplay(console, total_steps)
+        self.display = LiveDisplay(terminal, total_steps)
 
     def step(self, record: StepRecord) -> None:
         """Write and display the record of a step."""
@@ -191,7 +136,7 @@ class RunLog:
         for name, value in metrics.items():
             is_unit = name == "bits_per_byte"
             words.append(f"{value:.4f} bits per byte" if is_unit else f"{name} {value:.4f}")
-        self.display.say(f"validation after step {step}: {', '.join(words)}")
+        self.display.terminal.say(f"validation after step {step}: {', '.join(words)}")
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
         """Write any record, such as the environment or the summary, as one line of JSON.
@@ -273,34 +218,6 @@ def has_steps(folder: Path) -> bool:
     return False
 
 
-def values_of(value: Any) -> Any:
-    """Return a value as plain JSON types: `as_dict()`, or a dataclass's fields and properties.
-
-    Numbers that are not finite become None, see the top of this file.
-    """
-    if hasattr(value, "as_dict"):
-        return values_of(value.as_dict())
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value)]
-        names += [name for name, _ in inspect.getmembers(type(value), inspect.isdatadescriptor)]
-        return values_of({name: getattr(value, name) for name in names if name[0] != "_"})
-    if isinstance(value, Mapping):
-        plain: dict[str, Any] = {}
-        for name, inner in cast("Mapping[object, Any]", value).items():
-            plain[str(name)] = values_of(inner)
-            if isinstance(inner, float) and not math.isfinite(inner):
-                plain[f"{name}_text"] = str(inner)
-        return plain
-    if isinstance(value, (list, tuple)):
-        return [values_of(inner) for inner in cast("Sequence[Any]", value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def json_text(value: object) -> str:
-    """Return `values_of(value)` as one line of valid JSON."""
-    return json.dumps(values_of(value), ensure_ascii=False, allow_nan=False)
-
-
 def _cut_half_line(file: Path) -> None:
     """Truncate an incomplete last line, left by a crash, so that the next record is readable."""
     with suppress(FileNotFoundError), file.open("rb+") as records:
@@ -314,9 +231,3 @@ def _cut_half_line(file: Path) -> None:
                 break
         if kept < size:
             records.truncate(kept)
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"

@@ -8,12 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from phalanx.comm.axes import SHARD_AXES
 from phalanx.comm.ledger import Entry
 from phalanx.measure.timer import TERMS, StepTimes, Term
+from phalanx.report.table import Number, Part, Table
 
 SUM_TOLERANCE = 0.02
 """Largest relative difference of a step's terms from its separately measured wall time."""
@@ -60,20 +58,18 @@ def summarize(steps: Sequence[StepTimes]) -> StepSummary:
     )
 
 
-def summary_table(summary: StepSummary) -> Table | Text:
+def summary_table(summary: StepSummary) -> Part:
     """Return a table: one row per term, with its median in ms and its fraction of wall time."""
     if doubt := summary.doubt:
-        return Text(doubt)
+        return doubt
+    rows = [(term, summary.medians_s[term], summary.shares[term]) for term in TERMS]
+    rows += [("step (wall)", summary.wall_s, sum(summary.shares.values()))]
     steps = "step" if summary.num_steps == 1 else "steps"
-    columns = ("term", *(Column(name, justify="right") for name in ("median ms", "share")))
-    table = Table(*columns, title=f"Where {summary.num_steps:,} {steps} went", title_justify="left")
-    for term in TERMS:
-        share = summary.shares[term]
-        table.add_row(term, f"{1e3 * summary.medians_s[term]:.1f}", f"{100 * share:.1f} %")
-    table.add_section()
-    total = sum(summary.shares.values())
-    table.add_row("step (wall)", f"{1e3 * summary.wall_s:.1f}", f"{100 * total:.1f} %")
-    return table
+    return Table(
+        f"Where {summary.num_steps:,} {steps} went",
+        ("term", Number("median ms", ".1f", 1e-3), Number("share, %", ".1f", 0.01)),
+        rows,
+    )
 
 
 def advice(summary: StepSummary, sent: Sequence[Entry] = ()) -> str:

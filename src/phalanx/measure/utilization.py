@@ -13,11 +13,9 @@ from typing import Literal, NamedTuple
 
 from phalanx.account.flops import Attention, Flops
 from phalanx.measure.peaks import Peak
+from phalanx.report.units import percent, tera
 
 Reference = Literal["data sheet", "ceiling"]
-
-ROUNDING = 1e-3
-"""Distance outside [0, 1] that a ratio of separately measured times may have."""
 
 GOOD, EXCELLENT = 0.30, 0.40
 """Thresholds above which the MFU of a GPU, relative to its data sheet, has these grades."""
@@ -97,19 +95,19 @@ class Utilization:
         for of, rate in self.rates.items():
             if achieved > rate and of == "ceiling":
                 found.append(
-                    f"the ceiling is stale: the step reached {_tera(achieved)}, but the ceiling "
-                    f"was measured at only {_tera(rate)}; measure again with `phalanx bench "
+                    f"the ceiling is stale: the step reached {tera(achieved)}, but the ceiling "
+                    f"was measured at only {tera(rate)}; measure again with `phalanx bench "
                     "ceiling` on an idle machine"
                 )
             elif achieved > rate:
                 found.append(
-                    f"the step seems to reach {_tera(achieved)}, more than the {_tera(rate)} of "
+                    f"the step seems to reach {tera(achieved)}, more than the {tera(rate)} of "
                     "the data sheet: the time or the number of devices is wrong"
                 )
             elif claimed > rate:
                 found.append(
-                    f"counted with full attention, the step would reach {_tera(claimed)}, above "
-                    f"the {of} of {_tera(rate)}: that count includes products that the step "
+                    f"counted with full attention, the step would reach {tera(claimed)}, above "
+                    f"the {of} of {tera(rate)}: that count includes products that the step "
                     "skipped, so this MFU is not shown"
                 )
         return found
@@ -119,7 +117,7 @@ class Utilization:
         for of, rate in self.rates.items():
             if (share := self.mfu(of)) is not None:
                 devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
-                words = f"{percent(share)} of the {of} ({_tera(rate)} for {devices})"
+                words = f"{percent(share)} of the {of} ({tera(rate)} for {devices})"
                 return words + (f"; {self._grade()}" if of == "data sheet" else "")
         return None
 
@@ -132,7 +130,7 @@ class Utilization:
             if self.full is not None:
                 full = f"MFU {percent(self.mfu(of, 'full'))}, HFU {percent(self.hfu(of, 'full'))}"
                 words += f" (causal); {full} (full attention)"
-            lines.append(f"{words} of the {of} ({_tera(rate)}{source})")
+            lines.append(f"{words} of the {of} ({tera(rate)}{source})")
         if self.mfu("data sheet") is not None:
             lines.append(f"The MFU is {self._grade()}.")
         if not lines:
@@ -143,7 +141,7 @@ class Utilization:
     def rate_text(self) -> str:
         """Return the rate of model FLOPs as text; `unknown` if it exceeds the data sheet."""
         rate = self.causal.model / self.time_s
-        return "unknown" if rate > self.rates.get("data sheet", rate) else _tera(rate)
+        return "unknown" if rate > self.rates.get("data sheet", rate) else tera(rate)
 
     def as_dict(self) -> dict[str, object]:
         """Return every MFU, HFU, rate and count as plain values for JSON."""
@@ -183,14 +181,3 @@ class Utilization:
             "excellent; a rule of thumb; arXiv 2204.02311 (PaLM) compares the MFU of published "
             "models"
         )
-
-
-def percent(share: float | None) -> str:
-    """Return a fraction as text, such as `41.3 %`; `unknown` for None and outside [0, 1]."""
-    if share is None or not -ROUNDING <= share <= 1 + ROUNDING:
-        return "unknown"
-    return "< 0.1 %" if 0 < share < 5e-4 else f"{100 * share:.1f} %"
-
-
-def _tera(flops_per_s: float) -> str:
-    return f"{flops_per_s / 1e12:.4g} TFLOP/s"

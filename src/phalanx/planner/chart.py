@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.errors import ConfigError
 from phalanx.planner.machine import Device
+from phalanx.report.picture import log2_ticks, picture
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from phalanx.planner.several import BestPlan
 
 COLOURS = {"NVIDIA": "#4d7c0f", "AMD": "#b04a2f", "TPU": "#1f5a99", "AWS": "#8a6d1a"}
@@ -34,125 +31,63 @@ class _Label(NamedTuple):
 
 
 def draw_devices(devices: Sequence[Device], path: Path) -> None:
-    """Draw peak, bandwidth and memory of devices by year, one panel each.
-
-    Raises:
-        ConfigError: `path` is not a writable SVG name, or matplotlib is missing.
-    """
-    figure = _figure(path, (11, 5.2))
+    """Draw peak, bandwidth and memory of devices by year, one panel each."""
     panels = [
         ("dense 16-bit peak, TFLOP/s", [one.flops / 1e12 for one in devices], PEAK_TICKS),
         ("memory bandwidth, TB/s", [one.bandwidth / 1e12 for one in devices], SPEED_TICKS),
         ("memory, GB", [one.memory_bytes / 1e9 for one in devices], MEMORY_TICKS),
     ]
     years = [one.year for one in devices]
-    for axes, (title, values, ticks) in zip(figure.subplots(1, 3), panels, strict=True):
-        axes.set_yscale("log")
-        for one, x, y in zip(devices, years, values, strict=True):
-            colour = COLOURS[one.title.split()[0]]
-            axes.plot(x, y, marker="o", markersize=5, color=colour)
-        for label in _labels(devices, values):
-            axes.annotate(
-                label.text,
-                (label.year, label.value),
-                xytext=(-5 if label.is_left else 5, 0),
-                textcoords="offset points",
-                ha="right" if label.is_left else "left",
-                va="center",
-                color=label.colour,
-                fontsize=7,
-            )
-        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_title(title, fontsize=10)
-        axes.set_xlim(min(years) - 0.5, max(years) + 4.5)
-        axes.set_xticks(range(min(years), max(years) + 1, 2))
-        axes.spines[["top", "right"]].set_visible(False)
-    _write(figure, path)
+    with picture(path, (11, 5.2), 1, 3) as [row]:
+        for axes, (title, values, ticks) in zip(row, panels, strict=True):
+            axes.set_yscale("log")
+            for one, x, y in zip(devices, years, values, strict=True):
+                colour = COLOURS[one.title.split()[0]]
+                axes.plot(x, y, marker="o", markersize=5, color=colour)
+            for label in _labels(devices, values):
+                axes.annotate(
+                    label.text,
+                    (label.year, label.value),
+                    xytext=(-5 if label.is_left else 5, 0),
+                    textcoords="offset points",
+                    ha="right" if label.is_left else "left",
+                    va="center",
+                    color=label.colour,
+                    fontsize=7,
+                )
+            axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+            axes.set_title(title, fontsize=10)
+            axes.set_xlim(min(years) - 0.5, max(years) + 4.5)
+            axes.set_xticks(range(min(years), max(years) + 1, 2))
 
 
 def draw_scaling(several: Sequence[BestPlan], path: Path) -> None:
-    """Draw speed-up and efficiency over the number of devices, one panel each.
-
-    Raises:
-        ConfigError: `path` is not a writable SVG name, or matplotlib is missing.
-    """
-    figure = _figure(path, (10, 4.4))
+    """Draw speed-up and efficiency over the number of devices, one panel each."""
     points = [each for each in several if each.figures is not None]
     numbers = [each.num_devices for each in points]
-    left, right = figure.subplots(1, 2)
     ideal = [number / numbers[0] for number in numbers] if numbers else []
-    left.plot(numbers, ideal, color="#888888", linestyle="--", linewidth=1, label="linear")
-    left.plot(numbers, [each.speed_up for each in points], marker="o", color="#1f5a99",
-              label="best strategy")  # fmt: skip
-    left.set_yscale("log", base=2)
-    left.set_ylabel(f"speed-up over {numbers[0] if numbers else 0:,} devices")
-    left.yaxis.set_major_formatter("{x:g}")
-    left.legend(loc="upper left", frameon=False)
     efficiency = [100 * (each.efficiency or 0) for each in points]
-    right.plot(numbers, efficiency, marker="o", color="#1f5a99")
-    for each, height in zip(points, efficiency, strict=True):
-        assert each.figures is not None, "only these are drawn"
-        text = each.figures.strategy.replace(",", ",\n")
-        right.annotate(text, (each.num_devices, height), xytext=(0, -8), fontsize=6, va="top",
-                       ha="center", textcoords="offset points")  # fmt: skip
-    right.set_ylim(0, 1.1 * max([100.0, *efficiency]))
-    right.set_ylabel("efficiency, %")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.margins(x=0.12)
-        axes.set_xticks(numbers, [f"{number:,}" for number in numbers], fontsize=8)
-        axes.minorticks_off()
-        axes.set_xlabel("devices")
-        axes.spines[["top", "right"]].set_visible(False)
-    _write(figure, path)
-
-
-def check_svg(path: Path) -> None:
-    """Check, before any work, that `path` can be the name of an SVG file.
-
-    Raises:
-        ConfigError: it does not end in .svg, is a folder, or its folder does not exist.
-    """
-    if path.suffix != ".svg":
-        legal = path.with_suffix(".svg") if path.name else "picture.svg"
-        raise ConfigError(f"{path} is not the name of an SVG file; the nearest is {legal}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ConfigError(f"cannot write {path}: it is a folder")
-
-
-def check_picture(path: Path) -> None:
-    """Check, before any work, that a chart can be drawn to `path`.
-
-    Raises:
-        ConfigError: `path` is not a writable SVG name, or matplotlib is missing.
-    """
-    check_svg(path)
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a picture needs matplotlib, which is not installed; pip install 'phalanx-train[plot]'"
-        )
-
-
-def _figure(path: Path, size: tuple[float, float]) -> Figure:
-    check_picture(path)
-    # Without pyplot, which keeps every figure in a global registry.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _write(figure: Figure, path: Path) -> None:
-    from matplotlib import rc_context
-
-    # A fixed salt and no date, so that equal values give equal files.
-    with rc_context({"svg.hashsalt": "phalanx", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    with picture(path, (10, 4.4), 1, 2) as [[left, right]]:
+        left.plot(numbers, ideal, color="#888888", linestyle="--", linewidth=1, label="linear")
+        left.plot(numbers, [each.speed_up or 0 for each in points], marker="o", color="#1f5a99",
+                  label="best strategy")  # fmt: skip
+        left.set_yscale("log", base=2)
+        left.set_ylabel(f"speed-up over {numbers[0] if numbers else 0:,} devices")
+        left.yaxis.set_major_formatter("{x:g}")
+        left.legend(loc="upper left", frameon=False)
+        right.plot(numbers, efficiency, marker="o", color="#1f5a99")
+        for each, height in zip(points, efficiency, strict=True):
+            assert each.figures is not None, "only these are drawn"
+            text = each.figures.strategy.replace(",", ",\n")
+            right.annotate(text, (each.num_devices, height), xytext=(0, -8), fontsize=6, va="top",
+                           ha="center", textcoords="offset points")  # fmt: skip
+        right.set_ylim(0, 1.1 * max([100.0, *efficiency]))
+        right.set_ylabel("efficiency, %")
+        for axes in (left, right):
+            axes.margins(x=0.12)
+            log2_ticks(axes, numbers, fontsize=8)
+            axes.set_xlabel("devices")
 
 
 def _labels(devices: Sequence[Device], values: Sequence[float]) -> list[_Label]:

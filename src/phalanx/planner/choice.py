@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import ConfigError, time_text
+from phalanx.errors import ConfigError
 from phalanx.planner.explain import neighbours
 from phalanx.planner.machine import Cluster
 from phalanx.planner.search import Candidate, Inequality, OfDecoder, price_microbatches, search
+from phalanx.report.units import time_text
 from phalanx.strategy import Strategy
 
 NUM_REJECTED = 2
@@ -72,7 +73,7 @@ def choice_of(
             f"{nearest[0] if nearest else 'no microbatch divides the batch'}"
         )
     best, *slower = fitting
-    too_large = neighbours(str(best.planned.strategy), rejected)[:1]
+    too_large = neighbours(best, rejected)[:1]
     late = [
         Inequality(
             f"{each.planned.strategy} with microbatch {each.planned.microbatch}",

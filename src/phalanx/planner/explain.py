@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from phalanx.account.planned import PURE_BYTES, STATE_BYTES, DecoderModel, PlannedStep
-from phalanx.errors import StrategyError, time_text
+from phalanx.errors import StrategyError
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
 from phalanx.planner.search import Candidate, Inequality, Question, fits
+from phalanx.report.units import time_text
 from phalanx.strategy import POSITIONS, Recompute, Strategy
 
 NUM_REJECTED: Final = 8
@@ -105,6 +106,19 @@ def question_values(question: Question[Any], num_devices: int) -> dict[str, Any]
     }
 
 
+def answer(
+    question: Question[Any], candidates: Sequence[Candidate], rejected: Sequence[Inequality]
+) -> dict[str, Any]:
+    """Return the JSON document of a search, or of one strategy."""
+    num = candidates[0].planned.strategy.num_ranks if candidates else question.cluster.num_devices
+    return {
+        "question": question_values(question, num),
+        "candidates": [figures(question, each) for each in candidates],
+        "rejected": [dataclasses.asdict(each) | {"text": str(each)} for each in rejected],
+        "advice": advice(question, candidates[0]) if candidates else [],
+    }
+
+
 def arithmetic(question: Question[DecoderModel]) -> list[tuple[str, str, int]]:
     """Return what memory holds without any split, as (what, formula, bytes).
 
@@ -180,12 +194,12 @@ def sizes(question: Question[Any], planned: PlannedStep[Any]) -> list[int]:
     return [inner * degree for degree in degrees if can_resume(degree)]
 
 
-def neighbours(best: str | None, rejected: Sequence[Inequality]) -> list[Inequality]:
+def neighbours(best: Candidate | None, rejected: Sequence[Inequality]) -> list[Inequality]:
     """Return the rejected strategies nearest to `best`; if None, those with the least excess."""
     if best is None:
         nearest = sorted(rejected, key=lambda each: each.left / each.right)
     else:
-        chosen = Strategy.parse(best)
+        chosen = best.planned.strategy
 
         def distance(each: Inequality) -> float:
             """Count how often degrees double or halve, + 0.5 per other kind, + 1 for recompute."""

@@ -18,11 +18,11 @@ from torch.utils.data import IterableDataset
 from phalanx.account.module import CountedLink, count_module
 from phalanx.data.rows import count_rows, map_tensors, tensors_of
 from phalanx.errors import ConfigError
-from phalanx.measure.utilization import percent
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.pipeline.cut import schedule_of
 from phalanx.parallel.pipeline.links import cut_links, links_of
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
+from phalanx.report.units import percent
 from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -12,24 +12,23 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from phalanx.show.drawing import Box, SvgDrawing
+from phalanx.report.svg import LETTER, ROW, Box, SvgDrawing
+from phalanx.report.table import Table
 from phalanx.show.lanes import draw_lanes, height_of_lanes
-from phalanx.show.shown import Frame, Grid, Lanes, Shown, Strip
+from phalanx.show.shown import Frame, Lanes, Shown, Strip
 from phalanx.show.tables import sent_text
 
 # In pixels.
 WIDTH: Final = 960
 MARGIN: Final = 16
-ROW: Final = 17
-LETTER: Final = 6.9
 GAP: Final = 26
 
 LETTERS: Final = 140
 """Largest number of characters of a line of prose."""
 
-BOX, CHANGED, ARROW, BAR = "#e8eef6", "#fbe3a2", "#b04a2f", "#9db8d9"
+BOX, CHANGED, ARROW = "#e8eef6", "#fbe3a2", "#b04a2f"
 
-Part = Strip | Grid | Lanes | str
+Part = Strip | Table | Lanes | str
 
 
 def draw(shown: Shown, path: Path) -> None:
@@ -41,7 +40,7 @@ def draw(shown: Shown, path: Path) -> None:
     about = [*shown.about, *([f"in torch: {shown.in_torch}"] if shown.in_torch else [])]
     drawn = shown.parts
     if any(isinstance(part, Lanes) for part in drawn):  # the timelines show the same as the tables
-        drawn = [part for part in drawn if not isinstance(part, Grid)]
+        drawn = [part for part in drawn if not isinstance(part, Table)]
     parts: list[Part] = [shown.title, *about, *drawn]
     tops, top = list[float](), float(MARGIN)
     for part in parts:
@@ -56,7 +55,7 @@ def draw(shown: Shown, path: Path) -> None:
 def _height(part: Part) -> float:
     if isinstance(part, str):
         return ROW * len(textwrap.wrap(part, LETTERS)) + 4
-    if isinstance(part, Grid):
+    if isinstance(part, Table):
         return ROW * (len(part.rows) + 1 + bool(part.title)) + GAP
     if isinstance(part, Lanes):
         return height_of_lanes(part) + GAP
@@ -69,31 +68,12 @@ def _draw_part(drawing: SvgDrawing, part: Part, top: float, *, is_title: bool) -
         lines = textwrap.wrap(part, LETTERS)
         texts = [(MARGIN, top + 12 + ROW * at, line) for at, line in enumerate(lines)]
         drawing.texts(texts, 14 if is_title else 11, weight="bold" if is_title else "normal")
-    elif isinstance(part, Grid):
-        _draw_grid(drawing, part, top)
+    elif isinstance(part, Table):
+        drawing.table(part, MARGIN, top)
     elif isinstance(part, Lanes):
         draw_lanes(drawing, part, MARGIN, top)
     else:
         _draw_strip(drawing, part, top)
-
-
-def _draw_grid(drawing: SvgDrawing, grid: Grid, top: float) -> None:
-    if grid.title:
-        drawing.texts([(MARGIN, top + 12, grid.title)], weight="bold")
-        top += ROW
-    widths = [max(map(len, column)) for column in zip(grid.heads, *grid.rows, strict=True)]
-    lefts = [MARGIN + LETTER * (sum(widths[:at]) + 2 * at) for at in range(len(widths))]
-    length = LETTER * (sum(widths) + 2 * len(widths))
-    steps = [top + 4 + ROW * (at + 1) for at in range(len(grid.rows))]
-    if len(steps) > 1:
-        drawing.moving((MARGIN - 4, steps[0], length, ROW), BAR, "y", steps)
-    for at, row in enumerate([grid.heads, *grid.rows]):
-        y = top + 16 + ROW * at
-        for head, left, width, cell in zip(grid.heads, lefts, widths, row, strict=True):
-            is_number = head in grid.numbers
-            x = left + LETTER * width if is_number else left
-            anchor, weight = "end" if is_number else "start", "bold" if at == 0 else "normal"
-            drawing.texts([(x, y, cell)], 11, anchor, weight, is_mono=True)
 
 
 class _Places:

@@ -20,7 +20,8 @@ from phalanx.comm.ledger import Ledger
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.show.shown import Frame, Grid, MessageSent, Shown, ShowRun, Strip
+from phalanx.report.table import Table
+from phalanx.show.shown import Frame, MessageSent, Shown, ShowRun, Strip
 
 HEADS: Final = ("rank", "messages sent", "bytes sent")
 
@@ -122,10 +123,10 @@ def show_collective(collective: str, algorithm: str, config: ShowCollective) -> 
         sent = [message_of(move, collective, config.ranks) for move in step.moves]
         frames.append(Frame(title, [cells[number] for cells, *_ in ranks], sent))
     each = ", ".join(f"{number} of the {part}" for part, number in sizes.items())
-    parts: list[Strip | Grid | str] = [
+    parts: list[Strip | Table | str] = [
         Strip("", [f"{'from' if collective == 'all-to-all' else 'chunk'} {chunk}"
                    for chunk in range(config.ranks)], frames),
-        Grid("counted by the ledger during the run", HEADS,
+        Table("counted by the ledger during the run", HEADS,
              [(str(rank), str(num), str(size)) for rank, (_, num, size, _) in enumerate(ranks)],
              HEADS),
         f"{len(steps)} steps: {each}." if len(sizes) > 1 else f"{len(steps)} steps.",

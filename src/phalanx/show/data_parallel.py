@@ -41,8 +41,9 @@ from phalanx.comm.algorithms.catalogue import list_steps
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
+from phalanx.report.table import Table
 from phalanx.show.one_step import holdings, journal, take_step
-from phalanx.show.shown import Grid, Shown, ShowRun
+from phalanx.show.shown import Shown, ShowRun
 from phalanx.show.strategies import STRATEGIES
 
 ROWS_OF_RANK: Final = 4
@@ -82,7 +83,7 @@ def counter() -> Callable[..., int]:
 
 def show_data_parallel(config: ShowRun) -> Shown:
     """Run both kinds of step on ranks, and compare their gradients with one process."""
-    num_ranks, parts = config.ranks, list[Grid | str]()
+    num_ranks, parts = config.ranks, list[Table | str]()
     model, (x, y) = make_model(), batch(num_ranks)
     F.mse_loss(model(x), y).backward()
     alone = gradients(model)
@@ -107,8 +108,8 @@ def show_data_parallel(config: ShowRun) -> Shown:
         rows = [[str(c.number), c.collective, c.what, f"{c.num_bytes:,}"] for c in of_first]
         gap = float((ranks[of][1] - alone).abs().max())
         parts += [
-            Grid(title, heads, rows, ["bytes"]),
-            Grid("", of_ranks, totals, of_ranks),
+            Table(title, heads, rows, ["bytes"]),
+            Table("", of_ranks, totals, of_ranks),
             f"The gradients of {whose} differ from one process's by {gap:.1e} at most, in float64.",
         ]
     parts.append(
@@ -191,7 +192,7 @@ def show_fsdp(config: ShowRun) -> Shown:
     """Fetch the layers and reduce their gradients in both forms, then run fsdp on a decoder."""
     num_ranks = config.ranks
     ranks = run_ranks(exchange_layers, num_ranks, threads=1)
-    parts, heads = list[Grid | str](), ["rank", *(f"layer {n}" for n in range(len(LAYERS)))]
+    parts, heads = list[Table | str](), ["rank", *(f"layer {n}" for n in range(len(LAYERS)))]
     for number, about in enumerate(("one owner per layer", "one shard per rank")):
         rows = [
             [
@@ -202,7 +203,7 @@ def show_fsdp(config: ShowRun) -> Shown:
             for rank, forms in enumerate(ranks)
         ]
         all_heads = [*heads, "holds", "sends"]
-        parts.append(Grid(f"{about}: bytes held / sent, per layer", all_heads, rows, all_heads))
+        parts.append(Table(f"{about}: bytes held / sent, per layer", all_heads, rows, all_heads))
     steps = run_ranks(take_step, num_ranks, STRATEGIES["zero3"], threads=1)
     parts += [holdings(steps), journal(steps[0].events)]
     parts.append(

@@ -13,7 +13,9 @@ from phalanx.errors import ConfigError
 from phalanx.planner import hardware
 from phalanx.planner.chart import draw_devices
 from phalanx.planner.machine import Device, Level
-from phalanx.show.shown import Grid, Shown
+from phalanx.report.table import Number, Table
+from phalanx.report.units import si
+from phalanx.show.shown import Shown
 
 BESIDE: Final = ("v100", "a100-40", "a100", "h100", "h200", "b200", "mi300x", "tpu-v5p")
 """Devices in the comparison table of `phalanx show device`."""
@@ -67,7 +69,7 @@ def show_cluster(config: ShowCluster) -> Shown:
         f"{cluster.name}: {cluster.num_devices:,} x {cluster.title}",
         [f"totals: {', '.join(sums)}"],
         [
-            Grid("", heads, rows, [heads[1], *heads[4:]]),
+            Table("", heads, rows, [heads[1], *heads[4:]]),
             *(f"{link.name}: {link.source} ({link.date})" for link in links),
         ],
         document=cluster,
@@ -122,7 +124,7 @@ def show_device(config: ShowDevice) -> Shown:
     ]
     beside = {name: hardware.DEVICES[name] for name in BESIDE} | {one.name: one}
     others = sorted(beside.values(), key=lambda other: (other.year, other.flops))
-    parts: list[Grid | str] = [Grid("", ["part", one.name], rows), _grid_of(others)]
+    parts: list[Table | str] = [Table("", ["part", one.name], rows), _grid_of(others)]
     if (before := predecessor(one)) is not None:
         parts.append(compared(before, one))
     return Shown(f"{one.name}: {one.title}, {one.year}", [], parts, document=one)
@@ -141,22 +143,23 @@ def draw(shown: Shown, path: Path) -> None:
     draw_devices(list(hardware.DEVICES.values()), path)
 
 
-def _grid_of(devices: Iterable[Device]) -> Grid:
-    heads = ("device", "", "year", "TFLOP/s", "attainable", "GB", "TB/s", "FLOPs a byte")
+def _grid_of(devices: Iterable[Device]) -> Table:
+    heads = (
+        *("device", "", "year"),
+        *(Number(name, _three_digits, 1e12) for name in ("TFLOP/s", "attainable")),
+        *(Number("GB", ".3g", 1e9), Number("TB/s", ".4g", 1e12), Number("FLOPs a byte", ".0f")),
+    )
     rows = [
         (
             one.name,
             one.title,
             str(one.year),
-            _tera(one.flops),
-            _tera(one.matmul_efficiency * one.flops),
-            f"{one.memory_bytes / 1e9:.3g}",
-            f"{one.bandwidth / 1e12:.4g}",
-            f"{one.flops_per_byte:.0f}",
+            *(one.flops, one.matmul_efficiency * one.flops),
+            *(one.memory_bytes, one.bandwidth, one.flops_per_byte),
         )
         for one in devices
     ]
-    return Grid("", heads, rows, heads[2:])
+    return Table("", heads, rows, ["year"])
 
 
 def predecessor(one: Device) -> Device | None:
@@ -188,19 +191,8 @@ def compared(before: Device, one: Device) -> str:
     return f"{text} Memory-bound work takes a smaller part of a step, so the MFU can rise."
 
 
-def si(value: float, unit: str) -> str:
-    """Return a value with three digits and an SI prefix, such as 24.3 EFLOP/s."""
-    prefixes = ["", "k", "M", "G", "T", "P", "E"]
-    while value >= 999.5 and len(prefixes) > 1:
-        value /= 1000
-        prefixes.pop(0)
-    gap = " " if " " in unit else ""
-    return f"{value:.3g} {prefixes[0]}{gap}{unit}".replace("  ", " ")
-
-
-def _tera(rate: float) -> str:
-    tera = rate / 1e12
-    return f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _named(name: str | None, form: str, example: str) -> str:

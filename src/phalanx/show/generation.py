@@ -15,7 +15,8 @@ from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Completion, Scheduler
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.show.shown import Grid, Shown, ShowTopic
+from phalanx.report.table import Table
+from phalanx.show.shown import Shown, ShowTopic
 
 SHAPE: Final = ModelShape(
     vocab_size=32, num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=64,
@@ -60,7 +61,7 @@ class Traced(Engine):
 def show_rolling_batch(config: ShowGeneration) -> Shown:
     """Serve the same requests with static and with rolling batches."""
     del config
-    parts: list[Grid | str] = []
+    parts: list[Table | str] = []
     for batching, size in (("static", SLOTS), ("rolling", len(LENGTHS))):
         engine, added = Traced(), list[Completion]()
         for n, length in enumerate(LENGTHS):
@@ -71,7 +72,7 @@ def show_rolling_batch(config: ShowGeneration) -> Shown:
         rows = _slots(engine.steps, {each: chr(65 + n) for n, each in enumerate(added)})
         busy = sum(map(len, engine.steps)) / (SLOTS * len(engine.steps))
         title = f"{batching}: {len(engine.steps)} steps, {busy:.0%} of the slots in use"
-        parts.append(Grid(title, ["slot", "request in each step"], rows, ["slot"]))
+        parts.append(Table(title, ["slot", "request in each step"], rows, ["slot"]))
     least = -(-sum(LENGTHS) // SLOTS)
     parts.append(
         f"{sum(LENGTHS)} tokens in {SLOTS} slots take at least {least} steps. A static batch ends "
@@ -127,7 +128,7 @@ def show_paged_attention(config: ShowGeneration) -> Shown:
         for name, request in requests.items()
     ]
     heads = ["sequence", "positions", "found in the cache", "its blocks, in order"]
-    parts: list[Grid | str] = [Grid("block tables", heads, rows, heads[1:3])]
+    parts: list[Table | str] = [Table("block tables", heads, rows, heads[1:3])]
     contents: list[list[str]] = []
     for block in sorted({block for table in tables.values() for block in table}):
         holders = [name for name, table in tables.items() if block in table]
@@ -137,7 +138,7 @@ def show_paged_attention(config: ShowGeneration) -> Shown:
         shown = [str(token) for token in tokens] + ["-"] * (SIZE - len(tokens))
         contents.append([str(block), ", ".join(holders), f"{at}-{at + SIZE - 1}", " ".join(shown)])
     heads = ["block", "held by", "positions", "tokens whose keys and values it has"]
-    parts.append(Grid(f"blocks of {SIZE} positions", heads, contents, heads[:1]))
+    parts.append(Table(f"blocks of {SIZE} positions", heads, contents, heads[:1]))
     used = sum(r.num_computed for r in requests.values()) - SHARED
     longest = SHAPE.max_seq_len
     waste = 1 - sum(r.num_computed for r in requests.values()) / (2 * longest)

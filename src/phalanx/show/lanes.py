@@ -7,7 +7,7 @@ from typing import Final
 
 from phalanx.parallel.pipeline.schedule import Op
 from phalanx.planner.stages import NAMES
-from phalanx.show.drawing import Box, SvgDrawing
+from phalanx.report.svg import Box, SvgDrawing
 from phalanx.show.shown import Lanes, Outcome
 from phalanx.show.tables import figures_text
 

@@ -31,7 +31,8 @@ from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.data import BucketedReducer
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import buckets
-from phalanx.show.shown import Frame, Grid, MessageSent, Shown, ShowRun, Strip
+from phalanx.report.table import Table
+from phalanx.show.shown import Frame, MessageSent, Shown, ShowRun, Strip
 from phalanx.show.strategies import STRATEGIES, Example
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
@@ -124,7 +125,7 @@ def show_step(topic: str, config: ShowRun) -> Shown:
         )
     ranks: list[RankStep] = run_ranks(take_step, strategy.num_ranks, example, threads=1)
     first = ranks[0]
-    grids: list[Grid | Strip] = [holdings(ranks), memory(f"rank of {strategy}", ranks)]
+    grids: list[Table | Strip] = [holdings(ranks), memory(f"rank of {strategy}", ranks)]
     if example.beside:
         other = dataclasses.replace(example, strategy=example.beside)
         name = f"rank of {other.strategy_of(config.ranks)}"
@@ -150,7 +151,7 @@ def show_step(topic: str, config: ShowRun) -> Shown:
     )
 
 
-def holdings(ranks: Sequence[RankStep]) -> Grid:
+def holdings(ranks: Sequence[RankStep]) -> Table:
     """Return a table of the shards of HELD on each rank."""
     has_positions = ["positions"] if ranks[0].positions else []
     heads = ["rank", *(name.removesuffix(".weight") for name in HELD), *has_positions]
@@ -158,7 +159,7 @@ def holdings(ranks: Sequence[RankStep]) -> Grid:
         [str(rank), *each.shards, *([each.positions] if has_positions else [])]
         for rank, each in enumerate(ranks)
     ]
-    return Grid("shards on each rank between steps", heads, rows, ["rank"])
+    return Table("shards on each rank between steps", heads, rows, ["rank"])
 
 
 def hops(ranks: Sequence[RankStep]) -> Strip:
@@ -178,17 +179,17 @@ def hops(ranks: Sequence[RankStep]) -> Strip:
     return Strip("attention of a block, forward", ["queries of", "keys, values of"], frames)
 
 
-def memory(name: str, ranks: Sequence[RankStep]) -> Grid:
+def memory(name: str, ranks: Sequence[RankStep]) -> Table:
     """Return a table of the peak bytes of each kind on each rank during a step."""
     rows = [
         [str(rank), *(f"{each.at_most[kind]:,}" for kind in KINDS_SHOWN)]
         for rank, each in enumerate(ranks)
     ]
     heads = [name, *KINDS_SHOWN]
-    return Grid("peak bytes of each kind during a step, measured", heads, rows, heads)
+    return Table("peak bytes of each kind during a step, measured", heads, rows, heads)
 
 
-def bucket_grid(example: Example, events: Sequence[StepEvent]) -> Grid:
+def bucket_grid(example: Example, events: Sequence[StepEvent]) -> Table:
     """Return a table of the parameters of each bucket, and the backward that overlapped it."""
     model = _model(example)
     names = [name for name, _ in model.named_parameters()]
@@ -204,10 +205,10 @@ def bucket_grid(example: Example, events: Sequence[StepEvent]) -> Grid:
         elif event.phase == "backward":
             under = event.what
     heads = ["bucket", "parameters", "bytes", "sent during"]
-    return Grid("buckets, in the order of sending", heads, rows, ["bucket", "bytes"])
+    return Table("buckets, in the order of sending", heads, rows, ["bucket", "bytes"])
 
 
-def journal(events: Sequence[StepEvent]) -> Grid:
+def journal(events: Sequence[StepEvent]) -> Table:
     """Return a table of the events of a step; consecutive equal events are one row."""
     rows = list[list[str]]()
     for event, alike in itertools.groupby(events):
@@ -225,7 +226,7 @@ def journal(events: Sequence[StepEvent]) -> Grid:
         "tensor bytes",
         "sent bytes",
     ]
-    return Grid("the step on rank 0, in order", heads, rows, heads[3:])
+    return Table("the step on rank 0, in order", heads, rows, heads[3:])
 
 
 def take_step(example: Example) -> RankStep:

@@ -18,13 +18,14 @@ import torch
 
 from phalanx import collectives
 from phalanx.config.fields import Range
-from phalanx.errors import time_text
 from phalanx.launch.local import run_ranks
+from phalanx.report.table import Table
+from phalanx.report.units import time_text
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.processes import LocalRoles, local_roles
 from phalanx.show.data_parallel import counter
-from phalanx.show.shown import MOST_RANKS, Grid, Shown, ShowTopic
+from phalanx.show.shown import MOST_RANKS, Shown, ShowTopic
 
 ELEMENTS: Final = 840 * 64
 """Number of elements of the small weights, divisible by every number of ranks."""
@@ -78,10 +79,10 @@ def show_parameter_server(config: ShowServer) -> Shown:
         for rank, link in enumerate(ring)
     ]
     ring_heads = ["rank", "sends", "receives", "load out", "load in"]
-    parts: list[Grid | str] = [
-        Grid("through a master, as multiples of the weights", heads, rows, heads[1:]),
+    parts: list[Table | str] = [
+        Table("through a master, as multiples of the weights", heads, rows, heads[1:]),
         f"{time_text(out * unit_s)} to the master, {time_text(back * unit_s)} back",
-        Grid(
+        Table(
             "by a ring all-reduce, as multiples of the weights", ring_heads, in_ring, ring_heads[1:]
         ),
         f"the ring {time_text(ring_s)}",
@@ -135,7 +136,7 @@ def _ring_bytes() -> float:
     return sent_in(collectives.all_reduce, flat, algorithm="ring") / flat.nbytes
 
 
-def growth(unit_s: float) -> Grid:
+def growth(unit_s: float) -> Table:
     """Return a table of the time of an exchange over the number of ranks, by formulas.
 
     `unit_s` is the time in which a link carries the weights once.
@@ -146,10 +147,10 @@ def growth(unit_s: float) -> Grid:
         for ranks in GROWTH
     ]  # fmt: skip
     heads = ["ranks", "1 server and workers", "4 servers, the same workers", "ring"]
-    return Grid("time of an exchange by number of ranks, from the formulas", heads, rows, heads)
+    return Table("time of an exchange by number of ranks, from the formulas", heads, rows, heads)
 
 
-def trace(kind: str, option: int) -> Grid:
+def trace(kind: str, option: int) -> Table:
     """Run three workers, the last one slow; return the weight versions that each computed with."""
     consistency = Consistency(kind, 3, option)
     computed: dict[int, list[str]] = {}
@@ -174,7 +175,7 @@ def trace(kind: str, option: int) -> Grid:
     late = ", ".join(f"{age}: {count}" for age, count in sorted(ages.items()))
     unit = f"round of {option} steps" if kind == "local" else "step"
     rows = [[str(worker), " ".join(computed[worker])] for worker in range(consistency.num_slots)]
-    return Grid(
+    return Table(
         f"dp3:{name}: each {unit}@version of its initial weights; pushes by versions late: {late}",
         ["worker", "the last worker is 5 times slower"],
         rows,

@@ -18,7 +18,9 @@ from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Timeline, most_in_flight, simulate
 from phalanx.planner.stages import write_trace
-from phalanx.show.shown import MOST_RANKS, Grid, Lanes, Outcome, Shown, ShowRun
+from phalanx.report.files import writing
+from phalanx.report.table import Table
+from phalanx.show.shown import MOST_RANKS, Lanes, Outcome, Shown, ShowRun
 
 MOST_SLOTS: Final = 30
 """Largest length of a drawn timeline, in units of a forward, to fit 100 columns."""
@@ -89,10 +91,8 @@ def show_schedule(kind: str, config: ShowSchedule) -> Shown:
     schedule = schedule_of(kind, config)
     planned = plan(schedule, stage_times(config, schedule))
     if config.trace is not None:
-        try:
+        with writing(config.trace):
             write_trace(planned.timeline, Path(config.trace))
-        except OSError as error:
-            raise ConfigError(f"cannot write {config.trace}: {error.strerror}") from None
     name = f"{kind}/{len(schedule.stages_of(0))}" if KINDS[kind].chunks is None else kind
     return Shown(
         f"{name}: {config.ranks} ranks, {schedule.num_stages} stages, {config.microbatches} "
@@ -160,7 +160,7 @@ def outcome_of(
     return Outcome(name, timeline, tuple(held), work_s)
 
 
-def drawing(schedule: Schedule) -> list[Grid]:
+def drawing(schedule: Schedule) -> list[Table]:
     """Return a table of the schedule in units of a forward, a row per rank, if it fits a line."""
     timeline = simulate(schedule)
     if timeline.length > MOST_SLOTS:
@@ -172,14 +172,14 @@ def drawing(schedule: Schedule) -> list[Grid]:
             for at in range(round(begin), round(end)):
                 slots[at] = f"{op}{microbatch}" if at == round(begin) else f"{op}-"
         rows.append([str(rank), "".join(f"{slot:<3}" for slot in slots).rstrip()])
-    return [Grid("in units of a forward, B twice as long", ["rank", "time ->"], rows, ["rank"])]
+    return [Table("in units of a forward, B twice as long", ["rank", "time ->"], rows, ["rank"])]
 
 
-def lists(schedule: Schedule) -> Grid:
+def lists(schedule: Schedule) -> Table:
     """Return a table of the lowered actions of each rank, in the order in which they run."""
     rows = list[list[str]]()
     for rank in range(len(schedule.orders)):
         actions = " ".join(map(str, lower(schedule, rank)))
         lines = textwrap.wrap(actions, LINE, break_long_words=False)
         rows += [[str(rank) if at == 0 else "", line] for at, line in enumerate(lines)]
-    return Grid("what each rank runs", ["rank", "actions in order"], rows, ["rank"])
+    return Table("what each rank runs", ["rank", "actions in order"], rows, ["rank"])

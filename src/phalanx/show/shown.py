@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from phalanx.config.fields import Range
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
+from phalanx.report.table import Table
 
 MOST_RANKS = 8
 """Largest number of ranks: more do not fit a table of 100 columns, and take over a second on a
@@ -66,16 +67,6 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A table of text; columns whose heads are in `numbers` are right-aligned."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A timeline of a schedule, and figures computed from it.
 
@@ -126,6 +117,6 @@ class Shown:
 
     title: str
     about: Sequence[str]
-    parts: Sequence[Strip | Grid | Lanes | str]
+    parts: Sequence[Strip | Table | Lanes | str]
     in_torch: str = ""
     document: Any = None

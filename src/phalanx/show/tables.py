@@ -4,51 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.table import Table
-from rich.text import Text
-
-from phalanx.measure.utilization import percent
-from phalanx.show.shown import Frame, Grid, Lanes, Outcome, Shown, Strip
-
-Printed = str | Table
+from phalanx.report.table import Line, Number, Part, Table
+from phalanx.report.units import percent
+from phalanx.show.shown import Frame, Lanes, Outcome, Shown, Strip
 
 
-def printed(shown: Shown) -> Iterator[tuple[Printed, str]]:
-    """Yield lines and tables in order, each with the style of a line."""
-    yield shown.title, "bold"
-    for sentence in shown.about:
-        yield sentence, ""
+def printed(shown: Shown) -> Iterator[Part]:
+    """Yield the printed parts of a topic, in order."""
+    yield Line(shown.title, "bold")
+    yield from shown.about
     if shown.in_torch:
-        yield f"in torch: {shown.in_torch}", ""
+        yield f"in torch: {shown.in_torch}"
     for part in shown.parts:
-        yield "", ""
-        if isinstance(part, str):
-            yield part, ""
-        elif isinstance(part, Strip):
+        yield ""
+        if isinstance(part, Strip):
             if part.title:
-                yield part.title, "bold"
+                yield Line(part.title, "bold")
             for frame in part.frames:
-                yield frame.title, "bold" if not part.title else ""
-                yield table_of(_grid_of(part.heads, frame)), ""
-        elif isinstance(part, Grid):
-            if part.title:
-                yield part.title, "bold"
-            yield table_of(part), ""
+                yield Line(frame.title, "" if part.title else "bold")
+                yield _table_of(part.heads, frame)
+        elif isinstance(part, Lanes):
+            yield from _lanes(part)
         else:
-            yield from ((each, "") for each in _lanes(part))
+            yield part
 
 
-def table_of(grid: Grid) -> Table:
-    """Return a rich table for a grid."""
-    drawn = Table()
-    for head in grid.heads:
-        drawn.add_column(head, justify="right" if head in grid.numbers else "left")
-    for row in grid.rows:
-        drawn.add_row(*map(Text, row))
-    return drawn
-
-
-def _grid_of(heads: Sequence[str], frame: Frame) -> Grid:
+def _table_of(heads: Sequence[str], frame: Frame) -> Table:
     """Return a table with a row for each rank: its cells, and the messages it sent in the step."""
     rows = list[list[str]]()
     for rank, cells in enumerate(frame.cells):
@@ -59,7 +40,7 @@ def _grid_of(heads: Sequence[str], frame: Frame) -> Grid:
             row += [sent_text(sent), str(total) if sent else ""]
         rows.append(row)
     columns = ["rank", *heads, *(["has sent", "bytes"] if frame.sent else [])]
-    return Grid("", columns, rows, ["rank", *heads, "bytes"])
+    return Table("", columns, rows, ["rank", *heads, "bytes"])
 
 
 def sent_text(sent: Iterable[tuple[int, int, str, int]]) -> str:
@@ -73,33 +54,33 @@ def sent_text(sent: Iterable[tuple[int, int, str, int]]) -> str:
     return ", ".join(f"{what} to {target}" for target, what in texts.items())
 
 
-def _lanes(lanes: Lanes) -> Iterator[Printed]:
+def _lanes(lanes: Lanes) -> Iterator[Table]:
     schedule, outcomes = lanes.schedule, lanes.outcomes
     names = [outcome.name for outcome in outcomes]
     chunks = len(schedule.stages_of(0))
+    heads = (
+        "",
+        Number("step ms", ".1f", 1e-3),
+        *(Number(name, percent) for name in ("bubble", "highest MFU")),
+        Number("most in flight", ".3g"),
+    )
     rows = [
-        (
-            outcome.name,
-            f"{1e3 * outcome.timeline.length:.1f}",
-            percent(outcome.timeline.bubble),
-            percent(outcome.highest_mfu),
-            f"{max(outcome.held) / chunks:.3g}",
-        )
-        for outcome in outcomes
+        (of.name, of.timeline.length, of.timeline.bubble, of.highest_mfu, max(of.held) / chunks)
+        for of in outcomes
     ]
-    heads = ("", "step ms", "bubble", "highest MFU", "most in flight")
-    yield table_of(Grid("", heads, rows, heads[1:]))
+    yield Table("", heads, rows)
+    busy = (Number(f"busy, {name}", percent) for name in names)
+    held = (Number(f"in flight, {name}", ".3g") for name in names)
     rows = [
         (
             str(rank),
             ", ".join(map(str, schedule.stages_of(rank))),
-            *(percent(outcome.busy[rank]) for outcome in outcomes),
-            *(f"{outcome.held[rank] / chunks:.3g}" for outcome in outcomes),
+            *(outcome.busy[rank] for outcome in outcomes),
+            *(outcome.held[rank] / chunks for outcome in outcomes),
         )
         for rank in range(len(schedule.orders))
     ]
-    numbers = [*(f"busy, {name}" for name in names), *(f"in flight, {name}" for name in names)]
-    yield table_of(Grid("", ["rank", "stages", *numbers], rows, numbers))
+    yield Table("", ["rank", "stages", *busy, *held], rows)
 
 
 def figures_text(outcome: Outcome) -> str:

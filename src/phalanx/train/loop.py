@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from typing_extensions import override
-
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.errors import CheckpointError
 from phalanx.launch import rank_log
-from phalanx.launch.failure import READER_LEFT
 from phalanx.launch.heartbeat import PULSE
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.notice import compiling
@@ -41,23 +37,12 @@ class Stopped:
     words: str
 
 
-class _Output(Console):
-    """The console of a rank; on a broken pipe the process exits with READER_LEFT."""
-
-    @override
-    def on_broken_pipe(self) -> None:
-        try:
-            super().on_broken_pipe()
-        except SystemExit as stop:
-            raise SystemExit(READER_LEFT) from stop
-
-
 def train(session: Session) -> Summary | Stopped:
     """Train on this rank, together with the other ranks of the job."""
     step = session.step
     PULSE.advice = functools.partial(how_to_resume, session.out, session.resume_command())
     logged = rank_log.kept(session.out, session.comm.rank)
-    with session, logged, Records(session, _Output()) as records:
+    with session, logged, Records(session) as records:
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.handling_stop(), _checked(session), step.watched(PULSE.phase):
             try:

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from rich.console import Console
 
 from phalanx.comm.together import on_first_rank
 from phalanx.config import TrainConfig
@@ -22,6 +21,7 @@ from phalanx.launch import attach, slurm
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.torchrun import run_here
+from phalanx.report.terminal import Terminal
 from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
@@ -166,7 +166,7 @@ def summary_of(
 
 
 def _say_starting(num_ranks: int) -> None:
-    Console().print(f"starting {num_ranks} processes ...", highlight=False)
+    Terminal().say(f"starting {num_ranks} processes ...")
 
 
 @contextmanager
@@ -178,10 +178,7 @@ def _with_resume_advice(advice: Callable[[], str]) -> Generator[None]:
         if is_under_torchrun():  # the handler that ends the rank adds the advice
             raise
         # Rank 0's display hides the terminal's cursor; a killed rank does not show it again.
-        console = Console()
-        if console.is_terminal:
-            console.show_cursor(True)
-            console.print()  # end the line of the display
+        Terminal().restore()
         if isinstance(error, Interrupted):
             raise Interrupted(error.signum, advice()) from None
         if isinstance(error, TrainingError):

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
 from torch import nn
 from typing_extensions import override
 
@@ -35,6 +33,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.plan import plan_decoder
+from phalanx.report.terminal import Terminal
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
 from phalanx.train.job.run_folder import keep_origin
@@ -127,7 +126,7 @@ class TextSession(Session):
         barrier()  # all ranks of a host read the free memory before any rank allocates
         line = self.saver.reserve(self.model, self.step.optimizer, free_bytes)
         if line is not None and self.comm.is_first:
-            Console().print(Text(line), soft_wrap=True)
+            Terminal().say(line)
         self.loader = loader_of(self.job, self.data_rank)
         self.loader.device = self.comm.device
         return self.loader

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.measure.memory import KINDS, Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary, advice, summarize, summary_table
 from phalanx.measure.timer import TERMS, StepTimes
-from phalanx.measure.utilization import CountedFlops, Utilization, percent
+from phalanx.measure.utilization import CountedFlops, Utilization
+from phalanx.report.units import percent
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.report.summary import Summary
 
@@ -31,9 +30,7 @@ def steps(wall_s: float = 0.6) -> StepSummary:
 
 
 def shown(summary: Summary, **options: bool) -> str:
-    text = io.StringIO()
-    Console(file=text, width=100).print(summary.render(**options), crop=False)
-    return text.getvalue()
+    return summary.render(**options)
 
 
 def summary_of(**changes: object) -> Summary:

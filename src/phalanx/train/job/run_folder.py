@@ -17,11 +17,12 @@ from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
-from phalanx.errors import ConfigError, PhalanxError, TrainingError, size_text
+from phalanx.errors import ConfigError, PhalanxError, TrainingError
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
 from phalanx.launch import rank_log
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
+from phalanx.report.units import size_text
 from phalanx.storage import existing, free_bytes, remove_folder, replace_file
 from phalanx.strategy import Strategy
 from phalanx.train.job.resume import stored_settings

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Column, Table
-
 from phalanx.account.planned import PlannedStep
 from phalanx.account.rank_memory import memory
 from phalanx.launch.local import num_cores
@@ -20,6 +18,7 @@ from phalanx.measure.timer import Term
 from phalanx.planner.calibration import ASSUMED, this_machine
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE
+from phalanx.report.table import Number, Table
 
 _TERMS: Mapping[str, tuple[Term, ...]] = {
     "compute": ("forward", "backward"),
@@ -96,13 +95,13 @@ class PredictionReport:
 
     def table(self) -> Table:
         """Return a table of the times by cause."""
-        heads = (Column(name, justify="right") for name in ("predicted ms", "median ms", "error"))
-        title = "Time of a step, predicted and measured"
-        table = Table("cause", *heads, title=title, title_justify="left")
-        for cause, of in self.time_s.items():
-            numbers = (f"{1e3 * each:,.1f}" for each in (of.predicted, of.measured))
-            table.add_row(cause, *numbers, f"{100 * of.error:+.1f} %" if of.measured else "")
-        return table
+        heads = [Number(f"{name} ms", ",.1f", 1e-3) for name in ("predicted", "median")]
+        rows = [
+            (cause, of.predicted, of.measured, of.error if of.measured else None)
+            for cause, of in self.time_s.items()
+        ]
+        heads = ("cause", *heads, Number("error, %", "+.1f", 0.01))
+        return Table("Time of a step, predicted and measured", heads, rows)
 
 
 def predict(planned: PlannedStep[Any], ceiling: float | None) -> Predicted | None:

@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.waits import around_waits
+from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
@@ -21,6 +21,7 @@ from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
+from phalanx.report.terminal import Terminal
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.notice import compiling, notice_if_slow
 from phalanx.train.session import Session
@@ -64,8 +65,8 @@ class Records:
         log: log of the records on rank 0; None on other ranks.
     """
 
-    def __init__(self, session: Session, console: Console) -> None:
-        """Start to measure; rank 0 opens the log and shows the run on `console`."""
+    def __init__(self, session: Session) -> None:
+        """Start to measure; rank 0 opens the log and shows the run."""
         self.session = session
         self.timer = StepTimer(session.comm.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
@@ -83,7 +84,8 @@ class Records:
         self._watching = ExitStack()
         self.log: RunLog | None = None
         if session.is_first:
-            self.log = RunLog(session.out, console, session.num_steps, session.log)
+            terminal = Terminal(reader_left=READER_LEFT)
+            self.log = RunLog(session.out, terminal, session.num_steps, session.log)
             self.log.note("environment", environment())
             self.log.note("config", session.settings())
             for number, found in session.missed().items():
@@ -91,7 +93,7 @@ class Records:
                 values |= {"lr": found.learning_rate, "tokens": found.num_valid_tokens}
                 self.log.note("step", {"step": number, **values, "skipped": found.is_skipped})
             for line in session.remarks():
-                self.log.display.say(line)
+                self.log.display.terminal.say(line)
 
     def __enter__(self) -> Records:
         self._watching.enter_context(

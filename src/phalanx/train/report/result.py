@@ -7,37 +7,36 @@ import unicodedata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
-
 from phalanx.comm.ledger import Entry
 from phalanx.measure.summary import summary_table
-from phalanx.measure.utilization import percent
+from phalanx.report.table import Line, Number, Part, Table, columns
+from phalanx.report.units import MIB, percent, size_text
 
 if TYPE_CHECKING:
     from phalanx.train.report.summary import Summary
+
+TEXT = 12
+"""Column at which the texts of the result begin."""
 
 SAMPLE_LINES = 8
 """Most lines of the generated text that are shown; the records have all of the text."""
 
 
-def render(summary: Summary, *, report: bool) -> RenderableType:
-    """Return the tables if `report` is set, and the result last, at the bottom of the screen."""
-    parts: list[RenderableType] = [Text()]
+def parts_of(summary: Summary, *, report: bool) -> Iterator[Part]:
+    """Yield the tables if `report` is set, and the result last, at the bottom of the screen."""
+    yield ""
     if report:
-        parts += [*_tables(summary), Text()]
-    parts += [_line(name, text) for name, text in _results(summary)]
+        yield from _tables(summary)
+    yield columns([*_results(summary)], TEXT)
     if lines := "".join(map(_shown, summary.sample)).splitlines():
         more = ["..."] if len(lines) > SAMPLE_LINES else []
-        parts += [Text(), Text("The model writes:")]
-        parts += [Text(line, style="italic") for line in [*lines[:SAMPLE_LINES], *more]]
-    parts += [Text()]
-    parts += [_path(name, path) for name, path in summary.paths.items()]
-    parts += [_path("resume", summary.resume)]
+        yield "\nThe model writes:"
+        yield from (Line(line, "italic") for line in [*lines[:SAMPLE_LINES], *more])
+    yield ""
+    for name, path in [*summary.paths.items(), ("resume", summary.resume)]:
+        yield Line(f"{name:<{TEXT}}{path}", wraps=False)
     if not report and summary.steps is not None:
-        parts += [_line("tables", "--report prints where time, bytes and memory went")]
-    return Group(*parts)
+        yield columns([("tables", "--report prints where time, bytes and memory went")], TEXT)
 
 
 def _results(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -74,9 +73,9 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "MFU", f"{_whose(summary)}{brief}"
     held, memory = "", summary.memory
     if memory is not None and memory.doubt is None:
-        held = f"{_mib(memory.largest_bytes)} of tensors at the peak of any rank, in "
+        held = f"{size_text(memory.largest_bytes)} of tensors at the peak of any rank, in "
         held += f"{memory.peak_phase}; "
-    yield "memory", f"{held}rank 0's process had up to {_mib(summary.resident_bytes)} in RAM"
+    yield "memory", f"{held}rank 0's process had up to {size_text(summary.resident_bytes)} in RAM"
     if summary.predicted is not None:
         yield "predicted", summary.predicted.line()
     yield (
@@ -86,24 +85,23 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "run", summary.run
 
 
-def _tables(summary: Summary) -> list[RenderableType]:
-    parts: list[RenderableType] = []
+def _tables(summary: Summary) -> Iterator[Part]:
+    """Yield the tables, each with an empty line below."""
     if summary.steps is not None:
-        parts += [summary_table(summary.steps), Text(summary.advice or ""), Text()]
+        yield from (summary_table(summary.steps), summary.advice or "", "")
         if summary.predicted is not None and summary.predicted.time_s:
-            parts += [summary.predicted.table(), Text()]
+            yield from (summary.predicted.table(), "")
     if summary.sent:
-        parts += [_sent_table(summary.sent), Text()]
+        yield from (_sent_table(summary.sent), "")
     if summary.memory is not None:
         judged = summary.predicted
         both = (judged.bytes, judged.bytes_at_peak) if judged is not None else ()
         expected = ({name: int(each.predicted) for name, each in of.items()} for of in both)
-        parts += [summary.memory.table(*expected), Text(summary.memory.text())]
+        yield from (summary.memory.table(*expected), summary.memory.text(), "")
     elif summary.no_memory is not None:
-        parts += [Text(summary.no_memory)]
+        yield from (summary.no_memory, "")
     if summary.utilization is not None:
-        parts += [Text(), Text(f"{_whose(summary)}{summary.utilization.text()}")]
-    return parts
+        yield from (f"{_whose(summary)}{summary.utilization.text()}", "")
 
 
 def _whose(summary: Summary) -> str:
@@ -112,43 +110,16 @@ def _whose(summary: Summary) -> str:
 
 
 def _sent_table(entries: list[Entry]) -> Table:
-    numbers = (Column(name, justify="right") for name in ("calls", "payload MiB", "sent MiB"))
-    columns = ("phase", "axis", "collective", *numbers)
-    table = Table(*columns, title="What one rank sends in a step", title_justify="left")
-    for entry in entries:
-        table.add_row(
-            entry.phase,
-            entry.axis,
-            entry.op,
-            str(entry.calls),
-            f"{entry.payload_bytes / 2**20:.3f}",
-            f"{entry.sent_bytes / 2**20:.3f}",
-        )
-    return table
+    sizes = (Number(f"{name} MiB", ".3f", MIB) for name in ("payload", "sent"))
+    heads = ("phase", "axis", "collective", Number("calls", "d"), *sizes)
+    rows = [(e.phase, e.axis, e.op, e.calls, e.payload_bytes, e.sent_bytes) for e in entries]
+    return Table("What one rank sends in a step", heads, rows)
 
 
 def _shown(character: str) -> str:
     """Return `character`, or a middle dot if it is a control or format character."""
     is_kept = character == "\n" or unicodedata.category(character) not in ("Cc", "Cf")
     return character if is_kept else "\u00b7"
-
-
-def _line(name: str, text: str) -> RenderableType:
-    """Return one row of the result; long text wraps within its column."""
-    row = Table.grid(padding=(0, 1, 0, 0))
-    row.add_column(width=11, no_wrap=True)
-    row.add_column()
-    row.add_row(name, Text(text))
-    return row
-
-
-def _path(name: str, path: str) -> Text:
-    """Return a line with a path or command, neither wrapped nor cut, so that it can be copied."""
-    return Text(f"{name:<11} {path}", no_wrap=True, overflow="ignore")
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.3f} MiB" if num_bytes < 2**27 else f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _duration(seconds: float) -> str:

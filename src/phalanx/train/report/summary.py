@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from rich.console import RenderableType
 
 from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
 from phalanx.hugging_face.companions import TOKENIZER
-from phalanx.measure.logs import values_of
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
+from phalanx.report.files import values_of
+from phalanx.report.table import Part
+from phalanx.report.terminal import text_of
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.report import result
 from phalanx.train.report.prediction import PredictionReport, judge, predict
@@ -122,9 +123,13 @@ class Summary:
         """A suggestion on how to make a step faster; None without one."""
         return None if self.steps is None else advice(self.steps, self.sent)
 
-    def render(self, *, report: bool = False) -> RenderableType:
-        """Return the console output, at most 100 columns wide; with `report`, with the tables."""
-        return result.render(self, report=report)
+    def parts(self, *, report: bool = False) -> Iterator[Part]:
+        """Yield the lines and tables that a run prints at its end; with `report`, all tables."""
+        return result.parts_of(self, report=report)
+
+    def render(self, *, report: bool = False) -> str:
+        """Return the console output as text, at most 100 columns wide but for paths."""
+        return text_of(*self.parts(report=report), wraps=True)
 
 
 def summarize_run(records: Records) -> Summary:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
-from phalanx.cli import screen
-from phalanx.cli.screen import Preparation, say
+from phalanx.report import terminal
+from phalanx.report.terminal import Preparation, Terminal
 
 
 @pytest.mark.parametrize(("first_line_s", "num_lines"), [(0.0, 3), (60.0, 0)])
 def test_a_long_part_has_a_line_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, first_line_s: float, num_lines: int
 ) -> None:
-    monkeypatch.setattr(screen, "FIRST_LINE_S", first_line_s)
+    monkeypatch.setattr(terminal, "FIRST_LINE_S", first_line_s)
     output = io.StringIO()
-    with Preparation(Console(file=output, width=100)) as preparation:
+    with Preparation(Terminal(output)) as preparation:
         for part, all_bytes in (("read the text", 0), ("merge", 0), ("encode", 4_000_000)):
             for done_bytes in (1_000_000, 2_000_000, 4_000_000):
                 preparation.report(part, 0 if part == "merge" else done_bytes, all_bytes)
@@ -34,19 +33,19 @@ def test_a_long_part_has_a_line_in_a_pipe(
 def test_only_the_part_at_work_is_shown_on_a_terminal() -> None:
     """A bar that is full would seem to be what is waited for."""
     output = io.StringIO()
-    with Preparation(Console(file=output, width=100, force_terminal=True)) as preparation:
+    with Preparation(Terminal(output, is_terminal=True, width=100)) as preparation:
         preparation.report("count the words", 10, 10)
         preparation.report("merge", 0, 0)
-        (task,) = preparation._progress.tasks
-        assert (task.description, task.total) == ("merge", None)
+        (task,) = preparation._bar.tasks
+        assert (task.fields["head"], task.total) == ("merge", None)
 
 
 def test_prose_is_broken_between_words_on_a_terminal_alone() -> None:
     prose = "global batch 8 = microbatch 4 x accumulation 1, of runs/a-path-that-is-long/and-whole"
     for is_terminal in (True, False):
         file = io.StringIO()
-        console = Console(file=file, width=30, force_terminal=is_terminal, color_system=None)
-        say(console, f"{prose}\n  indented words are indented on")
+        console = Terminal(file, width=30, is_terminal=is_terminal)
+        console.say(f"{prose}\n  indented words are indented on")
         lines = file.getvalue().splitlines()
         words = [word for line in lines for word in line.split()]
         assert words == [*prose.split(), *"indented words are indented on".split()]

@@ -6,11 +6,20 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
+from typing import Final
+
+from phalanx.report.table import Table
 
 Box = tuple[float, float, float, float]
 """Left, top, width and height, in pixels."""
 
-GREY = "#9aa3ad"
+ROW: Final = 17
+"""Height of a line of text, pixels."""
+
+LETTER: Final = 6.9
+"""Width of a letter of a monospaced text, pixels."""
+
+GREY, BAR = "#9aa3ad", "#9db8d9"
 
 TURN_S = 2
 """Duration of a step of an animation, seconds."""
@@ -105,6 +114,26 @@ class SvgDrawing:
         self.boxes([(left, top, max(x for x, _ in ticks), 0.8)], GREY)
         self.boxes([(left + x, top, 0.8, 4) for x, _ in ticks], GREY)
         self.texts([(left + x, top + 15, text) for x, text in ticks], 10, "middle")
+
+    def table(self, table: Table, left: float, top: float) -> None:
+        """Add a table, with a bar that moves down its rows."""
+        if table.title:
+            self.texts([(left, top + 12, table.title)], weight="bold")
+            top += ROW
+        heads = [name for name, _ in table.columns]
+        rows = [heads, *([cell.text for cell in row] for row in table.lines())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        length = LETTER * (sum(widths) + 2 * len(widths))
+        steps = [top + 4 + ROW * at for at in range(1, len(rows))]
+        if len(steps) > 1:
+            self.moving((left - 4, steps[0], length, ROW), BAR, "y", steps)
+        for at, row in enumerate(rows):
+            y, x, weight = top + 16 + ROW * at, left, "bold" if at == 0 else "normal"
+            for (_, is_right), width, cell in zip(table.columns, widths, row, strict=True):
+                end = x + LETTER * width
+                shown = (end if is_right else x, y, cell)
+                self.texts([shown], 11, "end" if is_right else "start", weight, is_mono=True)
+                x = end + 2 * LETTER
 
     def write(self, path: Path) -> None:
         """Write the drawing to a file."""
