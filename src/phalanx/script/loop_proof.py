@@ -218,7 +218,8 @@ def run_proved(
             raise TrainingError("\n".join([result.headline(), *result.replicas[:1], without]))
         if result.num_steps == NUM_STEPS:  # else a signal ended it before an uneven batch
             inputs = read
-        report(result.agreement())
+        notes = "".join(f"; {note}" for note in result.notes)
+        report(f"proof over {result.num_steps} steps: {result.headline()}{notes}")
 
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
         proof = _Proof(Path(folder), strategy, NUM_STEPS, is_wide=False)

@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.comm.ledger import Entry
 from phalanx.errors import PhalanxError, RankFailed
-from phalanx.verify.compare import FACTOR, LIMITS, Difference, worst
+from phalanx.verify.compare import Difference, worst
 from phalanx.verify.settings import EVALUATION, QUANTITIES, VALIDATION
 from phalanx.verify.snapshot import BitsKey, Snapshot, owner
 
@@ -160,19 +160,6 @@ class Verdict:
     def num_steps(self) -> int:
         """Number of steps that were compared."""
         return 1 + max((row.step for row in self.differences), default=-1)
-
-    def agreement(self) -> str:
-        """Return the largest errors of an own loop that agrees with one process, in a line."""
-        errors, many = self.largest_errors(), "s" * (self.num_steps > 1)
-        limit = max(row.limit for row in self.differences)
-        is_rounding = limit > max(LIMITS.values())
-        of_all = [f"{q} {errors[q]:.0e}" for q in ("loss", "gradient", "weight") if q in errors]
-        return (
-            f"{self.num_steps} step{many} agree with one process, relative errors: "
-            + ", ".join(of_all)
-            + f"; rounding moves a gradient by {limit / FACTOR:.0e}" * is_rounding
-            + "".join(f"; {note}" for note in self.notes)
-        )
 
     def details(self) -> list[str]:
         """Return lines with the place of the difference, replicas, bytes, causes and traceback."""
