@@ -4,6 +4,10 @@
     one process    runs the same script as a job of one rank, beside the ranks; reads the records,
                    compares, takes over the ranks' gradients, and ends after the last compared step
 
+    ranks          backward ── gradients ──────────────── step ── weights ── backward ...
+                                 ↓ compare     ↓ copy               ↓ compare
+    one process    backward ── gradients ── the ranks' ── step ── weights ── backward ...
+
 Since one process takes over the gradients after it has compared them, each step begins with equal
 weights on both sides. So rounding does not grow from step to step, and AdamW, whose first step
 moves a weight by the rate in the direction of the gradient's sign, gets equal signs.

@@ -5,7 +5,6 @@ For a run that dies, the verdict names the failed rank and the module that it wa
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -128,10 +127,6 @@ class Verdict:
             what: [d.error for d in self.differences if d.quantity == what] for what in QUANTITIES
         }
         return {what: max(found) for what, found in errors.items() if found}
-
-    def at(self, place: Place) -> Verdict:
-        """Return the verdict with another place of the first difference."""
-        return dataclasses.replace(self, place=place)
 
     def __str__(self) -> str:
         return "\n".join([self.headline(), *self.details()])
