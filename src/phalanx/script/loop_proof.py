@@ -241,7 +241,7 @@ def is_proved(file: Path) -> bool:
 
 
 def _signature(path: Path) -> str | None:
-    """Return what tells a file from one of other content; None if there is no file."""
+    """Return a text that differs for a file of other content; None if there is no file."""
     if not path.is_file():
         return None
     about = path.stat()

@@ -24,7 +24,7 @@ class PlainLoop:
     """Replaces the `backward` of a run on one process.
 
     Attributes:
-        why: sentence on why gradients of a step are those of `run.backward`; None if none are.
+        why: sentence on why gradients of a step come from `run.backward`; None if none are.
     """
 
     def __init__(self, run: Any) -> None:
@@ -71,7 +71,7 @@ class PlainLoop:
         return made if plain is None else plain.detach().to(made)
 
     def _say(self, why: str) -> None:
-        self.why = f"gradients of one process are those of run.backward where {why}"
+        self.why = f"gradients of one process come from run.backward where {why}"
 
 
 def _loss(

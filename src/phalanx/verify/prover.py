@@ -96,7 +96,7 @@ class Proof:
         strategy: strategy of the ranks.
         case: the steps of plain PyTorch, from the first step on, even if the run resumes later.
         open: opens the run on a rank; with True, to repeat it, in another folder.
-        rows: function of (run, microbatches) -> positions of each one's rows in those of all steps.
+        rows: function of (run, microbatches) -> each one's rows, numbered over all steps.
         take: takes the steps of a run, and notifies an observer of them.
         start: steps before the run resumes.
         every: steps between evaluations of validation data.
@@ -121,7 +121,7 @@ class Proof:
 def prove_in_order(
     proofs: Iterable[Proof], *, timeout_s: float = WAIT_S, **options: Any
 ) -> list[Verdict]:
-    """Prove runs, each on new processes, until one differs; `options` are those of `run_ranks`.
+    """Prove runs, each on new processes, until one differs; `options` are options of `run_ranks`.
 
     A later proof may resume what an earlier run has saved, so it is made after that run.
     In an existing job, its ranks perform the runs, and all of them call this together.
