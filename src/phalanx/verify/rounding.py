@@ -97,19 +97,14 @@ class RoundingProbe:
         parameters = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         held = (*self._model.parameters(), *self._model.buffers())
         kept = [(each, each.detach().clone()) for each in held]
-        eps, still = torch.finfo(dtype).eps, dict[str, Tensor]()
+        still: dict[str, Tensor] = {}
         largest: dict[str, float] = {}
         for seed in (0, *PERTURBATIONS):
-            generator = torch.Generator().manual_seed(seed)
+            generator, eps = torch.Generator().manual_seed(seed), torch.finfo(dtype).eps
             if seed:
-
-                def moved(tensor: Tensor, draws: torch.Generator = generator) -> Tensor:
-                    signs = torch.randint(2, tensor.shape, generator=draws).to(tensor) * 2 - 1
-                    return tensor * (1 + eps * signs)
-
-                self._moves = moved
+                self._moves = partial(_moved, generator, eps)
                 for p in parameters.values():
-                    p.data.copy_(moved(p.data))
+                    p.data.copy_(self._moves(p.data))
             made, self._moves = self._gradients(parameters, counts), None
             for each, before in kept:
                 each.data.copy_(before)  # `.data`, so that this is no write of the script
@@ -141,3 +136,8 @@ class RoundingProbe:
         counts.clear()
         counts.update(before)
         return total
+
+
+def _moved(generator: torch.Generator, eps: float, tensor: Tensor) -> Tensor:
+    signs = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+    return tensor * (1 + eps * signs)
