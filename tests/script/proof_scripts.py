@@ -172,6 +172,11 @@ RIGHT: dict[str, dict[str, str]] = {
         "after": "torch.seed(); random.seed()\nmodel = mlp()\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)",
     },
+    "reentrant checkpoint": {
+        "before": "from torch.utils.checkpoint import checkpoint",
+        "body": "out = checkpoint(model, x.requires_grad_(), use_reentrant=True)\n"
+        "out, y = run.gather(out, y)\nrun.backward(F.cross_entropy(out, y))",
+    },
     "compiled": {"model": "torch.compile(mlp(), backend='aot_eager', fullgraph=True)"},
     "frozen layer": {"after": "for p in model[0].parameters(): p.requires_grad = False"},
 }

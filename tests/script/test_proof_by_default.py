@@ -39,14 +39,14 @@ def test_a_script_is_compared_once(capfd: pytest.CaptureFixture[str]) -> None:
     )
     text += SAVING
     code, said = ran(text, "dp2", capfd)
-    assert code == 0 and "4 steps agree with one process" in said
+    assert code == 0 and "over 4 steps: dp2 computes what one process computes" in said
     assert Path("effects").read_text() == "once "
     assert len(list(Path("checkpoints").rglob("step-*"))) == 1
     code, said = ran(text, "dp2", capfd)
-    assert code == 0 and "agree" not in said
+    assert code == 0 and "proof over" not in said
     for name, other in (("own.py", "rate = 0.2"), ("data.txt", "3.0")):
         Path(name).write_text(other)
-        assert "agree with one process" in ran(text, "dp2", capfd)[1]
+        assert "proof over 4 steps: dp2 computes what" in ran(text, "dp2", capfd)[1]
 
 
 def test_a_mean_of_means_is_stopped_before_the_save(capfd: pytest.CaptureFixture[str]) -> None:
@@ -66,9 +66,9 @@ def test_a_right_script_raises_no_alarm(
         assert code == 2, said
         return
     assert code == 0, said
-    assert ("agree" in said) != ("not proved" in said)
+    assert ("computes what" in said) != ("not proved" in said)
     assert "on one process script.py ends" not in said
-    assert any(Path("cache").rglob("proved/*")) == ("4 steps agree" in said)
+    assert any(Path("cache").rglob("proved/*")) == ("proof over 4 steps" in said)
     grows = ("DistributedSampler", "batch that grows with the ranks")
     assert ("batches grow with the number of ranks" in said) == (name in grows)
 

@@ -10,6 +10,7 @@ import torch
 from mutants import Patch, planted
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
@@ -82,6 +83,31 @@ def test_gradients_are_those_of_autograd(name: str, one_process: list[list[Tenso
         torch.testing.assert_close(
             gradient, net[0].get_parameter("weight").grad, rtol=1e-12, atol=0
         )
+
+
+def whys_of_loops() -> list[str | None]:
+    """Take a step of a graph that has gradients again, and of one that has them once."""
+    found: list[str | None] = []
+    for reentrant in (False, True):
+        loops: list[PlainLoop] = []
+        init.OVERRIDES.append((Strategy(), lambda run, loops=loops: loops.append(PlainLoop(run))))
+        run = phalanx.init()
+        net = model()
+        loader = DataLoader(TensorDataset(X, Y), 7)
+        sgd = torch.optim.SGD(net.parameters(), 0.0)
+        net, _, loader = run.prepare(net, sgd, loader)
+        for x, y in loader:
+            z = checkpoint(net, x.requires_grad_(), use_reentrant=reentrant)
+            run.backward(mse_loss(z, y))
+        init.OVERRIDES.pop()
+        found.append(loops[0].why)
+    return found
+
+
+def test_a_graph_without_gradients_by_autograd_is_named() -> None:
+    plain, reentrant = run_ranks(whys_of_loops, 1)[0]
+    assert plain is None
+    assert reentrant is not None and "reentrant checkpoint" in reentrant
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,10 @@
     one process    runs the same script as a job of one rank, beside the ranks; reads the records,
                    compares, takes over the ranks' gradients, and ends after the last compared step
 
+    ranks          backward ── gradients ──────────────── step ── weights ── backward ...
+                                 ↓ compare     ↓ copy               ↓ compare
+    one process    backward ── gradients ── the ranks' ── step ── weights ── backward ...
+
 Since one process takes over the gradients after it has compared them, each step begins with equal
 weights on both sides. So rounding does not grow from step to step, and AdamW, whose first step
 moves a weight by the rate in the direction of the gradient's sign, gets equal signs.
@@ -218,7 +222,8 @@ def run_proved(
             raise TrainingError("\n".join([result.headline(), *result.replicas[:1], without]))
         if result.num_steps == NUM_STEPS:  # else a signal ended it before an uneven batch
             inputs = read
-        report(result.agreement())
+        notes = "".join(f"; {note}" for note in result.notes)
+        report(f"proof over {result.num_steps} steps: {result.headline()}{notes}")
 
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
         proof = _Proof(Path(folder), strategy, NUM_STEPS, is_wide=False)
@@ -236,7 +241,7 @@ def is_proved(file: Path) -> bool:
 
 
 def _signature(path: Path) -> str | None:
-    """Return what tells a file from one of other content; None if there is no file."""
+    """Return a text that differs for a file of other content; None if there is no file."""
     if not path.is_file():
         return None
     about = path.stat()

@@ -18,32 +18,28 @@ def likely_causes(
     case: Case, strategy: Strategy, differences: Sequence[Difference], facts: Sequence[Snapshot]
 ) -> list[str]:
     """Return the likely causes of the differences as sentences, the most certain first."""
-    wrong = [d for d in differences if not d.passes]
-    found = [*_from_values(wrong, facts), *_from_ratios(wrong, strategy, case.accumulation)]
-    is_keyed = case.dropout_seed is not None and strategy.has_whole_samples
-    model = case.build().train()
-    return [*found, *_from_modules(model, is_keyed, case.batch_norm == "global")]
-
-
-def _from_values(wrong: Sequence[Difference], facts: Sequence[Snapshot]) -> Iterator[str]:
-    lacking = [d for d in wrong if d.problem == "it is missing"]
-    missing = [d.name for d in lacking if d.quantity == "gradient"]
-    if missing:
-        yield f"{_list(missing)}: the gradient is missing, as if the parameter had not been used"
-    ranks = [rank for rank, of_rank in enumerate(facts) if of_rank.nonfinite]
-    if ranks:
+    wrong, causes = [row for row in differences if not row.passes], list[str]()
+    lacking = [row for row in wrong if row.problem == "it is missing"]
+    if missing := [row.name for row in lacking if row.quantity == "gradient"]:
+        causes.append(
+            f"{_list(missing)}: the gradient is missing, as if the parameter had not been used"
+        )
+    if ranks := [rank for rank, of_rank in enumerate(facts) if of_rank.nonfinite]:
         where = named(ranks) if len(ranks) < len(facts) else "all ranks"
-        yield f"the gradient of {_list(facts[ranks[0]].nonfinite)} is not finite on {where}"
+        names = _list(facts[ranks[0]].nonfinite)
+        causes.append(f"the gradient of {names} is not finite on {where}")
+    causes += itertools.islice(_from_ratios(wrong, strategy, case.accumulation), 1)
+    return [*causes, *_from_modules(case, strategy)]
 
 
 def _from_ratios(
     wrong: Sequence[Difference], strategy: Strategy, accumulation: int
 ) -> Iterator[str]:
     """Recognize factors: a mean in place of a sum, or a sum that is done twice."""
-    found = [
-        (d.what, d.ratio)
-        for d in wrong
-        if d.ratio is not None and d.quantity in ("loss", "gradient")
+    ratios = [
+        (row.what, row.ratio)
+        for row in wrong
+        if row.ratio is not None and row.quantity in ("loss", "gradient")
     ]
     factors = {
         f"the {strategy.data_ranks} data ranks": strategy.data_ranks,
@@ -51,34 +47,26 @@ def _from_ratios(
         f"the {accumulation} microbatches": accumulation,
         "ranks x microbatches": strategy.data_ranks * accumulation,
     }
-    for (quantity, ratio), (what, factor) in itertools.product(found, factors.items()):
+    for (quantity, ratio), (what, factor) in itertools.product(ratios, factors.items()):
         if factor > 1 and abs(ratio - 1 / factor) < 1e-6:
-            yield (
-                f"{quantity} is 1/{factor} of what it should be: a mean instead of a sum, over "
-                f"{what}"
-            )
-            return
+            how = f"1/{factor} of what it should be: a mean instead of a sum"
+            yield f"{quantity} is {how}, over {what}"
         if factor > 1 and abs(ratio - factor) < 1e-6 * factor:
-            yield (
-                f"{quantity} is {factor} times what it should be: a sum computed twice, or a "
-                f"`loss_sum` that returns a mean, over {what}"
-            )
-            return
-    if found and abs(found[0][1]) < 1e-12:
-        yield f"{found[0][0]} is zero"
+            how = f"{factor} times what it should be: a sum computed twice, or a `loss_sum` that"
+            yield f"{quantity} is {how} returns a mean, over {what}"
+    if ratios and abs(ratios[0][1]) < 1e-12:
+        yield f"{ratios[0][0]} is zero"
 
 
-def _from_modules(model: nn.Module, is_keyed: bool, is_global: bool) -> Iterator[str]:
+def _from_modules(case: Case, strategy: Strategy) -> Iterator[str]:
     """Name modules whose result depends on other rows of the batch, or on the rank's generator."""
-    with_statistics: list[str] = []
-    with_draws: list[str] = []
-    for name, module in model.named_modules():
-        if not module.training:
-            continue
+    is_keyed = case.dropout_seed is not None and strategy.has_whole_samples
+    with_statistics, with_draws = list[str](), list[str]()
+    for name, module in case.build().train().named_modules():
         kind = type(module).__name__
         is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
-        if is_batch_norm and is_global:
-            continue  # its statistics are of all rows; an error in them is no fault of the module
+        if not module.training or (is_batch_norm and case.batch_norm == "global"):
+            continue  # global statistics are of all rows: an error in them is not the module's
         if is_batch_norm or getattr(module, "running_mean", None) is not None:
             with_statistics.append(f"{name} ({kind})")
         elif is_keyed and type(module) is nn.Dropout:

@@ -128,23 +128,19 @@ def compare_cases(
         return [failed(str(strategy), failure)]
     if strategy.num_ranks == 1 or is_under_torchrun():  # a job can start no further process
         return verdicts
-    return [_beside_one_process(verdict, cases[verdict.case]) for verdict in verdicts]
-
-
-def _beside_one_process(verdict: Verdict, case: Case) -> Verdict:
-    """Add to a verdict that differs whether one process of the trainer differs too."""
-    if verdict.first is None:
-        return verdict
-    alone = dataclasses.replace(case, accumulation=1)
-    (other,) = run_ranks(verify_on_ranks, 1, {"": alone}, Strategy(), device=case.device)[0]
-    words = (
-        "one process of the trainer computes the same as plain PyTorch, so the fault is in the "
-        "split, or in a module or objective that is not a sum over samples"
-        if other.is_equal
-        else f"one process of the trainer differs from plain PyTorch too, first at {other.first}: "
-        "the fault is not in the split alone"
-    )
-    return dataclasses.replace(verdict, causes=[*verdict.causes, words])
+    for number, verdict in enumerate(verdicts):
+        if verdict.first is not None:  # say whether one process of the trainer differs too
+            alone = dataclasses.replace(cases[verdict.case], accumulation=1)
+            (other,) = run_ranks(verify_on_ranks, 1, {"": alone}, Strategy(), device=device)[0]
+            words = (
+                "one process of the trainer computes the same as plain PyTorch, so the fault is in "
+                "the split, or in a module or objective that is not a sum over samples"
+                if other.is_equal
+                else "one process of the trainer differs from plain PyTorch too, first at "
+                f"{other.first}: the fault is not in the split alone"
+            )
+            verdicts[number] = dataclasses.replace(verdict, causes=[*verdict.causes, words])
+    return verdicts
 
 
 def verify_on_ranks(

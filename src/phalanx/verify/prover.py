@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,7 @@ class Proof:
         strategy: strategy of the ranks.
         case: the steps of plain PyTorch, from the first step on, even if the run resumes later.
         open: opens the run on a rank; with True, to repeat it, in another folder.
-        rows: function of (run, microbatches) -> positions of each one's rows in those of all steps.
+        rows: function of (run, microbatches) -> each one's rows, numbered over all steps.
         take: takes the steps of a run, and notifies an observer of them.
         start: steps before the run resumes.
         every: steps between evaluations of validation data.
@@ -121,7 +121,7 @@ class Proof:
 def prove_in_order(
     proofs: Iterable[Proof], *, timeout_s: float = WAIT_S, **options: Any
 ) -> list[Verdict]:
-    """Prove runs, each on new processes, until one differs; `options` are those of `run_ranks`.
+    """Prove runs, each on new processes, until one differs; `options` are options of `run_ranks`.
 
     A later proof may resume what an earlier run has saved, so it is made after that run.
     In an existing job, its ranks perform the runs, and all of them call this together.
@@ -179,7 +179,7 @@ def prove(proof: Proof, at: Whereabouts) -> Verdict:
     if first is None:
         return verdict
     place = locate(proof.case, proof.strategy, comm, first, partial(_repeat, proof), begin)
-    return broadcast_object(verdict.at(place))
+    return broadcast_object(replace(verdict, place=place))
 
 
 def _compared(
@@ -390,9 +390,9 @@ class Witness(Observer):
         due = range(_num_rows(proof.case, number), _num_rows(proof.case, number + 1))
         if rows and rows != {*due}:
             what = f"its {len(rows)} rows are {min(rows)} to {max(rows)}"
-            what += f"; expected {due[0]} to {due[-1]}"
+            what += f"; expected {due[0]} to {due[-1]}" if due else ""
             self._problems.append(Place(None, f"{proof.title}, step {number}: {what}"))
-        if number != beside.steps_done:
+        if number != beside.steps_done or not due:
             return  # `_problems_of` says so
         ours = merged(self._facts)
         found = beside.compare(number, ours)
@@ -405,14 +405,11 @@ class Witness(Observer):
 
     def _compare_types(self, precision: torch.dtype, ours: StepRecord) -> None:
         """Check the data types of a run in a narrow type."""
+        quantities = {"weights": ("weight",), "gradients": ("gradient",), "moments": (*MOMENTS,)}
         types = {
-            "weights": {t.dtype for t in ours["weight"].values() if isinstance(t, Tensor)},
-            "gradients": {t.dtype for t in ours["gradient"].values() if isinstance(t, Tensor)},
-            "moments": {
-                t.dtype for q in MOMENTS for t in ours.get(q, {}).values() if isinstance(t, Tensor)
-            },
-            "outputs of blocks": self._block_types,
-        }
+            what: {t.dtype for q in each for t in ours.get(q, {}).values() if isinstance(t, Tensor)}
+            for what, each in quantities.items()
+        } | {"outputs of blocks": self._block_types}
         for what, found in types.items():
             due = precision if what == "outputs of blocks" else torch.float32
             if found - {due} and not self._problems:

@@ -55,20 +55,27 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
         )
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
+    precision: Any = given.precision if given.precision in NARROW else "bfloat16"
+    narrow = dataclasses.replace(config, precision=precision, out=str(folder / "narrow"))
+    options: dict[str, Any] = {
+        "device": config.device,
+        "threads": config.threads,
+        "timeout_s": config.timeout_s,
+    }
+    return prove_in_order(_proofs(config, narrow, strategy), **options)
+
+
+def _proofs(config: TrainConfig, narrow: TrainConfig, strategy: Strategy) -> Iterator[Proof]:
+    """Yield each run's proof when the run before has ended."""
     jobs = [once(lambda: resolve(config))]
-    threads, timeout_s = config.threads, config.timeout_s
-    proofs = _proofs(jobs, config, narrow_run(config, given.precision), strategy)
-    return prove_in_order(proofs, device=jobs[0].device, threads=threads, timeout_s=timeout_s)
-
-
-def _proofs(
-    jobs: list[Job], config: TrainConfig, narrow: TrainConfig, strategy: Strategy
-) -> Iterator[Proof]:
-    """Yield each run's proof when the run before has ended; append resumed jobs to `jobs`."""
     yield _proof(jobs)
-    for split in (other_strategy(strategy), strategy):
-        at = manifest.complete_checkpoints(jobs[-1].out)[STEPS * len(jobs)]
-        resumed = resumed_run(config, split, at, len(jobs))
+    for number, split in enumerate((other_strategy(strategy), strategy), 1):
+        at = manifest.complete_checkpoints(jobs[-1].out)[STEPS * number]
+        out = str(Path(config.out or "").with_name(f"resumed-{number}"))
+        # The second run has another global batch.
+        batch = BatchConfig(microbatch=2, accumulation=3) if number == 1 else config.batch
+        changes: dict[str, Any] = {"strategy": str(split), "batch": batch}
+        resumed = dataclasses.replace(config, resume=str(at), out=out, **changes)
         jobs.append(once(functools.partial(resolve, resumed)))
         yield _proof(jobs)
     job = once(lambda: resolve(narrow))
@@ -196,19 +203,6 @@ def _sizes(given: TrainConfig, strategy: Strategy) -> ShapeConfig:
     return ShapeConfig(**sizes)
 
 
-def resumed_run(
-    config: TrainConfig, strategy: Strategy, checkpoint: Path, number: int
-) -> TrainConfig:
-    """Return the settings of the resumed run of this number, from 1, after the run of `config`.
-
-    Runs with an odd number have another global batch size.
-    """
-    own = BatchConfig(microbatch=2, accumulation=3) if number % 2 else config.batch
-    out = str(Path(config.out or "").with_name(f"resumed-{number}"))
-    given = {"resume": str(checkpoint), "out": out, "strategy": str(strategy), "batch": own}
-    return dataclasses.replace(config, **given)
-
-
 def other_strategy(strategy: Strategy, *, has_sparse: bool = False) -> Strategy:
     """Return a strategy with as many ranks but another split, for the run that resumes.
 
@@ -219,11 +213,3 @@ def other_strategy(strategy: Strategy, *, has_sparse: bool = False) -> Strategy:
     if strategy.fsdp.degree > 1:
         return Strategy(dp=Axis(strategy.num_ranks, "bucketed"))
     return Strategy(fsdp=Axis(strategy.num_ranks, "zero3"))
-
-
-def narrow_run(config: TrainConfig, precision: str) -> TrainConfig:
-    """Return the settings of the first run in `precision`, or in bfloat16 if it is not narrow."""
-    chosen: Any = precision if precision in NARROW else "bfloat16"
-    return dataclasses.replace(
-        config, precision=chosen, out=str(Path(config.out or "").with_name("narrow"))
-    )

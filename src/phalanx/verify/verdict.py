@@ -5,7 +5,6 @@ For a run that dies, the verdict names the failed rank and the module that it wa
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch import nn
 
 from phalanx.comm.ledger import Entry
 from phalanx.errors import PhalanxError, RankFailed
-from phalanx.verify.compare import FACTOR, LIMITS, Difference, worst
+from phalanx.verify.compare import Difference, worst
 from phalanx.verify.settings import EVALUATION, QUANTITIES, VALIDATION
 from phalanx.verify.snapshot import BitsKey, Snapshot, owner
 
@@ -129,10 +128,6 @@ class Verdict:
         }
         return {what: max(found) for what, found in errors.items() if found}
 
-    def at(self, place: Place) -> Verdict:
-        """Return the verdict with another place of the first difference."""
-        return dataclasses.replace(self, place=place)
-
     def __str__(self) -> str:
         return "\n".join([self.headline(), *self.details()])
 
@@ -160,19 +155,6 @@ class Verdict:
     def num_steps(self) -> int:
         """Number of steps that were compared."""
         return 1 + max((row.step for row in self.differences), default=-1)
-
-    def agreement(self) -> str:
-        """Return the largest errors of an own loop that agrees with one process, in a line."""
-        errors, many = self.largest_errors(), "s" * (self.num_steps > 1)
-        limit = max(row.limit for row in self.differences)
-        is_rounding = limit > max(LIMITS.values())
-        of_all = [f"{q} {errors[q]:.0e}" for q in ("loss", "gradient", "weight") if q in errors]
-        return (
-            f"{self.num_steps} step{many} agree with one process, relative errors: "
-            + ", ".join(of_all)
-            + f"; rounding moves a gradient by {limit / FACTOR:.0e}" * is_rounding
-            + "".join(f"; {note}" for note in self.notes)
-        )
 
     def details(self) -> list[str]:
         """Return lines with the place of the difference, replicas, bytes, causes and traceback."""
