@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shlex
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -118,8 +117,7 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
 
         served_run.check(job)  # before the folder is created
     job = claim(job)
-    command = f"phalanx train --resume {shlex.quote(str(job.out))}"
-    advice = functools.partial(how_to_resume, job.out, command)
+    advice = functools.partial(how_to_resume, job.out, TextSession.command)
     if served_run is None:
         args = (job.strategy.num_ranks, job, extras)
         with removed_if_refused(job.out, is_new=job.is_new):
