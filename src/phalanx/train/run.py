@@ -110,7 +110,6 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
         PhalanxError: the run failed.
         Interrupted: a signal ended the run; a checkpoint was saved if there was time.
     """
-    worker = job.config.server.worker
     served_run = None
     if job.strategy.is_served:
         from phalanx.train import served_run
@@ -122,6 +121,7 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
         args = (job.strategy.num_ranks, job, extras)
         with removed_if_refused(job.out, is_new=job.is_new):
             return summary_of(train_rank, *args, config=job.config, advice=advice)
+    worker = job.config.server.worker
     if worker:
         advice = functools.partial(str, "worker 0 of the job saves the checkpoints")
     num_here = job.strategy.num_ranks if worker is None else 1
