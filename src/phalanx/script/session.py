@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,7 +74,7 @@ class ModuleSession(Session):
         check_same_job(trainer, strategy, options)
         self.trainer, self.unit = trainer, trainer.unit
         self._given = on_first_rank(lambda: options.out, "cannot resume")
-        self._command, self._choice = command, choice
+        self.command, self._choice = command, choice
         self._calls: dict[int, dict[str, int]] = {}
         self._is_begun = False
         is_open = options.precision == "auto"  # the dtypes of the module and its data
@@ -293,17 +291,6 @@ class ModuleSession(Session):
         if self._counted is None or self._autocast is not None:
             return None
         return planned_of(self._counted, self.plan.strategy, self.trainer)
-
-    @override
-    def resume_command(self, steps: int | None = None) -> str:
-        return resume_text(self.out, self._command, steps)
-
-
-def resume_text(out: Path, command: str, steps: int | None = None) -> str:
-    """Return how to resume the run in `out`: `command` with the folder, or phalanx.Options."""
-    if not command:
-        return f"phalanx.Options(out={str(out)!r}, resume=True)"
-    return f"{command} {shlex.quote(str(out))}" + ("" if steps is None else f" --steps {steps}")
 
 
 def words_of_few(strategy: Strategy, accumulation: int) -> list[str]:

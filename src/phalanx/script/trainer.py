@@ -33,7 +33,7 @@ from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, finding_modules, not_ending
 from phalanx.script.automatic import chosen
 from phalanx.script.checks import check_data, check_objective, check_settings
-from phalanx.script.session import resume_text, train_module
+from phalanx.script.session import train_module
 from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Callbacks, Log
@@ -171,7 +171,7 @@ class Trainer:
         parsed = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
         refuse_servers(parsed, "a Trainer")
         out = options.folder
-        advice = functools.partial(how_to_resume, out, resume_text(out, command))
+        advice = functools.partial(how_to_resume, out, command)
         args = (parsed.num_ranks, self, parsed, options, command, (*choice,))
         is_new = read_rank_env().rank == 0 and not out.exists()
         with removed_if_refused(out, is_new=is_new):

@@ -20,7 +20,7 @@ from phalanx.train.notice import compiling
 from phalanx.train.pace import StopAndSaveSync
 from phalanx.train.report.records import Records
 from phalanx.train.report.summary import Summary, summarize_run
-from phalanx.train.session import Session
+from phalanx.train.session import Session, resume_text
 from phalanx.train.step import StepResult
 
 
@@ -40,7 +40,7 @@ class Stopped:
 def train(session: Session) -> Summary | Stopped:
     """Train on this rank, together with the other ranks of the job."""
     step = session.step
-    PULSE.advice = functools.partial(how_to_resume, session.out, session.resume_command())
+    PULSE.advice = functools.partial(how_to_resume, session.out, session.command)
     logged = rank_log.kept(session.out, session.comm.rank)
     with session, logged, Records(session) as records:
         doing = PULSE.doing("the work between two steps")
@@ -62,11 +62,12 @@ def train(session: Session) -> Summary | Stopped:
 
 
 def how_to_resume(out: Path, command: str) -> str:
-    """Return a message with the last checkpoint of a run, and the command to resume from it."""
+    """Return a message with the last checkpoint of a run, and how to resume; see `resume_text`."""
     checkpoints = manifest.complete_checkpoints(out)
     if not checkpoints:
         return f"there is no checkpoint in {out} yet"
-    return f"last checkpoint: {checkpoints[max(checkpoints)]}; resume by: {command}"
+    last = checkpoints[max(checkpoints)]
+    return f"last checkpoint: {last}; resume by: {resume_text(out, command)}"
 
 
 class Watcher(Protocol):

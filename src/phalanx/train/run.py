@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shlex
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -111,19 +110,18 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
         PhalanxError: the run failed.
         Interrupted: a signal ended the run; a checkpoint was saved if there was time.
     """
-    worker = job.config.server.worker
     served_run = None
     if job.strategy.is_served:
         from phalanx.train import served_run
 
         served_run.check(job)  # before the folder is created
     job = claim(job)
-    command = f"phalanx train --resume {shlex.quote(str(job.out))}"
-    advice = functools.partial(how_to_resume, job.out, command)
+    advice = functools.partial(how_to_resume, job.out, TextSession.command)
     if served_run is None:
         args = (job.strategy.num_ranks, job, extras)
         with removed_if_refused(job.out, is_new=job.is_new):
             return summary_of(train_rank, *args, config=job.config, advice=advice)
+    worker = job.config.server.worker
     if worker:
         advice = functools.partial(str, "worker 0 of the job saves the checkpoints")
     num_here = job.strategy.num_ranks if worker is None else 1

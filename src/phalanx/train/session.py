@@ -11,6 +11,7 @@ loop.py drives a session, and report/ measures it.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -80,12 +81,14 @@ class Session(ABC):
         step: the training step.
         stream: the data.
         saver: saver of the run's checkpoints.
+        command: command line that resumes the run, without the folder; empty if it has none.
         unit: unit over which the loss is averaged, such as "tokens" or "samples".
         called: the callbacks.
         log: logger that is called with each record; None without one.
         best: tracker of the best evaluation; None if the run does not track it.
     """
 
+    command: str
     unit: str
     step_type: type[Step] = Step
     start: Checkpoint | None = None
@@ -310,10 +313,6 @@ class Session(ABC):
         """Return text that the model generates, or an empty string; all ranks call this."""
         return ""
 
-    @abstractmethod
-    def resume_command(self, steps: int | None = None) -> str:
-        """Return the command or Python code that resumes the run, up to `steps` steps if given."""
-
     def close(self) -> None:
         """Close the resources of the session, except the saver."""
         self.stream.close()
@@ -326,6 +325,13 @@ class Session(ABC):
         ends.callback(self.close)
         ends.push(self.saver)
         ends.__exit__(*error)  # the saver waits less if the error is a lost rank
+
+
+def resume_text(out: Path, command: str, steps: int | None = None) -> str:
+    """Return how to resume the run in `out`: `command` with the folder, or phalanx.Options."""
+    if not command:
+        return f"phalanx.Options(out={str(out)!r}, resume=True)"
+    return f"{command} {shlex.quote(str(out))}" + ("" if steps is None else f" --steps {steps}")
 
 
 def compile_blocks(model: nn.Module) -> None:

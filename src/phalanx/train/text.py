@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -56,7 +55,7 @@ class TextSession(Session):
         validation: held-out samples.
     """
 
-    unit = "tokens"
+    unit, command = "tokens", "phalanx train --resume"
 
     def __init__(self, job: Job, extras: Callbacks | None = None) -> None:
         """Open the session of a job.
@@ -222,11 +221,6 @@ class TextSession(Session):
                 first_id=job.tokens.train.end_id,
                 seed=job.config.seed,
             )
-
-    @override
-    def resume_command(self, steps: int | None = None) -> str:
-        more = "" if steps is None else f" --steps {steps}"
-        return f"phalanx train --resume {shlex.quote(str(self.out))}{more}"
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:

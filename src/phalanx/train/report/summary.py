@@ -20,6 +20,7 @@ from phalanx.train.evaluate import Evaluation
 from phalanx.train.report import result
 from phalanx.train.report.prediction import PredictionReport, judge, predict
 from phalanx.train.report.records import Records
+from phalanx.train.session import resume_text
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def summarize_run(records: Records) -> Summary:
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
         paths={name: str(path) for name, path in paths.items() if path.exists()},
-        resume=session.resume_command(2 * max(1, session.step.steps_done)),
+        resume=resume_text(session.out, session.command, 2 * max(1, session.step.steps_done)),
     )
     if records.log is not None:
         values = values_of(summary)
