@@ -33,7 +33,7 @@ from phalanx.script.gather import own_number
 from phalanx.script.loss import loss_of_call
 from phalanx.script.prepare import Prepared
 from phalanx.script.saves import Saves
-from phalanx.script.step_state import State
+from phalanx.script.step import Job, State
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
@@ -65,7 +65,7 @@ class Run:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
-        self._prepared = Prepared(comm, strategy, accumulation, seed, name, nonfinite)
+        self._prepared = Prepared(Job(comm, strategy, accumulation, seed, name, nonfinite))
         self._saves = Saves(self._prepared, str(strategy), self.print)
 
     @property
@@ -189,7 +189,7 @@ class Run:
         """
         step = self._prepared.trained_step()
         given = loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count)
-        return step.backward(given, retain_graph)
+        return step.add(given, retain_graph)
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
