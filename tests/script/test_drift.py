@@ -381,6 +381,18 @@ def test_drift_between_comparisons_is_named_at_a_save(words: str) -> None:
         run_ranks(drift_between_comparisons, 2, words, threads=1)
 
 
+def drift_of_accumulated_steps() -> None:
+    """Change weights after the second step of two microbatches; the fourth step compares."""
+    with patch.multiple(replicas, NUM_ALWAYS_CHECKED=1, STEPS_APART=4):
+        loop = Loop("dp2", sgd, accumulation=2, batch_size=4)
+        loop.train(once(lambda loop: loop.weight.data.add_(0.1), at=3), 14)
+
+
+def test_an_even_accumulation_is_compared_after_the_first_steps_too() -> None:
+    with pytest.raises(PhalanxError, match=f"backward: 0.weight {CHANGED}"):
+        run_ranks(drift_of_accumulated_steps, 2, threads=1)
+
+
 def drift_in_a_run(odd: int) -> None:
     """Train twice; the replicas of one run drift apart in its last step."""
     loops_of_script: list[Loop] = []

@@ -354,6 +354,29 @@ def test_two_models_take_turns() -> None:
         assert losses == pytest.approx(two_models(None), rel=LIMIT)
 
 
+def weights_of_skipped_steps() -> list[float]:
+    """Return a weight before and after steps of two optimizers; the first loss is not finite."""
+    run = phalanx.init("dp2", nonfinite="skip")
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5).double()
+    optimizers = [torch.optim.AdamW([p]) for p in model.parameters()]
+    model, *optimizers, loader = run.prepare(model, *optimizers, DataLoader(Numbers(), 8))
+    weights = [float(model.weight.detach().sum())]
+    for number, (x, y) in zip(range(2), loader, strict=False):
+        loss = cross_entropy(model(x), y) * (float("nan") if number == 0 else 1.0)
+        run.backward(mean_of_rows=loss, count=len(y))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(float(model.weight.detach().sum()))
+    return weights
+
+
+def test_a_step_whose_loss_is_not_finite_can_be_skipped() -> None:
+    for before, skipped, after in run_ranks(weights_of_skipped_steps, 2, threads=1):
+        assert before == skipped != after and math.isfinite(after)
+
+
 def autocast_losses(strategy: str) -> list[float]:
     run = phalanx.init(strategy)
     torch.manual_seed(0)

@@ -439,7 +439,8 @@ class Step:
     def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer's step unless its gradients are new and of the global batch."""
         is_due = self.state is State.REDUCED and id(optimizer) not in self._stepped
-        has_gradients = bool(self.gradients())
+        # nonfinite="skip" has dropped the gradients of a loss that is not finite.
+        has_gradients = bool(self.gradients()) or self._odd_loss is not None
         if self.state is State.ACCUMULATING:
             raise ScriptError(
                 f"optimizer.step() after {self.num_backwards} of {self._job.accumulation} calls of "

@@ -36,7 +36,7 @@ class Sums(NamedTuple):
 
     Attributes:
         loss: losses, or sums of the losses of own rows.
-        count: counts of own rows; squares of losses of the whole batch.
+        counts: counts of own rows; squares of losses of the whole batch.
         num_whole: ranks that give a loss of the whole batch.
         num_illegal: ranks with a count that is negative or not finite.
         num_own: ranks whose loss reaches parameters without passing a gather, where that is due.
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
     """
 
     loss: float
-    count: float
+    counts: float
     num_whole: float
     num_illegal: float
     num_own: float
@@ -164,17 +164,17 @@ class LossGuard:
                 "would wait for one another; use what run.gather returns on every rank, with "
                 "weight 0 where it does not count"
             )
-        if sums.num_illegal or (isinstance(loss, RowsLoss) and sums.count == 0):
+        if sums.num_illegal or (isinstance(loss, RowsLoss) and sums.counts == 0):
             counts = [*map(float, gather_objects(loss.count if isinstance(loss, RowsLoss) else 0))]
             raise ScriptError(
                 f"backward: the counts of the ranks are {', '.join(f'{n:g}' for n in counts)}; "
                 "expected numbers of rows or tokens, finite and not negative, and one above 0"
             )
-        if not (math.isfinite(sums.loss) and math.isfinite(sums.count)):
+        if not (math.isfinite(sums.loss) and math.isfinite(sums.counts)):
             return False
         if not isinstance(loss, RowsLoss) and num_ranks > 1:
             mean = sums.loss / num_ranks
-            spread = math.sqrt(max(sums.count / num_ranks - mean**2, 0.0))
+            spread = math.sqrt(max(sums.counts / num_ranks - mean**2, 0.0))
             eps = torch.finfo(loss.dtype).eps
             if spread > max(_MOST_SPREAD, 2 * eps) * abs(mean) + _LEAST_LOSS:
                 self._refuse_unequal(loss)
