@@ -24,7 +24,7 @@ from phalanx.script.guards import DrawGuard, LossGuard, ModelGuard, Replicas
 WARMUP, STEPS, WIDTH = 50, 150, 128
 
 GUARDS: dict[type, tuple[str, ...]] = {
-    LossGuard: ("numbers", "check", "strangers"),
+    LossGuard: ("check", "strangers"),  # `numbers` has the sum of the losses, which is the law
     ModelGuard: ("before",),
     Replicas: ("check_last_step", "words", "store_sums", "note_step"),
     DrawGuard: ("look", "mark"),

@@ -8,20 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from phalanx.errors import ScriptError
-from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics, batch_norms, require_statistics
 from phalanx.parallel.dropout import Masks, warn_of_first_draws
 from phalanx.parallel.plan import Plan
-from phalanx.script.gather import Gathers, add_up
+from phalanx.script.gather import Gathers
 from phalanx.script.guards.at_prepare import refuse_model
 from phalanx.script.loader import RankLoader, compute_spare_row
 from phalanx.script.optimizer import Names, check_schedules, rebind
 from phalanx.script.order import JobGenerator
-from phalanx.script.step import Job, Reading, State, Step
+from phalanx.script.step import Job, Reading, Step
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import guard_shards
 
@@ -45,14 +44,14 @@ class Prepared:
         self._is_warned = self._has_spares = False
 
     @property
-    def state(self) -> State:
-        """State of the current step's gradients, see `State`."""
-        return State.IDLE if self._model is None else self._model[1].state
-
-    @property
     def steps_done(self) -> int:
         """Optimizer steps taken, including the steps before a resume."""
-        return 0 if self._model is None else self._model[1].steps_done
+        return 0 if self.step is None else self.step.steps_done
+
+    @property
+    def step(self) -> Step | None:
+        """The current step of the prepared model; None if no model is prepared."""
+        return None if self._model is None else self._model[1]
 
     def require_model(self, call: str) -> tuple[nn.Module, Step]:
         """Return the prepared model and its step; refuse `call` if no model is prepared."""
@@ -82,65 +81,34 @@ class Prepared:
             self._announce(self.loaders[0].plain)
         return prepared
 
-    def trained_step(self) -> Step:
-        """Return the step for a backward, after checks that a backward is allowed."""
-        step = self.require_model("backward")[1]
-        self.refuse_average("backward")
-        if not self.optimizers:
-            raise ScriptError(
-                "backward: no optimizer is prepared, so an optimizer of the script may update "
-                "parameters that are not split, and its steps would not be checked; give the "
-                "optimizer to run.prepare too"
-            )
-        return step
-
     def check_replicas(self, call: str) -> None:
         """Refuse replicas that differ between ranks; every rank calls this together."""
         step = self.require_model(call)[1]
         step.guards.replicas.check(call, step.steps_done)
 
-    def add_up(self, call: str, *numbers: Tensor) -> Tensor:
-        """Return sums over the ranks, see `gather.add_up`; every rank calls this together."""
-        total, is_due = add_up(call, numbers, self._job.comm, self._is_check_due())
-        if is_due:
-            self.check_replicas(call)
-        return total
-
     def _gather(self, batch: Any, dim: int | None, pad: float | None, per_row: int) -> Any:
         """Return the rows of all ranks, see `Run.gather`; every rank calls this together."""
-        if self._model is not None:
-            self._model[1].guards.draws.look()  # draws for gathered rows are equal on all ranks
+        if self.step is not None:
+            self.step.guards.draws.look()  # draws for gathered rows are equal on all ranks
         rows, is_due = self._gathers.gather(
             batch,
             {len(each.rows) for each in self.loaders if each.num_begun} | self.reading.waiting_rows,
             dim=dim,
             pad=pad,
             per_row=per_row,
-            is_check_due=self._is_check_due(),
+            is_check_due=self.is_check_due,
         )
         if is_due:
             self.check_replicas("gather")
         return rows
 
-    def _is_check_due(self) -> bool:
-        """Return whether to compare replicas: once in an evaluation between two steps."""
-        is_evaluation = self._model is not None and self.reading.is_evaluation
-        return is_evaluation and not self.require_model("")[1].guards.replicas.is_checked
-
-    def should_stop(self) -> bool:
-        """Return whether a signal has asked the job to stop; every rank calls this together."""
-        PULSE.heed()
-        asked = 0 if self.state is State.ACCUMULATING else PULSE.stop_signal
-        own = torch.tensor(asked, device=self._job.comm.device)
-        stop = int(self._job.comm.all_reduce(own, "job", "max"))
-        PULSE.handled_signal = stop or PULSE.handled_signal
-        return stop > 0
-
-    def average(self, decay: float | None, **options: bool) -> WeightAverage:
-        """Return an average of the weights, see `Run.average`."""
-        model, step = self.require_model("average")
-        self.averages.append(WeightAverage(model, step.parameters, decay, **options))
-        return self.averages[-1]
+    @property
+    def is_check_due(self) -> bool:
+        """Whether to compare replicas: once in an evaluation between two steps."""
+        step = self.step
+        return (
+            step is not None and self.reading.is_evaluation and not step.guards.replicas.is_checked
+        )
 
     def refuse_average(self, call: str) -> None:
         """Refuse to train or save while averaged weights are applied."""
