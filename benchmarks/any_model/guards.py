@@ -3,7 +3,7 @@
     phalanx run benchmarks/any_model/guards.py --strategy dp2 --no-proof
     phalanx run benchmarks/any_model/guards.py --strategy fsdp2 --no-proof
 
-102 Linear layers. The main thread's time counts, not the time on the clock. After 20 backwards
+102 Linear layers. The main thread's time counts, not the time on the clock. After 20 steps
 weights are compared in each 50th alone, and the measured steps have their part of these.
 """
 
@@ -19,16 +19,15 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from phalanx.script.as_prepared import PreparedModelCheck
-from phalanx.script.draws import DrawWatch
-from phalanx.script.replicas import Replicas
+from phalanx.script.guards import DrawGuard, LossGuard, ModelGuard, Replicas
 
 WARMUP, STEPS, WIDTH = 50, 150, 128
 
 GUARDS: dict[type, tuple[str, ...]] = {
-    PreparedModelCheck: ("check",),
+    LossGuard: ("check", "strangers"),  # `numbers` has the sum of the losses, which is the law
+    ModelGuard: ("before",),
     Replicas: ("check_last_step", "words", "store_sums", "note_step"),
-    DrawWatch: ("look", "mark"),
+    DrawGuard: ("look", "mark"),
 }
 
 

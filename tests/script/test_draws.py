@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.launch.local import run_ranks
-from phalanx.script.draws import DrawWatch
-from phalanx.script.replicas import NUM_ALWAYS_CHECKED
+from phalanx.script.guards.draws import DrawGuard
+from phalanx.script.guards.replicas import NUM_ALWAYS_CHECKED
 
 Draw = Callable[[phalanx.Run, nn.Module, Tensor], Any]
 
@@ -133,7 +133,7 @@ def test_whole_batches_that_all_ranks_draw_are_those_of_one_process() -> None:
 
 
 class OfTwoRanks:
-    """What DrawWatch asks of a communicator, on the first of two data ranks."""
+    """What DrawGuard asks of a communicator, on the first of two data ranks."""
 
     device = torch.device("cpu")
 
@@ -147,13 +147,13 @@ class OfTwoRanks:
 def test_draws_of_an_evaluation_after_the_first_steps_raise_no_alarm(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    watch = DrawWatch(cast(Any, OfTwoRanks()), lambda: 0)
+    watch = DrawGuard(cast(Any, OfTwoRanks()), lambda: 0)
     for _ in range(2 * NUM_ALWAYS_CHECKED + 4):  # batches of an evaluation, without a backward
         watch.mark()
         torch.rand(1)
     watch.look()
     assert not recwarn.list
-    watch = DrawWatch(cast(Any, OfTwoRanks()), lambda: 0)
+    watch = DrawGuard(cast(Any, OfTwoRanks()), lambda: 0)
     watch.mark()
     torch.rand(1)
     with pytest.warns(UserWarning, match="drawn from this rank's own generator"):

@@ -24,7 +24,7 @@ import phalanx
 from marks import by_hand
 from phalanx.launch.local import run_ranks
 from phalanx.script import session
-from phalanx.script.replicas import AsyncHostCopy
+from phalanx.script.guards.replicas import AsyncHostCopy
 from phalanx.strategy import Strategy
 
 READS = {

@@ -57,6 +57,14 @@ class Runner(ABC):
         `phase` is called with "forward", "backward" and the phases of the reduction.
         """
 
+    def backward(self, loss: torch.Tensor, *, is_last: bool, retain_graph: bool = False) -> None:
+        """Run the backward of a microbatch's part of the loss; `is_last` if it ends the step."""
+        if self.reducer is not None:
+            # Before the last backward dp only accumulates; fsdp reduces what its kind does not
+            # accumulate in full.
+            self.reducer.before_backward(self.reducer.parameters if is_last else ())
+        loss.backward(retain_graph=retain_graph)
+
     @abstractmethod
     def infer(self, microbatch: Any, forward: Forward) -> torch.Tensor | None:
         """Return the model's output for a microbatch, without gradients.
@@ -81,12 +89,7 @@ class Accumulate(Runner):
             with named(name), phase("forward"):
                 loss = scale(forward(microbatch))
             with named(name), phase("backward"):
-                if self.reducer is not None:
-                    # Before the last backward dp only accumulates; fsdp reduces what its kind does
-                    # not accumulate in full.
-                    is_last = self.microbatch == len(microbatches) - 1
-                    self.reducer.before_backward(self.reducer.parameters if is_last else ())
-                loss.backward()
+                self.backward(loss, is_last=self.microbatch == len(microbatches) - 1)
         if self.reducer is not None:
             self.reducer.finish(phase)
 

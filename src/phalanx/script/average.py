@@ -28,15 +28,14 @@ from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.launch.attach import at_end, attach, check_end
 from phalanx.parallel.reduce import sum_in_buckets
-from phalanx.script.drift import (
-    STEPS,
+from phalanx.script.checksums import (
     digest_of,
     first_unequal_rank,
     sums_show_equal,
     with_squares,
     words_of,
 )
-from phalanx.script.replicas import Replicas
+from phalanx.script.guards.replicas import STEPS, Replicas
 
 _averaging: weakref.WeakKeyDictionary[nn.Module, _Averaging] = weakref.WeakKeyDictionary()
 """Model -> state of its gradient averaging."""

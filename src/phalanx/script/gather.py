@@ -18,11 +18,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
 from phalanx.checkpoint.untrusted import brief
@@ -30,7 +30,7 @@ from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.data.rows import map_tensors, tensors_of
 from phalanx.errors import PhalanxError, ScriptError
-from phalanx.script.drift import first_unequal_rank
+from phalanx.script.checksums import first_unequal_rank
 
 
 class Gathers:
@@ -200,42 +200,9 @@ class _Slice(torch.autograd.Function):
         return whole / gathers.scale, None, None
 
 
-class OwnTerms(NamedTuple):
-    """What a loss is computed from on paths without a gather.
-
-    Attributes:
-        parameters: those that the loss reaches: in a penalty on weights, in a layer that takes
-            gathered rows, or in a term of this rank's own rows.
-        num_gathers: gathers that other paths pass; one more if a checkpoint may contain another.
-        is_hidden: whether a path passes a reentrant checkpoint, which shows no graph.
-        num_nodes: nodes of the graph between the loss and the gathers or leaves.
-    """
-
-    parameters: list[nn.Parameter]
-    num_gathers: int
-    is_hidden: bool
-    num_nodes: int
-
-
-def own_terms(loss: Tensor, *, stops_at_gathers: bool = True) -> OwnTerms:
-    """Return what a loss is computed from on paths without a gather, or on all paths."""
-    seen, parameters = set[Any](), list[nn.Parameter]()
-    num_gathers, is_hidden = 0, False
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if issubclass(type(node), _Gather._backward_cls):  # pyright: ignore
-            num_gathers += 1
-            if stops_at_gathers:
-                continue
-        is_hidden |= type(node).__name__ == "CheckpointFunctionBackward"
-        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
-            parameters.append(variable)
-        left.extend(following for following, _ in node.next_functions)
-    return OwnTerms(parameters, num_gathers + is_hidden, is_hidden, len(seen))
+def is_gather(node: Any) -> bool:
+    """Return whether a node of an autograd graph is the backward of a gather."""
+    return issubclass(type(node), _Gather._backward_cls)  # pyright: ignore
 
 
 def _without_caches(batch: Any) -> Any:

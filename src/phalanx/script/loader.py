@@ -42,8 +42,8 @@ from phalanx.comm.together import gather_objects
 from phalanx.data.rows import count_rows, map_tensors, take_rows, tensors_of
 from phalanx.errors import CheckpointError, ConfigError, DataError, ScriptError
 from phalanx.models.attention import to_device
+from phalanx.script.checksums import digest_of
 from phalanx.script.deal import shard_rows, without_rows
-from phalanx.script.drift import digest_of
 from phalanx.script.order import (
     AT_FIRST_BATCH,
     Fetcher,
@@ -107,7 +107,7 @@ class RankLoader:
         has_no_rows: whether the last batch has no row on this rank.
         spares: tensors of the last batch, if it has no row on this rank, each with the tensor of
             one row of another rank; empty else.
-        is_used: whether a backward has used a batch of the current pass; set by `BatchTracker`.
+        is_used: whether a backward has used a batch of the current pass; set by `Reading`.
         own_rows: this rank's rows of the last batch, as positions in the batch; of the first piece.
         piece_sizes: number of this rank's rows in each piece of the last batch.
         num_batch_rows: rows of the last batch on all ranks.

@@ -53,7 +53,7 @@ from phalanx.launch.local import Beside, run_ranks
 from phalanx.launch.pipe import end_children
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.parallel.batch_norm import batch_norms
-from phalanx.script.drift import digest_of
+from phalanx.script.checksums import digest_of
 from phalanx.script.init import OVERRIDES, refuse_in_own_loop
 from phalanx.script.launch import run_script
 from phalanx.script.loader import RankLoader

@@ -108,39 +108,30 @@ def _checked_count(count: Any) -> float | Tensor:
     if isinstance(count, Tensor) and count.numel() == 1:
         return count.detach().reshape(())
     is_number = isinstance(count, int | float) and not isinstance(count, bool)
-    if not is_number or not 0 <= count < _MOST:  # also refuses nan
-        given = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else count
+    if not is_number or not 0 <= count < 2.0**63:  # also refuses nan
+        shown = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else count
         raise ScriptError(
-            f"backward: the count is {given}; expected how many rows or tokens the loss is over, "
+            f"backward: the count is {shown}; expected how many rows or tokens the loss is over, "
             "such as len(labels)"
         )
     return float(count)
 
 
-_MOST: Final = 2.0**63
-"""Upper bound of a count."""
-
-
 def _check_sum(loss_sum: Any, count: Any, where: str) -> None:
     """Refuse a trainer's loss that is a mean; a mean by a division is not detected."""
     loss = check_loss(loss_sum, where, "one number, the sum of the losses of these samples")
-    if (made_by := _mean_of(loss)) is not None and count != 1:
+    node: Any = loss.grad_fn
+    name, mean = type(node).__name__.removesuffix("Backward0"), ""
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        mean = f"{name}, reduction='mean'"
+    elif name == "Mean" and torch.Size(getattr(node, "_saved_self_sym_sizes", ())).numel() != 1:
+        mean = "mean()"
+    if mean and count != 1:
         raise ScriptError(
-            f"{where}: the loss is a mean ({made_by}), and a mean of the ranks' means weighs "
+            f"{where}: the loss is a mean ({mean}), and a mean of the ranks' means weighs "
             "samples unevenly; give the sum: reduction='sum', or the mean times its count, "
             "loss * len(labels)"
         )
-
-
-def _mean_of(loss: torch.Tensor) -> str | None:
-    """Return the operation that made `loss` if it is a mean, but not `mean()` of one number."""
-    node: Any = loss.grad_fn
-    name = type(node).__name__.removesuffix("Backward0")
-    if name == "Mean":
-        sizes = getattr(node, "_saved_self_sym_sizes", ())
-        return "mean()" if torch.Size(sizes).numel() != 1 else None
-    is_mean = getattr(node, "_saved_reduction", None) == _MEAN
-    return f"{name}, reduction='mean'" if is_mean else None
 
 
 class CheckedObjective(Objective):

@@ -26,14 +26,16 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.comm import Ranks
+from phalanx.errors import ScriptError
+from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.checks import check_arguments
 from phalanx.script.draws import draw_rows
-from phalanx.script.gather import own_number
+from phalanx.script.gather import add_up, own_number
 from phalanx.script.loss import loss_of_call
 from phalanx.script.prepare import Prepared
 from phalanx.script.saves import Saves
-from phalanx.script.step_state import State
+from phalanx.script.step import Job, State
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
@@ -65,7 +67,7 @@ class Run:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
-        self._prepared = Prepared(comm, strategy, accumulation, seed, name, nonfinite)
+        self._prepared = Prepared(Job(comm, strategy, accumulation, seed, name, nonfinite))
         self._saves = Saves(self._prepared, str(strategy), self.print)
 
     @property
@@ -96,7 +98,8 @@ class Run:
     @property
     def is_step_end(self) -> bool:
         """Whether the gradients of the step are complete, so that optimizers may step."""
-        return self._prepared.state is State.REDUCED
+        step = self._prepared.step
+        return step is not None and step.state is State.REDUCED
 
     @property
     def loss_of_step(self) -> Tensor:
@@ -111,7 +114,13 @@ class Run:
         SIGHUP or Ctrl-C, and exits with the signal's exit code; a second signal ends it at once.
         It is False between the backwards of a step, where nothing can be saved.
         """
-        return self._prepared.should_stop()
+        PULSE.heed()
+        step = self._prepared.step
+        is_within = step is not None and step.state is State.ACCUMULATING
+        own = torch.tensor(0 if is_within else PULSE.stop_signal, device=self.device)
+        stop = int(self.comm.all_reduce(own, "job", "max"))
+        PULSE.handled_signal = stop or PULSE.handled_signal
+        return stop > 0
 
     def print(
         self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
@@ -187,9 +196,16 @@ class Run:
                 graph; a count is negative or not finite; or the model has been changed.
             TrainingError: the loss is not finite and `nonfinite` is "stop".
         """
-        step = self._prepared.trained_step()
-        given = loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count)
-        return step.backward(given, retain_graph)
+        step = self._prepared.require_model("backward")[1]
+        self._prepared.refuse_average("backward")
+        if not self._prepared.optimizers:
+            raise ScriptError(
+                "backward: no optimizer is prepared, so an optimizer of the script may update "
+                "parameters that are not split, and its steps would not be checked; give the "
+                "optimizer to run.prepare too"
+            )
+        checked = loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count)
+        return step.add(checked, retain_graph)
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
@@ -208,7 +224,7 @@ class Run:
 
         It is float64, or int64 if all ranks give integers or bools. Raises errors as `mean` does.
         """
-        return self._prepared.add_up("sum", own_number("sum", value, self.comm))[0]
+        return self._add_up("sum", own_number("sum", value, self.comm))[0]
 
     def mean(self, value_sum: float | Tensor, count: float | Tensor) -> Tensor:
         """Return sum over the ranks / count over the ranks; every rank calls this together.
@@ -224,8 +240,14 @@ class Run:
                 different ranks.
         """
         own = [own_number("mean", each, self.comm).double() for each in (value_sum, count)]
-        total, counted = self._prepared.add_up("mean", *own)
+        total, counted = self._add_up("mean", *own)
         return total / counted
+
+    def _add_up(self, call: str, *numbers: Tensor) -> Tensor:
+        total, is_due = add_up(call, numbers, self.comm, self._prepared.is_check_due)
+        if is_due:
+            self._prepared.check_replicas(call)
+        return total
 
     def gather(
         self, *batch: Any, dim: int | None = None, pad: float | None = None, per_row: int = 1
@@ -322,7 +344,9 @@ class Run:
         Raises:
             PhalanxError: no model is prepared, `decay` is not in [0, 1), or as for `register`.
         """
-        average = self._prepared.average(decay, warmup=warmup, buffers=buffers)
+        model, step = self._prepared.require_model("average")
+        average = WeightAverage(model, step.parameters, decay, warmup=warmup, buffers=buffers)
+        self._prepared.averages.append(average)
         self.register(name, average)
         return average
 

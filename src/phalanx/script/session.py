@@ -24,11 +24,12 @@ from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.batch_norm import batch_norms, require_statistics
 from phalanx.parallel.dropout import MaskPosition, Masks, warning_of_draws
 from phalanx.parallel.plan import Plan
-from phalanx.script.as_prepared import refuse_max_norm, warn_of_buffers
 from phalanx.script.checks import check_model, check_same_job, optimizer_of, scheduler_of
 from phalanx.script.counting import counted_of, planned_of
 from phalanx.script.deal import PlaceholderMicrobatch
 from phalanx.script.flops import cut_by_flops, flops_of_trainer
+from phalanx.script.guards.at_prepare import refuse_max_norm
+from phalanx.script.guards.model import warn_of_buffers
 from phalanx.script.loader import RankLoader
 from phalanx.script.loss import CheckedObjective
 from phalanx.script.order import JobGenerator
