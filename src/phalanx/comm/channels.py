@@ -213,8 +213,7 @@ class Channels:
         seen = words[index]
         if seen >= need.number:
             return
-        # A futex is 32 bits wide: the address is that of the low half of the word, x86-64 is
-        # little-endian.
+        # A futex is 32 bits wide: the low half of the word, which comes first on x86-64.
         limit, mine = _Time(0, int(limit_s * 1e9)), self._me
         mine.memory.words[mine.first] = 1
         try:

@@ -195,7 +195,7 @@ class Comm(ABC):
         """
         if self.size(axis) == 1:
             return tensor
-        # With split_dim = 2 and join_dim = 1, as from rows to heads in Ulysses:
+        # With split_dim = 2 and join_dim = 1, from positions to heads:
         #   [B, S/N, H] -> pieces [N, B, S/N, H/N] -> received, row r from rank r -> [B, S, H/N]
         pieces, is_spent = self._cut(tensor, axis, split_dim)
         received = tensor.new_empty(pieces.shape)
@@ -212,8 +212,8 @@ class Comm(ABC):
 
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
         """Overwrite `tensor` on every rank with the first rank's tensor."""
-        # Axis by axis: over dp rank (d, t) gets the tensor of (0, t), then over tp that of (d, 0),
-        # which is by now the tensor of (0, 0).
+        # Axis by axis: over dp rank (d, t) gets the tensor of (0, t); then over tp (d, 0) sends,
+        # which by now has the tensor of (0, 0).
         for axis in self._axes_with_peers(name) if tensor.numel() else ():
             # Sent as bytes because gloo lacks some dtypes. A non-contiguous tensor is copied.
             flat = tensor.detach().contiguous().view(-1)

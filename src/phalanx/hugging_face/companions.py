@@ -162,6 +162,8 @@ def special_tokens_of(folder: Path) -> tuple[dict[str, str], list[AddedToken]]:
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     named |= cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
     special = [*named.values(), *(cast("list[Any]", extra) if isinstance(extra, list) else ())]
+    # A token may be listed twice, as added and under a name such as `bos_token`: a named one is
+    # special in both entries, the others where their entry says so.
     known = set(map(_text_of, special))
     tokens: list[AddedToken] = []
     for token in [*added, *special]:
@@ -169,9 +171,9 @@ def special_tokens_of(folder: Path) -> tuple[dict[str, str], list[AddedToken]]:
             flags = cast("dict[str, Any]", token) if isinstance(token, dict) else {}
             is_special = text in known or flags.get("special") is True
             kinds = ("single_word", "lstrip", "rstrip", "normalized")
-            given = {kind: flags[kind] for kind in kinds if isinstance(flags.get(kind), bool)}
+            options = {kind: flags[kind] for kind in kinds if isinstance(flags.get(kind), bool)}
             tokens.append(
-                AddedToken(text, special=is_special, **{"normalized": not is_special} | given)
+                AddedToken(text, special=is_special, **{"normalized": not is_special} | options)
             )
     return {name: text for name, token in named.items() if (text := _text_of(token))}, tokens
 

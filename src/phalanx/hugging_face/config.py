@@ -185,6 +185,11 @@ def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
 def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str, Any]:
     """Return the `ModelShape` fields for sliding windows."""
     family = FAMILIES[name]
+    # layer_types lists the blocks; where a config lacks it, each type has its own older entries:
+    #
+    #   mistral, phi3    sliding_window, for all blocks
+    #   qwen2, qwen3     use_sliding_window, and max_window_layers: the first block with a window
+    #   gemma3_text      sliding_window_pattern N: every N-th block without a window
     if family.windows == "none":
         _require(config, "sliding_window", None)
         _require(config, "use_sliding_window", False)
@@ -249,6 +254,7 @@ def _rope(
     rope = cast("Mapping[str, Any]", rope)
     _require(rope, "partial_rotary_factor", 1.0)
     where = rope if "rope_theta" in rope else config
+    # transformers 5 has theta beside the scaling in one object, older files have it in the config.
     theta = _number(where, "rope_theta") if where.get("rope_theta") is not None else 10_000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in family.rope_types:

@@ -129,8 +129,8 @@ def table(shape: ModelShape, family: str) -> list[TheirTensor]:
     links: list[TheirTensor] = []
     for ours, theirs in modules.items():
         for kind in ("weight", "bias"):
-            # "blocks.3.attention.q blocks.3.attention.k ..." with "weight": the size of each part
-            # is that of block 0, and a kind that block 0 lacks (a bias) is left out.
+            # "blocks.3.attention.q blocks.3.attention.k ..." with "weight": each part is as
+            # large as in block 0, and a kind that block 0 lacks (a bias) is left out.
             names = tuple(f"{each}.{kind}" for each in ours.split())
             like_first = [_NUMBER.sub("blocks.0.", name) for name in names]
             if like_first[0] in of_one:
@@ -156,7 +156,7 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
         CheckpointError: a tensor is missing, has the wrong size, or does not belong to the model.
     """
     prefix = "transformer." if family == "gpt2" else "model."
-    # Names in the file, less what is known: what is left at the end belongs to no tensor of ours.
+    # Names in the file; all that are known are taken out, so the rest belongs to no tensor of ours.
     left = set(sizes).difference(_tied_copies(sizes, shape))
     left = {name for name in left if not name.endswith(_BUFFERS)}
     links = table(shape, family)

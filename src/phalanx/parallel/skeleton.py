@@ -157,8 +157,7 @@ class Skeleton:
         weights: list[Weight] = []
         for weight in self.weights:
             if weight.block in self.blocks and len(self.blocks[weight.block]) > 1:
-                # One weight stands for those of all equal blocks: it stays if any of these blocks
-                # is here.
+                # One weight represents all equal blocks: it stays if any of these blocks is here.
                 weights += [weight] if weight.block in blocks else []
             elif any(map(is_here, weight.names)) or not any(map(is_gone, weight.names)):
                 first, *others = weight.names

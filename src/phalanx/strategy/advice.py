@@ -103,7 +103,7 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
     """Return a strategy for `num_ranks` ranks that changes one axis of `strategy`, or else dp."""
     if num_ranks == 1:
         return Strategy(recompute=strategy.recompute)
-    # pp2,tp4 for 12 ranks: dp would be 12 / 8, fsdp and cp are not used, tp is 12 / 2: pp2,tp6.
+    # pp2,tp4 for 12 ranks: dp would be 12 / 8, which is no degree, and tp is 12 / 2: pp2,tp6.
     for name in (*AXES[1:], AXES[0]):  # pp, the outermost, last
         axis: Axis = getattr(strategy, name)
         others = strategy.num_ranks // axis.degree

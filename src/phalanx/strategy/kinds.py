@@ -31,6 +31,7 @@ class Kind:
         """Return the sub-axes of `axis` for this kind, outer to inner: name -> size."""
         if not self.grid:
             return {axis: degree}
+        # 2.5d of 18 ranks with depth 2: 18 / 2 = 9, two sides, so tp_depth 2, tp_row 3, tp_col 3.
         depth, num_sides = self._depth(option)
         side = round((degree / depth) ** (1 / num_sides))
         return {name: side for name in self.grid} | ({self.grid[0]: depth} if self.option else {})

@@ -242,6 +242,9 @@ def _parse_part(part: str) -> tuple[str, Axis | Recompute | tuple[int, ...] | st
         if not path:
             raise StrategyError("schedule needs a file, such as schedule:mine.csv")
         return name, path
+    #   pp4:interleaved/2     name pp, degree 4, kind interleaved, option 2
+    #   recompute:every/3     name recompute, no degree, kind every, option 3
+    #   cut:4+5               name cut, no degree, kind 4+5
     match = _PART.fullmatch(part)
     if match is None:
         raise StrategyError(

@@ -69,7 +69,7 @@ class LowRankSum(Compressor):
             matrix.error.add_(part.reshape(matrix.error.shape))
             matrices.append(matrix)
         #   `_start`     P_r = M_r Q  [m, r]      message: P_r of all matrices | small gradients
-        #                all_reduce, while backward goes on
+        #                all_reduce, while backward computes
         #   `_finish`    P = basis of sum P_r      Q_r = M_r^T P  [n, r]
         #                all_reduce, which the wait for the bucket waits for
         narrow = [matrix.error @ matrix.q for matrix in matrices]

@@ -122,9 +122,9 @@ class PartialAttention:
             self._merge(at, _ungrouped(o_GNK, q_BTHK[at]), _ungrouped(lse_GN, q_BTHK[at]))
 
     def _merge(self, at: tuple[int | slice, slice], o_tHK: Tensor, lse_tH: Tensor) -> None:
-        # Each output is a mean with weights that sum to 1. The two are weighted by their shares of
+        # Each output is a mean with weights that sum to 1. The two are weighted by their parts of
         # the softmax's denominator: exp(l - L) and exp(l' - L). Before the first keys l is -inf, so
-        # its share is 0, and the zeros of `o_BTHK` do not count.
+        # this part is 0, and the zeros of `o_BTHK` do not count.
         before_tH = self.lse_BTH[at]
         both_tH = torch.logaddexp(before_tH, lse_tH)
         finite_tH = _finite(both_tH)

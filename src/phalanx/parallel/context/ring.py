@@ -108,7 +108,7 @@ class Ring:
         #
         #   hop 0   rank 0 computes its terms, and keeps them
         #   hop 1   rank 1 computes its terms                          -> rank 2
-        #   hop 2   rank 2 computes its terms, adds those of rank 1    -> rank 0
+        #   hop 2   rank 2 computes its terms, adds rank 1's terms     -> rank 0
         #   end     rank 0 adds its own
         kv = torch.stack((k_BTGK, v_BTGK))
         own_d_kv: Tensor | None = None

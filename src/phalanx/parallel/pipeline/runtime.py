@@ -186,7 +186,7 @@ class _Step:
             output = self.scale(output)
         else:
             # Without the graph: backward of the next stage may run on this rank too, and would else
-            # go on into this stage before its own B.
+            # enter this stage before its own B.
             self.values[other_end(send)] = output.detach()
             self.outlines[other_end(send)] = self._stages.outline
         self.kept[stage, number] = received, output
@@ -241,8 +241,8 @@ class _Step:
             with self.phase("sizes"):
                 for part in self.runner.sizes.announce(stage, of, tensor, outline):
                     begun.append(self.runner.comm.send_start(part, "pp", target))
-        # Pending sends keep the tensors that are on their way: a rank's list may go on to the next
-        # forward before the peer has received, and waits for the end only at SENT.
+        # Pending sends keep the tensors that are on their way: the next
+        # forward may run before the peer has received, and the rank waits for the end at SENT.
         begun.append(self.runner.comm.send_start(tensor.contiguous(), "pp", target))
 
     def receive(self, action: Action) -> None:

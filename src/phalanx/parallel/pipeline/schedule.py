@@ -149,8 +149,8 @@ def zero_bubble(rank: int, p: int, m: int, v: int) -> Phases:
 
 def zbv(rank: int, p: int, m: int, v: int) -> Phases:
     """Chunks in the form of a V: the first rank has the first and the last stage."""
-    # p = 2, m = 4. Stages 0 and 3 are chunks a and b of rank 0, stages 1 and 2 those of rank 1, so
-    # rank 0 begins the first backward as soon as it has computed the loss:
+    # p = 2, m = 4. Stages 0 and 3 are chunks a and b of rank 0, stages 1 and 2 of rank 1, so rank 0
+    # begins the first backward as soon as it has computed the loss:
     #
     #   rank 0   Fa0 Fa1 Fa2 Fb0 Ib0 Wb0 Fb1 Ib1 Wb1 Fa3 Ia0 Wa0 Fb2 Ib2 Wb2 Ia1 Wa1 Fb3 ...
     #   rank 1       Fa0 Fb0 Fa1 Fb1 Ib0 Wb0 Fa2 Ia0 Wa0 Fb2 Ib1 Wb1 Fa3 Ia1 Wa1 Fb3 Ib2 ...

@@ -74,6 +74,8 @@ class Sizes:
     def expect(self, stage: int, microbatch: Any, source: int) -> tuple[Tensor, Outline]:
         """Return an empty buffer for an activation, and its outline; receive a header if needed."""
         key = _key(stage, microbatch) if self._are_fixed else None
+        # Both ends decide alike whether there is a header, from the shapes of the microbatch, which
+        # the ranks of a pipeline all have: so none waits for a header that is not sent.
         if key is not None and key in self._known:
             shape, dtype = self._known[key]
             return torch.empty(shape, dtype=dtype, device=self._comm.device), ()
