@@ -1,11 +1,13 @@
 """What all tests share: ranks that stay, forked from a server that has the libraries loaded."""
 
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from itertools import chain
 from multiprocessing import forkserver
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import forks
 from namespaces import switch
 from phalanx.launch import local
 from phalanx.launch.process_memory import collect_as_usual, collect_rarely
@@ -28,6 +31,14 @@ MODELS = (
     *("llama", "gpt2", "bert", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3", "phi3"),
     "vit",
 )
+IMPORTED = [
+    *("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.tensorboard", "torch.utils.data"),
+    *("phalanx.comm.join", "torch._dynamo", "torch.distributed.tensor"),
+    *("phalanx.train.job", "phalanx.verify.harness", "phalanx.script.proof", "phalanx.show.topics"),
+    *("phalanx.infer.app", "phalanx.planner.search", "phalanx.account.activations"),
+]
+"""What the process that deals the tests out imports for the workers, which are its forks."""
+
 PRELOAD = [
     "phalanx.launch.preload",
     *("phalanx.train.job", "phalanx.verify.harness", "phalanx.script.proof"),
@@ -41,12 +52,35 @@ OF_LIBRARIES = {
 """What the server loads where a test that was collected has loaded the library."""
 
 
+def uses_gpu(config: pytest.Config) -> bool:
+    return "gpu" in config.getoption("markexpr")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Load for the workers what they all use, once."""
+    if sys.platform == "linux" and not uses_gpu(config):
+        for name in (*IMPORTED, *chain.from_iterable(OF_LIBRARIES.values())):
+            with suppress(ImportError):  # the test that needs it will fail
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+        forks.fork_workers()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests find no GPU but with `-m gpu`: a default device must be the same on every host."""
-    if "gpu" not in config.getoption("markexpr"):
+    if not uses_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     local.start_ranks, local.end_ranks = WARM.start, WARM.end
     collect_rarely()  # while tests are imported
+
+
+def pytest_collection() -> None:
+    """Start no threads of OpenMP, which the forks of this process would wait for in vain."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -61,7 +95,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The server finds ranks_preload by this alone; what it cannot import it passes over.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        forkserver.ensure_running()
+        if sys.platform == "linux" and not uses_gpu(session.config):
+            forks.start_server_of_ranks()
+        else:
+            forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)

@@ -88,6 +88,7 @@ OTHERS = (
     *("a text", "a bare exit", "main without a code", "raise", "raise nothing"),
     *("raise in a function", "a large code", "an error before the job", "a wrong strategy"),
     *("a caught exit", "argparse", "raise from finally"),
+    *("main", "os._exit", "a thread", "a closed output", "a fork"),
 )
 """Ends whose kind another shows too."""
 
