@@ -33,8 +33,8 @@ from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes, has_fas
 from phalanx.parallel.skeleton import skeleton_of
 from phalanx.parallel.split import Target
 from phalanx.parallel.tensor.split import TensorSplit
-from phalanx.report.files import values_of
-from phalanx.report.table import Part, Table
+from phalanx.report.output import values_of
+from phalanx.report.tabular import Part, Table
 from phalanx.strategy import Axis, Strategy, require_built
 from split_block import LayoutPoint, measure_rank
 

@@ -19,7 +19,7 @@ from overlap import overlap_rank
 from phalanx.launch.local import run_ranks
 from phalanx.models.registry import shape_of
 from phalanx.parallel.batch_shape import BatchShape
-from phalanx.report.files import values_of
+from phalanx.report.output import values_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import spread, write_result

@@ -8,7 +8,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from phalanx.bench import mfu
 from phalanx.bench.mfu import MfuConfig, measure_mlp
 from phalanx.errors import ConfigError
-from phalanx.report.files import values_of
+from phalanx.report.output import values_of
 
 ON_CPU: Any = {"device": "cpu", "dtype": "float32"}
 

@@ -6,7 +6,7 @@ import torch
 import phalanx.bench.ceiling as ceiling_module
 from phalanx.bench.ceiling import CeilingConfig, measure_ceiling
 from phalanx.measure.products import MatmulPoint
-from phalanx.report.files import values_of
+from phalanx.report.output import values_of
 
 
 def test_ceiling_measures_sizes_that_fit_and_says_why_not_others() -> None:

@@ -1,7 +1,7 @@
 import torch
 
 from phalanx.measure.environment import environment
-from phalanx.report.files import json_text
+from phalanx.report.output import json_text
 
 
 def test_environment_is_json_and_names_the_machine() -> None:

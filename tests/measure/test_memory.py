@@ -18,7 +18,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.split import StateBytes
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.report.terminal import text_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken

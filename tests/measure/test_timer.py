@@ -8,7 +8,7 @@ import torch
 from phalanx.measure import timer as timer_module
 from phalanx.measure.summary import advice, summarize, summary_table
 from phalanx.measure.timer import TERMS, StepTimer, StepTimes, Term
-from phalanx.report.files import json_text, values_of
+from phalanx.report.output import json_text, values_of
 from phalanx.report.terminal import text_of
 
 SLEEP_S = 0.05

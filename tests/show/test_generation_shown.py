@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.generation import (
     LENGTHS,
     ShowGeneration,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from phalanx.config.command_line import read_command_line
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.parameter_server import ShowServer, served_links, show_parameter_server, trace
 
 

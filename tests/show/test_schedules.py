@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Schedule
 from phalanx.parallel.pipeline.simulate import simulate
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.schedules import (
     ShowSchedule,
     StageDurations,

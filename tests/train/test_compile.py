@@ -15,7 +15,7 @@ from torch._dynamo import lookup_backend
 from phalanx.checkpoint import manifest
 from phalanx.config import BatchConfig, TrainConfig
 from phalanx.launch.local import run_ranks
-from phalanx.report.files import values_of
+from phalanx.report.output import values_of
 from phalanx.train import loop, run
 from phalanx.train.evaluate import evaluate
 from phalanx.train.job.resolve import Job, resolve

@@ -13,7 +13,7 @@ from marks import by_hand
 from phalanx.checkpoint import manifest
 from phalanx.config import OptimizerConfig, TrainConfig
 from phalanx.errors import CheckpointError
-from phalanx.report.files import values_of
+from phalanx.report.output import values_of
 from phalanx.train.run import train
 from small_run import losses, records, small_run
 

@@ -27,8 +27,8 @@ from phalanx.config.fields import Range
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.products import FEWEST_REPEATS, MatmulPoint, arithmetic_of, measure_matmul
 from phalanx.planner import calibration, calibration_file
-from phalanx.report.files import values_of
-from phalanx.report.table import Number, Table
+from phalanx.report.output import values_of
+from phalanx.report.tabular import Number, Table
 from phalanx.report.units import percent
 
 SMALLEST_SIZE = 512

@@ -32,8 +32,8 @@ from phalanx.launch.local import num_cores, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.planner import calibration, calibration_file
 from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
-from phalanx.report.files import values_of
-from phalanx.report.table import Number, Table
+from phalanx.report.output import values_of
+from phalanx.report.tabular import Number, Table
 from phalanx.report.units import KIB
 
 OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")

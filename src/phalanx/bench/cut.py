@@ -26,7 +26,7 @@ from phalanx.parallel.pipeline.measured import link_times, with_best_cut
 from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.parallel.pipeline.stage import DecoderStages
 from phalanx.parallel.plan import plan_decoder
-from phalanx.report.table import Number, Table
+from phalanx.report.tabular import Number, Table
 from phalanx.report.units import percent
 from phalanx.strategy import Strategy, require_built
 

@@ -43,8 +43,8 @@ from phalanx.errors import ConfigError
 from phalanx.measure.environment import MEMORY_SHARE, free_memory_bytes
 from phalanx.measure.products import arithmetic_of, measure_matmul, quick_ceiling
 from phalanx.measure.utilization import Utilization
-from phalanx.report.files import values_of
-from phalanx.report.table import Table
+from phalanx.report.output import values_of
+from phalanx.report.tabular import Table
 from phalanx.report.units import percent
 
 Recipe = Literal["plain", "lecture"]

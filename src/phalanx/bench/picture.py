@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.report.picture import log2_ticks, picture
+from phalanx.report.figure import log2_ticks, picture
 
 if TYPE_CHECKING:
     from phalanx.bench.ceiling import Ceiling

@@ -33,8 +33,8 @@ from phalanx.models.initial import fill_initial
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
-from phalanx.report.files import values_of
-from phalanx.report.table import Cell, Number, Table
+from phalanx.report.output import values_of
+from phalanx.report.tabular import Cell, Number, Table
 from phalanx.report.units import percent
 from phalanx.strategy import Strategy, require_built
 from phalanx.train.objective import NextToken

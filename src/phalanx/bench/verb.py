@@ -17,7 +17,7 @@ from phalanx.config.fields import THREADS, Range
 from phalanx.measure.environment import device_name, has_fast_bfloat16
 from phalanx.measure.peaks import Arithmetic, Peak, peak_of
 from phalanx.measure.products import checked_device
-from phalanx.report.table import Part
+from phalanx.report.tabular import Part
 
 
 @dataclass(frozen=True, kw_only=True)

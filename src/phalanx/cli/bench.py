@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
-from phalanx.report.files import OTHER_FOLDER, json_text, print_json, writing
-from phalanx.report.picture import NO_MATPLOTLIB, has_matplotlib
+from phalanx.report.figure import NO_MATPLOTLIB, has_matplotlib
+from phalanx.report.output import OTHER_FOLDER, json_text, print_json, writing
 from phalanx.report.terminal import Terminal
 
 if TYPE_CHECKING:

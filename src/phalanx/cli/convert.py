@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
-from phalanx.report.files import print_json
+from phalanx.report.output import print_json
 from phalanx.report.terminal import Preparation, Terminal
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import PhalanxError
-from phalanx.report.files import print_json
-from phalanx.report.table import Line, Table
+from phalanx.report.output import print_json
+from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
 from phalanx.report.units import GIB
 

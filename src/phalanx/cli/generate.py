@@ -13,8 +13,8 @@ from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError
 from phalanx.infer.options import EngineConfig, Sampling
-from phalanx.report.files import print_json
-from phalanx.report.table import Number, Table
+from phalanx.report.output import print_json
+from phalanx.report.tabular import Number, Table
 from phalanx.report.terminal import Terminal
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from phalanx.parallel.pipeline.partition import imbalance, stage_costs
 from phalanx.parallel.pipeline.simulate import UNITS, simulate
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.split import ParameterSplit
-from phalanx.report.table import Line, Number, Part, Table
+from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import percent
 from phalanx.strategy import Strategy
 

@@ -29,9 +29,9 @@ from phalanx.planner.search import (
 from phalanx.planner.several import BestPlan, best_on, fits_on, numbers_of, scaled
 from phalanx.planner.software import software
 from phalanx.planner.stages import write_trace
-from phalanx.report.files import check_writable, print_json, writing
-from phalanx.report.picture import check_picture
-from phalanx.report.table import Line
+from phalanx.report.figure import check_picture
+from phalanx.report.output import check_writable, print_json, writing
+from phalanx.report.tabular import Line
 from phalanx.report.terminal import Preparation, Terminal
 from phalanx.strategy import Strategy, refuse_servers
 

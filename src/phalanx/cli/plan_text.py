@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from phalanx.planner.explain import Figures
 from phalanx.planner.several import BestPlan
-from phalanx.report.table import Line, Number, Part, Table
+from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.terminal import WIDTH
 from phalanx.report.units import GIB, MIB, count_text, time_text
 

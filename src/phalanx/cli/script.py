@@ -14,7 +14,7 @@ from phalanx.config.fields import Positional, Range, Schema, settings
 from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.config.validate import AUTO, check_best
 from phalanx.errors import ConfigError
-from phalanx.report.files import print_json
+from phalanx.report.output import print_json
 from phalanx.report.terminal import Terminal
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from phalanx.config.command_line import read_command_line
 from phalanx.errors import ConfigError, nearest
 from phalanx.launch.local import prepare_server
-from phalanx.report.files import check_writable, print_json, writing
-from phalanx.report.table import Table
+from phalanx.report.output import check_writable, print_json, writing
+from phalanx.report.tabular import Table
 from phalanx.report.terminal import Terminal
 from phalanx.show.shown import Shown
 from phalanx.show.tables import printed

@@ -15,7 +15,7 @@ from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config, missing_path_notes
 from phalanx.errors import PhalanxError
 from phalanx.models.registry import PRESETS
-from phalanx.report.files import print_json
+from phalanx.report.output import print_json
 from phalanx.report.terminal import Preparation, Terminal
 from phalanx.report.units import count_text
 from phalanx.strategy import built

@@ -17,8 +17,8 @@ from phalanx.config.load import Loaded, load_config
 from phalanx.config.validate import check_warmup
 from phalanx.data.corpus import sources
 from phalanx.errors import ConfigError
-from phalanx.report.files import print_json
-from phalanx.report.table import Line, Table
+from phalanx.report.output import print_json
+from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
 from phalanx.verify.settings import QUANTITIES, VerifyConfig, VerifyTrainConfig
 

@@ -13,8 +13,8 @@ from typing import Any, Final, cast, get_origin, get_type_hints
 
 from phalanx.config.fields import Setting, choices, members, settings, value_at
 from phalanx.config.load import Loaded
-from phalanx.report.files import print_json
-from phalanx.report.table import Line, Table
+from phalanx.report.output import print_json
+from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
 
 _INDENT: Final = 22

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from phalanx.errors import CheckpointError
 from phalanx.launch.heartbeat import PULSE
-from phalanx.report.files import OTHER_FOLDER, writing
+from phalanx.report.output import OTHER_FOLDER, writing
 from phalanx.storage import open_to_append
 
 FOLDER: Final = "logs"

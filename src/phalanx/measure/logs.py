@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.errors import CheckpointError, TrainingError
 from phalanx.measure.timer import StepTimes
-from phalanx.report.files import OTHER_FOLDER, json_text, values_of, writing
+from phalanx.report.output import OTHER_FOLDER, json_text, values_of, writing
 from phalanx.report.terminal import Progress, Terminal
 from phalanx.report.units import percent
 from phalanx.storage import open_to_append

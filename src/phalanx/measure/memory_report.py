@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from phalanx.measure.memory import KINDS, Kind, MemoryAccount
-from phalanx.report.table import Cell, Number, Part, Table
+from phalanx.report.tabular import Cell, Number, Part, Table
 from phalanx.report.units import MIB, size_text
 
 _NAMES: dict[Kind, str] = {

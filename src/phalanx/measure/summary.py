@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from phalanx.comm.axes import SHARD_AXES
 from phalanx.comm.ledger import Entry
 from phalanx.measure.timer import TERMS, StepTimes, Term
-from phalanx.report.table import Number, Part, Table
+from phalanx.report.tabular import Number, Part, Table
 
 SUM_TOLERANCE = 0.02
 """Largest relative difference of a step's terms from its separately measured wall time."""

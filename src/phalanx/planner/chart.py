@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.planner.machine import Device
-from phalanx.report.picture import log2_ticks, picture
+from phalanx.report.figure import log2_ticks, picture
 
 if TYPE_CHECKING:
     from phalanx.planner.several import BestPlan

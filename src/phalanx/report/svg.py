@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 
 Box = tuple[float, float, float, float]
 """Left, top, width and height, in pixels."""

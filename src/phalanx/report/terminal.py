@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
 from phalanx.errors import wrapped
-from phalanx.report.table import Line, Part, Table
+from phalanx.report.tabular import Line, Part, Table
 from phalanx.report.units import clock_text
 
 if TYPE_CHECKING:

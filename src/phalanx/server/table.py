@@ -40,7 +40,7 @@ def flat_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.indices()[0].contiguous(), tensor.values().reshape(-1)]
 
 
-class Table:
+class EmbeddingTable:
     """A worker's copy of an embedding table.
 
     Attributes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from phalanx.report.svg import LETTER, ROW, Box, SvgDrawing
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.lanes import draw_lanes, height_of_lanes
 from phalanx.show.shown import Frame, Lanes, Shown, Strip
 from phalanx.show.tables import sent_text

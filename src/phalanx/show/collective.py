@@ -20,7 +20,7 @@ from phalanx.comm.ledger import Ledger
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.shown import Frame, MessageSent, Shown, ShowRun, Strip
 
 HEADS: Final = ("rank", "messages sent", "bytes sent")

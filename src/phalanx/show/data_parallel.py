@@ -41,7 +41,7 @@ from phalanx.comm.algorithms.catalogue import list_steps
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.one_step import holdings, journal, take_step
 from phalanx.show.shown import Shown, ShowRun
 from phalanx.show.strategies import STRATEGIES

@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.planner import hardware
 from phalanx.planner.chart import draw_devices
 from phalanx.planner.machine import Device, Level
-from phalanx.report.table import Number, Table
+from phalanx.report.tabular import Number, Table
 from phalanx.report.units import si
 from phalanx.show.shown import Shown
 

@@ -15,7 +15,7 @@ from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Completion, Scheduler
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.shown import Shown, ShowTopic
 
 SHAPE: Final = ModelShape(

@@ -31,7 +31,7 @@ from phalanx.parallel.accumulate import Accumulate
 from phalanx.parallel.data import BucketedReducer
 from phalanx.parallel.plan import Plan, shard_of
 from phalanx.parallel.reduce import buckets
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.show.shown import Frame, MessageSent, Shown, ShowRun, Strip
 from phalanx.show.strategies import STRATEGIES, Example
 from phalanx.train.objective import NextToken

@@ -19,7 +19,7 @@ import torch
 from phalanx import collectives
 from phalanx.config.fields import Range
 from phalanx.launch.local import run_ranks
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 from phalanx.report.units import time_text
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency

@@ -18,8 +18,8 @@ from phalanx.parallel.pipeline.lowering import lower
 from phalanx.parallel.pipeline.schedule import KINDS, Action, Schedule, build_schedule
 from phalanx.parallel.pipeline.simulate import Timeline, most_in_flight, simulate
 from phalanx.planner.stages import write_trace
-from phalanx.report.files import writing
-from phalanx.report.table import Table
+from phalanx.report.output import writing
+from phalanx.report.tabular import Table
 from phalanx.show.shown import MOST_RANKS, Lanes, Outcome, Shown, ShowRun
 
 MOST_SLOTS: Final = 30

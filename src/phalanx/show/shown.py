@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from phalanx.config.fields import Range
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
-from phalanx.report.table import Table
+from phalanx.report.tabular import Table
 
 MOST_RANKS = 8
 """Largest number of ranks: more do not fit a table of 100 columns, and take over a second on a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from phalanx.report.table import Line, Number, Part, Table
+from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import percent
 from phalanx.show.shown import Frame, Lanes, Outcome, Shown, Strip
 

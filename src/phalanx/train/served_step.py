@@ -30,7 +30,7 @@ from phalanx.parallel.sparse import sparse_tables
 from phalanx.server.client import Client
 from phalanx.server.flat import FlatParameters
 from phalanx.server.rule import STATE_NAMES
-from phalanx.server.table import RowAdagradState, Table
+from phalanx.server.table import EmbeddingTable, RowAdagradState
 from phalanx.train.clip import scale_to
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.step import Step, StepResult
@@ -94,7 +94,7 @@ class ServedStep(Step):
         self._totals = client.totals(needed, self.help)  # with updates that no one has applied
         self.pull(needed)
 
-    def _find_tables(self) -> list[Table]:
+    def _find_tables(self) -> list[EmbeddingTable]:
         """Return the embedding tables with sparse gradients; a tied one once."""
         found = sparse_tables(self.model)
         if found and self.server.table_rule is None:
@@ -102,7 +102,7 @@ class ServedStep(Step):
                 f"the embedding {next(iter(found))} has sparse gradients, but server.table_rule is "
                 "unset; set it to adagrad"
             )
-        tables: list[Table] = []
+        tables: list[EmbeddingTable] = []
         for number, weight in enumerate(dict.fromkeys(found.values())):
             names = [name for name, each in found.items() if each is weight]
             modules = [self.model.get_submodule(name) for name in names]
@@ -113,7 +113,7 @@ class ServedStep(Step):
                         "changes rows only on the worker; the nearest is max_norm=None"
                     )
             pull = functools.partial(self._pull_rows, number)
-            tables.append(Table(names[0], weight, modules, pull))
+            tables.append(EmbeddingTable(names[0], weight, modules, pull))
         return tables
 
     def _pull_rows(self, table: int, rows: Tensor, target: Tensor) -> None:

@@ -18,7 +18,7 @@ from phalanx.measure.timer import Term
 from phalanx.planner.calibration import ASSUMED, this_machine
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE
-from phalanx.report.table import Number, Table
+from phalanx.report.tabular import Number, Table
 
 _TERMS: Mapping[str, tuple[Term, ...]] = {
     "compute": ("forward", "backward"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.comm.ledger import Entry
 from phalanx.measure.summary import summary_table
-from phalanx.report.table import Line, Number, Part, Table, columns
+from phalanx.report.tabular import Line, Number, Part, Table, columns
 from phalanx.report.units import MIB, percent, size_text
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
 from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
-from phalanx.report.files import values_of
-from phalanx.report.table import Part
+from phalanx.report.output import values_of
+from phalanx.report.tabular import Part
 from phalanx.report.terminal import text_of
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.report import result

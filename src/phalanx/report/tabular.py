@@ -1,6 +1,6 @@
 """The values of a report: tables, and lines with a style.
 
-Rooms make these values; `terminal` prints them, `svg` draws them, and `files` makes JSON of them.
+Rooms make these values; `terminal` prints them, `svg` draws them, and `output` makes JSON of them.
 """
 
 from __future__ import annotations

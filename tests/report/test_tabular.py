@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from phalanx.report.files import json_text
+from phalanx.report.output import json_text
 from phalanx.report.svg import SvgDrawing
-from phalanx.report.table import Line, Number, Table
+from phalanx.report.tabular import Line, Number, Table
 from phalanx.report.terminal import text_of
 from phalanx.report.units import percent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import ConfigError
-from phalanx.report.files import check_writable
+from phalanx.report.output import check_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
