@@ -243,7 +243,7 @@ class Replicas:
         if self._comm.size("job") > 1:
             self._version = self._versions()
 
-    # What is equal on all ranks.
+    # State that is equal on all ranks.
 
     def _versions(self) -> int:
         """Return the number of in-place writes to weights; a DTensor's shard counts its own."""
