@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.launch.local import run_ranks
-from phalanx.script.guards.draws import DrawGuard
+from phalanx.script.guards.random_draws import DrawGuard
 from phalanx.script.guards.replicas import NUM_ALWAYS_CHECKED
 
 Draw = Callable[[phalanx.Run, nn.Module, Tensor], Any]

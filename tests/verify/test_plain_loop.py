@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from phalanx.launch.local import run_ranks
 from phalanx.script import init
-from phalanx.script.step import Step
+from phalanx.script.loop_step import LoopStep
 from phalanx.strategy import Strategy
 from phalanx.verify.plain_loop import PlainLoop
 
@@ -47,7 +47,7 @@ def _half_a_gradient(right: Any) -> Any:
 def steps_on_one_process() -> list[list[Tensor]]:
     """Return each loss's gradients of the steps, of which each but the last has two batches."""
     found: list[list[Tensor]] = []
-    fault: Patch = (Step, "close", _half_a_gradient)
+    fault: Patch = (LoopStep, "close", _half_a_gradient)
     init.OVERRIDES.append((Strategy(), PlainLoop))
     with planted(fault):
         for each in LOSSES.values():

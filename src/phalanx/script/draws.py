@@ -5,7 +5,7 @@
 
 The loaders of a job and `run.draw` share a generator. At first use it copies the state of torch's
 own generator on rank 0, so one process draws the same numbers in the same order. Other draws of a
-loop come from each rank's own generator, and cause a warning (guards/draws.py).
+loop come from each rank's own generator, and cause a warning (guards/random_draws.py).
 """
 
 from __future__ import annotations

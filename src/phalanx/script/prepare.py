@@ -18,9 +18,9 @@ from phalanx.parallel.plan import Plan
 from phalanx.script.gather import Gathers
 from phalanx.script.guards.at_prepare import refuse_model
 from phalanx.script.loader import RankLoader, compute_spare_row
+from phalanx.script.loop_step import JobSettings, LoopStep, Reading
 from phalanx.script.optimizer import Names, check_schedules, rebind
 from phalanx.script.order import JobGenerator
-from phalanx.script.step import Job, Reading, Step
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import guard_shards
 
@@ -28,7 +28,7 @@ from phalanx.script.whole_weights import guard_shards
 class Prepared:
     """The prepared objects of a run, each kind in the order of preparation."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobSettings) -> None:
         self.generator = JobGenerator()
         self.deals_unevenly = False  # set by `loop_proof`
         self.reading = Reading()
@@ -40,7 +40,7 @@ class Prepared:
         self._gathers = Gathers(job.comm)
         # A compiled loss may call it.
         self.gather = cast(Callable[..., Any], torch.compiler.disable(self._gather))
-        self._model: tuple[nn.Module, Step, Names] | None = None
+        self._model: tuple[nn.Module, LoopStep, Names] | None = None
         self._is_warned = self._has_spares = False
 
     @property
@@ -49,11 +49,11 @@ class Prepared:
         return 0 if self.step is None else self.step.steps_done
 
     @property
-    def step(self) -> Step | None:
+    def step(self) -> LoopStep | None:
         """The current step of the prepared model; None if no model is prepared."""
         return None if self._model is None else self._model[1]
 
-    def require_model(self, call: str) -> tuple[nn.Module, Step]:
+    def require_model(self, call: str) -> tuple[nn.Module, LoopStep]:
         """Return the prepared model and its step; refuse `call` if no model is prepared."""
         if self._model is None:
             raise ScriptError(
@@ -150,7 +150,7 @@ class Prepared:
         plan = Plan(job.strategy, model, roles=roles, batch_norm=batch_norm, masks=masks)
         runner = plan.build(job.comm)
         known = (self._gathers, self.reading, self.optimizers, lambda: masks.num_tickets)
-        step = Step(job, model, runner, *known)
+        step = LoopStep(job, model, runner, *known)
         self._model = model, step, before
         guard_shards(model, str(job.strategy))
         warn_of_first_draws(model, step.guards.draws.stop)

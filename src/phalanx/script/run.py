@@ -32,10 +32,10 @@ from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.checks import check_arguments
 from phalanx.script.draws import draw_rows
 from phalanx.script.gather import add_up, own_number
+from phalanx.script.loop_step import JobSettings, State
 from phalanx.script.loss import loss_of_call
 from phalanx.script.prepare import Prepared
 from phalanx.script.saves import Saves
-from phalanx.script.step import Job, State
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
@@ -67,7 +67,7 @@ class Run:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
-        self._prepared = Prepared(Job(comm, strategy, accumulation, seed, name, nonfinite))
+        self._prepared = Prepared(JobSettings(comm, strategy, accumulation, seed, name, nonfinite))
         self._saves = Saves(self._prepared, str(strategy), self.print)
 
     @property

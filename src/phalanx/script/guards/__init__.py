@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.script.guards.draws import DrawGuard
 from phalanx.script.guards.loss import LossGuard
 from phalanx.script.guards.model import ModelGuard
+from phalanx.script.guards.random_draws import DrawGuard
 from phalanx.script.guards.replicas import Replicas
 
 

@@ -243,7 +243,7 @@ class Replicas:
         if self._comm.size("job") > 1:
             self._version = self._versions()
 
-    # State that is equal on all ranks.
+    # Values that are equal on all ranks.
 
     def _versions(self) -> int:
         """Return the number of in-place writes to weights; a DTensor's shard counts its own."""
@@ -282,7 +282,7 @@ class Replicas:
         weights = {name: replica.fact(2) for name, replica in self._weights.items()}
         return weights | {name: replica.fact(3) for name, replica in self._states().items()}
 
-    # Whether it is.
+    # Comparisons of these values.
 
     @torch.no_grad()
     def _are_apart(self, tensors: Mapping[str, _Replica]) -> Tensor:

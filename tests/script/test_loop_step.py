@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.errors import ScriptError
-from phalanx.script.step import Reading
+from phalanx.script.loop_step import Reading
 
 
 class Pass:

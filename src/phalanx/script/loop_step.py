@@ -36,9 +36,9 @@ from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.dropout import MaskPosition
 from phalanx.script.gather import Gathers
 from phalanx.script.guards import Guards
-from phalanx.script.guards.draws import DrawGuard
 from phalanx.script.guards.loss import LossGuard, Sums
 from phalanx.script.guards.model import ModelGuard, warn_of_buffers
+from phalanx.script.guards.random_draws import DrawGuard
 from phalanx.script.guards.replicas import (
     BATCHES,
     STEPS,
@@ -59,7 +59,7 @@ _REDUCED: Final = "is_reduced_by_phalanx"
 _Hooks = dict[int, Callable[[Tensor], Tensor | None]]
 
 
-class Job(NamedTuple):
+class JobSettings(NamedTuple):
     """What `phalanx.init` has settled for the whole run, see there; `name` is of the run."""
 
     comm: Ranks
@@ -70,7 +70,7 @@ class Job(NamedTuple):
     nonfinite: Literal["stop", "skip"]
 
 
-class Batch(NamedTuple):
+class ReadBatch(NamedTuple):
     """A batch that the script has read with gradients enabled.
 
     Attributes:
@@ -109,10 +109,10 @@ class Reading:
         self.last: RankLoader | None = None
         self.num_batches = 0
         self.is_evaluation = self._is_warned = False
-        self._waiting: deque[Batch] = deque()
+        self._waiting: deque[ReadBatch] = deque()
         self._most: int | None = None  # that may wait; None before the second backward or read
-        self._used: Batch | None = None
-        self._step_start: Batch | None = None
+        self._used: ReadBatch | None = None
+        self._step_start: ReadBatch | None = None
         self._unused: set[RankLoader] = set()
 
     def note(self, loader: RankLoader, batch: Any) -> None:
@@ -136,13 +136,13 @@ class Reading:
         if self._most is None and self._used is not None:
             # More than two were skipped, as a script does that resumes by itself.
             self._most = num_first if num_first <= 2 else 1
-        self._waiting.append(Batch(loader, loader.num_begun, loader.is_last, loader.rows, {}))
+        self._waiting.append(ReadBatch(loader, loader.num_begun, loader.is_last, loader.rows, {}))
         while self._most is not None and len(self._waiting) > self._most:
             self._waiting.popleft()
 
     @property
-    def current(self) -> Batch | None:
-        """Batch of the current forward or backward: the oldest waiting, else the last used."""
+    def current(self) -> ReadBatch | None:
+        """ReadBatch of the current forward or backward: the oldest waiting, else the last used."""
         return self._waiting[0] if self._waiting else self._used
 
     @property
@@ -209,7 +209,7 @@ class State(enum.Enum):
     REDUCED = "of a whole global batch"
 
 
-class Step:
+class LoopStep:
     """The current step of a prepared model.
 
     Attributes:
@@ -224,7 +224,7 @@ class Step:
 
     def __init__(
         self,
-        job: Job,
+        job: JobSettings,
         model: nn.Module,
         runner: Runner,
         gathers: Gathers,
