@@ -7,7 +7,7 @@ import pytest
 import goldens
 
 
-@pytest.mark.parametrize("section", ["ledger", "plan"])
+@pytest.mark.parametrize("section", ["ledger", pytest.param("plan", marks=pytest.mark.slow)])
 def test_numbers_are_those_that_were_written(section: str, subtests: pytest.Subtests) -> None:
     counted, written = goldens.SECTIONS[section](), goldens.read(section)
     assert [*counted] == [*written]

@@ -56,6 +56,7 @@ def words_of_stuck(run: Path, rank: int, hold: Callable[[int], None]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [by_hand(0), 1])
 def test_a_rank_that_does_not_write_is_named_in_time(tmp_path: Path, rank: int) -> None:
     """Of rank 0, which decides, the others can say no more than that it says nothing."""

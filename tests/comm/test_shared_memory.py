@@ -412,6 +412,7 @@ def stay_away() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
     said, _ = run_ranks(stay_away, 2, timeout_s=1.5)

@@ -359,6 +359,7 @@ def wait_for_one_who_never_sends() -> None:
         job_store().wait(["never"])
 
 
+@pytest.mark.slow
 def test_a_message_that_never_comes_is_waited_for_as_long_as_without_the_check() -> None:
     with pytest.raises((RankFailed, TrainingError), match=r"waited in vain|imed out"):
         run_ranks(wait_for_one_who_never_sends, 2, timeout_s=2.0)

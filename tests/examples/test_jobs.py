@@ -42,6 +42,7 @@ def outcome(trainer: phalanx.Trainer, strategy: str, out: Path) -> tuple[list[fl
     return fitted.losses, fitted.evaluations[-1].loss if fitted.evaluations else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pp2", by_hand("pp2:gpipe"), by_hand("pp4")])
 def test_batch_norm_in_stages_moves_as_in_one_process(
     job: Job, tmp_path: Path, strategy: str
@@ -81,6 +82,7 @@ def test_stages_are_cut_by_the_flops_of_their_layers(job: Job, tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 def test_our_decoder_takes_the_steps_of_transformers(job: Job, tmp_path: Path) -> None:
     theirs, ours = (job(f"llama:{name}") for name in ("of_transformers", "ours"))
     expected, _ = outcome(dataclasses.replace(theirs, steps=5), "dp1", tmp_path / "theirs")

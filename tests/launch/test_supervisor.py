@@ -91,6 +91,7 @@ def wait_for_a_sleeper() -> None:
         dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_the_timeout_says_where_each_rank_stands(capfd: pytest.CaptureFixture[str]) -> None:
     """It pins the words by which gloo says that a rank did not come."""
     with pytest.raises(TrainingError) as caught:

@@ -99,8 +99,8 @@ def watch_of() -> Callable[[int], Watch]:
 def test_a_rank_that_is_not_heard_of_is_named_once_a_host(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "STORE_BEAT_S", 0.5)
-    monkeypatch.setattr(watch, "SILENT_S", 4.0)  # a busy machine may hold a heartbeat back
+    monkeypatch.setattr(watch, "STORE_BEAT_S", 2.0)
+    monkeypatch.setattr(watch, "SILENT_S", 6.0)  # a busy machine may hold a heartbeat back
     first, second, _ = (watch_of(rank) for rank in range(3))  # the third sends no more
     lost = RuntimeError("Connection closed by peer")
     with first, second, ThreadPoolExecutor() as threads:

@@ -159,6 +159,7 @@ def test_selective_runs_no_product_and_no_attention_again(dtype: torch.dtype) ->
 
 
 # While Dynamo traces, it does what PyTorch itself warns of, and hides it from all but "error".
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("text", "num_layers"), [by_hand("full", 1), by_hand("every/2", 2), ("selective", 1)]

@@ -78,6 +78,7 @@ def test_the_best_is_the_best_of_all() -> None:
     assert found.num_legal == len(list(legal_steps(SMALL)))
 
 
+@pytest.mark.slow
 def test_each_inequality_is_true_when_evaluated_again() -> None:
     found = search(TIGHT, wanted=3)
     assert len(found.rejected) > 3

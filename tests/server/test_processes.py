@@ -327,6 +327,7 @@ def test_a_peer_that_answers_nonsense_does_not_end_a_role() -> None:
         assert [line for line in lines if "ignored: 'map': KeyError: 'term'" in line]
 
 
+@pytest.mark.slow
 def test_weights_that_take_long_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker and a primary ask for news, which comes behind what is still on its way."""
     heard, handle = list[str](), Server.handle

@@ -152,6 +152,7 @@ def test_an_epoch_takes_each_sample_once_with_an_uneven_end(
     assert len(taken) > 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_torchrun_and_says_what_differs(
     config: TrainConfig, whole: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(
     torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_ranks
 def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) -> None:
     """Outer momentum, and the moments of each worker, are in the checkpoint."""
@@ -255,6 +256,7 @@ def lost_before_saves(job: Job, steps: Sequence[int]) -> list[str]:
     return [file[1] for step in found for file in manifest.read(found[step]).files.values()]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_by_the_worker_that_replaces_the_one_lost_before_it(
     tmp_path: Path,
 ) -> None:

@@ -134,6 +134,7 @@ def alone(batches: torch.Tensor, rule: str, table_rule: str, table_lr: float) ->
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "table_rule", "table_lr", "is_shared"),
     [

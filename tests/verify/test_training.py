@@ -210,6 +210,7 @@ def verdicts_on_ranks(folder: str, is_slow: bool) -> dict[str, list[Verdict]]:
 
 
 # One test: pytest-xdist may give two tests to two processes, and each would run the job.
+@pytest.mark.slow
 @pytest.mark.parametrize("is_slow", [False, by_hand(True)])
 def test_a_planted_fault_is_found_and_named(
     is_slow: bool, tmp_path: Path, subtests: pytest.Subtests

@@ -82,6 +82,7 @@ def train_under_limit(text: str, is_too_large: bool) -> float | None:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process allocates")
 def test_two_stages_train_where_one_device_is_too_small() -> None:
     assert run_ranks(train_under_limit, 1, "dp1", True, threads=1) == [None]

@@ -80,6 +80,7 @@ def batches_of(job: Job, seq_len: int, epoch: int, num_steps: int) -> list[Batch
     return batches
 
 
+@pytest.mark.slow
 def test_a_new_length_begins_a_new_epoch_with_the_losses_of_plain_pytorch(
     config: TrainConfig, tmp_path: Path
 ) -> None:
