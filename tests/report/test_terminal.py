@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from phalanx.report import terminal
+from phalanx.report.tabular import Table
 from phalanx.report.terminal import Preparation, Terminal
 
 
@@ -51,3 +53,14 @@ def test_prose_is_broken_between_words_on_a_terminal_alone() -> None:
         assert words == [*prose.split(), *"indented words are indented on".split()]
         assert (len(lines) > 2) == is_terminal
         assert not is_terminal or lines[-1].startswith("  ")
+
+
+def test_a_narrow_table_folds_its_numbers_and_cuts_none() -> None:
+    numbers = ("1.23e-07", "1.23e-06", "1.23e-05", "1.23e-04", "1.23e-03", "1.23e-02")
+    heads = ("", "loss", "norm", "weights", "gradients", "moments", "rate")
+    table = Table("", heads, [("dp2,fsdp4,tp2 a decoder with ties", *numbers)], heads[1:])
+    file = io.StringIO()
+    Terminal(file, width=60, is_terminal=True).show(table)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+    shown = "".join(plain.split())
+    assert sorted(shown) == sorted("".join((*heads, *table.rows[0])).replace(" ", ""))

@@ -31,11 +31,12 @@ class Pass:
 
 def used(calls: str, length: int = 5) -> list[int]:
     """Return the batch that each backward uses: see below."""
-    # r reads, b goes backward, e reads to evaluate, v too but with gradients.
+    # r reads, s reads and leaves out, b goes backward; e reads to evaluate, v so with gradients.
     loader: Any = Pass(length)
     other: Any = Pass(3)
     reading = Reading()
     found: list[int] = []
+    held: list[torch.Tensor] = []
     for call in calls.replace(" ", ""):
         if call == "b":
             batch = reading.current
@@ -43,10 +44,13 @@ def used(calls: str, length: int = 5) -> list[int]:
             found.append(int(batch.rows) * (-1 if reading.is_pass_over() else 1))
             reading.use(is_step_end=True)
             continue
-        each = loader if call == "r" else other
+        each = loader if call in "rs" else other
         each.read()
-        with torch.set_grad_enabled(call in "rv"):
-            reading.note(each, None)
+        batch = torch.zeros(1)
+        held.extend([batch] if call == "r" else [])
+        with torch.set_grad_enabled(call in "rsv"):
+            reading.note(each, {"x": batch})
+        del batch
         if each is other and other.is_last:
             other.batches_done = 0  # the loop over it has ended
     return found
@@ -59,7 +63,9 @@ def used(calls: str, length: int = 5) -> list[int]:
     ("rrrrr bbbbb rrrrr bbbbb", [1, 2, 3, 4, -5] * 2),
     ("rrb rb rb rb b rrb", [1, 2, 3, 4, -5, 1]),  # one batch is read ahead
     ("rb rrb rrb rrb", [1, 3, -5, 2]),  # batches 2, 4 and 1 are left out
-    ("rrr b rb rb", [1, 4, -5]),  # the first two are skipped, which the first backward cannot know
+    ("ssr b rb rb", [3, 4, -5]),  # the first two are left out
+    ("sr b rb rb rb", [2, 3, 4, -5]),
+    ("rrr b rb rb b b", [1, 2, 3, 4, -5]),  # two batches are read ahead
     ("rb eee rb eee rb rb rb", [1, 2, 3, 4, -5]),
     ("rb vvv rb rb rb vvv rb", [1, 2, 3, 4, -5]),  # without torch.no_grad()
 ])  # fmt: skip

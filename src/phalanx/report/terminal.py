@@ -99,8 +99,9 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Print a part of a line at once."""
-        self.console.file.write(text)
-        self.console.file.flush()
+        if not self.console.quiet:
+            self.console.file.write(text)
+            self.console.file.flush()
 
     def fail(self, name: str, message: str) -> None:
         """Print an error below the work, with the program's name in red."""
@@ -146,13 +147,20 @@ class Terminal:
             header_style="bold",
             show_header=any(name for name, _ in table.columns),
         )
-        for number, (name, is_right) in enumerate(table.columns):
-            is_name = not is_right and number == 0
+        rows = [*table.lines()]
+        is_whole = [is_right or number == 0 for number, (_, is_right) in enumerate(table.columns)]
+        widths = [
+            max(len(name), *(len(row[number].text) if whole else 1 for row in rows), 1) + 2
+            for number, ((name, _), whole) in enumerate(zip(table.columns, is_whole, strict=True))
+        ]
+        # Names and numbers stay on one line, unless rich would cut them: then all columns fold.
+        keeps = sum(widths) - 2 <= self.width
+        for (name, is_right), whole in zip(table.columns, is_whole, strict=True):
             drawn.add_column(
                 Text(name), justify="right" if is_right else "left",
-                no_wrap=is_name or is_right, overflow="fold",
+                no_wrap=whole and keeps, overflow="fold",
             )  # fmt: skip
-        for row in table.lines():
+        for row in rows:
             drawn.add_row(*(Text(cell.text, cell.style) for cell in row))
         if self.is_terminal:
             self.console.print(drawn)

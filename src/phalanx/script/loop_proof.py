@@ -59,6 +59,7 @@ from phalanx.script.launch import run_script
 from phalanx.script.loader import RankLoader
 from phalanx.script.proof import wide_batch
 from phalanx.script.run import Run
+from phalanx.storage import replace_file
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import NOISE, Difference, compare_rounded, compare_step
 from phalanx.verify.plain_loop import PlainLoop
@@ -230,13 +231,13 @@ def run_proved(
         ends = proof.run(path, words, given, ended=ended, **options)
     if inputs is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(inputs))
+        replace_file(file, json.dumps(inputs).encode())
     return ends
 
 
 def is_proved(file: Path) -> bool:
     """Return whether `run_proved` wrote a file, and the script's modules and data are as then."""
-    known: dict[str, str] = json.loads(file.read_text() or "{}") if file.exists() else {"": ""}
+    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {"": ""}
     return all(_signature(Path(path)) == signature for path, signature in known.items())
 
 
@@ -276,7 +277,7 @@ def _inputs(script: Path, records: Path) -> dict[str, str]:
     files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     own = {path for f in files if f and (path := Path(f).resolve()).is_relative_to(folder)}
     libraries = (sysconfig.get_path("stdlib"), "/proc", "/sys", "/dev", str(records))
-    own |= {Path(name) for name in _READ if not name.startswith(libraries)}
+    own |= {Path(name) for name in [*_READ] if not name.startswith(libraries)}
     known = {str(path): _signature(path) for path in own if "site-packages" not in path.parts}
     return {path: signature for path, signature in known.items() if signature is not None}
 
@@ -402,7 +403,7 @@ class _Recorder:
             call = len(self._losses)
             self._losses[f"call {call + 1}" if call else ""] = float(loss)
             if self._run.is_step_end:
-                gradients = gradients_of(self._model) if self._model else {}
+                gradients = gradients_of(self._model) if self._model is not None else {}
                 self._send("gradients", {"gradient": gradients}, {"loss": self._losses})
                 self._losses, self._rows = {}, {}
                 self._step += 1
@@ -415,7 +416,7 @@ class _Recorder:
         groups = optimizer.param_groups
         rates = {f"group {number}": float(group["lr"]) for number, group in enumerate(groups)}
         stepped = {p for group in groups for p in group["params"]}
-        model = self._model or nn.Module()
+        model = nn.Module() if self._model is None else self._model
         weights = {n: p for n, p in model.named_parameters() if p in stepped}
         tensors = state_of(model, optimizer) if self.proof.is_wide else {"weight": weights}
         self._send("weights", tensors, {"learning rate": rates})
@@ -511,7 +512,7 @@ class _Judge(_Recorder):
             self._end("the script takes no step that follows run.backward")
         if record.place == "gradients":
             self._probe.clear()
-            for name, p in self._model.named_parameters() if self._model else ():
+            for name, p in self._model.named_parameters() if self._model is not None else ():
                 if p.grad is not None and not p.grad.is_sparse:
                     # `.data`, so that this is no write of the script.
                     p.grad.data.copy_(torch.as_tensor(theirs["gradient"][name]))

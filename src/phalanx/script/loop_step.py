@@ -19,7 +19,9 @@ the whole gradient on each rank: then the loss is divided by the ranks, and gath
 from __future__ import annotations
 
 import enum
+import gc
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Ranks, local_shard
+from phalanx.data.rows import tensors_of
 from phalanx.errors import ScriptError, TrainingError
 from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
@@ -97,7 +100,9 @@ class Reading:
 
     A backward uses the oldest batch that waits. The first backwards show how many may wait; the
     oldest of more were left out by the script, as by `if is_bad(x): continue`. Reads and backwards
-    are counted, so all ranks find the same batch.
+    are counted, so all ranks find the same batch. Before the first backward counts do not
+    separate batches that were left out from batches that are read ahead: the script still has the
+    tensors of the latter.
 
     Attributes:
         last: the loader of the last batch, of training or evaluation; None before the first.
@@ -110,6 +115,7 @@ class Reading:
         self.num_batches = 0
         self.is_evaluation = self._is_warned = False
         self._waiting: deque[ReadBatch] = deque()
+        self._tensors: deque[list[weakref.ref[Tensor]]] = deque()  # of `_waiting`; see `_drop`
         self._most: int | None = None  # that may wait; None before the second backward or read
         self._used: ReadBatch | None = None
         self._step_start: ReadBatch | None = None
@@ -117,7 +123,6 @@ class Reading:
 
     def note(self, loader: RankLoader, batch: Any) -> None:
         """Record that `loader` has yielded `batch`."""
-        del batch
         self.last = loader
         self.is_evaluation = not torch.is_grad_enabled()
         if self.is_evaluation:  # an evaluation batch does not end a training pass
@@ -125,6 +130,7 @@ class Reading:
         self._unused.add(loader)
         self.num_batches += 1
         num_first = len(self._waiting) + 1  # batches before the first backward, if it was the last
+        tensors = tensors_of(batch) if self._used is None else ()
         if self._waiting:
             before = self._waiting[-1]
             if before.loader is not loader:
@@ -134,15 +140,29 @@ class Reading:
             elif before.number != loader.num_begun and not before.is_last:
                 self._waiting.clear()  # they were a peek, or a pass that was left early
         if self._most is None and self._used is not None:
-            # More than two were skipped, as a script does that resumes by itself.
-            self._most = num_first if num_first <= 2 else 1
+            self._most = num_first
+        if self._used is None:
+            while len(self._tensors) > len(self._waiting):  # a peek's
+                self._tensors.popleft()
+            self._tensors.append([weakref.ref(tensor) for tensor in tensors])
         self._waiting.append(ReadBatch(loader, loader.num_begun, loader.is_last, loader.rows, {}))
         while self._most is not None and len(self._waiting) > self._most:
+            self._waiting.popleft()
+
+    def _drop(self) -> None:
+        """Before the first backward: drop the batches whose tensors nobody has, but the last."""
+        if len(self._waiting) > 1 and self._tensors:
+            gc.collect()  # else tensors in a cycle would live longer on some ranks
+        while len(self._waiting) > 1 and self._tensors:
+            if not self._tensors[0] or any(tensor() is not None for tensor in self._tensors[0]):
+                return
+            self._tensors.popleft()
             self._waiting.popleft()
 
     @property
     def current(self) -> ReadBatch | None:
         """ReadBatch of the current forward or backward: the oldest waiting, else the last used."""
+        self._drop()
         return self._waiting[0] if self._waiting else self._used
 
     @property
@@ -187,6 +207,7 @@ class Reading:
         if self._most is None and self._used is not None:
             self._most = len(self._waiting) + 1
         self._used = self.current
+        self._tensors.clear()
         if self._waiting:
             self._waiting.popleft()
         self._step_start = None if is_step_end else self._step_start or self._used

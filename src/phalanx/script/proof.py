@@ -57,7 +57,7 @@ def prove(trainer: Trainer, strategy: Strategy, steps: int) -> Verdict:
         steps=steps,
     )
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as folder:
-        verdicts = prove_in_order(_proofs(wide, strategy, steps, Path(folder)))
+        verdicts = prove_in_order(_proofs(wide, strategy, steps, Path(folder)), timeout_s=600.0)
     if not verdicts[-1].is_equal:
         return verdicts[-1]
     of_all = [row for verdict in verdicts for row in verdict.differences]

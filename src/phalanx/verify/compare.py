@@ -368,8 +368,9 @@ class StepwiseReference:
 
     @torch.no_grad()
     def validated(self, validate: Callable[[nn.Module], float]) -> float:
-        """Return the mean loss of the validation data in `eval()`."""
-        with self._drawing(), evaluating(self._run.model):
+        """Return the mean loss of the validation data in `eval()`; draws leave training's alone."""
+        with torch.random.fork_rng(devices=[]), evaluating(self._run.model):
+            torch.set_rng_state(self._draws)
             return validate(self._run.model)
 
     def _beside_wider(

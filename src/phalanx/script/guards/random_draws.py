@@ -1,8 +1,8 @@
 r"""Random numbers that are equal on all ranks: the rows of the ranks would get the same noise.
 
 A loop that draws by `torch.randn` draws from its rank's own generator, and ranks begin with one
-seed. The first rank looks at the states of its generators, in the steps in which replicas are
-compared:
+seed. The first rank looks at the states of its generators, after the first batches and then after
+some:
 
     batch read   forward, draws of the loop   backward   ...   next batch read
        mark                                     look           mark
@@ -35,7 +35,7 @@ class DrawGuard:
     def mark(self) -> None:
         """Record the generator states, after a batch was read or a backward has ended."""
         self._num_marks += 1
-        is_due = self._is_on and is_compared(self._num_marks // 2)  # two marks a step
+        is_due = self._is_on and is_compared(self._num_marks // 2)  # two marks a batch
         # Else states of a batch whose backward never came, as in an evaluation, would be compared.
         self._states = self._own_states() if is_due else []
         self._num_before = self._num_tickets()
