@@ -77,8 +77,8 @@ class HeartbeatMonitor:
     def start(self, rank: int, process: int | None) -> None:
         """Begin the lease of a rank with its process: it may be stopped before its first beat."""
         former = self._beats.get(rank, Beat())  # of a process that this one replaces
-        stop = {"handles_stop": former.handles_stop, "on_stop": former.on_stop}
-        self.record(rank, Beat(process=process or 0, **stop))
+        beat = Beat(process=process or 0, handles_stop=former.handles_stop, on_stop=former.on_stop)
+        self.record(rank, beat)
 
     def record(self, rank: int, beat: Beat) -> None:
         """Store a heartbeat of a rank."""
