@@ -29,7 +29,7 @@ from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.processes import local_roles
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.served_run import STEPS
+from phalanx.train.served_session import STEPS
 from phalanx.train.step import Step
 
 NUM_WORKERS, CONTEXT, EVERY = 4, 8, 50
