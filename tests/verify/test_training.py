@@ -134,6 +134,18 @@ def _narrow_masters(right: Any) -> Any:
     return wrong
 
 
+def _wide_on_rank_1(right: Any) -> Any:
+    """A block of rank 1 returns float32 in a run in bfloat16."""
+
+    def wrong(job: Job) -> Any:
+        opened = right(job)
+        if job.config.precision == "bfloat16" and opened.comm.rank == 1:
+            opened.model.blocks[0].register_forward_hook(lambda _, __, y: y.float())
+        return opened
+
+    return wrong
+
+
 def _unshifted_labels(right: Any) -> Any:
     def wrong(self: Any, samples: Any, rows: Any) -> Any:
         batch = right(self, samples, rows)
@@ -190,6 +202,10 @@ OF_FLOAT64: dict[str, tuple[list[Patch], str | None, str]] = {
 OF_NARROW: dict[str, tuple[list[Patch], str | None, str]] = {
     "masters in bfloat16": (
         [(text, "resolve", _narrow_masters)], "", "the weights are in torch.bfloat16",
+    ),
+    "a block that computes in another type on rank 1": (
+        [(training, "TextSession", _wide_on_rank_1)],
+        "blocks.0", "rank 1: the outputs of blocks are in torch.float32",
     ),
 }  # fmt: skip
 

@@ -355,7 +355,8 @@ class Witness(Observer):
 
     def conclude(self) -> tuple[Verdict, Difference | None]:
         """Return the verdict, and the difference to locate; every rank calls this together."""
-        ranks = gather_on_first((self._steps, self._evaluations, self._idle, self._is_kept))
+        of_rank = self._steps, self._evaluations, self._idle, self._is_kept, self._block_types
+        ranks = gather_on_first(of_rank)
         if self._beside is None:
             return broadcast_object(None)
         self.begin = self._beside.begin
@@ -398,31 +399,27 @@ class Witness(Observer):
         found = beside.compare(number, ours)
         if proof.precision is not None:
             found = [within(NARROW_ERROR, row) for row in found if row.quantity == "loss"]
-            self._compare_types(proof.precision, ours)
+            self._compare_types(ours)
         self._differences += found
         self._unequal += unequal_ranks(number, self._facts)
         self.is_over = bool(self._unequal) or not all(row.passes for row in found)
 
-    def _compare_types(self, precision: torch.dtype, ours: StepRecord) -> None:
-        """Check the data types of a run in a narrow type."""
+    def _compare_types(self, ours: StepRecord) -> None:
+        """Check that a run in a narrow type keeps what the optimizer has in float32."""
         quantities = {"weights": ("weight",), "gradients": ("gradient",), "moments": (*MOMENTS,)}
-        types = {
-            what: {t.dtype for q in each for t in ours.get(q, {}).values() if isinstance(t, Tensor)}
-            for what, each in quantities.items()
-        } | {"outputs of blocks": self._block_types}
-        for what, found in types.items():
-            due = precision if what == "outputs of blocks" else torch.float32
-            if found - {due} and not self._problems:
-                names = ", ".join(sorted(map(str, found)))
-                module = "blocks.0" if what == "outputs of blocks" else ""
-                self._problems.append(Place(module, f"the {what} are in {names}; expected {due}"))
+        for what, each in quantities.items():
+            tensors = [t for q in each for t in ours.get(q, {}).values() if isinstance(t, Tensor)]
+            types = {tensor.dtype for tensor in tensors}
+            if types - {torch.float32} and not self._problems:
+                names = ", ".join(sorted(map(str, types)))
+                self._problems.append(Place("", f"the {what} are in {names}; expected float32"))
 
     def _problems_of(self, ranks: Sequence[Any]) -> Iterator[Place]:
         """Yield faults other than numeric differences: of steps, evaluations and module modes."""
         proof, last = self._proof, len(self._proof.case.batches)
         done = [*range(proof.start, last + 1)]
         evaluated = [n for n in done if proof.validate and (n % proof.every == 0 or n == last)]
-        for rank, (steps, evaluations, idle, is_kept) in enumerate(ranks):
+        for rank, (steps, evaluations, idle, is_kept, block_types) in enumerate(ranks):
             where = f"{proof.title}, rank {rank}"
             pairs = {
                 "takes the steps": (steps, done[1:]),
@@ -435,6 +432,10 @@ class Witness(Observer):
             if idle:
                 what = f"an evaluation leaves {idle[0] or 'the model'} in eval mode"
                 yield Place(idle[0], f"{where}: {what}", None, rank)
+            if block_types - {proof.precision}:
+                names = ", ".join(sorted(map(str, block_types)))
+                what = f"the outputs of blocks are in {names}; expected {proof.precision}"
+                yield Place("blocks.0", f"{where}: {what}", None, rank)
             if not is_kept:
                 yield Place("", f"{where}: an evaluation changes the weights", None, rank)
 
