@@ -194,8 +194,8 @@ class Reading:
             raise ScriptError(
                 "a pass over the loader begins within a step: the previous pass ended after fewer "
                 "calls of run.backward than accumulation, and its gradients would be added to the "
-                "gradients of this pass; make the first loader of a zip the shortest, break only "
-                "where run.is_step_end, and do not leave out the first batch"
+                "gradients of this pass; make the first loader of a zip the shortest, and break "
+                "only where run.is_step_end"
             )
         return batch.is_last
 
@@ -381,7 +381,11 @@ class LoopStep:
         if self._has_odd_mean and not self._is_finite():
             self._odd_loss = torch.tensor(math.nan)
         self._has_odd_mean = False
-        self._call_hooks()
+        for parameter, registered in self._hooks.items():
+            for hook in [hook for hooks in registered for hook in hooks.values()]:
+                if parameter.grad is not None:
+                    changed = hook(parameter.grad)
+                    parameter.grad = parameter.grad if changed is None else changed
         for parameter, kept in self._kept.items():
             grad = parameter.grad
             parameter.grad = kept if grad is None else grad + kept
@@ -413,14 +417,6 @@ class LoopStep:
                 )
             self._hooks.setdefault(parameter, []).append(hooks)  # a handle's `remove` edits it
             parameter._backward_hooks = None  # pyright: ignore[reportPrivateUsage]
-
-    def _call_hooks(self) -> None:
-        """Call the hooks with the reduced gradients; a returned tensor replaces the gradient."""
-        for parameter, registered in self._hooks.items():
-            for hook in [hook for hooks in registered for hook in hooks.values()]:
-                if parameter.grad is not None:
-                    changed = hook(parameter.grad)
-                    parameter.grad = parameter.grad if changed is None else changed
 
     # step: what follows.
 
