@@ -21,10 +21,12 @@ class Waits:
 
     def __init__(self) -> None:
         self.number = 0
+        self.axes = set[str]()
 
     @contextmanager
-    def __call__(self, _: object) -> Generator[None]:
+    def __call__(self, _: object, axis: str) -> Generator[None]:
         self.number += 1
+        self.axes.add(axis)
         yield
 
     def taken(self) -> int:
@@ -47,6 +49,7 @@ def waits_of_collectives() -> dict[str, int]:
         }.items():  # fmt: skip
             collective(torch.ones(4, 4))
             found[name] = waits.taken()
+            assert waits.axes == {"tp"}
     comm.all_reduce(torch.ones(4), "tp")
     found["afterwards"] = waits.taken()
     return found
@@ -68,6 +71,7 @@ def waits_of_layers() -> tuple[int, int]:
         loss = model(torch.ones(2, 4)).sum()
         forward = waits.taken()
         loss.backward()
+        assert waits.axes == {"fsdp"}
         return forward, waits.taken()
 
 

@@ -386,12 +386,12 @@ class Ranks(Comm):
         is_spent: bool = False,
     ) -> Pending:  # fmt: skip
         refuse_in_fork(op)
-        name, engine = f"{op} {axis}", self._engines[axis]
+        engine = self._engines[axis]
         if op in ("send", "recv"):
             engine, option = self._message_engine(axis, option, is_send=op == "send")
-        with named(name):
+        with named(f"{op} {axis}"):
             work = engine.begin(op, out, given, option, is_spent=is_spent)
-            return Pending(out, work, name=name)
+            return Pending(out, work, op=op, axis=axis)
 
     def _message_engine(self, axis: str, peer: int, *, is_send: bool) -> tuple[CommEngine, int]:
         """Return the engine for a message to or from coordinate `peer`, and the peer's group rank.

@@ -52,6 +52,7 @@ class ShardGather(AllGather):
         with named("all_gather fsdp"):
             work = self._engine.begin("all_gather", output_tensor, input_tensor, is_spent=True)
         assert isinstance(work, Transfer)
+        work.axis = self._engine.axis
         if async_op:
             self.transfer = work
             return work
@@ -145,6 +146,7 @@ class ShardReduction(ReduceScatter):
         with named("reduce_scatter fsdp"):
             work = self._engine.begin("reduce_scatter", output_tensor, input_tensor, is_spent=True)
         assert isinstance(work, Transfer)
+        work.axis = self._engine.axis
         if async_op:
             return work
         if self._is_read_at_once():

@@ -69,13 +69,15 @@ class JobMesh:
         set_timeout(job_timeout().total_seconds())
         for axis, group in self.groups.items():
             connect(group, fully=axis != "dp")
-        self.engines = {axis: self._engine(group) for axis, group in self.groups.items()}
+        self.engines = {axis: self._engine(axis, group) for axis, group in self.groups.items()}
 
-    def _engine(self, group: dist.ProcessGroup) -> CommEngine:
+    def _engine(self, axis: str, group: dist.ProcessGroup) -> CommEngine:
         shared = None
         if self._shares_memory and dist.get_backend(group) == "gloo":
             shared = same_host.connect(group, lambda: job_timeout().total_seconds())
-        return shared or ProcessGroupEngine(group)
+        engine = shared or ProcessGroupEngine(group)
+        engine.axis = axis
+        return engine
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ class JobMesh:
                     group = _split_job(ranks, mesh.device_type)
                 assert group is not None, "every rank is on every axis of its mesh"
                 connect(group, fully=False)
-                self._apart[axis] = self._engine(group)
+                self._apart[axis] = self._engine(axis, group)
         return {axis: self._apart[axis] for axis in axes}
 
 

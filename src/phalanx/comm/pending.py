@@ -20,11 +20,12 @@ class Pending:
         tensor: Tensor,
         work: dist.Work | None = None,
         begin: Callable[[], Pending] | None = None,
-        name: str = "",
+        op: str = "",
+        axis: str = "world",
     ) -> None:
-        """Make `wait` wait for `work`, or for what `begin` then starts; `name` labels traces."""
+        """Make `wait` wait for `work`, or for what `begin` then starts; `op` labels traces."""
         self._tensor = tensor
-        self._name = name
+        self._op, self._axis = op, axis
         self._work = work
         self._begin = begin
 
@@ -34,12 +35,12 @@ class Pending:
             begin, self._begin = self._begin, None
             begin().wait()
         if self._work is not None:
-            with named(f"wait {self._name}"):
+            with named(f"wait {self._op} {self._axis}"):
                 if isinstance(self._work, Transfer):  # its `wait` notifies listeners itself
-                    self._work.tensor = self._tensor
+                    self._work.tensor, self._work.axis = self._tensor, self._axis
                     self._work.wait()
                 else:
-                    with waiting(self._tensor):
+                    with waiting(self._tensor, self._axis):
                         self._work.wait()
             self._work = None
         return self._tensor

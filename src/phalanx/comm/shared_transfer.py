@@ -80,7 +80,7 @@ class SharedTransfer(Transfer):
             CollectiveMismatch: a rank has called another collective.
         """
         if not self.is_waited_for:
-            with trace_named("wait shared memory"), waiting(self.tensor):
+            with trace_named("wait shared memory"), waiting(self.tensor, self.axis):
                 begun_s = time.monotonic()
                 while (need := self.advance()) is not None:
                     # While this rank sleeps for one collective, a peer may wait for a later one of

@@ -25,10 +25,12 @@ class CommEngine(ABC):
 
     Attributes:
         group: process group of torch with the group's ranks.
+        axis: name of the mesh axis whose collectives it runs.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.axis = "world"
 
     @abstractmethod
     def begin(
@@ -66,6 +68,7 @@ class Transfer(dist.Work):
     Attributes:
         is_waited_for: whether `wait` has returned.
         tensor: output, passed to listeners of waits; None if unknown.
+        axis: mesh axis of its ranks, passed to listeners of waits.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Transfer(dist.Work):
         super().__init__()
         self.is_waited_for = False
         self.tensor: Tensor | None = None
+        self.axis = "world"
         self._works = list(works)
         self._complete = complete
 
@@ -88,7 +92,7 @@ class Transfer(dist.Work):
         """Wait until the output is complete; the timeout is the job's, not the argument."""
         works, self._works = self._works, []
         if works:
-            with named("wait exchange"), waiting(self.tensor):
+            with named("wait exchange"), waiting(self.tensor, self.axis):
                 for work in works:
                     assert work is not None  # None is for ranks outside the group
                     work.wait()

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torch import Tensor  # heartbeats start before torch is imported
 
-    Listener = Callable[[Tensor | None], AbstractContextManager[None]]
-    # Awaited tensor, or None if unknown -> context that is entered for the time of the wait.
+    Listener = Callable[[Tensor | None, str], AbstractContextManager[None]]
+    # Awaited tensor, or None if unknown; axis -> context that is entered for the time of the wait.
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def around_waits(listener: Listener) -> Generator[None]:
 
 
 @contextmanager
-def waiting(tensor: Tensor | None = None) -> Generator[None]:
-    """Enter every listener's context around a blocking wait for other ranks."""
+def waiting(tensor: Tensor | None = None, axis: str = "world") -> Generator[None]:
+    """Enter every listener's context around a blocking wait for other ranks of a mesh axis."""
     with ExitStack() as stack:
         stack.enter_context(declared(is_limited=True))
         for listener in _LISTENERS.get():
-            stack.enter_context(listener(tensor))
+            stack.enter_context(listener(tensor, axis))
         yield

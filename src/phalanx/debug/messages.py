@@ -79,7 +79,7 @@ class Messages:
             )
 
     @contextmanager
-    def wait_for(self, tensor: torch.Tensor | None) -> Generator[None]:
+    def wait_for(self, tensor: torch.Tensor | None, _: str) -> Generator[None]:
         """Wait until the message for `tensor` is sent, before the block waits for its receive."""
         address = None if tensor is None or not tensor.numel() else tensor.data_ptr()
         if address in self._receiving:

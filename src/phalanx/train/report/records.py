@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -100,8 +100,12 @@ class Records:
             self.session.step.watched(lambda name: self.timer.phase(TERMS[name]))
         )
         if self.session.comm.device.type == "cpu":  # on a GPU the stream waits, not this thread
-            self._watching.enter_context(around_waits(lambda _: self.timer.phase("communication")))
+            self._watching.enter_context(around_waits(self._while_waiting))
         return self
+
+    def _while_waiting(self, _: torch.Tensor | None, axis: str) -> AbstractContextManager[None]:
+        del axis
+        return self.timer.phase("communication")
 
     def __exit__(self, *_: object) -> None:
         self._watching.close()
