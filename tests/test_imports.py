@@ -32,7 +32,7 @@ ROWS = [
     ["hugging_face"],
     ["infer"],
     ["train"],
-    ["bench"],
+    ["bench", "review"],
     ["verify"],
     ["script", "show"],
     ["cli"],
