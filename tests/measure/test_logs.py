@@ -1,14 +1,9 @@
-import errno
 import io
 import json
 import math
-import os
-import threading
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from phalanx.errors import CheckpointError, ConfigError, TrainingError
 from phalanx.measure import logs
@@ -101,21 +96,6 @@ def test_going_on_appends(tmp_path: Path) -> None:
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
 
-def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
-    console, _ = plain_console()
-    with RunLog(tmp_path, console, 2) as log:
-        log.step(record(1))
-        log.step(record(2, loss=2.0, mfu=None))
-        log.evaluation(2, 2.25, {"bits_per_byte": 1.5})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("train/loss")] == [2.5, 2.0]
-    assert [event.step for event in events.Scalars("train/mfu")] == [1]
-    assert events.Scalars("time/backward_s")[0].value == 0.375
-    assert events.Scalars("train/tokens_per_s")[0].value == pytest.approx(12345.6)
-    assert events.Scalars("validation/loss")[0].value == 2.25
-
-
 def test_plain_lines_come_first_last_and_by_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     console, text = plain_console()
     display = LiveDisplay(console, total_steps=100)
@@ -181,25 +161,6 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path, monkeypatch: pytest.Mo
         with RunLog(tmp_path, console, 1) as log:
             log.note("environment", {})
     assert raised.value.exit_code == 2
-
-
-def test_a_disk_that_fills_up_under_the_curves_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """TensorBoard writes in a thread of its own, which ends where the disk is full."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    console, _ = plain_console()
-    before = threading.excepthook
-    words = f"cannot write {tmp_path / 'tensorboard'}: No space left on device"
-    with pytest.raises(TrainingError, match=words), RunLog(tmp_path, console, 1) as log:
-        monkeypatch.setattr(RecordWriter, "write", full)
-        while True:
-            log.evaluation(1, 2.0, {"bits_per_byte": 1.0})
-    assert capsys.readouterr().err == ""
-    assert threading.excepthook is before
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

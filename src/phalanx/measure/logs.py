@@ -1,23 +1,26 @@
-"""Logs of a run: metrics.jsonl, TensorBoard scalars and the console, all from the same values.
+"""Logs of a run: metrics.jsonl, trackers and the console, all from the same values.
 
 One process writes the logs of the whole run. `metrics.jsonl` is flushed at every line, so that a
 run that stops early keeps all its records; a resumed run appends to the same file.
+
+    write error of metrics.jsonl    ends the run: its records are gone
+    exception of a tracker          ends the tracker, in one line: metrics.jsonl has the records
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import CheckpointError, TrainingError
+from phalanx.errors import TrainingError
 from phalanx.measure.timer import StepTimes
+from phalanx.measure.trackers import FunctionTracker, TensorBoard, Tracker, has_tensorboard
 from phalanx.report.output import OTHER_FOLDER, json_text, values_of, writing
 from phalanx.report.terminal import Progress, Terminal
 from phalanx.report.units import percent
@@ -83,33 +86,24 @@ class RunLog:
         folder: Path,
         terminal: Terminal,
         total_steps: int,
-        log: Callable[[str, Mapping[str, Any]], object] | None = None,
+        functions: Sequence[Callable[[str, Mapping[str, Any]], object]] = (),
     ) -> None:
         """Open the log files; create the run's folder if it does not exist.
 
-        `log` is also called with the kind and the values of each record.
+        Each of `functions` is also called with the kind and the values of each record.
 
         Raises:
             ConfigError: the folder cannot be written.
             CheckpointError: a record would be written through a link to a place outside `folder`.
         """
         self.folder = folder
-        self._log = log
+        self._trackers: list[Tracker] = [FunctionTracker(function) for function in functions]
         with writing(folder, OTHER_FOLDER):
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / "tensorboard").is_symlink():
-                raise CheckpointError(
-                    f"{folder / 'tensorboard'} is a link, but records are written only to the "
-                    "run's own folder; move the link away, or give another folder"
-                )
-            (folder / "tensorboard").mkdir(exist_ok=True)
+            if has_tensorboard():
+                self._trackers.append(TensorBoard(folder))
             self._file = open_to_append(folder / METRICS_FILE)
             _cut_half_line(folder / METRICS_FILE)
-        # Imported here because it takes a second, which ranks that write no logs need not spend.
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
-        self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
         self.display = LiveDisplay(terminal, total_steps)
 
     def step(self, record: StepRecord) -> None:
@@ -119,24 +113,21 @@ class RunLog:
         terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
         terms_s["wall_s"] = record.times.wall_s
         self.note("step", values | terms_s)
-        for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
-            if values[name] is not None:
-                self._add_scalar(f"train/{name}", values[name], record.step)
-        for name, seconds in terms_s.items():
-            self._add_scalar(f"time/{name}", seconds, record.step)
         self.display.step(record)
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Write and display the validation loss after `step`, and further metrics."""
         values = {"loss": loss, **metrics}
         self.note("evaluation", {"step": step, **values})
-        for name, value in values.items():
-            self._add_scalar(f"validation/{name}", value, step)
         words = [f"loss {loss:.4f}"]
         for name, value in metrics.items():
             is_unit = name == "bits_per_byte"
             words.append(f"{value:.4f} bits per byte" if is_unit else f"{name} {value:.4f}")
         self.display.terminal.say(f"validation after step {step}: {', '.join(words)}")
+
+    def ranks(self, record: Mapping[str, object]) -> None:
+        """Write the times of all ranks in a window of steps, see measure/trackers.py."""
+        self.note("ranks", record)
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
         """Write any record, such as the environment or the summary, as one line of JSON.
@@ -154,37 +145,31 @@ class RunLog:
             self._file.write(json_text(line) + "\n")
             self._file.flush()
         except OSError as error:
-            raise self._unwritten(METRICS_FILE, error) from error
-        if self._log is not None:
-            self._log(kind, values_of(values))
-
-    def _add_scalar(self, curve: str, value: float, step: int) -> None:
-        """Add a point to a TensorBoard scalar."""
-        try:
-            self._writer.add_scalar(curve, value, step)
-        except OSError as error:
-            raise self._unwritten("tensorboard", error) from error
-
-    def _unwritten(self, name: str, error: OSError) -> TrainingError:
-        unwritten = TrainingError(f"cannot write {self.folder / name}: {error.strerror}")
-        unwritten.exit_code = 2  # as when a checkpoint does not fit on a full disk
-        return unwritten
-
-    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """Print no traceback for TensorBoard's writer thread: the next point raises its error."""
-        is_its = type(args.thread).__module__.startswith("tensorboard.")
-        if not (is_its and isinstance(args.exc_value, OSError)):
-            self._hook_before(args)
+            name = self.folder / METRICS_FILE
+            unwritten = TrainingError(f"cannot write {name}: {error.strerror}")
+            unwritten.exit_code = 2  # as when a checkpoint does not fit on a full disk
+            raise unwritten from error
+        for tracker in [*self._trackers]:
+            try:
+                tracker.record(kind, values_of(values))
+            except Exception as error:
+                self._trackers.remove(tracker)
+                with suppress(Exception):
+                    tracker.close()
+                self.display.terminal.say(
+                    f"{tracker.name} gets no more records, because it raised "
+                    f"{type(error).__name__}: {error}; {METRICS_FILE} gets all",
+                    "yellow",
+                )
 
     def close(self) -> None:
         """Flush and close the files and end the display."""
         self.display.close()
         with suppress(OSError):  # each line was flushed, and raised its own write error
             self._file.close()
-        with suppress(OSError):
-            if self.folder.is_dir():  # else TensorBoard's thread would print a traceback
-                self._writer.close()
-        threading.excepthook = self._hook_before
+        for tracker in self._trackers:
+            with suppress(Exception):  # it may have failed since its last record
+                tracker.close()
 
     def __enter__(self) -> RunLog:
         return self

@@ -1,0 +1,194 @@
+"""Trackers of a run: TensorBoard, and a user's function. Each receives every record of rank 0.
+
+kind of a record       curves of TensorBoard
+config                 the settings, as hyperparameters
+step, evaluation       train/loss, time/backward_s, validation/loss, ...
+ranks                  time_ranks/TERM_min, _median and _max over ranks, exposed/AXIS
+memory                 memory/KIND at the largest peak of a rank, and a picture of each stage
+summary                sent/AXIS in bytes, predicted/NAME and measured/NAME
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from typing_extensions import override
+
+from phalanx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+Values = Mapping[str, Any]
+"""The values of a record as plain JSON types, see report/output.py."""
+
+FINAL: Final = ("train/loss", "train/tokens_per_s", "train/mfu", "validation/loss")
+"""Curves whose last values TensorBoard shows beside the hyperparameters."""
+
+
+class Tracker(ABC):
+    """A receiver of the records of a run on rank 0.
+
+    Attributes:
+        name: name of the tracker in messages.
+    """
+
+    name: str
+
+    @abstractmethod
+    def record(self, kind: str, values: Values) -> None:
+        """Receive a record; after an exception the tracker gets no more records."""
+
+    def close(self) -> None:
+        """Write what is not written yet; nothing follows."""
+        return
+
+
+class FunctionTracker(Tracker):
+    """A user's function, called with the kind and the values of each record."""
+
+    def __init__(self, function: Callable[[str, Values], object]) -> None:
+        self._function = function
+        self.name = getattr(function, "__qualname__", type(function).__name__)
+
+    @override
+    def record(self, kind: str, values: Values) -> None:
+        self._function(kind, values)
+
+
+def has_tensorboard() -> bool:
+    """Return whether TensorBoard is installed (extra `tensorboard`)."""
+    return find_spec("tensorboard") is not None
+
+
+class TensorBoard(Tracker):
+    """Curves, hyperparameters and pictures in the folder `tensorboard` of a run."""
+
+    name = "TensorBoard"
+
+    def __init__(self, run: Path) -> None:
+        """Make the folder; the first record opens its file.
+
+        Raises:
+            CheckpointError: the folder is a link.
+            OSError: the folder cannot be made.
+        """
+        self._run, folder = run, run / "tensorboard"
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder} is a link, but records are written only to the run's own folder; move "
+                "the link away, or give another folder"
+            )
+        folder.mkdir(exist_ok=True)
+        self._session_end = self._hook_before = cast(Any, None)
+
+    @cached_property
+    def _writer(self) -> SummaryWriter:
+        # Imported here because it takes a second, which ranks that write no records need not spend.
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
+        return SummaryWriter(str(self._run / "tensorboard"), flush_secs=10)
+
+    @override
+    def record(self, kind: str, values: Values) -> None:
+        match kind:
+            case "config":
+                self._add_settings(values)
+            case "step":
+                for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
+                    self._add(f"train/{name}", number(values, name), values["step"])
+                for name in values:
+                    if name.endswith("_s") and name != "tokens_per_s":
+                        self._add(f"time/{name}", number(values, name), values["step"])
+            case "evaluation":
+                for name in values:
+                    if name != "step" and not name.endswith("_text"):
+                        self._add(f"validation/{name}", number(values, name), values["step"])
+            case "ranks":
+                for term, spread in values["spread"].items():
+                    for step, of_step in zip(values["steps"], spread, strict=True):
+                        for name, value in zip(("min", "median", "max"), of_step, strict=True):
+                            self._add(f"time_ranks/{term}_{name}", value, step)
+                for axis, by_rank in values.get("exposed", {}).items():
+                    self._add(f"exposed/{axis}", statistics.fmean(by_rank), values["steps"][-1])
+            case "summary":
+                for curve, value in _of_summary(values):
+                    self._add(curve, value, values["steps_done"])
+                if self._session_end is not None:
+                    self._add_parts(self._session_end)
+            case _:
+                pass
+
+    def _add(self, curve: str, value: float | None, step: int) -> None:
+        if value is not None:
+            self._writer.add_scalar(curve, value, step)
+
+    def _add_settings(self, settings: Values) -> None:
+        """Write the settings now, so that a run that is killed has them too."""
+        from torch.utils.tensorboard.summary import hparams
+
+        # torch's `add_hparams` would open a second run beside this one.
+        metrics = dict.fromkeys(FINAL, 0.0)
+        parts = hparams(dict(_flat(settings)), metrics)
+        *begin, self._session_end = cast("tuple[Any, Any, Any]", parts)
+        self._add_parts(*begin)
+
+    def _add_parts(self, *parts: Any) -> None:
+        file: Any = self._writer.file_writer
+        for part in parts:
+            file.add_summary(part)
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        """Print no traceback for TensorBoard's writer thread: the next point raises its error."""
+        is_its = type(args.thread).__module__.startswith("tensorboard.")
+        if not (is_its and isinstance(args.exc_value, OSError)):
+            self._hook_before(args)
+
+    @override
+    def close(self) -> None:
+        with suppress(OSError):
+            # If the folder were gone, TensorBoard's thread would print a traceback.
+            if "_writer" in vars(self) and self._run.is_dir():
+                self._writer.close()
+        if self._hook_before is not None:
+            threading.excepthook = self._hook_before
+
+
+def number(values: Values, name: str) -> float | None:
+    """Return a value of a record, which JSON has as text if the value is not finite."""
+    text = values.get(f"{name}_text")
+    return values[name] if text is None else float(text)
+
+
+def _flat(settings: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting by its dotted name; unset values and lists as text."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(cast("Values", value), f"{prefix}{name}.")
+        else:
+            is_plain = isinstance(value, (bool, int, float, str))
+            yield f"{prefix}{name}", value if is_plain else str(value)
+
+
+def _of_summary(summary: Values) -> Iterator[tuple[str, float]]:
+    """Yield the curves of a summary, a point each."""
+    sent = Counter[str]()
+    for entry in summary.get("sent") or ():
+        sent[entry["axis"]] += entry["sent_bytes"]
+    for axis, num_bytes in sent.items():
+        yield f"sent/{axis}", num_bytes
+    predicted: Values = summary.get("predicted") or {}
+    for group, unit in (("time_s", "s"), ("bytes", "bytes")):
+        for name, forecast in predicted.get(group, {}).items():
+            yield f"predicted/{name}_{unit}", forecast["predicted"]
+            yield f"measured/{name}_{unit}", forecast["measured"]
