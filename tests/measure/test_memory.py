@@ -1,9 +1,13 @@
 """The memory account: byte by byte on small modules, against the allocator, and beside the plan."""
 
+import itertools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -12,7 +16,14 @@ from phalanx.comm import exchange
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
-from phalanx.measure.memory import KINDS, MemoryAccount, MemoryLedger
+from phalanx.measure.memory import (
+    CURVE_POINTS,
+    KINDS,
+    MemoryAccount,
+    MemoryCurve,
+    MemoryLedger,
+    points_to_keep,
+)
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
@@ -56,17 +67,17 @@ INNER = 4 * 8 * 2000  # the bytes between the two layers
 
 
 @pytest.fixture(scope="module")
-def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount]:
-    """Accounts of forward alone, and of a whole step, the second of the model."""
+def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount, MemoryCurve]:
+    """Accounts of forward alone, and of a whole step, the second of the model, with its curve."""
     model, x = TwoLayers(), torch.randn(8, 1000)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-    def step(ledger: MemoryLedger | None) -> MemoryAccount | None:
+    def step(ledger: MemoryLedger | None) -> None:
         optimizer.zero_grad(set_to_none=True)
         if ledger is None:
             model(x).backward()
             optimizer.step()
-            return None
+            return
         with ledger:
             with ledger.phase("forward"):
                 loss = model(x)
@@ -74,7 +85,6 @@ def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount]:
                 loss.backward()
             with ledger.phase("optimizer"):
                 optimizer.step()
-        return ledger.account()
 
     step(None)
     optimizer.zero_grad(set_to_none=True)
@@ -85,13 +95,15 @@ def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount]:
             kept = run()
         parts[name] = ledger.account()
         del kept
-    whole = step(MemoryLedger(model, optimizer, "cpu"))
-    assert whole is not None
-    return parts, whole
+    step(whole := MemoryLedger(model, optimizer, "cpu"))
+    return parts, whole.account(), whole.curve()
 
 
-def test_forward_by_hand(two_layers: tuple[dict[str, MemoryAccount], MemoryAccount]) -> None:
-    parts, _ = two_layers
+Layers = tuple[dict[str, MemoryAccount], MemoryAccount, MemoryCurve]
+
+
+def test_forward_by_hand(two_layers: Layers) -> None:
+    parts, _, _ = two_layers
     for account in parts.values():
         # While relu runs, what it reads and what it makes.
         assert account.at_most["activations"] == 2 * INNER
@@ -103,8 +115,8 @@ def test_forward_by_hand(two_layers: tuple[dict[str, MemoryAccount], MemoryAccou
     assert parts["no grad"].at_end["activations"] == 4
 
 
-def test_a_step_by_hand(two_layers: tuple[dict[str, MemoryAccount], MemoryAccount]) -> None:
-    _, whole = two_layers
+def test_a_step_by_hand(two_layers: Layers) -> None:
+    _, whole, _ = two_layers
     held = {"parameters": A + B, "optimizer": 2 * (A + B) + 2 * 4, "other": X}
     assert {kind: whole.at_most[kind] for kind in held} == held
     assert whole.at_most["gradients"] == A + B
@@ -118,11 +130,47 @@ def test_a_step_by_hand(two_layers: tuple[dict[str, MemoryAccount], MemoryAccoun
 
 
 def test_the_peak_is_not_the_sum_of_what_each_kind_has_at_most(
-    two_layers: tuple[dict[str, MemoryAccount], MemoryAccount],
+    two_layers: Layers,
 ) -> None:
-    _, whole = two_layers
+    _, whole, _ = two_layers
     assert whole.peak_bytes < sum(whole.at_most.values())
     assert all(whole.at_peak[kind] <= whole.at_most[kind] for kind in KINDS)
+
+
+def test_the_curve_has_the_account_at_its_peak_and_at_its_end(two_layers: Layers) -> None:
+    _, whole, curve = two_layers
+    assert {kind: of[curve.peak] for kind, of in curve.bytes.items()} == whole.at_peak
+    assert {kind: of[-1] for kind, of in curve.bytes.items()} == whole.at_end
+    assert {kind: max(of) for kind, of in curve.bytes.items()} == whole.at_most
+    assert curve.phase[0] == "before" and curve.phase[curve.peak] == whole.peak_phase
+    assert list(dict.fromkeys(curve.phase)) == ["before", "forward", "backward", "after"]
+    assert curve.at_s[0] == 0 and curve.at_s == sorted(curve.at_s)
+    sample = curve.samples()[curve.peak]
+    assert sample.counter == "memory" and sample.values == whole.at_peak
+    assert sample.at_s == curve.begin_s + curve.at_s[curve.peak]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from([12, CURVE_POINTS]))
+def test_the_kept_points_have_every_maximum_and_are_close_elsewhere(
+    seed: int, num_points: int, most: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    at_s = draw.exponential(size=num_points).cumsum() * draw.integers(0, 2, num_points).cumsum()
+    held = draw.integers(0, 1000, (num_points, len(KINDS)))
+    kept = points_to_keep(at_s, held, most)
+    assert kept == sorted(set(kept)) and len(kept) <= min(most, num_points)
+    assert kept[0] == 0 and kept[-1] == num_points - 1
+    total = held.sum(1)
+    assert int(total.argmax()) in kept
+    assert held[kept].max(0).tolist() == held.max(0).tolist()
+    if most == CURVE_POINTS:  # the extremes of each hundredth of the step
+        ends = np.linspace(at_s[0], at_s[-1], 101)
+        for begin, end in itertools.pairwise(ends):
+            inside = (at_s >= begin) & (at_s < end)
+            near = (at_s[kept] >= begin - at_s[-1] / 50) & (at_s[kept] <= end + at_s[-1] / 50)
+            if inside.any():
+                assert total[kept][near].max() >= total[inside].max()
+                assert total[kept][near].min() <= total[inside].min()
 
 
 def test_storages_are_counted_once_and_resizes_are_seen() -> None:

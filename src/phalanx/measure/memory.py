@@ -31,7 +31,8 @@ of events. The account adds the events up afterwards, when every span has its ki
     account    40  56  16  ...            bytes of each kind after each event; its maximum: the peak
 
 A storage whose kind changes during its life, such as FSDP2's flat buffer once the parameters have
-been copied out of it, ends one span and begins the next.
+been copied out of it, ends one span and begins the next. Each event also has its time and phase, so
+that the account is the maximum of a `MemoryCurve`.
 
 Not recorded: workspace inside a kernel, memory of libraries (gloo, NCCL, oneDNN), memory that the
 allocator caches, and allocations of compiled code. A compiled run therefore has no account.
@@ -39,13 +40,17 @@ allocator caches, and allocations of compiled code. A compiled run therefore has
 
 from __future__ import annotations
 
+import itertools
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -53,6 +58,7 @@ from typing_extensions import override
 
 from phalanx.comm.calls import Call
 from phalanx.comm.watch import Watch
+from phalanx.measure.spans import CounterSample
 
 Kind = Literal[
     "parameters",
@@ -70,6 +76,9 @@ _PASSING: tuple[Kind, ...] = ("cast", "communication", "activations")
 
 _COMPUTING = ("forward", "backward")
 """Phases in which a storage without any other kind is an activation."""
+
+CURVE_POINTS = 200
+"""Most points of a curve; a step has up to a million events."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,74 @@ class MemoryAccount:
     def peak_bytes(self) -> int:
         """Bytes of all kinds at the peak."""
         return sum(self.at_peak.values())
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes of each kind on one rank over a step; a point holds from its time to the next's.
+
+    Attributes:
+        begin_s: begin of the step on the clock of measure/spans.py.
+        at_s: time of each point, from the begin of the step.
+        phase: phase of the step at each point; "before" at the first, "after" at the last.
+        bytes: kind -> bytes at each point.
+        peak: index of the point with the largest total.
+    """
+
+    begin_s: float
+    at_s: list[float]
+    phase: list[str]
+    bytes: dict[Kind, list[int]]
+    peak: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values of the record `memory`, without the planner's."""
+        curve = {"at_s": self.at_s, "phase": self.phase, "bytes": self.bytes}
+        return {"curve": curve, "peak": self.peak}
+
+    def samples(self) -> list[CounterSample]:
+        """Return the points as samples of the counter "memory" of a profiled step."""
+        rows = zip(*self.bytes.values(), strict=True)
+        return [
+            CounterSample(self.begin_s + at_s, "memory", dict(zip(self.bytes, row, strict=True)))
+            for at_s, row in zip(self.at_s, rows, strict=True)
+        ]
+
+
+def points_to_keep(
+    at_s: NDArray[np.float64], held: NDArray[np.int64], most: int = CURVE_POINTS
+) -> list[int]:
+    """Return the indices of at most `most` points that a picture of the curve needs, in order.
+
+    These are the first and the last point, the peak of the total and the first maximum of each
+    kind, and the largest and the smallest total within each of equal intervals of time.
+
+    Args:
+        at_s: time of each point, not decreasing; [points].
+        held: bytes of each kind at each point; [points, kinds].
+        most: largest number of points; at least 3 + kinds.
+    """
+    num_points, total = len(at_s), held.sum(1)
+    if num_points <= most:
+        return list(range(num_points))
+    kept = {0, num_points - 1, int(total.argmax()), *held.argmax(0).tolist()}
+    num_intervals = (most - len(kept)) // 2
+    ends = np.linspace(at_s[0], at_s[-1], num_intervals + 1)[1:-1]
+    bounds = [0, *np.searchsorted(at_s, ends).tolist(), num_points]
+    for begin, end in itertools.pairwise(bounds):
+        if begin < end:
+            of = total[begin:end]
+            kept |= {begin + int(of.argmax()), begin + int(of.argmin())}
+    return sorted(kept)
+
+
+class _Event(NamedTuple):
+    """The begin (`sign` 1) or end (-1) of a span: [Note: Spans]."""
+
+    span: _Span
+    sign: int
+    at_s: float
+    phase: str
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +207,8 @@ class MemoryLedger(Watch):
         self._open = ExitStack()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Span]] = {}
         self._before: list[_Span] = []
-        self._events: list[tuple[_Span, int]] = []
+        self._begin_s = self._end_s = 0.0
+        self._events: list[_Event] = []
         self._reduced: list[_Span] = []
         self._allocated_bytes: int | None = None
         self._in_call = False
@@ -146,11 +224,13 @@ class MemoryLedger(Watch):
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._open.enter_context(_watch_resizes(self._on_resize))
+        self._begin_s = time.perf_counter()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._end_s = time.perf_counter()
         self._open.close()
         if self._device.type == "cuda":
             self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -169,21 +249,53 @@ class MemoryLedger(Watch):
 
     def account(self) -> MemoryAccount:
         """Return the account of the step; call it after the step."""
-        now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        held = self._held()
+        peak = int(held.sum(1).argmax())
+        passing = held[1:, [KINDS.index(kind) for kind in _PASSING]].sum(1)
+
+        def by_kind(row: NDArray[np.int64]) -> dict[Kind, int]:
+            return dict(zip(KINDS, row.tolist(), strict=True))
+
+        return MemoryAccount(
+            at_peak=by_kind(held[peak]),
+            at_most=by_kind(held.max(0)),
+            at_end=by_kind(held[-1]),
+            peak_phase=self._events[peak - 1].phase if peak else "before",
+            allocated_bytes=self._allocated_bytes,
+            passing_bytes=int(passing.max(initial=0)),
+        )
+
+    def curve(self) -> MemoryCurve:
+        """Return the curve of the step, of at most CURVE_POINTS; call it after the step."""
+        held, begin_s = self._held(), self._begin_s
+        held = np.concatenate([held, held[-1:]])
+        at_s = [begin_s, *(event.at_s for event in self._events), self._end_s]
+        phases = ["before", *(event.phase for event in self._events), "after"]
+        times_s = np.maximum.accumulate(at_s) - begin_s  # threads may end spans out of order
+        kept = points_to_keep(times_s, held)
+        return MemoryCurve(
+            begin_s=begin_s,
+            at_s=times_s[kept].round(7).tolist(),
+            phase=[phases[index] for index in kept],
+            bytes={kind: held[kept, at].tolist() for at, kind in enumerate(KINDS)},
+            peak=int(held[kept].sum(1).argmax()),
+        )
+
+    def _held(self) -> NDArray[np.int64]:
+        """Return the bytes of each kind before the first event and after each; [1 + events, kinds].
+
+        The first maximum of their sum is the peak.
+        """
+        changes = np.zeros((1 + len(self._events), len(KINDS)), np.int64)
         for span in self._before:
-            now[span.final_kind()] += span.num_bytes
-        total = peak = sum(now.values())
-        passing = 0
-        at_peak, at_most, peak_phase = dict(now), dict(now), "before"
-        for span, sign in self._events:
-            kind = span.final_kind()
-            now[kind] += sign * span.num_bytes
-            total += sign * span.num_bytes
-            at_most[kind] = max(at_most[kind], now[kind])
-            passing = max(passing, sum(now[each] for each in _PASSING))
-            if total > peak:
-                peak, at_peak, peak_phase = total, dict(now), span.phase
-        return MemoryAccount(at_peak, at_most, now, peak_phase, self._allocated_bytes, passing)
+            changes[0, KINDS.index(span.final_kind())] += span.num_bytes
+        for row, event in enumerate(self._events, 1):
+            span = event.span
+            changes[row, KINDS.index(span.final_kind())] = event.sign * span.num_bytes
+        return changes.cumsum(0)
+
+    def _record(self, span: _Span, sign: int) -> None:
+        self._events.append(_Event(span, sign, time.perf_counter(), self.phase_name))
 
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; record the storages that it reads and allocates."""
@@ -280,7 +392,7 @@ class MemoryLedger(Watch):
         """Record the storage of an operator's result; an unrecorded one is new."""
         storage = _storage(tensor)
         if id(storage) not in self._live and self._is_counted(storage):
-            self._events.append((self._begin(storage, None, self.phase_name), 1))
+            self._record(self._begin(storage, None, self.phase_name), 1)
 
     def _is_counted(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == self._device.type and storage.nbytes() > 0
@@ -301,7 +413,7 @@ class MemoryLedger(Watch):
 
     def _end(self, span: _Span) -> None:
         span.is_live = False
-        self._events.append((span, -1))
+        self._record(span, -1)
 
     def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Record a storage that is about to be resized, as FSDP2 does for a gather."""
@@ -314,7 +426,7 @@ class MemoryLedger(Watch):
         if num_bytes > 0 and storage.device.type == self._device.type:
             span = self._begin(storage, "communication", self.phase_name)
             span.num_bytes = num_bytes
-            self._events.append((span, 1))
+            self._record(span, 1)
 
     def _change(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Change the kind of a storage from now on: end its span and begin another."""
@@ -324,7 +436,7 @@ class MemoryLedger(Watch):
             self._end(span)
             changed = _Span(span.num_bytes, kind, self.phase_name)
             self._live[key] = (reference, changed)
-            self._events.append((changed, 1))
+            self._record(changed, 1)
 
     def _set_kind(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Set the kind of a storage's whole span, unless it is a parameter."""
