@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from phalanx.errors import CheckpointError, TrainingError
+from phalanx.measure.rank_times import RankWindow
 from phalanx.measure.timer import StepTimes
 from phalanx.report.output import OTHER_FOLDER, json_text, values_of, writing
 from phalanx.report.terminal import Progress, Terminal
@@ -118,13 +120,20 @@ class RunLog:
         del values["times"]
         terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
         terms_s["wall_s"] = record.times.wall_s
-        self.note("step", values | terms_s)
+        self.note("step", values | terms_s | {"exposed_s": record.times.exposed_s})
         for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
             if values[name] is not None:
                 self._add_scalar(f"train/{name}", values[name], record.step)
         for name, seconds in terms_s.items():
             self._add_scalar(f"time/{name}", seconds, record.step)
         self.display.step(record)
+
+    def ranks(self, window: RankWindow) -> None:
+        """Write the times of several steps on every rank."""
+        self.note("ranks", vars(window))
+        for name, steps in window.spread.items():  # one point a window: a step logs enough as it is
+            for which, of in zip(("min", "median", "max"), zip(*steps, strict=True), strict=True):
+                self._add_scalar(f"time_ranks/{name}_{which}", median(of), window.steps[-1])
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Write and display the validation loss after `step`, and further metrics."""
