@@ -144,6 +144,33 @@ def test_a_phase_is_cheap() -> None:
     assert time.thread_time() - begin_s < 0.2
 
 
+def test_waits_are_bubble_in_a_schedule_and_exposed_by_axis_elsewhere(clock: Clock) -> None:
+    timer = StepTimer()
+
+    def wait(axis: str, seconds: float) -> None:
+        with timer.wait(axis):
+            clock.sleep(seconds)
+
+    wait("pp", 1)  # the count of tokens, before the schedule
+    with timer.phase("forward"):
+        wait("pp", 2)
+        wait("fsdp", 3)
+    with timer.phase("backward"), timer.phase("communication"):  # the sizes of a message
+        wait("pp", 4)
+    with timer.phase("communication"):
+        clock.sleep(10)
+        wait("dp", 5)
+        wait("pp", 6)  # the loss: other stages still compute
+    with timer.phase("optimizer"):
+        wait("pp", 7)
+    wait("dp", 8)
+    times = timer.end_step()
+    assert times.terms_s["bubble"] == 2 + 4 + 6
+    assert times.exposed_s == {"pp": 1 + 7, "fsdp": 3, "dp": 5 + 8}
+    assert times.terms_s["communication"] == 10 + sum(times.exposed_s.values())
+    assert sum(times.terms_s.values()) == times.wall_s
+
+
 def test_phases_in_another_thread_count_while_the_caller_waits(clock: Clock) -> None:
     # Autograd runs the hooks of a GPU's graph in its own thread, while backward() blocks.
     timer = StepTimer()

@@ -39,7 +39,7 @@ def test_tensorboard_gets_every_record(tmp_path: Path) -> None:
         log.step(record(1, loss=float("inf")))
         log.step(record(2, loss=2.0, mfu=None))
         log.evaluation(2, 2.25, {"bits_per_byte": 1.5})
-        log.ranks(RANKS)
+        log.note("ranks", RANKS)
         sent = [{"axis": "dp", "sent_bytes": 40}, {"axis": "dp", "sent_bytes": 2}]
         predicted = {"time_s": {"step": FORECAST}, "bytes": {"peak": FORECAST}}
         log.note("summary", {"steps_done": 2, "sent": sent, "predicted": predicted})
@@ -49,8 +49,8 @@ def test_tensorboard_gets_every_record(tmp_path: Path) -> None:
     assert points(events, "train/tokens_per_s")[0] == (1, 12345.6)
     assert points(events, "time/backward_s")[0] == (1, 0.375)
     assert points(events, "validation/bits_per_byte") == [(2, 1.5)]
-    assert points(events, "time_ranks/forward_median") == [(1, 0.2), (2, 0.25)]
-    assert points(events, "time_ranks/forward_max") == [(1, 0.4), (2, 0.5)]
+    assert points(events, "time_ranks/forward_median") == [(2, 0.225)]
+    assert points(events, "time_ranks/forward_max") == [(2, 0.45)]
     assert points(events, "exposed/dp") == [(2, 0.02)]
     assert points(events, "sent/dp") == [(2, 42)]
     assert points(events, "predicted/step_s") == [(2, 2.0)]

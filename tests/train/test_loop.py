@@ -17,7 +17,15 @@ from phalanx.report.output import values_of
 from phalanx.train.run import train
 from small_run import losses, records, small_run
 
-TERMS = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", "other_s")
+TERMS = (
+    "data_s",
+    "forward_s",
+    "backward_s",
+    "communication_s",
+    "bubble_s",
+    "optimizer_s",
+    "other_s",
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +72,19 @@ def test_the_terms_of_each_step_sum_to_its_wall_time(
     assert max(shares) <= 1 + 1e-9  # no time is counted twice
     # The wall is read on its own; other work may come between the two readings of a step.
     assert statistics.median(shares) >= 0.98
+
+
+def test_rank_0_records_the_times_of_every_rank(config: TrainConfig, whole: dict[str, Any]) -> None:
+    windows, steps = records(config.out, "ranks"), records(config.out, "step")
+    assert [step for window in windows for step in window["steps"]] == [1, 2, 3, 4, 5, 6]
+    first = [record for window in windows for record in window["by_rank"]["wall"][:1]]
+    assert first[0] == pytest.approx(steps[0]["wall_s"], abs=1e-6) and len(first) == len(windows)
+    for window in windows:
+        assert window["axes"] == {"dp": 2} and len(window["hosts"]) == 2
+        for rank in (0, 1):
+            terms = sum(of[rank] for name, of in window["by_rank"].items() if name != "wall")
+            assert terms == pytest.approx(window["by_rank"]["wall"][rank], rel=0.02)
+    assert windows[-1]["sent"]["dp"][0] == sum(entry["calls"] for entry in whole["sent"])
 
 
 def test_the_summary_counts_the_bytes_of_a_step(whole: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.waits import waiting
 from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")
@@ -76,7 +77,8 @@ def first_object(value: Any) -> Any:
 def _reduce(values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     numbers = torch.tensor(values, device=device)
-    dist.all_reduce(numbers, op)
+    with waiting(numbers):
+        dist.all_reduce(numbers, op)
     return numbers.tolist()
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import TrainingError
+from phalanx.measure.rank_times import RankWindow
 from phalanx.measure.timer import StepTimes
 from phalanx.measure.trackers import FunctionTracker, TensorBoard, Tracker, has_tensorboard
 from phalanx.report.output import OTHER_FOLDER, json_text, values_of, writing
@@ -112,8 +113,12 @@ class RunLog:
         del values["times"]
         terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
         terms_s["wall_s"] = record.times.wall_s
-        self.note("step", values | terms_s)
+        self.note("step", values | terms_s | {"exposed_s": record.times.exposed_s})
         self.display.step(record)
+
+    def ranks(self, window: RankWindow) -> None:
+        """Write the times of several steps on every rank."""
+        self.note("ranks", vars(window))
 
     def evaluation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Write and display the validation loss after `step`, and further metrics."""
@@ -124,10 +129,6 @@ class RunLog:
             is_unit = name == "bits_per_byte"
             words.append(f"{value:.4f} bits per byte" if is_unit else f"{name} {value:.4f}")
         self.display.terminal.say(f"validation after step {step}: {', '.join(words)}")
-
-    def ranks(self, record: Mapping[str, object]) -> None:
-        """Write the times of all ranks in a window of steps, see measure/trackers.py."""
-        self.note("ranks", record)
 
     def note(self, kind: str, values: Mapping[str, object]) -> None:
         """Write any record, such as the environment or the summary, as one line of JSON.

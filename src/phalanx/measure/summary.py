@@ -17,6 +17,7 @@ SUM_TOLERANCE = 0.02
 """Largest relative difference of a step's terms from its separately measured wall time."""
 
 _ADVICE: dict[Term, str] = {
+    "bubble": "use more microbatches, or a schedule with a smaller bubble (docs/strategies.md)",
     "data": "samples are prefetched, so look for a slow disk, or for other work on these cores",
     "optimizer": "use more tokens a step, a fused optimizer, or a sharded one",
     "other": "look for waits for the device, or for other work, between the phases",
@@ -106,11 +107,6 @@ def _communication_advice(sent: Sequence[Entry]) -> str:
         return "most bytes go over fsdp, once a step: give each rank more tokens a step"
     if axis == "dp":
         return "give each rank more tokens a step: a larger microbatch or more accumulation"
-    if axis == "pp":
-        return (
-            "ranks of a pipeline wait for each other: more microbatches, or a schedule with a "
-            "smaller bubble (docs/strategies.md)"
-        )
     return (
         f"most bytes go over {axis}, in proportion to the tokens: use fewer ranks of {axis}, "
         "or a faster link"

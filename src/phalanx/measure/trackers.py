@@ -49,7 +49,7 @@ class Tracker(ABC):
         """Receive a record; after an exception the tracker gets no more records."""
 
     def close(self) -> None:
-        """Write what is not written yet; nothing follows."""
+        """Flush all records; nothing follows."""
         return
 
 
@@ -108,17 +108,19 @@ class TensorBoard(Tracker):
                 for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
                     self._add(f"train/{name}", number(values, name), values["step"])
                 for name in values:
-                    if name.endswith("_s") and name != "tokens_per_s":
+                    if name.endswith("_s") and name not in ("tokens_per_s", "exposed_s"):
                         self._add(f"time/{name}", number(values, name), values["step"])
             case "evaluation":
                 for name in values:
                     if name != "step" and not name.endswith("_text"):
                         self._add(f"validation/{name}", number(values, name), values["step"])
             case "ranks":
-                for term, spread in values["spread"].items():
-                    for step, of_step in zip(values["steps"], spread, strict=True):
-                        for name, value in zip(("min", "median", "max"), of_step, strict=True):
-                            self._add(f"time_ranks/{term}_{name}", value, step)
+                for term, spread in values["spread"].items():  # one point a window
+                    for name, of in zip(
+                        ("min", "median", "max"), zip(*spread, strict=True), strict=True
+                    ):
+                        curve = f"time_ranks/{term}_{name}"
+                        self._add(curve, statistics.median(of), values["steps"][-1])
                 for axis, by_rank in values.get("exposed", {}).items():
                     self._add(f"exposed/{axis}", statistics.fmean(by_rank), values["steps"][-1])
             case "summary":

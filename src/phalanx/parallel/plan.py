@@ -31,6 +31,8 @@ from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.dropout import DropoutSplit, Masks
+from phalanx.parallel.pipeline.cut import chain_flops
+from phalanx.parallel.pipeline.partition import stage_costs
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.split import PipelineSplit
 from phalanx.parallel.recompute import RecomputeSplit
@@ -144,6 +146,16 @@ class Plan(Generic[Model]):
     def cut(self) -> Sequence[range] | None:
         """The links (layers) of the model in each pipeline stage; None without pp."""
         return next((s.chain.cut for s in self._splits if isinstance(s, PipelineSplit)), None)
+
+    @property
+    def stage_flops(self) -> list[float] | None:
+        """FLOPs per token of each pp coordinate; None without pp, or if the model is no decoder."""
+        shape, cut, schedule = self._whole.skeleton.shape, self.cut, self.schedule(1)
+        if shape is None or cut is None or schedule is None:
+            return None
+        of_stages = stage_costs(chain_flops(shape), cut)
+        ranks = range(len(schedule.orders))
+        return [sum(of_stages[stage] for stage in schedule.stages_of(rank)) for rank in ranks]
 
     def schedule(self, num_microbatches: int) -> Schedule | None:
         """Return the pipeline schedule of a step, the actions of each rank; None without pp."""

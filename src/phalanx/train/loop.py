@@ -89,6 +89,12 @@ class Watcher(Protocol):
     def evaluation(self, evaluation: Evaluation | None) -> None:
         """Receive the latest evaluation; None without validation data."""
 
+    def saved(self) -> None:
+        """Note that a checkpoint has begun since the latest step."""
+
+    def gather(self) -> None:
+        """Gather from all ranks what has been recorded since the last call; all ranks call it."""
+
 
 def take_steps(session: Session, records: Watcher) -> int:
     """Take all steps, evaluate and save; return the signal that stopped the loop early, or 0."""
@@ -114,6 +120,8 @@ def take_steps(session: Session, records: Watcher) -> int:
         PULSE.steps_done = done = step.steps_done
         session.saver.poll()
         pace.after_step(can_save=not session.saver.is_writing)
+        if pace.has_compared:
+            records.gather()
         # due after a step       evaluate          save
         # last step, end asked   yes               for good
         # eval_every             unless a signal   if the best so far: until the next save
@@ -129,12 +137,14 @@ def take_steps(session: Session, records: Watcher) -> int:
         is_passing = is_best or pace.is_save_due or pace.stop_signal > 0
         if is_saved or is_passing:
             saved = _begin_save(session, pace, saved, is_passing=not is_saved)
+            records.saved()
             if is_best and session.best and earlier and session.is_behind:
                 session.best.load_state_dict(earlier)  # no checkpoint has the weights it measured
             is_unsaved = is_over and session.is_behind and done < num_steps
             is_over = is_over and not is_unsaved
     with PULSE.doing("writing the last checkpoint"):
         session.saver.finish()
+    records.gather()
     return 0 if is_over else pace.stop_signal
 
 

@@ -27,6 +27,7 @@ class StopAndSaveSync:
 
     Attributes:
         stop_signal: number of the signal by which all ranks stop after this step, or 0.
+        has_compared: whether the ranks have compared after the latest step.
         is_save_due: whether the last save began at least `save_every_s` ago, so that a save is due.
     """
 
@@ -39,7 +40,7 @@ class StopAndSaveSync:
         self._clock = clock
         self._saved_s = self._compared_s = clock()
         self._interval = self._steps_left = 1
-        self.stop_signal, self.is_save_due = 0, False
+        self.stop_signal, self.is_save_due, self.has_compared = 0, False, False
 
     def saved(self) -> None:
         """Record that a save has begun now."""
@@ -49,7 +50,8 @@ class StopAndSaveSync:
         """Update `stop_signal` and `is_save_due`; no save is due unless rank 0's `can_save`."""
         self.is_save_due = False
         self._steps_left -= 1
-        if self._steps_left > 0:
+        self.has_compared = self._steps_left <= 0
+        if not self.has_compared:
             return
         is_due, interval = 0, 0
         if self._is_first:

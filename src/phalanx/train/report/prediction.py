@@ -22,7 +22,7 @@ from phalanx.report.tabular import Number, Table
 
 _TERMS: Mapping[str, tuple[Term, ...]] = {
     "compute": ("forward", "backward"),
-    "communication": ("communication",),
+    "communication": ("communication", "bubble"),
     "optimizer": ("optimizer",),
 }
 """Cause of a predicted time -> terms of the measured step that it corresponds to."""

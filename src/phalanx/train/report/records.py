@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.together import gather_on_first
 from phalanx.comm.waits import around_waits
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
@@ -19,6 +21,7 @@ from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
+from phalanx.measure.rank_times import RankWindow, table_of, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.report.terminal import Terminal
@@ -62,6 +65,7 @@ class Records:
         evaluations: evaluations so far.
         num_steps: steps taken so far by this process.
         ceiling_flops_per_s: measured FLOP/s of matrix products, mean over ranks; None before.
+        windows: times of the steps on every rank, on rank 0 of several; the latest MEASURED_STEPS.
         log: log of the records on rank 0; None on other ranks.
     """
 
@@ -81,6 +85,9 @@ class Records:
         self._arithmetic: Arithmetic | None = None
         self.ceiling_flops_per_s: float | None = None
         self._restart_timer = True
+        self._ungathered: list[StepTimes] = []
+        self._after_save: set[int] = set()
+        self.windows: list[RankWindow] = []
         self._watching = ExitStack()
         self.log: RunLog | None = None
         if session.is_first:
@@ -101,12 +108,8 @@ class Records:
             self.session.step.watched(lambda name: self.timer.phase(TERMS[name]))
         )
         if self.session.comm.device.type == "cpu":  # on a GPU the stream waits, not this thread
-            self._watching.enter_context(around_waits(self._while_waiting))
+            self._watching.enter_context(around_waits(lambda _, axis: self.timer.wait(axis)))
         return self
-
-    def _while_waiting(self, _: torch.Tensor | None, axis: str) -> AbstractContextManager[None]:
-        del axis
-        return self.timer.phase("communication")
 
     def __exit__(self, *_: object) -> None:
         self._watching.close()
@@ -149,6 +152,7 @@ class Records:
         self.losses.append(result.loss)
         self._units.append(session.num_units(result))
         times = self.timer.end_step()
+        self._ungathered.append(times)
         self.num_steps += 1
         if self.num_steps == 1:
             self._measure_ceiling()
@@ -181,6 +185,42 @@ class Records:
         self.evaluations.append(evaluation)
         if self.log is not None:
             self.log.evaluation(evaluation.step, evaluation.loss, evaluation.metrics)
+
+    def saved(self) -> None:
+        """Judge no rank by the next step, which has the time of beginning a checkpoint."""
+        self._after_save.add(self.session.step.steps_done + 1)
+
+    def gather(self) -> None:
+        """Record the times of the steps since the last call on every rank."""
+        comm, times = self.session.comm, self._ungathered
+        if comm.size("job") == 1 or not times:
+            times.clear()
+            return
+        with self.timer.wait("world"):
+            ranks = gather_on_first((socket.gethostname(), table_of(times, comm.axes)))
+        if self.log is not None:
+            last = self.session.step.steps_done
+            hosts, tables = zip(*ranks, strict=True)
+            window = window_of(
+                range(last - len(times) + 1, last + 1),
+                hosts,
+                comm.axes,
+                tables,
+                saved=self._after_save,
+                planned=self.session.plan.stage_flops,
+                sent=self._sent(),
+            )
+            self.windows.append(window)
+            self.log.ranks(window)
+        times.clear()
+
+    def _sent(self) -> dict[str, tuple[int, float]]:
+        """Return calls and bytes of a step over each mesh axis; empty before they are counted."""
+        sent: dict[str, tuple[int, float]] = {}
+        for entry in self.entries:
+            calls, num_bytes = sent.get(entry.axis, (0, 0.0))
+            sent[entry.axis] = calls + entry.calls, num_bytes + entry.sent_bytes
+        return sent
 
     def measured(self) -> list[StepTimes]:
         """Return the kept times without WARMUP_STEPS; in a shorter run those before LEDGER_STEP."""

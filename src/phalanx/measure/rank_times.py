@@ -1,0 +1,183 @@
+"""Times of steps on every rank: each rank keeps its own, and rank 0 gathers them now and then.
+
+step         1   2   3   4   5   6   7   8   9        keeps on each rank
+gather       x   x           x           x            about once a second: one `RankWindow`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.comm.axes import axes_of, flattened
+from phalanx.measure.timer import TERMS, StepTimes, Term
+
+WORK: tuple[Term, ...] = ("data", "forward", "backward", "optimizer", "other")
+"""Terms in which a rank waits for no other rank."""
+
+STAGE_TOLERANCE = 1.5
+"""Work of a stage relative to the other stages, up to which it counts as planned."""
+
+Times = NDArray[np.float64]
+
+
+class Slowest(NamedTuple):
+    """The rank that had the most work in a step, and the term that exceeds its peers' the most.
+
+    Attributes:
+        excess_s: seconds above the median of its peers.
+    """
+
+    rank: int
+    term: Term
+    excess_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWindow:
+    """Times of consecutive steps on every rank, in seconds: a record `ranks` of metrics.jsonl.
+
+    Peers are the ranks with the same pp coordinate. A rank that is alone in its stage is compared
+    with the other stages, from STAGE_TOLERANCE on.
+
+    Attributes:
+        steps: numbers of the steps, from 1.
+        hosts: host of each rank.
+        axes: mesh axis -> size, outer to inner, so that a rank's number has its coordinates.
+        spread: term, or "wall" -> least, median and most over ranks, for each step.
+        by_rank: term, or "wall" -> mean over the steps, for each rank.
+        slowest: for each step; None if no rank has more work than its peers, and for a step that
+            follows a save.
+        exposed: mesh axis -> mean wait in exposed communication, for each rank.
+        least_exposed: mesh axis -> mean over the steps of the shortest wait in a group of ranks,
+            for each group: the rank that comes last waits only for the link.
+        sent: mesh axis -> calls and bytes of rank 0 in a step; empty before they are counted.
+    """
+
+    steps: Sequence[int]
+    hosts: Sequence[str]
+    axes: Mapping[str, int]
+    spread: Mapping[str, Sequence[Sequence[float]]]
+    by_rank: Mapping[str, Sequence[float]]
+    slowest: Sequence[Slowest | None]
+    exposed: Mapping[str, Sequence[float]]
+    least_exposed: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    sent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+
+def groups_of(axes: Mapping[str, int], name: str) -> list[list[int]]:
+    """Return the ranks of each group over an axis or a set (comm.axes), first ranks first."""
+    numbers, members = np.arange(math.prod(axes.values())).reshape(*axes.values()), [*axes]
+    over = [members.index(axis) for axis in axes_of(name, axes)]
+    size = math.prod(numbers.shape[at] for at in over)
+    return np.moveaxis(numbers, over, range(-len(over), 0)).reshape(-1, size).tolist()
+
+
+def stages_of(axes: Mapping[str, int]) -> list[list[int]]:
+    """Return the ranks at each pp coordinate; all ranks without pp."""
+    return np.array(groups_of(axes, "pp")).T.tolist() if "pp" in axes else groups_of(axes, "job")
+
+
+def table_of(times: Sequence[StepTimes], axes: Mapping[str, int]) -> Times:
+    """Return the times of one rank as an array: a row for each step, the columns of `window_of`."""
+    names = _wait_axes(axes)
+    rows = [
+        [*of.terms_s.values(), of.wall_s, *(of.exposed_s.get(name, 0.0) for name in names)]
+        for of in times
+    ]
+    return np.array(rows)
+
+
+def _wait_axes(axes: Mapping[str, int]) -> list[str]:
+    """Return the names of the axes over which a rank may wait."""
+    return [*axes, *flattened(axes), "world"]
+
+
+def window_of(
+    steps: Sequence[int],
+    hosts: Sequence[str],
+    axes: Mapping[str, int],
+    tables: Sequence[Times],
+    *,
+    saved: Collection[int] = (),
+    planned: Sequence[float] | None = None,
+    sent: Mapping[str, tuple[int, float]] | None = None,
+) -> RankWindow:
+    """Return the window of `steps`, given the table of each rank.
+
+    Args:
+        steps: numbers of the steps.
+        hosts: host of each rank.
+        axes: mesh axes of the job.
+        tables: for each rank the result of `table_of`.
+        saved: steps that follow a save.
+        planned: work of each stage in forward and backward, in any unit; None for equal stages.
+        sent: see `RankWindow`.
+    """
+    names = [*TERMS, "wall", *_wait_axes(axes)]
+    columns = dict(zip(names, np.stack(tables, 1).transpose(2, 1, 0).round(7), strict=True))
+    spread: dict[str, list[list[float]]] = {}
+    by_rank: dict[str, list[float]] = {}
+    for name in (*TERMS, "wall"):
+        of = columns[name]  # [rank, step]
+        spread[name] = np.stack([of.min(0), np.median(of, 0), of.max(0)], 1).tolist()
+        by_rank[name] = of.mean(1).round(7).tolist()
+    exposed = {name: columns[name] for name in _wait_axes(axes) if columns[name].any()}
+    least = {
+        name: [round(of[ranks].min(0).mean().item(), 7) for ranks in groups_of(axes, name)]
+        for name, of in exposed.items()
+        if name != "world"
+    }
+    found = _slowest(np.stack([columns[term] for term in WORK]), stages_of(axes), planned)
+    return RankWindow(
+        steps=[*steps],
+        hosts=hosts,
+        axes=axes,
+        spread=spread,
+        by_rank=by_rank,
+        slowest=[None if at in saved else of for at, of in zip(steps, found, strict=True)],
+        exposed={axis: of.mean(1).round(7).tolist() for axis, of in exposed.items()},
+        least_exposed=least,
+        sent=sent or {},
+    )
+
+
+def _slowest(
+    work: Times, stages: Sequence[Sequence[int]], planned: Sequence[float] | None
+) -> list[Slowest | None]:
+    """Return the slowest rank of each step, given its work [term, rank, step]."""
+    excess = np.zeros_like(work)
+    typical = np.stack([_low_median(work[:, ranks], 1) for ranks in stages], 1)
+    for stage, ranks in enumerate(stages):
+        excess[:, ranks] = work[:, ranks] - typical[:, stage : stage + 1]
+    if len(stages) > 1:
+        # The time of a small layer does not follow from its FLOPs, so a stage is slow only if it takes longer
+        # than an equal part too.
+        weights = np.ones(len(stages)) if planned is None else np.array(planned)
+        parts = np.maximum(weights / weights.mean(), 1e-3)
+        is_model = np.array([term in ("forward", "backward") for term in WORK])
+        scale = np.where(is_model[:, None], parts, 1.0)[:, :, None]
+        as_planned = _low_median(typical / scale, 1)[:, None] * scale
+        expected = np.maximum(as_planned, _low_median(typical, 1)[:, None])
+        over = typical.sum(0) > STAGE_TOLERANCE * expected.sum(0)  # [stage, step]
+        for stage, ranks in enumerate(stages):
+            excess[:, ranks] += ((typical - expected)[:, stage] * over[stage])[:, None]
+    rank = excess.sum(0).argmax(0)
+    by_term = excess[:, rank, np.arange(len(rank))]  # [term, step]
+    term = by_term.argmax(0)
+    most = np.minimum(by_term.max(0), by_term.sum(0))
+    return [
+        Slowest(int(r), WORK[t], round(float(s), 7)) if s > 0 else None
+        for r, t, s in zip(rank, term, most, strict=True)
+    ]
+
+
+def _low_median(values: Times, dim: int) -> Times:
+    """Return the median along `dim`; of an even number of values, the lower of the middle two."""
+    middle = (values.shape[dim] - 1) // 2
+    return np.take(np.partition(values, middle, dim), middle, dim)
