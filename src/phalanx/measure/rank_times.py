@@ -156,8 +156,8 @@ def _slowest(
     for stage, ranks in enumerate(stages):
         excess[:, ranks] = work[:, ranks] - typical[:, stage : stage + 1]
     if len(stages) > 1:
-        # The time of a small layer does not follow from its FLOPs, so a stage is slow only if it takes longer
-        # than an equal part too.
+        # The time of a small layer does not follow from its FLOPs, so a stage is slow only if it
+        # takes longer than an equal part too.
         weights = np.ones(len(stages)) if planned is None else np.array(planned)
         parts = np.maximum(weights / weights.mean(), 1e-3)
         is_model = np.array([term in ("forward", "backward") for term in WORK])
