@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +21,8 @@ from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
+from phalanx.planner.calibration import blank
+from phalanx.planner.measured import machine_of
 from phalanx.report.terminal import Terminal
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.notice import compiling, notice_if_slow
@@ -62,6 +64,7 @@ class Records:
         evaluations: evaluations so far.
         num_steps: steps taken so far by this process.
         ceiling_flops_per_s: measured FLOP/s of matrix products, mean over ranks; None before.
+        machine: measured rates and links of this machine on rank 0, without any before.
         log: log of the records on rank 0; None on other ranks.
     """
 
@@ -80,6 +83,7 @@ class Records:
         self._types = ProductTypes()
         self._arithmetic: Arithmetic | None = None
         self.ceiling_flops_per_s: float | None = None
+        self.machine = blank("gpu" if session.comm.device.type == "cuda" else "cpu")
         self._restart_timer = True
         self._watching = ExitStack()
         self.log: RunLog | None = None
@@ -244,3 +248,8 @@ class Records:
         total, num_known = comm.all_reduce(rates, "job").tolist()
         if num_known == comm.size("job"):
             self._arithmetic, self.ceiling_flops_per_s = found, total / comm.size("job")
+            config = self.session.config
+            # Compiled steps have no prediction, and a check of collectives would be measured too.
+            measures = not (config.compile or config.debug_comm)
+            with notice_if_slow("measuring the rates that predict a step"):
+                self.machine = machine_of(comm, cast(str, found), measures=measures)
