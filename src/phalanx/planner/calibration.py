@@ -84,7 +84,9 @@ def keep_measured(machine: Calibration, num_ranks: int) -> None:
         keep(_path_of_ranks(num_ranks), machine, merges=False)
 
 
-def _measured_by(num_ranks: int, machine: Calibration, precision: str | None) -> Calibration | None:
+def kept_by(
+    num_ranks: int, machine: Calibration, precision: str | None = None
+) -> Calibration | None:
     """Return what a run of `num_ranks` measured on `machine`; None if it no longer holds.
 
     A file of another CPU, number of cores, version of torch or week, a damaged file, and one
@@ -103,28 +105,19 @@ def _measured_by(num_ranks: int, machine: Calibration, precision: str | None) ->
     return kept if is_same and 0 <= age.days <= _DAYS else None
 
 
-def known(
-    machine: Calibration,
-    num_ranks: int | None = None,
-    precision: str | None = None,
-    measured: Calibration | None = None,
-) -> Calibration:
-    """Return `machine`, which is blank, with what is measured for jobs of `num_ranks` ranks.
-
-    Rates and links are those of the user's calibration file. What the file lacks is from
-    `measured`, else from what a run of as many ranks kept, with rates in `precision` if any.
+def written_for(machine: Calibration, kept: Calibration | None) -> Calibration:
+    """Return the user's calibration of a blank `machine`; what its file lacks is from `kept`.
 
     Raises:
         ConfigError: the calibration file is damaged.
     """
-    measured = measured or _measured_by(num_ranks or machine.num_here, machine, precision)
     path = path_of(THIS)
     if path.exists():
         file = read(path)
         if (file.kind, file.device_name) == (machine.kind, machine.device_name):
             machine = dataclasses.replace(file, num_here=machine.num_here)
-    if measured is not None:
-        compute, levels = machine.compute or measured.compute, machine.levels or measured.levels
+    if kept is not None:
+        compute, levels = machine.compute or kept.compute, machine.levels or kept.levels
         machine = dataclasses.replace(machine, compute=compute, levels=levels)
     return machine
 
@@ -132,7 +125,8 @@ def known(
 def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
     """Return this machine as a cluster of `num_devices`: GPUs, or any number of ranks on a CPU.
 
-    Its rates are those that are `known`, else `otherwise`, else from a short measurement.
+    Its rates are those of the user's calibration file, else those that a run of as many ranks kept,
+    else `otherwise`, else from a short measurement.
 
     Raises:
         ConfigError: the machine has fewer GPUs, `num_devices` is below 1, or the calibration file
@@ -141,7 +135,8 @@ def this_machine(num_devices: int | None = None, otherwise: Compute | None = Non
     import torch
 
     kind = "gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu"
-    machine = known(blank(kind), num_devices)
+    machine = blank(kind)
+    machine = written_for(machine, kept_by(num_devices or machine.num_here, machine))
     if compute := machine.compute or otherwise:
         compute = dataclasses.replace(compute, memory_bytes=memory_bytes(machine))
     return as_cluster(THIS, dataclasses.replace(machine, compute=compute), num_devices)

@@ -24,7 +24,7 @@ import torch
 from phalanx.account.planned import decoder_step
 from phalanx.comm.comm import Comm
 from phalanx.errors import PhalanxError
-from phalanx.measure.core import SMALL, SMALL_ROWS, measure_core, memory_rate, step_s
+from phalanx.measure.core import SMALL, SMALL_ROWS, measure_core, memory_rate, products_rate, step_s
 from phalanx.measure.environment import has_fast_bfloat16
 from phalanx.planner import calibration
 from phalanx.planner.calibration_file import Calibration, Compute
@@ -34,6 +34,9 @@ from phalanx.planner.software import DEFAULT
 from phalanx.strategy import Strategy
 
 OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
+
+_OTHER_LOAD: Final = 1.25
+"""Ratio of rates of products from which a kept measurement is of another load of the machine."""
 
 _SIZES: Final = (16 << 10, 512 << 10, 4 << 20)
 """Bytes of the tensors of the timed collectives."""
@@ -45,24 +48,35 @@ def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
     """Return on rank 0 what is measured of this machine; every rank calls this.
 
     What neither the user's calibration file nor an earlier run has, the ranks measure and keep, if
-    `measures` is set and they are all the ranks of a job on the CPU of one host.
+    `measures` is set and they are all the ranks of a job on the CPU of one host. They also measure
+    anew if products now take another time than when an earlier run measured.
     """
     num_ranks, num_here = comm.size("job"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    machine = blank = calibration.blank("gpu" if comm.device.type == "cuda" else "cpu")
+    user = blank = calibration.blank("gpu" if comm.device.type == "cuda" else "cpu")
+    kept, expected = None, 0.0
     if comm.is_first:
         with suppress(PhalanxError):  # a damaged file ends `phalanx plan`, and no run
-            machine = calibration.known(blank, num_ranks, precision)
-    if not measures or blank.kind == "gpu" or num_here != num_ranks:
-        return machine
-    # Rank 0 looks alone: either all ranks measure, or none.
-    if comm.all_reduce(torch.tensor(float(machine.is_whole(num_ranks))), "job").item():
-        return machine
-    machine = measured = measure_ranks(comm, precision)
-    if comm.is_first:
-        calibration.keep_measured(measured, num_ranks)
-        with suppress(PhalanxError):
-            machine = calibration.known(blank, num_ranks, precision, measured)
-    return machine
+            user = calibration.written_for(blank, None)
+        kept = calibration.kept_by(num_ranks, blank, precision)
+    if measures and blank.kind == "cpu" and num_here == num_ranks:
+        if kept is not None and kept.compute is not None and kept.compute.core is not None:
+            expected = kept.compute.core.products[precision] * kept.num_here / num_ranks
+        # Rank 0 looks alone: either all ranks measure, or none.
+        has_all, expected = _sums(comm, [user.is_whole(num_ranks), expected])
+        if not has_all and expected:
+            (rate,) = _sums(comm, [products_rate(getattr(torch, precision)) / num_ranks])
+            expected *= 1 / _OTHER_LOAD < rate / expected < _OTHER_LOAD
+        if not has_all and not expected:
+            kept = measure_ranks(comm, precision)
+            if comm.is_first:
+                calibration.keep_measured(kept, num_ranks)
+    with suppress(PhalanxError):
+        return calibration.written_for(blank, kept)
+    return kept or blank
+
+
+def _sums(comm: Comm, values: Sequence[float]) -> list[float]:
+    return comm.all_reduce(torch.tensor(values, dtype=torch.float64), "job").tolist()
 
 
 def measure_ranks(comm: Comm, precision: str) -> Calibration:
@@ -80,7 +94,7 @@ def measure_ranks(comm: Comm, precision: str) -> Calibration:
     axis = next((axis for axis, size in reversed(comm.axes.items()) if size > 1), None)
     points = [] if axis is None else list(_timed(comm, axis))
     mine += [time_s for *_, time_s in points]
-    means = comm.all_reduce(torch.tensor(mine, dtype=torch.float64), "job").div(num_ranks).tolist()
+    means = [total / num_ranks for total in _sums(comm, mine)]
     cores = machine.num_here / num_ranks  # of a rank; it may be a fraction
     rates = iter(means)
     per_core = [{of: next(rates) / cores for of in part} for part in (products, attention)]
